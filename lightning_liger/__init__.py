@@ -1,0 +1,35 @@
+"""Fused kernels and a loss without logits for PyTorch Lightning and Fabric.
+
+Importing this registers the strategy ``"liger_fsdp"`` for :class:`lightning.Trainer` and :class:`lightning.Fabric`.
+"""
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_liger.callbacks import LigerCallback, TrainingSummary
+from lightning_liger.causal_lm import LigerCausalLM
+from lightning_liger.lazy_logits import LazyLogits, lazy_logits
+from lightning_liger.module import LigerLMMixin
+from lightning_liger.patching import PatchReport, apply_liger_kernels
+from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
+from lightning_liger.strategies import FabricLigerStrategy, LigerStrategy
+
+LigerStrategy.register_strategies(StrategyRegistry)
+FabricLigerStrategy.register_strategies(STRATEGY_REGISTRY)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FabricLigerPrecisionPlugin",
+    "FabricLigerStrategy",
+    "LazyLogits",
+    "LigerCallback",
+    "LigerCausalLM",
+    "LigerLMMixin",
+    "LigerPrecisionPlugin",
+    "LigerStrategy",
+    "PatchReport",
+    "TrainingSummary",
+    "apply_liger_kernels",
+    "lazy_logits",
+]

@@ -1,0 +1,6 @@
+"""Callbacks: kernels for any strategy, and a summary of what training came to."""
+
+from lightning_liger.callbacks.kernels import LigerCallback
+from lightning_liger.callbacks.summary import TrainingSummary
+
+__all__ = ["LigerCallback", "TrainingSummary"]

@@ -1,0 +1,68 @@
+"""Fused kernels under any of Lightning's strategies."""
+
+import functools
+from typing import Any
+
+import lightning as L
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_liger.lazy_logits import lazy_logits
+from lightning_liger.patching import PatchReport, apply_liger_kernels, check_kernels
+from lightning_liger.patching.apply import KernelChoice
+
+
+class LigerCallback(L.Callback):
+    """Applies fused kernels to the module of a Trainer with any strategy.
+
+    The kernels are applied when the module's ``configure_model`` is done, before the strategy wraps the module.
+
+    Args:
+        kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
+
+    Raises:
+        ValueError: For an unknown kernel.
+    """
+
+    def __init__(self, kernels: KernelChoice = "auto") -> None:
+        check_kernels(kernels)
+        self.kernels = kernels
+        self.patch_report: PatchReport | None = None
+        self._lazy: Any = None
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # There is no hook between configure_model and the strategy's wrapping, so the former is extended.
+        configure_model = pl_module.configure_model
+
+        @functools.wraps(configure_model)
+        def configure_and_patch() -> None:
+            configure_model()
+            self._apply(pl_module)
+
+        if type(pl_module).configure_model is L.LightningModule.configure_model:
+            self._apply(pl_module)
+        else:
+            pl_module.configure_model = configure_and_patch  # type: ignore[method-assign]
+
+    def _apply(self, pl_module: L.LightningModule) -> None:
+        report = apply_liger_kernels(pl_module, self.kernels)
+        if self.patch_report is None or report.num_replaced:
+            self.patch_report = report
+            rank_zero_info(f"lightning-liger: fused kernels in {report.num_replaced} modules (kernels={self.kernels})")
+
+    @override
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
+        self._lazy = lazy_logits()
+        self._lazy.__enter__()
+
+    @override
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self._lazy.__exit__(None, None, None)
+
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        pl_module.__dict__.pop("configure_model", None)

@@ -1,0 +1,149 @@
+"""What was replaced, before training; what it came to, after."""
+
+import time
+from typing import Any
+
+import lightning as L
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_liger.callbacks.kernels import LigerCallback
+from lightning_liger.lazy_logits import LogitsLedger
+from lightning_liger.patching import PatchReport
+
+
+class TrainingSummary(L.Callback):
+    """Prints the table of replacements when training starts and a summary when it ends.
+
+    The summary: tokens a second (all processes, validation and the first ``skip_steps`` steps left out), the last
+    losses, peak memory of a process, and the bytes of logits that were never allocated. It is kept in ``results``.
+
+    Args:
+        skip_steps: Steps at the start (compilation, allocation) that do not count for the speed.
+    """
+
+    def __init__(self, skip_steps: int = 2) -> None:
+        if skip_steps < 0:
+            raise ValueError(f"skip_steps must not be negative, got {skip_steps}")
+        self.skip_steps = skip_steps
+        self.results: dict[str, float] = {}
+        self._num_batches = 0
+        self._num_tokens = 0
+        self._seconds = 0.0
+        self._interval_start: float | None = None
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+        report = _patch_report(trainer)
+        if trainer.is_global_zero:
+            console = Console()
+            console.print(report if report is not None else "lightning-liger: no kernels were applied")
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._num_batches += 1
+        if self._num_batches > self.skip_steps * trainer.accumulate_grad_batches:
+            if self._interval_start is None:
+                self._interval_start = _now(trainer)
+            self._num_tokens += _count_tokens(batch)
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop_clock(trainer)
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop_clock(trainer)
+
+    def _stop_clock(self, trainer: L.Trainer) -> None:
+        if self._interval_start is not None:
+            self._seconds += _now(trainer) - self._interval_start
+            self._interval_start = None
+
+    @override
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        ledgers = [vars(module)["logits_ledger"] for module in pl_module.modules() if "logits_ledger" in vars(module)]
+        # Peak memory is a process's own; everything else is summed over the processes.
+        totals = torch.tensor(
+            [self._num_tokens, sum(ledger.bytes_avoided for ledger in ledgers)],
+            dtype=torch.float64,
+            device=trainer.strategy.root_device,
+        )
+        num_tokens, bytes_avoided = trainer.strategy.reduce(totals, reduce_op="sum").tolist()
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.results = {
+            "steps": trainer.global_step,
+            "processes": trainer.world_size,
+            "tokens_per_second": num_tokens / self._seconds if self._seconds else 0.0,
+            "peak_memory_bytes": _peak_memory(trainer.strategy.root_device),
+            "logits_bytes_avoided": bytes_avoided,
+            "losses": sum(ledger.num_losses for ledger in ledgers),
+            "whole_logits": sum(ledger.num_materialized for ledger in ledgers),
+            **metrics,
+        }
+        if trainer.is_global_zero:
+            Console().print(self._table(trainer, metrics, LogitsLedger(num_losses=int(self.results["losses"]))))
+
+    def _table(self, trainer: L.Trainer, metrics: dict[str, float], ledger: LogitsLedger) -> Table:
+        results = self.results
+        device = trainer.strategy.root_device.type
+        speed = results["tokens_per_second"]
+        rows = {
+            "Steps": f"{trainer.global_step} on {trainer.world_size} {device} process{'es'[: 2 * (trainer.world_size > 1)]}",
+            "Tokens/s": f"{speed:,.0f} ({speed / trainer.world_size:,.0f} a process)" if speed else "too few steps",
+            **{_title(name): f"{value:.4g}" for name, value in metrics.items()},
+            f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{results['peak_memory_bytes'] / 2**30:.2f} GiB a process",
+            "Logits never allocated": f"{results['logits_bytes_avoided'] / 2**30:.2f} GiB in all",
+        }
+        if ledger.num_losses and results["logits_bytes_avoided"]:
+            rows["Logits never allocated"] += (
+                f", {results['logits_bytes_avoided'] / ledger.num_losses / trainer.world_size / 2**20:.0f} MiB a loss"
+            )
+        table = Table(title="Training summary", title_justify="left", title_style="bold", show_header=False)
+        for name, value in rows.items():
+            table.add_row(name, value)
+        return table
+
+
+def _title(name: str) -> str:
+    stage, _, rest = name.partition("_")
+    return f"{ {'train': 'Training', 'val': 'Validation'}.get(stage, stage) } {rest.replace('_', ' ')}".replace("  ", " ")
+
+
+def _now(trainer: L.Trainer) -> float:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(trainer.strategy.root_device)
+    return time.perf_counter()
+
+
+def _count_tokens(batch: Any) -> int:
+    input_ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    return input_ids.numel() if isinstance(input_ids, torch.Tensor) else 0
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    memory = psutil.Process().memory_info()
+    return getattr(memory, "peak_wset", None) or _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _patch_report(trainer: L.Trainer) -> PatchReport | None:
+    report = getattr(trainer.strategy, "patch_report", None)
+    for callback in trainer.callbacks:
+        if isinstance(callback, LigerCallback):
+            report = report or callback.patch_report
+    return report

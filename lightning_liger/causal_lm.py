@@ -1,0 +1,129 @@
+"""A finished LightningModule for a Hugging Face causal LM, so that a yaml file is a whole program."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_liger.module import LigerLMMixin
+
+
+class LigerCausalLM(LigerLMMixin, L.LightningModule):
+    """A causal language model with AdamW and a warm-up and cosine schedule.
+
+    Args:
+        pretrained: Folder of a Hugging Face checkpoint to start from. None starts from random weights.
+        model_type: Architecture of a model with random weights, as in a ``config.json`` ("llama", "qwen3", ...).
+        config: The architecture's settings where they differ from its defaults; with ``pretrained``, what to change.
+        attn_implementation: Attention that transformers uses.
+        learning_rate: Peak learning rate.
+        weight_decay: Decay of matrices; vectors (norms, biases) do not decay.
+        betas: AdamW's averaging factors.
+        warmup_steps: Steps in which the learning rate rises to its peak.
+        min_lr_ratio: Share of the peak that is left at the last step; 1 keeps the learning rate constant.
+        max_new_tokens: Tokens that ``predict`` adds to a prompt.
+        temperature: Of sampling in ``predict``; 0 takes the likeliest token.
+
+    Raises:
+        FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
+        ValueError: For an unknown architecture or a setting out of its range.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        model_type: str = "llama",
+        config: dict[str, Any] | None = None,
+        attn_implementation: str = "sdpa",
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        min_lr_ratio: float = 0.1,
+        max_new_tokens: int = 64,
+        temperature: float = 0.8,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        if pretrained is not None and not (Path(pretrained) / "config.json").is_file():
+            raise FileNotFoundError(
+                f"pretrained must be a folder with a Hugging Face checkpoint (config.json and weights), got {pretrained!r}"
+            )
+        if not 0.0 <= min_lr_ratio <= 1.0:
+            raise ValueError(f"min_lr_ratio must be between 0 and 1, got {min_lr_ratio}")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
+        if temperature < 0.0:
+            raise ValueError(f"temperature must not be negative, got {temperature}")
+        if pretrained is None:
+            self.config = AutoConfig.for_model(model_type, **(config or {}))
+        else:
+            self.config = AutoConfig.from_pretrained(pretrained, **(config or {}))
+
+    def configure_model(self) -> None:
+        """Builds the model once, on the device it will train on."""
+        if getattr(self, "model", None) is not None:
+            return
+        settings = {"attn_implementation": self.hparams.attn_implementation, "dtype": torch.get_default_dtype()}
+        with self.trainer.strategy.root_device:
+            if self.hparams.pretrained is None:
+                self.model = AutoModelForCausalLM.from_config(self.config, **settings)
+            else:
+                self.model = AutoModelForCausalLM.from_pretrained(
+                    self.hparams.pretrained, config=self.config, local_files_only=True, **settings
+                )
+        self.model.config.use_cache = False
+        self.model.train()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        hparams = self.hparams
+        decayed, kept = [], []
+        # By module and name: FSDP leaves parameters no shape to tell a matrix from a vector.
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                is_vector = name == "bias" or "norm" in type(module).__name__.lower()
+                if parameter.requires_grad:
+                    (kept if is_vector else decayed).append(parameter)
+        # A tied parameter is found once in each module that holds it.
+        groups = [{"params": list(dict.fromkeys(decayed))}, {"params": list(dict.fromkeys(kept)), "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=hparams.learning_rate,
+            betas=hparams.betas,
+            weight_decay=hparams.weight_decay,
+            fused=all(parameter.is_cuda for parameter in (*decayed, *kept)),
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _learning_rate_factor(self, step: int) -> float:
+        warmup, floor = self.hparams.warmup_steps, self.hparams.min_lr_ratio
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        total = max(1, int(self.trainer.estimated_stepping_batches) - warmup)
+        progress = min(1.0, (step - warmup) / total)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    @torch.no_grad()
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Continues prompts of one length.
+
+        Args:
+            batch: ``input_ids`` of shape ``[batch_size, seq_len]``.
+            batch_idx: Unused.
+
+        Returns:
+            ``[batch_size, seq_len + new tokens]``, the prompts with their continuations.
+        """
+        sampling = {"do_sample": True, "temperature": self.hparams.temperature} if self.hparams.temperature else {}
+        return self.model.generate(
+            batch["input_ids"],
+            attention_mask=torch.ones_like(batch["input_ids"]),
+            max_new_tokens=self.hparams.max_new_tokens,
+            use_cache=True,
+            **({"do_sample": False} | sampling),
+        )

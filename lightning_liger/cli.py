@@ -1,0 +1,63 @@
+"""``lightning-liger fit --config examples/tiny.yaml``: a yaml file as a whole program."""
+
+import os
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_liger.callbacks import TrainingSummary
+from lightning_liger.callbacks.predictions import PredictionPrinter
+
+MAX_CPU_PROCESSES = 2
+"""Processes of ``devices: auto`` without an accelerator: enough to shard, and each keeps some cores."""
+
+
+class LigerCLI(LightningCLI):
+    """:class:`~lightning.pytorch.cli.LightningCLI` for any LightningModule and data module, named in the yaml.
+
+    Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``) and lets ``trainer.devices: auto`` mean all GPUs
+    or, without any, two CPU processes; ``predict`` runs in one process unless told otherwise.
+    """
+
+    def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+        super().__init__(
+            L.LightningModule,
+            L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=42,
+            save_config_kwargs={"overwrite": True},
+            args=args,
+            **kwargs,
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(TrainingSummary, "summary")
+        parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        trainer = config.trainer
+        if trainer.devices != "auto":
+            return
+        if self.subcommand == "predict":
+            trainer.devices = 1
+        elif trainer.accelerator in ("auto", "cpu") and not _has_accelerator(trainer.accelerator):
+            trainer.accelerator = "cpu"
+            trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
+            rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
+
+
+def _has_accelerator(flag: str) -> bool:
+    return flag == "auto" and (torch.cuda.is_available() or torch.backends.mps.is_available())
+
+
+def main(args: ArgsType = None) -> None:
+    """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``."""
+    LigerCLI(args=args)

@@ -1,0 +1,135 @@
+"""Where text comes from: a file, a folder, JSON lines, or the source code of Python's own standard library."""
+
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+JSON_LINES_SUFFIX = ".jsonl"
+# What is read from a folder. JSON, CSV and HTML are left out: which part of them is text cannot be known.
+FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", JSON_LINES_SUFFIX)
+ACCEPTED = (
+    f"a text file (one document), a {JSON_LINES_SUFFIX} file (one document a line), a folder with files that end in "
+    f"{', '.join(FOLDER_SUFFIXES)}, or nothing for the sources of Python's standard library"
+)
+
+# Folders of the standard library that hold tests, third-party code, or tables of characters instead of programs.
+_LIBRARY_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "encodings", "__pycache__"}
+)
+
+
+def python_library_files() -> list[Path]:
+    """The ``.py`` files of the running Python's standard library in a fixed order, without tests and build settings.
+
+    Raises:
+        FileNotFoundError: if this Python comes without its sources, as some embedded ones do.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in _walk(root, (".py",), _LIBRARY_SKIPPED) if not file.name.startswith("_sysconfigdata")]
+    if not files:
+        raise FileNotFoundError(
+            f"data.path was not given, and this Python has no library sources at {root}. Give one of: {ACCEPTED}."
+        )
+    return files
+
+
+def source_files(path: str | Path | None = None) -> list[Path]:
+    """The files that `read_documents` would read, in the order in which it reads them.
+
+    Raises:
+        FileNotFoundError: if there is nothing at ``path``, or only a folder without text files.
+    """
+    if path is None:
+        return python_library_files()
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise FileNotFoundError(f"data.path={str(path)!r} does not exist. Accepted: {ACCEPTED}.")
+    files = _walk(root, FOLDER_SUFFIXES)
+    if not files:
+        raise FileNotFoundError(
+            f"data.path={str(path)!r} is a folder without text files (hidden ones are skipped). Accepted: {ACCEPTED}."
+        )
+    return files
+
+
+def read_documents(path: str | Path | None = None, *, text_field: str = "text") -> Iterator[str]:
+    """Iterates over the documents of a corpus, one string each, in an order that does not change.
+
+    Args:
+        path: A text file is one document. A file that ends in ``.jsonl`` has one document on each line. A folder is
+            searched recursively for both, hidden files and folders apart. ``None`` is `python_library_files`.
+        text_field: The key under which a line of a ``.jsonl`` file has its text.
+
+    Documents of white space only are left out.
+
+    Raises:
+        FileNotFoundError: at the call, if there is nothing to read at ``path``.
+        ValueError: while iterating, if a file is not UTF-8, if a line is not a JSON object with a string under
+            ``text_field``, or if no document was found at all.
+    """
+    return _require_any(_read_files(source_files(path), text_field), path)
+
+
+def fingerprints(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Path, size and time of change of each file: cheap to read, and different when the content is."""
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], skipped: Collection[str] = ()) -> list[Path]:
+    """All files below ``root`` with one of the suffixes, sorted; hidden names and folders in ``skipped`` left out."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
+        found += [Path(folder, name) for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _read_files(files: list[Path], text_field: str) -> Iterator[str]:
+    for file in files:
+        try:
+            if file.suffix.lower() == JSON_LINES_SUFFIX:
+                yield from _read_json_lines(file, text_field)
+            else:
+                yield file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+
+
+def _read_json_lines(file: Path, text_field: str) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"data.path: {file}, line {number} is not JSON: {error}.") from error
+            if not isinstance(record, dict):
+                raise ValueError(
+                    f"data.path: {file}, line {number} is a JSON {type(record).__name__}, expected an object with the "
+                    f"field {text_field!r}."
+                )
+            if not isinstance(record.get(text_field), str):
+                problem = "is not a string" if text_field in record else "is missing"
+                raise ValueError(
+                    f"data.path: {file}, line {number}: the field {text_field!r} (data.text_field) {problem}; "
+                    f"keys found: {sorted(record)}."
+                )
+            try:
+                record[text_field].encode()
+            except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no text encoding can
+                raise ValueError(f"data.path: {file}, line {number} is not valid Unicode: {error}.") from error
+            yield record[text_field]
+
+
+def _require_any(documents: Iterator[str], path: str | Path | None) -> Iterator[str]:
+    documents = (document for document in documents if document.strip())
+    first = next(documents, None)
+    if first is None:
+        raise ValueError(f"data.path={str(path)!r} holds no text: every document in it is empty.")
+    yield from itertools.chain((first,), documents)

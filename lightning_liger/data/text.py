@@ -1,0 +1,254 @@
+"""Text as rows of tokens: documents, each followed by an end-of-text token, end to end, cut into equal blocks.
+
+Everything that depends only on the corpus and the tokenizer is computed once and kept in a cache folder:
+``train.bin`` and ``validation.bin`` (token ids, two or four bytes each), ``tokenizer/`` and ``metadata.json``.
+"""
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+import tokenizers
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_liger.data.sources import fingerprints, read_documents, source_files
+from lightning_liger.data.tokenizer import (
+    MIN_VOCAB_SIZE,
+    atomic_folder,
+    load_or_train_tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+    write_tokens,
+)
+
+Split = Literal["train", "validation"]
+
+_FORMAT_VERSION = 1  # part of the cache key: raise it when the files change for the same settings
+
+
+class PackedTokens(Dataset[dict[str, Tensor]]):
+    """Rows of ``block_size`` consecutive tokens from a flat file of token ids, without the incomplete last row.
+
+    A row is ``{"input_ids": [block_size], "labels": [block_size]}`` in int64. Labels equal the inputs: causal language
+    models shift them in the loss.
+    """
+
+    def __init__(self, file: Path, dtype: str, block_size: int) -> None:
+        self.file, self.dtype, self.block_size = file, dtype, block_size
+        self.tokens = np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedTokens, (self.file, self.dtype, self.block_size)  # a pickled memmap would hold the whole file
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.block_size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.tokens[index * self.block_size : (index + 1) * self.block_size]
+        input_ids = torch.from_numpy(row.astype(np.int64))
+        return {"input_ids": input_ids, "labels": input_ids}  # collating copies both
+
+
+class TextDataModule(L.LightningDataModule):
+    """Text files as batches for a causal language model, tokenized once and then read from a cache.
+
+    Batches are ``{"input_ids": [batch_size, block_size], "labels": [batch_size, block_size]}`` in int64, with labels
+    equal to the inputs (the model's loss shifts them) and no padding. Training rows are shuffled anew each epoch, from
+    ``seed`` and the epoch alone, and processes get different rows; validation keeps the order of the text. After
+    ``setup`` the tokenizer is at ``text_tokenizer``.
+
+    Args:
+        path: A text file (one document), a .jsonl file (one document a line) or a folder with such files (.txt, .md,
+            .rst, .py, .jsonl; hidden ones are skipped). By default the sources of Python's own standard library.
+        tokenizer: A folder with a Hugging Face tokenizer that has an eos_token. By default a byte-level BPE is trained
+            on the training documents.
+        vocab_size: The most tokens a trained tokenizer may have. Not used with ``tokenizer``.
+        block_size: Tokens in a row.
+        batch_size: Rows in a batch, for each process.
+        validation_fraction: Share of the documents that are held out (of the text, if there is only one document), at
+            least one. 0 means no validation data.
+        seed: Decides which documents are held out and the order of the training rows.
+        text_field: The key of the text in the lines of a .jsonl file.
+        num_workers: Processes that load batches, for each training process. 0 loads them in the training process.
+        cache_dir: Where tokenized text is kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
+        max_documents: Read only so many documents of the corpus. By default all.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | Path | None = None,
+        tokenizer: str | Path | None = None,
+        vocab_size: int = 16384,
+        block_size: int = 1024,
+        batch_size: int = 8,
+        validation_fraction: float = 0.02,
+        seed: int = 42,
+        text_field: str = "text",
+        num_workers: int = 0,
+        cache_dir: str | Path | None = None,
+        max_documents: int | None = None,
+    ) -> None:
+        super().__init__()
+        _require(vocab_size >= MIN_VOCAB_SIZE, "vocab_size", vocab_size, f"at least {MIN_VOCAB_SIZE}")
+        _require(block_size >= 2, "block_size", block_size, "at least 2, a token and the next one")
+        _require(batch_size >= 1, "batch_size", batch_size, "at least 1")
+        _require(0 <= validation_fraction < 1, "validation_fraction", validation_fraction, "at least 0 and below 1")
+        _require(seed >= 0, "seed", seed, "at least 0")
+        _require(bool(text_field), "text_field", text_field, "the name of a field")
+        _require(num_workers >= 0, "num_workers", num_workers, "at least 0")
+        _require(max_documents is None or max_documents >= 1, "max_documents", max_documents, "at least 1, or nothing")
+        source_files(path)  # raises if there is nothing to read
+        if tokenizer is not None:
+            tokenizer_files(tokenizer)  # likewise
+        self.path, self.tokenizer, self.vocab_size = path, tokenizer, vocab_size
+        self.block_size, self.batch_size, self.num_workers = block_size, batch_size, num_workers
+        self.validation_fraction, self.seed = validation_fraction, seed
+        self.text_field, self.max_documents = text_field, max_documents
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.text_tokenizer: PreTrainedTokenizerBase | None = None
+        self.train_data: PackedTokens | None = None
+        self.validation_data: PackedTokens | None = None
+
+    @property
+    def cache_folder(self) -> Path:
+        """The folder for this corpus and these settings; its name changes with anything that changes its content."""
+        return self.cache_dir / hashlib.sha256(json.dumps(self._content_settings()).encode()).hexdigest()[:20]
+
+    @override
+    def prepare_data(self) -> None:
+        destination = self.cache_folder
+        if destination.exists():
+            return
+        rank_zero_info(f"Tokenizing {self._corpus} into {destination}")
+        num_documents = sum(1 for _ in self._documents())
+        with atomic_folder(destination) as folder:
+            tokenizer = load_or_train_tokenizer(
+                self.tokenizer, lambda: self._split("train", num_documents), self.vocab_size, folder / "tokenizer"
+            )
+            tokenizer.save_pretrained(folder / "tokenizer")
+            dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
+            num_tokens = {
+                split: write_tokens(folder / f"{split}.bin", self._split(split, num_documents), tokenizer, dtype)
+                for split in ("train", "validation")
+            }
+            metadata = {"dtype": dtype, "num_tokens": num_tokens, "settings": self._content_settings()}
+            (folder / "metadata.json").write_text(json.dumps(metadata, indent=1), encoding="utf-8")
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        folder = self.cache_folder
+        if not folder.exists():
+            raise RuntimeError(f"{folder} does not exist: call prepare_data() first, and leave the corpus as it was.")
+        dtype = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["dtype"]
+        self.text_tokenizer = load_tokenizer(folder / "tokenizer")
+        self.train_data = PackedTokens(folder / "train.bin", dtype, self.block_size)
+        if stage in (None, "fit"):
+            num_shards = self._shard()["num_replicas"]
+            needed_for = f"one batch of data.batch_size={self.batch_size} rows for each of {num_shards} processes"
+            self._require_rows("train", self.train_data, self.batch_size * num_shards, needed_for)
+        if self.validation_fraction:
+            self.validation_data = PackedTokens(folder / "validation.bin", dtype, self.block_size)
+            needed_for = f"one row (data.validation_fraction={self.validation_fraction})"
+            self._require_rows("validation", self.validation_data, 1, needed_for)
+
+    @override
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        # Lightning keeps a DistributedSampler and tells it the epoch. Its own would take the seed from the environment.
+        sampler = DistributedSampler(self.train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True)
+        return self._dataloader(self.train_data, sampler=sampler, drop_last=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+        """Every validation row in order; the last batch may be smaller. Empty if nothing was held out.
+
+        On several processes Lightning divides the rows, and repeats a few of them if that does not come out even.
+        """
+        return [] if self.validation_data is None else self._dataloader(self.validation_data)
+
+    @override
+    def test_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+        """The validation data."""
+        return self.val_dataloader()
+
+    def _dataloader(self, rows: PackedTokens, **options: Any) -> DataLoader[dict[str, Tensor]]:
+        options |= {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        return DataLoader(rows, batch_size=self.batch_size, **options)
+
+    def _shard(self) -> dict[str, int]:
+        """Into how many parts the training rows are divided (tensor-parallel ranks share one), and which is ours."""
+        from_strategy = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        if from_strategy is not None:
+            return from_strategy
+        if dist.is_available() and dist.is_initialized():  # Fabric, which knows no trainer
+            return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+        return {"num_replicas": 1, "rank": 0}
+
+    def _require_rows(self, split: Split, data: PackedTokens, num_rows: int, needed_for: str) -> None:
+        if len(data) < num_rows:
+            raise ValueError(
+                f"{self._corpus} has {len(data.tokens)} {split} tokens, but {num_rows * self.block_size} are needed: "
+                f"{needed_for}, data.block_size={self.block_size} tokens in a row."
+            )
+
+    @property
+    def _corpus(self) -> str:
+        return "the source code of Python's standard library" if self.path is None else f"data.path={str(self.path)!r}"
+
+    def _content_settings(self) -> dict[str, Any]:
+        """Everything that decides what the cache folder holds."""
+        return {
+            "format": _FORMAT_VERSION,
+            "tokenizers": tokenizers.__version__,
+            "corpus": fingerprints(source_files(self.path)),
+            "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer)),
+            "text_field": self.text_field,
+            "max_documents": self.max_documents,
+            "validation_fraction": self.validation_fraction,
+            "seed": self.seed,
+        }
+
+    def _documents(self) -> Iterator[str]:
+        return islice(read_documents(self.path, text_field=self.text_field), self.max_documents)
+
+    def _split(self, split: Split, num_documents: int) -> Iterator[str]:
+        """The documents of one split; a lone document is cut in two."""
+        if num_documents == 1:
+            (document,) = self._documents()
+            cut = len(document) - _num_held_out(len(document), self.validation_fraction)
+            documents, held_out = iter((document[:cut], document[cut:])), {1}
+        else:
+            num_held_out = _num_held_out(num_documents, self.validation_fraction)
+            documents = self._documents()
+            held_out = set(random.Random(self.seed).sample(range(num_documents), num_held_out))
+        for index, document in enumerate(documents):
+            if document and (index in held_out) == (split == "validation"):
+                yield document
+
+
+def default_cache_dir() -> Path:
+    """``lightning-liger`` in the user's cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache`` if that is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning-liger")
+
+
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"data.{name}={value!r} is not possible: expected {expected}.")
+
+
+def _num_held_out(total: int, fraction: float) -> int:
+    """At least one if any are asked for, and never all."""
+    return min(max(1, round(total * fraction)), total - 1) if fraction else 0

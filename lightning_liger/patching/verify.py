@@ -1,0 +1,68 @@
+"""Whether a replacement computes what the original does: outputs and gradients, on a small random input."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+TOLERANCE_ULPS = 16
+"""Allowed distance in units of ``finfo(dtype).eps`` of the largest value: both sides round, in another order."""
+
+
+class Mismatch(Exception):
+    """A replacement that differs from what it replaces; the message says in what."""
+
+
+def random_like(reference: Tensor, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random values of ``reference``'s shape that require a gradient; the global random state is left alone."""
+    values = torch.randn(reference.shape, generator=generator, dtype=torch.float32)
+    return values.to(dtype=dtype, device=device).requires_grad_()
+
+
+def compare(
+    original: Callable[[], Tensor | Sequence[Tensor]],
+    replacement: Callable[[], Tensor | Sequence[Tensor]],
+    differentiate: Iterable[Tensor],
+) -> float:
+    """Runs both and returns the largest difference of outputs and gradients, relative to the largest value.
+
+    Args:
+        original: Computes the original's output or outputs.
+        replacement: Computes the replacement's.
+        differentiate: The leaves to compare gradients of.
+
+    Raises:
+        Mismatch: If a shape, a dtype or a value differs by more than rounding.
+    """
+    leaves = list(differentiate)
+    expected, actual = _run(original, leaves), _run(replacement, leaves)
+    if len(expected) != len(actual):
+        raise Mismatch(f"{len(actual) - len(leaves)} outputs, the original has {len(expected) - len(leaves)}")
+    worst = 0.0
+    for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
+        name = "output" if index < len(expected) - len(leaves) else "gradient"
+        if want.shape != got.shape or want.dtype != got.dtype:
+            raise Mismatch(
+                f"{name} is {got.dtype} {tuple(got.shape)}, the original's {want.dtype} {tuple(want.shape)}"
+            )
+        scale = want.double().abs().max().item() or 1.0
+        error = (want.double() - got.double()).abs().max().item() / scale
+        lowest = min((leaf.dtype for leaf in (*leaves, want)), key=lambda dtype: -torch.finfo(dtype).eps)
+        if not error <= TOLERANCE_ULPS * torch.finfo(lowest).eps:
+            raise Mismatch(f"{name} differs by {error:.1e} of its largest value")
+        worst = max(worst, error)
+    return worst
+
+
+def _run(function: Callable[[], Tensor | Sequence[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
+    with torch.enable_grad():
+        outputs = function()
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        # Distinct weights for each element, so that a wrong order of elements shows.
+        loss = sum((output.double() * _weights(output)).sum() for output in outputs)
+        gradients = torch.autograd.grad(loss, leaves)
+    return [*(output.detach() for output in outputs), *gradients]
+
+
+def _weights(output: Tensor) -> Tensor:
+    return torch.linspace(-1.0, 1.0, output.numel(), dtype=torch.float64, device=output.device).view(output.shape)

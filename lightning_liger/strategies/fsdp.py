@@ -1,0 +1,189 @@
+"""``liger_fsdp``: Fully Sharded Data Parallel with fused kernels, for Trainer and Fabric, on GPUs and CPUs."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.fabric.plugins.precision.fsdp as fabric_precision
+import lightning.fabric.strategies.fsdp as fabric_fsdp
+import lightning.pytorch.plugins.precision.fsdp as pytorch_precision
+import lightning.pytorch.strategies.fsdp as pytorch_fsdp
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_liger.patching import PatchReport, check_kernels
+from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
+from lightning_liger.strategies.policies import LayerPolicy, check_policy, decoder_layer_classes, resolve_policy
+
+_NAME = "liger_fsdp"
+_DESCRIPTION = "Fully Sharded Data Parallel (FSDP) with fused kernels and a loss without logits"
+
+
+class LigerStrategy(pytorch_fsdp.FSDPStrategy):
+    """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
+
+    Also runs on CPUs (over gloo), and finds the layers to wrap by itself.
+
+    Args:
+        kernels: ``"auto"``, ``"none"``, or a list of names; see :func:`~lightning_liger.apply_liger_kernels`.
+        auto_wrap_policy: The layers to shard one by one: their classes or names of these (dotted, or bare if the model
+            has such a layer), or any FSDP policy. By default the layers that the Hugging Face model in the module says
+            must not be split; embeddings and LM head stay in the root unit, where the fused loss needs them.
+        activation_checkpointing_policy: The layers to recompute in backward, named in the same way. By default none.
+        **kwargs: As in Lightning's strategy.
+
+    Raises:
+        ValueError: For an unknown kernel or layer class.
+    """
+
+    strategy_name = _NAME
+    _registered_strategies: list[str] = []
+
+    def __init__(
+        self,
+        kernels: str | list[str] = "auto",
+        auto_wrap_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
+        activation_checkpointing_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.kernels, self._layers = _checked(kernels, auto_wrap_policy, activation_checkpointing_policy)
+        super().__init__(**kwargs)
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """What was replaced in the model, None before it was set up."""
+        return getattr(self._precision_plugin, "patch_report", None)
+
+    @property
+    @override
+    def precision_plugin(self) -> pytorch_precision.FSDPPrecision:
+        return self._precision_plugin or LigerPrecisionPlugin("32-true", kernels=self.kernels)
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Any) -> None:
+        if type(precision_plugin) is pytorch_precision.FSDPPrecision:
+            precision_plugin = LigerPrecisionPlugin.replacing(precision_plugin, self.kernels)
+        pytorch_fsdp.FSDPStrategy.precision_plugin.fset(self, precision_plugin)
+
+    @override
+    def _setup_model(self, model: Module) -> Module:
+        # The base class passes FSDP a device index, which a CPU does not have; of what is wrapped already it takes the
+        # rest as it is.
+        wrapping, self._activation_checkpointing_kwargs = _resolve_layers(
+            self._layers, self.kwargs, self._activation_checkpointing_kwargs, model
+        )
+        model = _wrap(
+            model,
+            self.root_device,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            **wrapping,
+        )
+        return super()._setup_model(model)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        _register(cls, strategy_registry)
+
+
+class FabricLigerStrategy(fabric_fsdp.FSDPStrategy):
+    """:class:`LigerStrategy` for Fabric; takes the same arguments."""
+
+    def __init__(
+        self,
+        kernels: str | list[str] = "auto",
+        auto_wrap_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
+        activation_checkpointing_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.kernels, self._layers = _checked(kernels, auto_wrap_policy, activation_checkpointing_policy)
+        super().__init__(**kwargs)
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """What was replaced in the model, None before it was set up."""
+        return getattr(self._precision, "patch_report", None)
+
+    @property
+    @override
+    def precision(self) -> fabric_precision.FSDPPrecision:
+        return self._precision or FabricLigerPrecisionPlugin("32-true", kernels=self.kernels)
+
+    @precision.setter
+    @override
+    def precision(self, precision: Any) -> None:
+        if type(precision) is fabric_precision.FSDPPrecision:
+            precision = FabricLigerPrecisionPlugin.replacing(precision, self.kernels)
+        fabric_fsdp.FSDPStrategy.precision.fset(self, precision)
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        wrapping, self._activation_checkpointing_kwargs = _resolve_layers(
+            self._layers, self._fsdp_kwargs, self._activation_checkpointing_kwargs, module
+        )
+        module = _wrap(
+            module,
+            self.root_device,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            **wrapping,
+        )
+        return super().setup_module(module)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        _register(cls, strategy_registry)
+
+
+_Layers = tuple[LayerPolicy | None, LayerPolicy | None]
+
+
+def _checked(kernels: KernelChoice, wrap: Any, checkpoint: Any) -> tuple[KernelChoice, _Layers]:
+    check_kernels(kernels)
+    check_policy("auto_wrap_policy", wrap)
+    check_policy("activation_checkpointing_policy", checkpoint)
+    return kernels, (wrap, checkpoint)
+
+
+def _resolve_layers(
+    layers: _Layers, fsdp_kwargs: dict[str, Any], checkpointing: dict[str, Any], model: Module
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """FSDP's and activation checkpointing's arguments for ``model``."""
+    wrap, checkpoint = layers
+    wrap = resolve_policy("auto_wrap_policy", wrap, model) or decoder_layer_classes(model)
+    if not wrap:
+        rank_zero_warn(
+            "auto_wrap_policy was not given and the model names no layers that must not be split: FSDP gathers all of"
+            " its parameters at once. Name its layer classes in auto_wrap_policy."
+        )
+    if checkpoint is not None:
+        checkpoint = resolve_policy("activation_checkpointing_policy", checkpoint, model)
+        checkpointing = fabric_fsdp._activation_checkpointing_kwargs(None, checkpoint)
+    return fabric_fsdp._auto_wrap_policy_kwargs(wrap or None, dict(fsdp_kwargs)), checkpointing
+
+
+def _wrap(model: Module, device: torch.device, **kwargs: Any) -> Module:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return model
+    model = FullyShardedDataParallel(model, device_id=device, **kwargs)
+    if device.type == "cpu":
+        # Full state dicts move parameters to the CPU and free what they moved, which on a CPU is the same memory.
+        for module in FullyShardedDataParallel.fsdp_modules(model):
+            if module._handle is not None:
+                module._handle.to_cpu = nullcontext
+    return model
+
+
+def _register(cls: Any, strategy_registry: _StrategyRegistry) -> None:
+    if torch.distributed.is_available() and _NAME not in strategy_registry:
+        strategy_registry.register(_NAME, cls, description=_DESCRIPTION)

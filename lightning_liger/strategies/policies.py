@@ -1,0 +1,70 @@
+"""Which layers FSDP wraps or checkpoints, as users name them."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+LayerPolicy = Sequence[str] | set[type[Module]] | Callable[..., bool]
+"""Layer classes, names of layer classes (dotted, or bare if the model has one of that name), or an FSDP policy."""
+
+
+def check_policy(argument: str, policy: LayerPolicy | str | None) -> None:
+    """Raises a ValueError that names the argument for dotted names that cannot be imported."""
+    for name in _names(policy):
+        if "." in name:
+            _import_class(argument, name)
+
+
+def decoder_layer_classes(model: Module) -> set[type[Module]]:
+    """The classes of the layers that a Hugging Face model in ``model`` says must not be split."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return {type(module) for module in model.modules() if _class_names(module) & names}
+
+
+def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> Any:
+    """The policy as Lightning takes it: names become the classes of ``model``'s layers, everything else stays.
+
+    Raises:
+        ValueError: For a name that is no class, or one that ``model`` has no layer of.
+    """
+    if not isinstance(policy, list | tuple | set | frozenset | str):
+        return policy
+    names = _names(policy)
+    classes: set[type[Module]] = {layer for layer in policy if isinstance(layer, type)}
+    for name in names:
+        wanted = _import_class(argument, name) if "." in name else None
+        matching = {
+            type(module)
+            for module in model.modules()
+            if (isinstance(module, wanted) if wanted is not None else name in _class_names(module))
+        }
+        if not matching:
+            known = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"{argument} names the layer class {name!r}, but the model has none; it has {known}")
+        classes |= matching
+    return classes
+
+
+def _names(policy: Any) -> list[str]:
+    if isinstance(policy, str):
+        return [policy]
+    return [name for name in policy if isinstance(name, str)] if isinstance(policy, list | tuple | set) else []
+
+
+def _class_names(module: Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def _import_class(argument: str, name: str) -> type[Module]:
+    module_name, _, class_name = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{argument} names the layer class {name!r}, which cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Module)):
+        raise ValueError(f"{argument} names {name!r}, which is {found!r} and no torch.nn.Module class")
+    return found

@@ -1,0 +1,27 @@
+"""The one yardstick of the kernel tests: no further from float64 than plain PyTorch in the same dtype."""
+
+import torch
+from torch import Tensor
+
+
+def assert_as_accurate(name: str, actual: Tensor, eager: Tensor, truth: Tensor, *, factor: float = 2.0) -> None:
+    """Fails if ``actual`` is further from ``truth`` than ``factor`` times eager's largest error plus rounding.
+
+    Args:
+        name: What is compared, for the message.
+        actual: The kernel's result.
+        eager: What plain PyTorch gives in the tested dtype.
+        truth: The same computed in float64 from the same rounded inputs.
+        factor: How many times eager's error is allowed.
+    """
+    if actual.shape != truth.shape:
+        raise AssertionError(f"{name}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}")
+    if actual.numel() == 0:
+        return
+    truth = truth.double().cpu()
+    error = (actual.detach().double().cpu() - truth).abs().max().item()
+    eager_error = (eager.detach().double().cpu() - truth).abs().max().item()
+    rounding = 2 * torch.finfo(actual.dtype).eps * truth.abs().max().item()
+    allowed = factor * eager_error + rounding
+    if not error <= allowed:  # also catches NaN
+        raise AssertionError(f"{name}: error {error:.3e}, eager's {eager_error:.3e}, allowed {allowed:.3e}")

@@ -1,0 +1,27 @@
+"""Runs each kernel test twice: under Triton's interpreter on the CPU and compiled on the GPU."""
+
+import pytest
+import torch
+
+from liger_ops import backend
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="interpreter", marks=pytest.mark.interpreter),
+        pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+    ]
+)
+def triton_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device on which the public functions take the Triton path; fresh memory there is filled with NaN."""
+    device = torch.device(request.param)
+    if device.type == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter is chosen when Triton is imported, on machines without a GPU")
+        monkeypatch.setattr(backend, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield device
+    finally:
+        torch.use_deterministic_algorithms(False)

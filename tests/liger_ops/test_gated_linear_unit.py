@@ -1,0 +1,150 @@
+"""silu(gate) * up: kernels against the reference in float64, with plain PyTorch in the tested dtype as yardstick."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from liger_ops.gated_linear_unit import choose_launch, silu_mul, silu_mul_reference
+from torch import Tensor
+
+from tests.liger_ops.accuracy import assert_as_accurate
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make_inputs(*shape: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """gate, up and an upstream gradient, rounded to ``dtype``."""
+    gate, up, grad_output = (torch.randn(shape, device=device).mul(3).to(dtype) for _ in range(3))
+    return gate, up, grad_output
+
+
+def assert_matches_reference(gate: Tensor, up: Tensor, grad_output: Tensor) -> None:
+    """Compares the output and both gradients."""
+
+    def run(function: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (gate, up)]
+        y = function(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, grad_output.to(y.dtype))]
+
+    actual, eager = run(silu_mul, None), run(lambda gate, up: F.silu(gate) * up, None)
+    truth = run(silu_mul_reference, torch.float64)
+    for name, *results in zip(("y", "grad_gate", "grad_up"), actual, eager, truth, strict=True):
+        assert results[0].dtype == results[1].dtype
+        assert_as_accurate(name, *results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (1, 1), (3, 507), (1, 1024), (2, 3, 683)], ids=str
+)  # the last: four blocks and two columns
+def test_silu_mul_matches_reference(triton_device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    assert_matches_reference(*make_inputs(*shape, dtype=dtype, device=triton_device))
+
+
+def test_silu_mul_promotes_mixed_dtypes(triton_device: torch.device) -> None:
+    gate, up, grad_output = make_inputs(3, 123, dtype=torch.bfloat16, device=triton_device)
+    assert_matches_reference(gate, up.float(), grad_output)
+    assert_matches_reference(gate.double(), up, grad_output)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul_reads_the_halves_of_a_packed_tensor(triton_device: torch.device, dtype: torch.dtype) -> None:
+    packed, _, grad_output = make_inputs(2, 3, 2 * 1100, dtype=dtype, device=triton_device)
+    assert_matches_reference(*packed.chunk(2, dim=-1), grad_output[..., :1100])
+
+
+def test_silu_mul_reads_any_strides(triton_device: torch.device) -> None:
+    gate, up, grad_output = make_inputs(4, 6, 8, dtype=torch.float32, device=triton_device)
+    assert_matches_reference(gate.transpose(0, 1), up.transpose(0, 1), grad_output.transpose(0, 1))
+    assert_matches_reference(gate.mT, up.mT, grad_output.mT)
+    assert_matches_reference(gate[..., ::2], up[..., :4], grad_output[..., 4:])
+
+
+def test_silu_mul_takes_an_expanded_upstream_gradient(triton_device: torch.device) -> None:
+    gate, up, _ = make_inputs(6, 64, dtype=torch.float32, device=triton_device)
+    assert_matches_reference(gate, up, torch.tensor(0.7, device=triton_device).expand(6, 64))
+    assert_matches_reference(gate, up, torch.randn(64, device=triton_device).expand(6, 64))
+
+
+def test_silu_mul_of_nothing(triton_device: torch.device) -> None:
+    gate = torch.empty(0, 64, device=triton_device, requires_grad=True)
+    y = silu_mul(gate, gate.detach())
+    y.sum().backward()
+    assert y.shape == gate.grad.shape == (0, 64)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy, in the interpreter
+def test_silu_mul_stays_finite_for_large_gates(triton_device: torch.device) -> None:
+    gate = torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30], device=triton_device)
+    assert_matches_reference(gate, torch.ones_like(gate), torch.ones_like(gate))
+
+
+@pytest.mark.parametrize("wanted", [0, 1], ids=["gate", "up"])
+def test_silu_mul_computes_only_the_gradient_asked_for(triton_device: torch.device, wanted: int) -> None:
+    *inputs, grad_output = make_inputs(6, 64, dtype=torch.float32, device=triton_device)
+    both = [tensor.clone().requires_grad_() for tensor in inputs]
+    expected = torch.autograd.grad(silu_mul(*both), both, grad_output)
+    inputs[wanted].requires_grad_()
+    silu_mul(*inputs).backward(grad_output)
+    assert inputs[1 - wanted].grad is None
+    torch.testing.assert_close(inputs[wanted].grad, expected[wanted])
+
+
+def test_silu_mul_backward_twice_and_inputs_unchanged(triton_device: torch.device) -> None:
+    gate, up, grad_output = make_inputs(6, 64, dtype=torch.float32, device=triton_device)
+    leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    y = silu_mul(*leaves)
+    upstream = grad_output.clone()
+    first = torch.autograd.grad(y, leaves, upstream, retain_graph=True)
+    second = torch.autograd.grad(y, leaves, 2 * upstream)
+    for once, twice in zip(first, second, strict=True):
+        torch.testing.assert_close(2 * once, twice)
+    for before, after in zip((gate, up, grad_output), (*leaves, upstream), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_reference_gradients_are_right() -> None:
+    gate, up = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(silu_mul_reference, (gate, up))
+
+
+def test_silu_mul_ops_are_well_formed(triton_device: torch.device) -> None:
+    gate, up, grad_output = make_inputs(2, 3, 16, dtype=torch.bfloat16, device=triton_device)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.liger_ops.silu_mul_forward.default, (gate, up.float()), test_utils=checks)
+    for needs in ((True, True), (True, False), (False, True)):
+        arguments = (grad_output, gate.mT.contiguous().mT, up, *needs)
+        torch.library.opcheck(torch.ops.liger_ops.silu_mul_backward.default, arguments, test_utils=checks)
+
+
+def test_silu_mul_compiles_to_one_graph(triton_device: torch.device) -> None:
+    packed, _, grad_output = make_inputs(3, 128, dtype=torch.float32, device=triton_device)
+
+    def run(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = packed.clone().requires_grad_()
+        y = function(leaf)
+        return [y, *torch.autograd.grad(y, leaf, grad_output[:, :64])]
+
+    def layer(packed: Tensor) -> Tensor:
+        return silu_mul(*packed.chunk(2, dim=-1)) * 2
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(run(compiled), run(layer), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_silu_mul_off_cuda_is_the_reference() -> None:
+    gate, up, _ = make_inputs(3, 64, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert torch.equal(silu_mul(gate, up), silu_mul_reference(gate, up))
+
+
+def test_silu_mul_rejects_different_shapes() -> None:
+    with pytest.raises(ValueError, match=r"up must have gate's shape \(2, 4\), got \(4,\)"):
+        silu_mul(torch.ones(2, 4), torch.ones(4))
+
+
+@pytest.mark.parametrize(("num_columns", "expected"), [(1, (1, 1)), (507, (512, 2)), (14336, (1024, 4))])
+def test_choose_launch(num_columns: int, expected: tuple[int, int]) -> None:
+    launch = choose_launch(num_columns)
+    assert (launch.block_size, launch.num_warps) == expected
