@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from liger_ops import backend
 
 DEFAULT_CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 """Bytes of one chunk of logits by device type. GPU: 2048 rows of 128k bfloat16 logits, past which an H200's matrix
@@ -153,3 +157,45 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
+
+
+@triton.jit
+def _scale_kernel(
+    gradient_ptr,  # [numel]
+    factor_ptr,  # [1], float32
+    scaled_ptr,  # [numel], may be gradient_ptr
+    numel,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program multiplies one block in float32 and rounds once."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < numel
+    gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    scaled = gradient * tl.load(factor_ptr).to(tl.float32)
+    tl.store(scaled_ptr + offsets, scaled.to(scaled_ptr.dtype.element_ty), mask=mask)
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+    """``gradient * factor`` in ``dtype``, multiplied in float32 (or float64) and rounded once.
+
+    Args:
+        gradient: Contiguous; overwritten if ``in_place`` and already of ``dtype``.
+        factor: A scalar, at least float32.
+        dtype: Of the result.
+        in_place: Whether nobody will ask for ``gradient`` again.
+    """
+    scaled = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dtype in (torch.float32, torch.float64) or not backend.use_triton(gradient):
+        # With a dimension, or PyTorch would cast the factor to a half gradient's dtype before it multiplies.
+        factor = factor if gradient.dtype in (torch.float32, torch.float64) else factor.reshape(1)
+        return torch.mul(gradient, factor, out=scaled)
+    if gradient.numel():
+        _scale_kernel[(triton.cdiv(gradient.numel(), 4096),)](
+            gradient_ptr=gradient,
+            factor_ptr=factor,
+            scaled_ptr=scaled,
+            numel=gradient.numel(),
+            BLOCK_SIZE=4096,
+            num_warps=8,
+        )
+    return scaled

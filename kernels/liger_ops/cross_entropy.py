@@ -144,9 +144,13 @@ class CrossEntropyLaunch:
 
 
 def choose_launch(vocab_size: int) -> CrossEntropyLaunch:
-    """Launch parameters for rows of ``vocab_size`` logits."""
-    block_size = min(triton.next_power_of_2(max(vocab_size, 16)), 8192)
-    return CrossEntropyLaunch(block_size, num_warps=max(1, min(16, block_size // 512)))
+    """Launch parameters for rows of ``vocab_size`` logits.
+
+    On an H200, loss and gradient of 2048 rows of 128256 bfloat16 logits took 0.43 ms in blocks of 4096 with 4 warps,
+    0.44 to 0.59 ms in blocks of 2048 to 32768 with 4 to 32 warps.
+    """
+    block_size = min(triton.next_power_of_2(max(vocab_size, 16)), 4096)
+    return CrossEntropyLaunch(block_size, num_warps=max(1, block_size // 1024))
 
 
 @triton.jit
@@ -268,7 +272,7 @@ def _cross_entropy_forward_kernel(
     maximum = -float("inf")
     normaliser = 0.0
     weighted_sum = 0.0
-    prediction = 0
+    best_start = 0
     for start in range(0, vocab_size, BLOCK_SIZE):
         columns = start + tl.arange(0, BLOCK_SIZE)
         mask = columns < vocab_size
@@ -279,13 +283,20 @@ def _cross_entropy_forward_kernel(
                 weight = tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
             weighted_sum += tl.sum(weight * z, axis=0)
         z = tl.where(mask, z, -float("inf"))
-        block_maximum, block_prediction = tl.max(z, axis=0, return_indices=True)
-        prediction = tl.where(block_maximum > maximum, start + block_prediction, prediction)
+        block_maximum = tl.max(z, axis=0)
+        best_start = tl.where(block_maximum > maximum, start, best_start)
         new_maximum = tl.maximum(maximum, block_maximum)
         # While every logit so far is -inf, subtracting their maximum would give NaN.
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
         normaliser = normaliser * tl.exp(maximum - shift) + tl.sum(tl.exp(z - shift), axis=0)
         maximum = new_maximum
+    # Looking for the largest logit's place once, in the block that has it, is cheaper than in every block.
+    columns = best_start + tl.arange(0, BLOCK_SIZE)
+    z = _transform(
+        tl.load(row_ptr + columns, mask=columns < vocab_size, other=0.0), logit_scale, softcap, HAS_SOFTCAP
+    )
+    prediction = tl.min(tl.where((z == maximum) & (columns < vocab_size), columns, vocab_size), axis=0)
+    prediction = tl.minimum(prediction, vocab_size - 1)
     log_normaliser = tl.log(normaliser)
     lse = maximum + log_normaliser
     # Exact, since the larger summand is taken away first.

@@ -20,6 +20,7 @@ from liger_ops.chunked_loss import (
     choose_chunk_size,
     chunked_linear_loss,
     default_chunk_bytes,
+    scale_gradient,
 )
 from liger_ops.cross_entropy import (
     IGNORE_INDEX,
@@ -134,11 +135,11 @@ class _LossSumFunction(torch.autograd.Function):
     @staticmethod
     @backend.once_differentiable
     def backward(ctx, grad_loss, *_):
-        # The scalar multiplies in float32 and the product is rounded once: without dimensions, it would be cast to the
-        # gradient's dtype first.
-        factor = grad_loss.reshape(1)
+        # A graph that ends with this pass needs no second buffer of the head's size.
+        compiling = torch.compiler.is_compiling()
+        in_place = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
         scaled = (
-            torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)) if needed else None
+            scale_gradient(gradient, grad_loss, dtype, in_place=in_place) if needed else None
             for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_gradient, strict=True)
         )
         return *scaled, None, None, None, None, None, None

@@ -185,7 +185,11 @@ class TextDataModule(L.LightningDataModule):
         return self.val_dataloader()
 
     def _dataloader(self, rows: PackedTokens, **options: Any) -> DataLoader[dict[str, Tensor]]:
-        options |= {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        options |= {
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),  # copying from other memory waits for the device
+        }
         return DataLoader(rows, batch_size=self.batch_size, **options)
 
     def _shard(self) -> dict[str, int]:

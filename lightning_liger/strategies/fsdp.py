@@ -9,9 +9,11 @@ import lightning.fabric.strategies.fsdp as fabric_fsdp
 import lightning.pytorch.plugins.precision.fsdp as pytorch_precision
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn import Module
 from typing_extensions import override
 
@@ -86,7 +88,7 @@ class LigerStrategy(pytorch_fsdp.FSDPStrategy):
             sharding_strategy=self.sharding_strategy,
             **wrapping,
         )
-        return super()._setup_model(model)
+        return _average_while_reducing(super()._setup_model(model))
 
     @classmethod
     @override
@@ -137,7 +139,7 @@ class FabricLigerStrategy(fabric_fsdp.FSDPStrategy):
             sharding_strategy=self.sharding_strategy,
             **wrapping,
         )
-        return super().setup_module(module)
+        return _average_while_reducing(super().setup_module(module))
 
     @classmethod
     @override
@@ -182,6 +184,23 @@ def _wrap(model: Module, device: torch.device, **kwargs: Any) -> Module:
             if module._handle is not None:
                 module._handle.to_cpu = nullcontext
     return model
+
+
+def _average_while_reducing(model: Module) -> Module:
+    """Lets NCCL average gradients as it sums them, where FSDP would divide each in passes of its own."""
+    sharded = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    if (
+        isinstance(model, FullyShardedDataParallel)
+        and model.sharding_strategy in sharded
+        and model._comm_hook is None
+        and dist.get_backend(model.process_group) == "nccl"
+    ):
+        model.register_comm_hook(model.process_group, _reduce_scatter_mean)
+    return model
+
+
+def _reduce_scatter_mean(process_group: dist.ProcessGroup, gradient: Tensor, shard: Tensor) -> None:
+    dist.reduce_scatter_tensor(shard, gradient, op=dist.ReduceOp.AVG, group=process_group)
 
 
 def _register(cls: Any, strategy_registry: _StrategyRegistry) -> None:

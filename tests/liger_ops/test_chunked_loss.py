@@ -1,9 +1,19 @@
-"""The chunk loop with a loss that is no cross entropy: half the squared logits, whose gradient is the logits."""
+"""The chunk loop: on its own, and what it computes and allocates for linear_cross_entropy.
+
+On its own it runs with a loss that is no cross entropy: half the squared logits, whose gradient is the logits.
+"""
+
+import importlib
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_ops import linear_cross_entropy
 from liger_ops.chunked_loss import (
     DEFAULT_CHUNK_BYTES,
     KeptTokens,
@@ -12,7 +22,15 @@ from liger_ops.chunked_loss import (
     chunked_linear_loss,
     default_chunk_bytes,
 )
+from tests.liger_ops.test_linear_cross_entropy import (
+    HIDDEN,
+    chunks_of,
+    loss_and_gradients,
+    make_batch,
+    plain_linear_cross_entropy,
+)
 
+LINEAR_CROSS_ENTROPY = importlib.import_module("liger_ops.linear_cross_entropy")  # not the function of that name
 IGNORED = -100
 ALL_GRADIENTS = (True, True, True)
 
@@ -130,7 +148,7 @@ def test_ignored_tokens_past_the_first_chunk_are_never_projected(num_kept, chunk
     labels[-num_kept or 10 :] = 0
     _, gradients, visited = run_half_squares(labels, chunk_size=chunk_size)
     assert [len(tokens) for tokens in visited] == sizes
-    tokens = sum(visited, [])
+    tokens = list(itertools.chain.from_iterable(visited))
     assert len(set(tokens)) == len(tokens)
     kept = (labels != IGNORED).nonzero()[:, 0].tolist()
     assert tokens[:num_kept] == kept
@@ -156,3 +174,122 @@ def test_head_gradients_have_the_dtype_they_are_summed_in(num_tokens):
     assert [gradient.dtype for gradient in gradients] == [torch.float64, torch.float32, torch.float32]
     assert [gradient.shape for gradient in gradients] == [(num_tokens, 3), (5, 3), (5,)]
     assert bool(gradients.weight.any()) == (num_tokens > 0) == bool(visited)
+
+
+class OperatorLog(TorchDispatchMode):
+    """Writes down the operators, their largest output and what each matrix product saw, inside our op too."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.largest, self.products, self.operators = 0, [], set()
+
+        def logged_loop(*args, **kwargs):
+            with self:
+                return chunked_linear_loss(*args, **kwargs)
+
+        monkeypatch.setattr(LINEAR_CROSS_ENTROPY, "chunked_linear_loss", logged_loop)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operators.add(func.overloadpacket)
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        self.largest = max([self.largest, *(out.numel() for out in outputs if isinstance(out, torch.Tensor))])
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.matmul):
+            self.products.append(tuple(args[0].shape))
+        if func.overloadpacket is torch.ops.aten.addmm:
+            self.products.append(tuple(args[1].shape))
+        return result
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize(
+    ("needed", "per_chunk"),
+    [
+        ((False, False, False), 1),
+        ((False, False, True), 1),
+        ((True, False, False), 2),
+        ((False, True, False), 2),
+        ((True, True, True), 3),
+    ],
+    ids=["no_gradient", "bias", "input", "weight", "all"],
+)
+def test_only_the_products_that_are_needed_are_computed(needed, per_chunk, reduction, monkeypatch):
+    tensors, labels = make_batch(12, 50)
+    labels.clamp_(min=0)
+    log = OperatorLog(monkeypatch)
+    upstream = torch.ones(12) if reduction == "none" else None
+    with log:
+        if any(needed):
+            loss_and_gradients(
+                linear_cross_entropy, tensors, labels, upstream, needed=needed, reduction=reduction,
+                **chunks_of(4, tensors),
+            )  # fmt: skip
+        else:
+            with torch.no_grad():
+                leaves = [tensor.requires_grad_() for tensor in tensors]
+                linear_cross_entropy(
+                    leaves[0], leaves[1], labels, linear_bias=leaves[2], reduction=reduction, **chunks_of(4, tensors)
+                )
+    # Without reduction, backward repeats the projection that forward made for the losses.
+    repeated = 1 if reduction == "none" and any(needed) else 0
+    assert len(log.products) == 3 * (per_chunk + repeated)
+    assert all(4 in shape for shape in log.products)
+    assert (torch.ops.aten.scatter_add_ in log.operators) == any(needed)  # the labels' share of the gradient
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_no_tensor_of_the_size_of_the_logits_ever_exists(reduction, monkeypatch):
+    tensors, labels = make_batch(64, 96)
+    log = OperatorLog(monkeypatch)
+    upstream = torch.ones(64) if reduction == "none" else None
+    with log:
+        loss_and_gradients(
+            linear_cross_entropy, tensors, labels, upstream, reduction=reduction, label_smoothing=0.1, softcap=3.0,
+            **chunks_of(8, tensors),
+        )  # fmt: skip
+    assert log.products
+    assert log.largest == 96 * HIDDEN  # the head; a chunk has half of that, the logits four times it
+
+
+@pytest.mark.parametrize("num_kept", [0, 3, 10])
+def test_ignored_tokens_are_left_out_of_the_products(num_kept, monkeypatch):
+    tensors, labels = make_batch(40, 50)
+    labels.fill_(-100)
+    labels[torch.randperm(40)[:num_kept]] = 7
+    log = OperatorLog(monkeypatch)
+    with log, torch.no_grad():
+        linear_cross_entropy(*tensors[:2], labels, **chunks_of(4, tensors))
+    assert sum(shape[0] for shape in log.products) == max(4, num_kept)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_chunk_size_never_changes_the_answer(reduction):
+    tensors, labels = make_batch(37, 50, dtype=torch.float64)
+    upstream = torch.randn(37) if reduction == "none" else None
+    options = {"upstream": upstream, "reduction": reduction, "label_smoothing": 0.1, "z_loss_weight": 0.1}
+    truth = loss_and_gradients(plain_linear_cross_entropy, tensors, labels, **options)
+    for rows in (1, 2, 5, 18, 1000):
+        actual = loss_and_gradients(linear_cross_entropy, tensors, labels, **options, **chunks_of(rows, tensors))
+        torch.testing.assert_close(actual, truth)
+    defaults = loss_and_gradients(linear_cross_entropy, tensors, labels, **options)
+    torch.testing.assert_close(defaults, truth)
+
+
+@pytest.mark.parametrize("acc_dtype", [None, torch.float32])
+def test_pytorchs_options_are_followed(acc_dtype, monkeypatch):
+    tensors, labels = make_batch(12, 50, dtype=torch.bfloat16)
+    labels.clamp_(min=0)
+    make_options = getattr(torch.nn, "LinearCrossEntropyOptions", SimpleNamespace)
+    log = OperatorLog(monkeypatch)
+    with log:
+        actual = loss_and_gradients(
+            linear_cross_entropy, tensors, labels,
+            options=make_options(batch_chunk_size=4, chunking_method=None, acc_dtype=acc_dtype),
+        )  # fmt: skip
+    assert [shape[0] for shape in log.products] == [4, 4, 50] * 3
+    rounded, exact = (
+        loss_and_gradients(linear_cross_entropy, tensors, labels, accumulate_dtype=dtype, **chunks_of(4, tensors))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert not torch.equal(rounded[2], exact[2])
+    assert torch.equal(actual[2], rounded[2] if acc_dtype is None else exact[2])

@@ -1,18 +1,15 @@
-"""linear_cross_entropy against plain float64 PyTorch, and what it computes and allocates on the way."""
+"""linear_cross_entropy against plain float64 PyTorch; test_chunked_loss says what it computes and allocates."""
 
 import importlib
 import inspect
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from liger_ops import TokenStats, backend, cross_entropy, linear_cross_entropy
-from liger_ops.chunked_loss import chunked_linear_loss
-from liger_ops.cross_entropy import TokenLossOptions
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_ops import TokenStats, backend, cross_entropy, linear_cross_entropy
+from liger_ops.cross_entropy import TokenLossOptions
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.test_cross_entropy import DTYPES, OPTIONS, make_options, plain_cross_entropy
 
@@ -166,94 +163,12 @@ def test_stats_and_losses_have_the_shape_of_the_labels(reduction, device):
         input.view(2, 4, HIDDEN).requires_grad_(), weight, labels.view(2, 4), linear_bias=bias, **options
     )
     expected_loss, expected = cross_entropy(F.linear(input, weight, bias), labels, **options)
-    assert isinstance(stats, TokenStats) and not any(stat.requires_grad for stat in stats)
+    assert isinstance(stats, TokenStats)
+    assert not any(stat.requires_grad for stat in stats)
     torch.testing.assert_close(loss, expected_loss.view(loss.shape))
     assert loss.shape == (labels.view(2, 4).shape if reduction == "none" else ())
     for actual, flat in zip(stats, expected, strict=True):
         torch.testing.assert_close(actual, flat.view(2, 4))
-
-
-class OperatorLog(TorchDispatchMode):
-    """Writes down the largest output and the rows that each matrix product saw, inside our op too."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.largest, self.products = 0, []
-
-        def logged_loop(*args, **kwargs):
-            with self:
-                return chunked_linear_loss(*args, **kwargs)
-
-        monkeypatch.setattr(MODULE, "chunked_linear_loss", logged_loop)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, (tuple, list)) else [result]
-        self.largest = max([self.largest, *(out.numel() for out in outputs if isinstance(out, torch.Tensor))])
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.matmul):
-            self.products.append(tuple(args[0].shape))
-        if func.overloadpacket is torch.ops.aten.addmm:
-            self.products.append(tuple(args[1].shape))
-        return result
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-@pytest.mark.parametrize(
-    ("needed", "per_chunk"),
-    [
-        ((False, False, False), 1),
-        ((False, False, True), 1),
-        ((True, False, False), 2),
-        ((False, True, False), 2),
-        ((True, True, True), 3),
-    ],
-    ids=["no_gradient", "bias", "input", "weight", "all"],
-)
-def test_only_the_products_that_are_needed_are_computed(needed, per_chunk, reduction, monkeypatch):
-    tensors, labels = make_batch(12, 50)
-    labels.clamp_(min=0)
-    log = OperatorLog(monkeypatch)
-    upstream = torch.ones(12) if reduction == "none" else None
-    with log:
-        if any(needed):
-            loss_and_gradients(
-                linear_cross_entropy, tensors, labels, upstream, needed=needed, reduction=reduction,
-                **chunks_of(4, tensors),
-            )  # fmt: skip
-        else:
-            with torch.no_grad():
-                leaves = [tensor.requires_grad_() for tensor in tensors]
-                linear_cross_entropy(
-                    leaves[0], leaves[1], labels, linear_bias=leaves[2], reduction=reduction, **chunks_of(4, tensors)
-                )
-    # Without reduction, backward repeats the projection that forward made for the losses.
-    repeated = 1 if reduction == "none" and any(needed) else 0
-    assert len(log.products) == 3 * (per_chunk + repeated)
-    assert all(4 in shape for shape in log.products)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_no_tensor_of_the_size_of_the_logits_ever_exists(reduction, monkeypatch):
-    tensors, labels = make_batch(64, 96)
-    log = OperatorLog(monkeypatch)
-    upstream = torch.ones(64) if reduction == "none" else None
-    with log:
-        loss_and_gradients(
-            linear_cross_entropy, tensors, labels, upstream, reduction=reduction, label_smoothing=0.1, softcap=3.0,
-            **chunks_of(8, tensors),
-        )  # fmt: skip
-    assert log.products and log.largest == 96 * HIDDEN  # the head; a chunk has half of that, the logits four times it
-
-
-@pytest.mark.parametrize("num_kept", [0, 3, 10])
-def test_ignored_tokens_are_left_out_of_the_products(num_kept, monkeypatch):
-    tensors, labels = make_batch(40, 50)
-    labels.fill_(-100)
-    labels[torch.randperm(40)[:num_kept]] = 7
-    log = OperatorLog(monkeypatch)
-    with log, torch.no_grad():
-        linear_cross_entropy(*tensors[:2], labels, **chunks_of(4, tensors))
-    assert sum(shape[0] for shape in log.products) == max(4, num_kept)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 6], ids=["no_tokens", "all_ignored"])
@@ -266,19 +181,6 @@ def test_no_kept_token_gives_no_gradient_and_the_mean_of_nothing_is_nan(reductio
     assert loss.isnan() if reduction == "mean" else not loss.any()
     for gradient, tensor in zip(gradients, tensors, strict=True):
         assert torch.equal(gradient, torch.zeros_like(tensor))
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_chunk_size_never_changes_the_answer(reduction):
-    tensors, labels = make_batch(37, 50, dtype=torch.float64)
-    upstream = torch.randn(37) if reduction == "none" else None
-    options = {"upstream": upstream, "reduction": reduction, "label_smoothing": 0.1, "z_loss_weight": 0.1}
-    truth = loss_and_gradients(plain_linear_cross_entropy, tensors, labels, **options)
-    for rows in (1, 2, 5, 18, 1000):
-        actual = loss_and_gradients(linear_cross_entropy, tensors, labels, **options, **chunks_of(rows, tensors))
-        torch.testing.assert_close(actual, truth)
-    defaults = loss_and_gradients(linear_cross_entropy, tensors, labels, **options)
-    torch.testing.assert_close(defaults, truth)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -332,18 +234,6 @@ def test_calls_of_pytorchs_function_give_the_same(call, device):
     upstream = torch.randn(target_shape, device=device) if options.get("reduction") == "none" else None
     expected = loss_and_gradients(expected_function, tensors, target, upstream, **options)
     torch.testing.assert_close(loss_and_gradients(linear_cross_entropy, tensors, target, upstream, **options), expected)
-
-
-@pytest.mark.parametrize("acc_dtype", [None, torch.float32])
-def test_pytorchs_options_are_followed(acc_dtype, monkeypatch):
-    tensors, labels = make_batch(12, 50)
-    log = OperatorLog(monkeypatch)
-    make = getattr(torch.nn, "LinearCrossEntropyOptions", SimpleNamespace)
-    options = make(batch_chunk_size=6, chunking_method=None, acc_dtype=acc_dtype)
-    with log, torch.no_grad():
-        loss = linear_cross_entropy(*tensors[:2], labels.clamp(min=0), options=options)
-    assert [shape[0] for shape in log.products] == [6, 6]
-    torch.testing.assert_close(loss, linear_cross_entropy(*tensors[:2], labels.clamp(min=0)))
 
 
 def test_label_out_of_range_raises_on_the_cpu():
