@@ -101,7 +101,9 @@ def main() -> None:
     for shape, (num_tokens, hidden_size, vocab_size, ignored) in SHAPES.items():
         generator = torch.Generator(device="cuda").manual_seed(0)
         hidden_states = torch.randn(num_tokens, hidden_size, device="cuda", generator=generator).bfloat16()
-        weight = (torch.randn(vocab_size, hidden_size, device="cuda", generator=generator) / hidden_size**0.5).bfloat16()
+        weight = (
+            torch.randn(vocab_size, hidden_size, device="cuda", generator=generator) / hidden_size**0.5
+        ).bfloat16()
         labels = torch.randint(vocab_size, (num_tokens,), device="cuda", generator=generator)
         labels[torch.rand(num_tokens, device="cuda", generator=generator) < ignored] = -100
         hidden_states.requires_grad_()

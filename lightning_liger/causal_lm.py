@@ -51,7 +51,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         self.save_hyperparameters()
         if pretrained is not None and not (Path(pretrained) / "config.json").is_file():
             raise FileNotFoundError(
-                f"pretrained must be a folder with a Hugging Face checkpoint (config.json and weights), got {pretrained!r}"
+                f"pretrained must be a Hugging Face checkpoint folder (config.json and weights), got {pretrained!r}"
             )
         if not 0.0 <= min_lr_ratio <= 1.0:
             raise ValueError(f"min_lr_ratio must be between 0 and 1, got {min_lr_ratio}")

@@ -1,6 +1,7 @@
 """``lightning-liger fit --config examples/tiny.yaml``: a yaml file as a whole program."""
 
 import os
+import warnings
 from typing import Any
 
 import lightning as L
@@ -48,6 +49,8 @@ class LigerCLI(LightningCLI):
             return
         if self.subcommand == "predict":
             trainer.devices = 1
+            if trainer.strategy == "liger_fsdp":  # one process has nothing to shard
+                trainer.strategy = "auto"
         elif trainer.accelerator in ("auto", "cpu") and not _has_accelerator(trainer.accelerator):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
@@ -60,4 +63,7 @@ def _has_accelerator(flag: str) -> bool:
 
 def main(args: ArgsType = None) -> None:
     """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``."""
+    # Lightning 2.6's own, and nothing a user can act on.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
     LigerCLI(args=args)

@@ -172,12 +172,13 @@ class LazyLogits:
     # What is recorded
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits | Tensor:
-        """Casts are recorded; moving to another device computes the logits."""
+        """Casts between floating-point types are recorded; moving to another device computes the logits."""
         values = (*args, *kwargs.values())
         dtypes = [value for value in values if isinstance(value, torch.dtype)]
         devices = [torch.device(value) for value in values if isinstance(value, str | torch.device)]
         here = all(device.type == self.device.type and device.index in (None, self.device.index) for device in devices)
-        if not here or any(isinstance(value, Tensor | LazyLogits) for value in values):
+        recordable = here and all(dtype.is_floating_point for dtype in dtypes)
+        if not recordable or any(isinstance(value, Tensor | LazyLogits) for value in values):
             return self.materialize("to").to(*(_whole(arg) for arg in args), **kwargs)
         return self._cast(dtypes[0]) if dtypes else self
 
@@ -302,9 +303,11 @@ class LazyLogits:
 
     def materialize(self, operation: str = "materialize()") -> Tensor:
         """The real logits, ``[..., vocab_size]``; warns once for each ``operation`` if they are part of a graph."""
-        if self._whole is not None:
+        differentiable = torch.is_grad_enabled() and self.requires_grad
+        # Logits that were first seen without gradients have no graph, and must not stand in for those that need one.
+        if self._whole is not None and (self._whole.requires_grad or not differentiable):
             return self._whole
-        if torch.is_grad_enabled() and self.requires_grad:
+        if differentiable:
             self.head.ledger.num_materialized += 1
             if operation not in _warned_operations:
                 _warned_operations.add(operation)
@@ -320,8 +323,10 @@ class LazyLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        first = args[0] if args else None
         if isinstance(first, LazyLogits) and func in _RECORDED and not _has_lazy((args[1:], kwargs)):
             return _RECORDED[func](*args, **kwargs)
         operation = getattr(func, "__name__", str(func))
@@ -418,7 +423,7 @@ _RECORDED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.div: _recorded_divide,
     torch.divide: _recorded_divide,
     torch.true_divide: _recorded_divide,
-    torch.reshape: LazyLogits.reshape,
+    torch.reshape: lambda input, shape: input.reshape(shape),
     torch.flatten: LazyLogits.flatten,
     torch.detach: LazyLogits.detach,
 }

@@ -7,9 +7,9 @@ import lightning as L
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_ops import IGNORE_INDEX
 from lightning_liger.lazy_logits import LazyLogits, lazy_logits
 from lightning_liger.metrics import TokenMetrics
-from liger_ops import IGNORE_INDEX
 
 _STAGES = ("train", "val", "test")
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import lightning.fabric.plugins.precision.fsdp as fabric_fsdp
 import lightning.pytorch.plugins.precision.fsdp as pytorch_fsdp
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_liger.lazy_logits import lazy_logits
-from lightning_liger.patching import PatchReport, apply_liger_kernels, check_kernels
-from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching import PatchReport, check_kernels
+from lightning_liger.patching.apply import KernelChoice, apply_and_announce
 
 
 class _KernelConversion:
@@ -22,7 +21,11 @@ class _KernelConversion:
     patch_report: PatchReport | None
 
     def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
-        super().__init__(precision, scaler)  # type: ignore[call-arg]
+        super().__init__(precision)  # type: ignore[call-arg]
+        if scaler is not None:  # Lightning 2.6 refuses every scaler that it is given
+            if precision != "16-mixed":
+                raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
+            self.scaler = scaler
         check_kernels(kernels)
         self.kernels = kernels
         self.patch_report = None
@@ -30,17 +33,12 @@ class _KernelConversion:
     @classmethod
     def replacing(cls, plugin: Any, kernels: KernelChoice) -> Any:
         """This plugin with the settings of one that Lightning made."""
-        replacement = cls(plugin.precision, kernels=kernels)
-        replacement.scaler = plugin.scaler
-        return replacement
+        return cls(plugin.precision, plugin.scaler, kernels=kernels)
 
     def convert_module(self, module: Module) -> Module:
         """Casts the module's parameters as the precision says, then applies the kernels."""
         module = super().convert_module(module)  # type: ignore[misc]
-        report = apply_liger_kernels(module, self.kernels)
-        if self.patch_report is None or report.num_replaced:
-            self.patch_report = report
-            rank_zero_info(f"lightning-liger: fused kernels in {report.num_replaced} modules (kernels={self.kernels})")
+        self.patch_report = apply_and_announce(module, self.kernels, self.patch_report)
         return module
 
 

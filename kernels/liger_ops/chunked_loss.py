@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_ops import backend
 
-DEFAULT_CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+DEFAULT_CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
 """Bytes of one chunk of logits by device type. GPU: 2048 rows of 128k bfloat16 logits, past which an H200's matrix
 products gain nothing. CPU: about its last-level cache."""
 

@@ -76,7 +76,8 @@ class TokenStats(NamedTuple):
 
 def transform_logits(logits: Tensor, options: TokenLossOptions) -> Tensor:
     """Scales and soft-caps logits of any shape, in at least float32."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = z if options.logit_scale == 1.0 else z * options.logit_scale
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
@@ -91,8 +92,9 @@ def cross_entropy_reference(
     safe_labels = labels.where(in_range, 0)
     weight = z.new_ones(vocab_size) if class_weight is None else class_weight.to(z.dtype)
 
-    lse = torch.logsumexp(z, dim=-1)
     log_probabilities = torch.log_softmax(z, dim=-1)
+    maximum, predictions = z.max(dim=-1)
+    lse = maximum - log_probabilities.gather(-1, predictions[:, None])[:, 0]
     label_weight = weight[safe_labels].where(in_range | ~kept, torch.nan)
     losses = -label_weight * log_probabilities.gather(-1, safe_labels[:, None])[:, 0]
     if options.label_smoothing:
@@ -100,7 +102,7 @@ def cross_entropy_reference(
         losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probabilities * weight).sum(-1)
     if options.z_loss_weight:
         losses = losses + options.z_loss_weight * lse**2
-    predictions = z.argmax(dim=-1).where(kept, options.ignore_index)
+    predictions = predictions.where(kept, options.ignore_index)
     return losses.where(kept, 0.0), lse.detach().where(kept, 0.0), predictions
 
 
@@ -127,7 +129,8 @@ def _cross_entropy_gradient_reference(
     if smoothing:
         grad -= smoothing * weight
     grad.scatter_add_(-1, safe_labels[:, None], -label_weight[:, None])
-    grad *= options.logit_scale
+    if options.logit_scale != 1.0:
+        grad *= options.logit_scale
     if options.softcap is not None:
         grad *= 1 - (z / options.softcap) ** 2
     if grad_losses is not None:
@@ -246,7 +249,7 @@ def _cross_entropy_forward_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program computes one token's loss, lse and prediction, and on request turns its logits into their gradient."""
+    """One program computes one token's loss, lse and prediction, and may turn its logits into their gradient."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     label = tl.load(labels_ptr + row)
@@ -292,9 +295,7 @@ def _cross_entropy_forward_kernel(
         maximum = new_maximum
     # Looking for the largest logit's place once, in the block that has it, is cheaper than in every block.
     columns = best_start + tl.arange(0, BLOCK_SIZE)
-    z = _transform(
-        tl.load(row_ptr + columns, mask=columns < vocab_size, other=0.0), logit_scale, softcap, HAS_SOFTCAP
-    )
+    z = _transform(tl.load(row_ptr + columns, mask=columns < vocab_size, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     prediction = tl.min(tl.where((z == maximum) & (columns < vocab_size), columns, vocab_size), axis=0)
     prediction = tl.minimum(prediction, vocab_size - 1)
     log_normaliser = tl.log(normaliser)
@@ -613,7 +614,7 @@ def cross_entropy(
     if target.is_floating_point():
         if return_stats or (softcap, logit_scale, z_loss_weight) != (None, 1.0, 0.0):
             raise ValueError(
-                f"target must hold class indices (torch.int64) with softcap, logit_scale, z_loss_weight or return_stats,"
+                f"target must be class indices (torch.int64) with softcap, logit_scale, z_loss_weight or return_stats,"
                 f" got {target.dtype}"
             )
         return F.cross_entropy(input, target, weight, reduction=reduction, label_smoothing=label_smoothing)

@@ -4,12 +4,11 @@ import functools
 from typing import Any
 
 import lightning as L
-from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_liger.lazy_logits import lazy_logits
-from lightning_liger.patching import PatchReport, apply_liger_kernels, check_kernels
-from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching import PatchReport, check_kernels
+from lightning_liger.patching.apply import KernelChoice, apply_and_announce
 
 
 class LigerCallback(L.Callback):
@@ -46,10 +45,7 @@ class LigerCallback(L.Callback):
             pl_module.configure_model = configure_and_patch  # type: ignore[method-assign]
 
     def _apply(self, pl_module: L.LightningModule) -> None:
-        report = apply_liger_kernels(pl_module, self.kernels)
-        if self.patch_report is None or report.num_replaced:
-            self.patch_report = report
-            rank_zero_info(f"lightning-liger: fused kernels in {report.num_replaced} modules (kernels={self.kernels})")
+        self.patch_report = apply_and_announce(pl_module, self.kernels, self.patch_report)
 
     @override
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
@@ -58,10 +54,19 @@ class LigerCallback(L.Callback):
 
     @override
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self._lazy.__exit__(None, None, None)
+        self._leave_lazy()
+
+    def _leave_lazy(self) -> None:
+        if self._lazy is not None:
+            self._lazy.__exit__(None, None, None)
+            self._lazy = None
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._leave_lazy()
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

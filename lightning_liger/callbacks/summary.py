@@ -11,7 +11,6 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_liger.callbacks.kernels import LigerCallback
-from lightning_liger.lazy_logits import LogitsLedger
 from lightning_liger.patching import PatchReport
 
 
@@ -45,7 +44,9 @@ class TrainingSummary(L.Callback):
             console.print(report if report is not None else "lightning-liger: no kernels were applied")
 
     @override
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._num_batches += 1
         if self._num_batches > self.skip_steps * trainer.accumulate_grad_batches:
             if self._interval_start is None:
@@ -86,33 +87,40 @@ class TrainingSummary(L.Callback):
             "whole_logits": sum(ledger.num_materialized for ledger in ledgers),
             **metrics,
         }
-        if trainer.is_global_zero:
-            Console().print(self._table(trainer, metrics, LogitsLedger(num_losses=int(self.results["losses"]))))
 
-    def _table(self, trainer: L.Trainer, metrics: dict[str, float], ledger: LogitsLedger) -> Table:
-        results = self.results
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # Not in on_fit_end: a progress bar still owns the terminal then.
+        if stage == "fit" and self.results and trainer.is_global_zero:
+            Console().print(self._table(trainer))
+
+    def _table(self, trainer: L.Trainer) -> Table:
+        results, world_size = self.results, trainer.world_size
         device = trainer.strategy.root_device.type
-        speed = results["tokens_per_second"]
+        speed, avoided = results["tokens_per_second"], results["logits_bytes_avoided"]
         rows = {
-            "Steps": f"{trainer.global_step} on {trainer.world_size} {device} process{'es'[: 2 * (trainer.world_size > 1)]}",
-            "Tokens/s": f"{speed:,.0f} ({speed / trainer.world_size:,.0f} a process)" if speed else "too few steps",
-            **{_title(name): f"{value:.4g}" for name, value in metrics.items()},
-            f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{results['peak_memory_bytes'] / 2**30:.2f} GiB a process",
-            "Logits never allocated": f"{results['logits_bytes_avoided'] / 2**30:.2f} GiB in all",
+            "Steps": f"{trainer.global_step} on {world_size} {device} process{'es' if world_size > 1 else ''}",
+            "Tokens/s": f"{speed:,.0f} ({speed / world_size:,.0f} a process)" if speed else "too few steps to tell",
+            **{_title(name): f"{value:.4g}" for name, value in results.items() if name.startswith(("train_", "val_"))},
+            f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{_readable(results['peak_memory_bytes'])} a process",
+            "Logits never allocated": _readable(avoided),
         }
-        if ledger.num_losses and results["logits_bytes_avoided"]:
-            rows["Logits never allocated"] += (
-                f", {results['logits_bytes_avoided'] / ledger.num_losses / trainer.world_size / 2**20:.0f} MiB a loss"
-            )
+        if results["losses"]:
+            each = avoided / results["losses"] / world_size
+            rows["Logits never allocated"] += f" in all, {_readable(each)} in each loss"
         table = Table(title="Training summary", title_justify="left", title_style="bold", show_header=False)
         for name, value in rows.items():
             table.add_row(name, value)
         return table
 
 
+def _readable(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def _title(name: str) -> str:
     stage, _, rest = name.partition("_")
-    return f"{ {'train': 'Training', 'val': 'Validation'}.get(stage, stage) } {rest.replace('_', ' ')}".replace("  ", " ")
+    return f"{'Training' if stage == 'train' else 'Validation'} {'last loss' if rest == 'loss_step' else rest}"
 
 
 def _now(trainer: L.Trainer) -> float:

@@ -85,6 +85,7 @@ class TextDataModule(L.LightningDataModule):
         num_workers: Processes that load batches, for each training process. 0 loads them in the training process.
         cache_dir: Where tokenized text is kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
         max_documents: Read only so many documents of the corpus. By default all.
+        prompt: Text for ``predict`` to continue.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class TextDataModule(L.LightningDataModule):
         num_workers: int = 0,
         cache_dir: str | Path | None = None,
         max_documents: int | None = None,
+        prompt: str | None = None,
     ) -> None:
         super().__init__()
         _require(vocab_size >= MIN_VOCAB_SIZE, "vocab_size", vocab_size, f"at least {MIN_VOCAB_SIZE}")
@@ -117,7 +119,7 @@ class TextDataModule(L.LightningDataModule):
         self.path, self.tokenizer, self.vocab_size = path, tokenizer, vocab_size
         self.block_size, self.batch_size, self.num_workers = block_size, batch_size, num_workers
         self.validation_fraction, self.seed = validation_fraction, seed
-        self.text_field, self.max_documents = text_field, max_documents
+        self.text_field, self.max_documents, self.prompt = text_field, max_documents, prompt
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.text_tokenizer: PreTrainedTokenizerBase | None = None
         self.train_data: PackedTokens | None = None
@@ -183,6 +185,18 @@ class TextDataModule(L.LightningDataModule):
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
         """The validation data."""
         return self.val_dataloader()
+
+    @override
+    def predict_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """``prompt`` as one row.
+
+        Raises:
+            ValueError: If there is no prompt.
+        """
+        if not self.prompt:
+            raise ValueError(f"data.prompt must be the text that predict continues, got {self.prompt!r}")
+        input_ids = self.text_tokenizer(self.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        return DataLoader([{"input_ids": input_ids[0]}], batch_size=1)
 
     def _dataloader(self, rows: PackedTokens, **options: Any) -> DataLoader[dict[str, Tensor]]:
         options |= {

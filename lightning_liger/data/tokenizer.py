@@ -115,7 +115,7 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: PreTrainedToke
             # Special tokens are ours alone: a document that spells one out is read as its characters.
             encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
             for ids, ends_document in zip(encoded["input_ids"], ends, strict=True):
-                ids = ids + [tokenizer.eos_token_id] if ends_document else ids
+                ids = [*ids, tokenizer.eos_token_id] if ends_document else ids
                 np.asarray(ids, dtype=dtype).tofile(out)
                 num_tokens += len(ids)
     return num_tokens

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_liger.lazy_logits import _loss_wanted
@@ -69,6 +70,19 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
     if any(isinstance(group.rule, HeadRule) for group in plan):
         for owner, _ in _heads(model):
             report._undo.extend(_watch_labels(owner))
+    return report
+
+
+def apply_and_announce(model: nn.Module, kernels: KernelChoice, earlier: PatchReport | None) -> PatchReport:
+    """:func:`apply_liger_kernels` for engines that may set up one model several times: says what it did the first time.
+
+    Returns:
+        The report, or ``earlier`` if that was of the same model and nothing was left to replace.
+    """
+    report = apply_liger_kernels(model, kernels)
+    if earlier is not None and not report.num_replaced:
+        return earlier
+    rank_zero_info(f"lightning-liger: fused kernels in {report.num_replaced} modules (kernels={kernels})")
     return report
 
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from liger_ops import apply_rotary, rms_norm, silu_mul
 from lightning_liger.lazy_logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
 from lightning_liger.patching.verify import compare, random_like
-from liger_ops import apply_rotary, rms_norm, silu_mul
 
 _NUM_PROBE_TOKENS = 5
 
@@ -102,8 +102,9 @@ def _probe_of(module: nn.Module, **attributes: dict[str, Any]) -> nn.Module:
 
 
 def _probe_device(module: nn.Module) -> torch.device:
-    device = next(module.parameters()).device
-    return torch.device("cpu") if device.type == "meta" else device
+    # A module that its owner wrapped in FSDP has handed its parameters to the wrapper.
+    parameter = next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None or parameter.device.type == "meta" else parameter.device
 
 
 class RMSNormRule(Rule):
@@ -161,7 +162,7 @@ class RMSNormRule(Rule):
 
 
 def _is_silu(activation: Any) -> bool:
-    probe = torch.linspace(-4.0, 4.0, 9)
+    probe = torch.linspace(-4.0, 4.0, 9, device="cpu")
     return callable(activation) and torch.allclose(activation(probe), nn.functional.silu(probe))
 
 
@@ -196,9 +197,7 @@ class GatedMLPRule(Rule):
             children[name] = nn.Linear(shape[1], shape[0], bias=False, device="meta")
             weight = random_like(children[name].weight, generator, torch.float32, device)
             children[name].weight = nn.Parameter(weight.detach())
-        hidden_states = random_like(
-            torch.empty(_NUM_PROBE_TOKENS, 16, device="meta"), generator, torch.float32, device
-        )
+        hidden_states = random_like(torch.empty(_NUM_PROBE_TOKENS, 16, device="meta"), generator, torch.float32, device)
         original = _probe_of(module, _modules=children)
         patched = _probe_of(original)
         patched.__class__ = self.patched_class(type(module))

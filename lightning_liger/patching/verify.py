@@ -15,7 +15,8 @@ class Mismatch(Exception):
 
 def random_like(reference: Tensor, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random values of ``reference``'s shape that require a gradient; the global random state is left alone."""
-    values = torch.randn(reference.shape, generator=generator, dtype=torch.float32)
+    # On the CPU also inside a torch.device context, as modules are configured in: that is where the generator is.
+    values = torch.randn(reference.shape, generator=generator, dtype=torch.float32, device="cpu")
     return values.to(dtype=dtype, device=device).requires_grad_()
 
 
@@ -42,9 +43,7 @@ def compare(
     for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
         name = "output" if index < len(expected) - len(leaves) else "gradient"
         if want.shape != got.shape or want.dtype != got.dtype:
-            raise Mismatch(
-                f"{name} is {got.dtype} {tuple(got.shape)}, the original's {want.dtype} {tuple(want.shape)}"
-            )
+            raise Mismatch(f"{name} is {got.dtype} {tuple(got.shape)}, the original's {want.dtype} {tuple(want.shape)}")
         scale = want.double().abs().max().item() or 1.0
         error = (want.double() - got.double()).abs().max().item() / scale
         lowest = min((leaf.dtype for leaf in (*leaves, want)), key=lambda dtype: -torch.finfo(dtype).eps)

@@ -19,7 +19,7 @@ from tests.liger_ops.accuracy import assert_as_accurate
 
 MODULE = importlib.import_module("liger_ops.cross_entropy")  # the package's attribute of that name is the function
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BLOCK = 8192  # the largest block of one program: past it a row takes several
+BLOCK = 4096  # the largest block of one program: past it a row takes several
 
 OPTIONS = {
     "plain": {},

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from liger_ops.gated_linear_unit import choose_launch, silu_mul, silu_mul_reference
 from torch import Tensor
 
+from liger_ops.gated_linear_unit import choose_launch, silu_mul, silu_mul_reference
 from tests.liger_ops.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

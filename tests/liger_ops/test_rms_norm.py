@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from liger_ops import backend
 from liger_ops.rms_norm import (
     CASTINGS,
@@ -13,8 +15,6 @@ from liger_ops.rms_norm import (
     rms_norm,
     rms_norm_reference,
 )
-from torch import Tensor
-
 from tests.liger_ops.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from liger_ops.rope import apply_rotary, apply_rotary_reference, choose_launch
 from torch import Tensor
 
+from liger_ops.rope import apply_rotary, apply_rotary_reference, choose_launch
 from tests.liger_ops.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -32,7 +32,7 @@ def test_python_library_has_its_modules_in_fixed_order_and_no_tests():
 
 def test_python_library_without_sources_asks_for_a_path(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="data.path was not given.*a text file"):
+    with pytest.raises(FileNotFoundError, match=r"data\.path was not given.*a text file"):
         read_documents()
 
 

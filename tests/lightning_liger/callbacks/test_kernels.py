@@ -1,0 +1,137 @@
+"""``LigerCallback`` gives strategies that know nothing of kernels the same kernels."""
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_liger import LazyLogits, LigerCallback
+from lightning_liger.lazy_logits import is_loss_wanted
+from lightning_liger.patching import KERNELS
+from tests.lightning_liger.strategies.distributed import (
+    LM,
+    Losses,
+    build_model,
+    logit_counts,
+    make_loader,
+    make_trainer,
+    outside_loss,
+)
+
+NUM_BATCHES = 4
+
+
+class BuiltInInit(LM):
+    """Its model is there from the start, and Lightning's own ``configure_model`` does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model()
+
+    def configure_model(self) -> None:
+        return None
+
+
+# As if the class did not define the hook at all.
+BuiltInInit.configure_model = LM.__mro__[2].configure_model
+
+
+class KindsOfLogits(LM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[str, type] = {}
+
+    def _note(self, stage, batch):
+        logits = self.model(batch["input_ids"]).logits
+        self.kinds[stage] = type(logits)
+        return outside_loss(logits, batch["labels"])
+
+    def training_step(self, batch, batch_idx):
+        return self._note("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        return self._note("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        return self._note("test", batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self._note("predict", batch)
+
+
+def is_patched(module) -> list[str]:
+    return [type(part).__name__ for part in module.modules() if type(part).__name__.startswith("Liger")]
+
+
+@pytest.mark.parametrize("module_class", [LM, BuiltInInit], ids=["configure_model", "built in __init__"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_losses_are_fused_and_those_of_the_stock_model(tmp_path, strategy, module_class):
+    def fit(*callbacks):
+        recorder, module = Losses(), module_class()
+        # A strategy object of its own: DDP by name would ask for another process group.
+        chosen = DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else strategy
+        make_trainer(recorder, *callbacks, root=tmp_path, strategy=chosen).fit(module, make_loader(0, NUM_BATCHES))
+        return recorder.losses, module
+
+    callback = LigerCallback()
+    losses, module = fit(callback)
+    stock_losses, stock = fit()
+    torch.testing.assert_close(losses, stock_losses, rtol=1e-6, atol=0.0)
+    assert callback.patch_report.num_replaced == 10
+    assert logit_counts(module) == (NUM_BATCHES, 0)
+    assert is_patched(stock) == []
+
+
+def test_named_kernels_are_the_only_ones_applied(tmp_path):
+    callback, module = LigerCallback(kernels=["silu_mul"]), LM()
+    make_trainer(callback, root=tmp_path).fit(module, make_loader(0, 1))
+    assert is_patched(module) == ["LigerLlamaMLP"] * 2
+    assert callback.patch_report.num_replaced == 2
+
+
+def test_unknown_kernel_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'foo'") as refused:
+        LigerCallback(kernels=["foo"])
+    assert all(name in str(refused.value) for name in KERNELS)
+
+
+def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(tmp_path):
+    module = KindsOfLogits()
+    trainer = make_trainer(LigerCallback(), root=tmp_path)
+    trainer.fit(module, make_loader(0, 1), make_loader(1, 1))
+    trainer.test(module, make_loader(1, 1), verbose=False)
+    trainer.predict(module, make_loader(1, 1))
+    assert module.kinds == {"train": LazyLogits, "val": LazyLogits, "test": LazyLogits, "predict": torch.Tensor}
+    assert not is_loss_wanted()
+
+
+def test_teardown_gives_the_module_its_own_configure_model_back(tmp_path):
+    module = LM()
+    during = []
+
+    class Watching(LigerCallback):
+        def on_fit_start(self, trainer, pl_module):
+            during.append("configure_model" in vars(pl_module))
+
+    trainer = make_trainer(Watching(), root=tmp_path)
+    trainer.fit(module, make_loader(0, 1))
+    assert during == [True]
+    assert "configure_model" not in vars(module)
+
+
+def test_report_of_the_first_stage_stays_in_later_ones(tmp_path):
+    callback, module = LigerCallback(), LM()
+    trainer = make_trainer(callback, root=tmp_path)
+    trainer.fit(module, make_loader(0, 1))
+    first = callback.patch_report
+    trainer.validate(module, make_loader(1, 1), verbose=False)
+    assert callback.patch_report is first
+
+
+def test_lazy_logits_end_with_a_failing_validation_step(tmp_path):
+    class Failing(LM):
+        def validation_step(self, batch, batch_idx):
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        make_trainer(LigerCallback(), root=tmp_path).fit(Failing(), make_loader(0, 1), make_loader(1, 1))
+    assert not is_loss_wanted()

@@ -1,0 +1,129 @@
+"""``TrainingSummary`` counts what it says it counts."""
+
+import importlib
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_liger import LigerCallback, LigerStrategy, TrainingSummary
+from lightning_liger.callbacks import summary as summary_module
+from tests.lightning_liger.strategies.distributed import LM, VOCAB_SIZE, make_loader, make_trainer
+
+NUM_BATCHES, TOKENS = 5, 2 * 13
+
+
+class Clock:
+    """Stands in for the time module: each of the trainer's steps takes two seconds, validation a thousand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Ticking(Callback):
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_batch_end(self, *_) -> None:
+        self.clock.now += 2.0
+
+    def on_validation_batch_end(self, *_) -> None:
+        self.clock.now += 1000.0
+
+
+@pytest.fixture
+def ticking(monkeypatch) -> Ticking:
+    clock = Clock()
+    monkeypatch.setattr(summary_module, "time", clock)
+    return Ticking(clock)
+
+
+@pytest.mark.parametrize("strategy", ["liger_fsdp", "auto"])
+def test_results_hold_counts_of_a_fit(tmp_path, strategy):
+    summary = TrainingSummary(skip_steps=1)
+    callbacks = [summary] if strategy == "liger_fsdp" else [LigerCallback(), summary]
+    trainer = make_trainer(*callbacks, root=tmp_path, strategy=strategy)
+    trainer.fit(LM(), make_loader(0, NUM_BATCHES), make_loader(1, 2))
+    results = summary.results
+    assert (results["steps"], results["processes"]) == (NUM_BATCHES, 1)
+    assert (results["losses"], results["whole_logits"]) == (NUM_BATCHES + 2, 0)
+    assert results["tokens_per_second"] > 0
+    assert results["peak_memory_bytes"] > 2**20
+    for name in ("train_loss", "train_perplexity", "train_accuracy", "val_loss", "val_perplexity", "val_accuracy"):
+        assert results[name] == pytest.approx(float(trainer.callback_metrics[name]))
+
+
+@pytest.mark.parametrize("chunk_size", [TOKENS, 8, 1])
+def test_bytes_avoided_are_the_logits_minus_one_chunk_for_each_loss(tmp_path, monkeypatch, chunk_size):
+    # By name, as the package has a function of the module's name.
+    module = importlib.import_module("lightning_liger.lazy_logits")
+    monkeypatch.setattr(module, "choose_chunk_size", lambda *_: chunk_size)
+    summary = TrainingSummary()
+    make_trainer(summary, root=tmp_path, strategy="liger_fsdp").fit(LM(), make_loader(0, NUM_BATCHES))
+    assert summary.results["logits_bytes_avoided"] == NUM_BATCHES * (TOKENS - chunk_size) * VOCAB_SIZE * 4
+
+
+@pytest.mark.parametrize(
+    ("skip_steps", "accumulate", "timed_batches"), [(0, 1, 5), (2, 1, 3), (2, 2, 1), (5, 1, 0), (9, 1, 0)]
+)
+def test_speed_leaves_out_the_first_steps(tmp_path, ticking, skip_steps, accumulate, timed_batches):
+    summary = TrainingSummary(skip_steps=skip_steps)
+    # The clock ticks first, so that the end of a batch is in the time of that batch.
+    trainer = make_trainer(ticking, summary, root=tmp_path, accumulate_grad_batches=accumulate)
+    trainer.fit(LM(), make_loader(0, NUM_BATCHES))
+    assert summary._num_tokens == timed_batches * TOKENS
+    assert summary.results["tokens_per_second"] == (TOKENS / 2.0 if timed_batches else 0.0)
+
+
+def test_speed_leaves_out_validation(tmp_path, ticking):
+    summary = TrainingSummary(skip_steps=1)
+    trainer = make_trainer(ticking, summary, root=tmp_path, val_check_interval=2)
+    trainer.fit(LM(), make_loader(0, NUM_BATCHES), make_loader(1, 1))
+    assert ticking.clock.now > 2000.0
+    assert summary.results["tokens_per_second"] == TOKENS / 2.0
+
+
+def test_negative_skip_steps_are_refused():
+    with pytest.raises(ValueError, match="skip_steps must not be negative, got -1"):
+        TrainingSummary(skip_steps=-1)
+    assert TrainingSummary().skip_steps == 2
+
+
+@pytest.mark.parametrize("way", ["strategy", "callback"])
+def test_replacements_are_printed_before_training_and_the_summary_after(tmp_path, capsys, way):
+    printed = {}
+
+    class Peeking(Callback):
+        def on_train_start(self, trainer, pl_module):
+            printed["start"] = capsys.readouterr().out
+
+    callbacks = [LigerCallback()] if way == "callback" else []
+    strategy = LigerStrategy() if way == "strategy" else "auto"
+    trainer = make_trainer(*callbacks, TrainingSummary(skip_steps=0), Peeking(), root=tmp_path, strategy=strategy)
+    trainer.fit(LM(), make_loader(0, NUM_BATCHES))
+    end = capsys.readouterr().out
+    assert all(name in printed["start"] for name in ("fused kernels", "LlamaRMSNorm", "LlamaMLP", "LazyLogits"))
+    assert "Training summary" not in printed["start"]
+    assert all(name in end for name in ("Training summary", "Tokens/s", "Training loss", "Logits never allocated"))
+    assert f"{NUM_BATCHES} on 1 cpu process" in end
+    assert "processes" not in end
+
+
+def test_without_kernels_it_says_so(tmp_path, capsys):
+    summary = TrainingSummary()
+    make_trainer(summary, root=tmp_path).fit(LM(), make_loader(0, 1))
+    printed = capsys.readouterr().out
+    assert "no kernels were applied" in printed
+    assert "too few steps" in printed
+    assert (summary.results["losses"], summary.results["logits_bytes_avoided"]) == (0, 0)
+
+
+def test_a_rank_other_than_zero_prints_nothing(tmp_path, capsys, monkeypatch):
+    trainer = make_trainer(TrainingSummary(), root=tmp_path)
+    monkeypatch.setattr(type(trainer), "is_global_zero", False)
+    trainer.fit(LM(), make_loader(0, 1))
+    printed = capsys.readouterr().out
+    assert "Training summary" not in printed
+    assert "no kernels" not in printed

@@ -1,0 +1,230 @@
+"""``apply_liger_kernels``: what it takes, what it leaves, what survives copying, and the way back."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_liger import LazyLogits, apply_liger_kernels
+from lightning_liger.patching import KERNELS, check_kernels
+from lightning_liger.patching.rules import Patched
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
+
+EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def replaced(model: nn.Module) -> list[str]:
+    return sorted(module.liger_rule.kernel for module in model.modules() if isinstance(module, Patched))
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(**tiny_batch()).loss
+
+
+def logits(model: nn.Module) -> LazyLogits | Tensor:
+    return model(input_ids=tiny_batch()["input_ids"]).logits
+
+
+@pytest.mark.parametrize("kernels", ["auto", list(KERNELS), tuple(KERNELS)], ids=["auto", "list", "tuple"])
+def test_every_kernel_is_applied_to_llama(kernels: Any) -> None:
+    model = tiny_llama()
+    report = apply_liger_kernels(model, kernels)
+    counts = {entry.kernel: entry.count for entry in report.entries}
+    assert counts == EXPECTED
+    assert {entry.kernel: entry.structure for entry in report.entries} == {
+        "rms_norm": "LlamaRMSNorm",
+        "rope": "LlamaAttention",
+        "silu_mul": "LlamaMLP",
+        "linear_cross_entropy": "Linear",
+    }
+    assert all(entry.replacement and not entry.reason for entry in report.entries)
+    assert report.num_replaced == sum(EXPECTED.values()) == len(replaced(model))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("as_list", [True, False], ids=["list", "name"])
+def test_only_the_kernel_asked_for_is_applied(kernel: str, as_list: bool) -> None:
+    model = tiny_llama()
+    report = apply_liger_kernels(model, [kernel] if as_list else kernel)
+    assert replaced(model) == [kernel] * EXPECTED[kernel]
+    assert [entry.kernel for entry in report.entries] == [kernel]
+    assert isinstance(logits(model), LazyLogits) == (kernel == "linear_cross_entropy")
+
+
+@pytest.mark.parametrize("kernels", ["none", []], ids=str)
+def test_no_kernels_change_nothing(kernels: Any) -> None:
+    model = tiny_llama()
+    before = classes(model)
+    report = apply_liger_kernels(model, kernels)
+    assert (report.entries, report.num_replaced) == ([], 0)
+    assert classes(model) == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("kernels", ["flash", ["rms_norm", "flash"], ["auto"]], ids=str)
+def test_unknown_kernel_is_refused_with_the_known_ones(kernels: Any) -> None:
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=r"unknown \['(flash|auto)'\]") as error:
+        apply_liger_kernels(model, kernels)
+    assert all(name in str(error.value) for name in KERNELS)
+    assert replaced(model) == []
+
+
+def test_check_kernels_returns_the_names_that_are_meant() -> None:
+    assert check_kernels("auto") == set(KERNELS)
+    assert check_kernels("none") == check_kernels([]) == set()
+    assert check_kernels("rope") == check_kernels(["rope", "rope"]) == {"rope"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernel", "reason"),
+    [
+        ("gemma", "silu_mul", "GemmaMLP: its activation is GELUTanh, not SiLU"),
+        ("cohere", "rope", "CohereAttention: apply_rotary is not the same"),
+        ("gpt2", "rms_norm", "LayerNorm: is not of one weight vector"),
+        ("gpt2", "rope", "nothing in the model can be replaced by it$"),
+    ],
+)
+def test_kernel_asked_for_that_fits_nothing_is_an_error_and_changes_nothing(
+    model_type: str, kernel: str, reason: str
+) -> None:
+    model = tiny_model(model_type, **({"n_embd": 32, "n_layer": 1, "n_head": 4} if model_type == "gpt2" else {}))
+    before = classes(model)
+    with pytest.raises(ValueError, match=f"'{kernel}', but nothing in the model.*{reason}|{reason}"):
+        apply_liger_kernels(model, ["linear_cross_entropy", kernel])
+    assert classes(model) == before
+    assert not model._forward_hooks
+    apply_liger_kernels(model)  # what fits is applied when nothing is asked for by name
+    assert isinstance(logits(model), LazyLogits)
+
+
+class ScaledLinear(nn.Linear):
+    """A head that computes something of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2.0
+
+
+def test_head_of_another_class_stays_and_is_reported() -> None:
+    model = tiny_llama()
+    model.lm_head.__class__ = ScaledLinear
+    want = loss(model)
+    with pytest.raises(ValueError, match=r"ScaledLinear: the head is ScaledLinear, not torch\.nn\.Linear"):
+        apply_liger_kernels(model, ["linear_cross_entropy"])
+    report = apply_liger_kernels(model)
+    entry = next(entry for entry in report.entries if entry.kernel == "linear_cross_entropy")
+    assert (entry.replacement, entry.reason) == (None, "the head is ScaledLinear, not torch.nn.Linear")
+    assert type(model.lm_head) is ScaledLinear
+    torch.testing.assert_close(loss(model), want, rtol=1e-5, atol=0)
+
+
+def test_head_is_replaced_but_no_other_linear_layer() -> None:
+    model = tiny_llama()
+    apply_liger_kernels(model)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {name for name in linears if isinstance(model.get_submodule(name), Patched)} == {"lm_head"}
+    assert len(linears) > 1
+
+
+def test_second_application_changes_nothing() -> None:
+    model = tiny_llama()
+    first = apply_liger_kernels(model)
+    before, want = classes(model), loss(model)
+    hooks = list(model._forward_hooks), list(model._forward_pre_hooks)
+    for kernels in ("auto", list(KERNELS)):
+        second = apply_liger_kernels(model, kernels)
+        assert second.num_replaced == 0
+        assert {(e.kernel, e.structure, e.count, e.reason) for e in second.entries} == {
+            (e.kernel, e.structure, e.count, "already replaced") for e in first.entries
+        }
+        assert classes(model) == before
+        assert (list(model._forward_hooks), list(model._forward_pre_hooks)) == hooks
+        second.undo()
+        assert classes(model) == before
+        assert (list(model._forward_hooks), list(model._forward_pre_hooks)) == hooks
+    assert torch.equal(loss(model), want)
+
+
+def test_second_application_adds_what_the_first_left() -> None:
+    model = tiny_llama()
+    apply_liger_kernels(model, ["rms_norm"])
+    report = apply_liger_kernels(model)
+    assert report.num_replaced == sum(EXPECTED.values()) - EXPECTED["rms_norm"]
+    report.undo()
+    assert replaced(model) == ["rms_norm"] * EXPECTED["rms_norm"]
+
+
+def test_undo_restores_classes_hooks_and_behaviour() -> None:
+    model = tiny_llama()
+    before, want = classes(model), loss(model)
+    report = apply_liger_kernels(model)
+    assert classes(model) != before
+    assert isinstance(logits(model), LazyLogits)
+    for _ in range(2):
+        report.undo()
+        assert classes(model) == before
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        assert isinstance(logits(model), Tensor)
+        assert torch.equal(loss(model), want)
+    assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copy_of_a_patched_model_works_and_stays_patched(duplicate: Any) -> None:
+    model = tiny_llama()
+    report = apply_liger_kernels(model)
+    loss(model)
+    twin = duplicate(model)
+    assert classes(twin) == classes(model)
+    with torch.no_grad():
+        assert isinstance(twin(**tiny_batch()).logits, LazyLogits)
+    # Independent of each other: neither undoing nor training one reaches the other.
+    report.undo()
+    losses = loss(model), loss(twin)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    losses[1].backward()
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert isinstance(logits(twin), LazyLogits)
+    assert twin.lm_head.logits_ledger is not getattr(model.lm_head, "logits_ledger", None)
+
+
+def test_model_on_the_meta_device_is_patched_and_filled_later() -> None:
+    reference = tiny_llama()
+    with torch.device("meta"):
+        model = tiny_llama()
+        report = apply_liger_kernels(model)
+    assert {entry.kernel: entry.count for entry in report.entries if entry.replacement} == EXPECTED
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    model.load_state_dict(reference.state_dict())
+    model.model.rotary_emb.inv_freq.copy_(reference.model.rotary_emb.inv_freq)  # not in the state dict
+    assert isinstance(logits(model), LazyLogits)
+    torch.testing.assert_close(loss(model), loss(reference), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_kernel_is_applied_in_half_precision(dtype: torch.dtype) -> None:
+    model = tiny_llama().to(dtype)
+    assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values())
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_model_inside_another_module_is_patched() -> None:
+    owner = nn.ModuleDict({"policy": tiny_llama(), "reference": tiny_llama()})
+    report = apply_liger_kernels(owner)
+    assert {entry.kernel: entry.count for entry in report.entries} == {k: 2 * n for k, n in EXPECTED.items()}
+    with torch.no_grad():
+        for model in owner.values():
+            assert isinstance(model(**tiny_batch()).logits, LazyLogits)
+    report.undo()
+    assert replaced(owner) == []

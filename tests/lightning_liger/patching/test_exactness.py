@@ -1,0 +1,199 @@
+"""Patched against unpatched models: the same loss and gradients, and no tensor of the logits' size."""
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels, lazy_logits
+from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama, tiny_model
+
+Batch = dict[str, Tensor]
+
+
+class Mixin(LigerLMMixin, nn.Module):
+    """The mixin's loss without the rest of a LightningModule."""
+
+
+def loss_of_the_model(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch).loss
+
+
+def loss_of_shifted_logits(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits[..., :-1, :].reshape(-1, logits.shape[-1]).float(), batch["labels"][:, 1:].flatten())
+
+
+def loss_of_the_mixin(model: nn.Module, batch: Batch) -> Tensor:
+    return Mixin().lm_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+
+
+def loss_over_items_in_batch(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch, num_items_in_batch=torch.tensor(40)).loss
+
+
+LOSSES = [loss_of_the_model, loss_of_shifted_logits, loss_of_the_mixin, loss_over_items_in_batch]
+
+
+def assert_same_loss_and_gradients(
+    model: nn.Module, patched: nn.Module, batch: Batch, loss_function: Callable[..., Tensor] = loss_of_the_model
+) -> None:
+    losses = [loss_function(each, batch) for each in (model, patched)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    for loss in losses:
+        (loss * 0.7).backward()
+    for (name, want), got in zip(model.named_parameters(), patched.parameters(), strict=True):
+        assert want.grad.abs().max() > 0, name
+        # Sums over tokens in another order: an error relative to the largest element of a gradient, not to each.
+        scale = want.grad.abs().max().item()
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def ledger(model: nn.Module) -> Any:
+    return model.get_output_embeddings().logits_ledger
+
+
+@pytest.mark.parametrize("loss_function", LOSSES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("num_ignored", [0, 4, 11], ids="{}_ignored".format)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_patched_llama_has_the_loss_and_gradients_of_the_unpatched(
+    tied: bool, num_ignored: int, loss_function: Callable[..., Tensor]
+) -> None:
+    model = tiny_llama(tie_word_embeddings=tied)
+    patched = copy.deepcopy(model)
+    assert apply_liger_kernels(patched).num_replaced == 2 + 2 + 5 + 1
+    assert_same_loss_and_gradients(model, patched, tiny_batch(num_ignored=num_ignored), loss_function)
+    assert (ledger(patched).num_losses, ledger(patched).num_materialized) == (1, 0)
+
+
+FAMILIES = {
+    "mistral": ("mistral", {}, {"rms_norm": 5, "silu_mul": 2, "rope": 2}),
+    "qwen2_with_biases": ("qwen2", {}, {"rms_norm": 5, "silu_mul": 2, "rope": 2}),
+    "qwen3_with_query_and_key_norms": ("qwen3", {}, {"rms_norm": 9, "silu_mul": 2, "rope": 2}),
+    "gemma_with_one_plus_weight_norms": ("gemma", {}, {"rms_norm": 5, "rope": 2}),
+    "gemma2_with_softcap": ("gemma2", {"final_logit_softcapping": 3.0}, {"rms_norm": 9, "rope": 2}),
+    "cohere_with_logit_scale": ("cohere", {"logit_scale": 0.3}, {"silu_mul": 2}),
+    "granite_with_divided_logits": ("granite", {"logits_scaling": 4.0}, {"rms_norm": 5, "silu_mul": 2, "rope": 2}),
+}
+
+
+@pytest.mark.parametrize(("model_type", "overrides", "counts"), FAMILIES.values(), ids=FAMILIES)
+def test_patched_model_of_other_families_has_the_loss_and_gradients_of_the_unpatched(
+    model_type: str, overrides: dict[str, Any], counts: dict[str, int]
+) -> None:
+    model = tiny_model(model_type, **overrides)
+    patched = copy.deepcopy(model)
+    report = apply_liger_kernels(patched)
+    replaced = {entry.kernel: entry.count for entry in report.entries if entry.replacement is not None}
+    assert replaced == {**counts, "linear_cross_entropy": 1}
+    assert_same_loss_and_gradients(model, patched, tiny_batch())
+    assert (ledger(patched).num_losses, ledger(patched).num_materialized) == (1, 0)
+
+
+def test_patched_model_matches_in_evaluation_without_gradients() -> None:
+    model = tiny_llama().eval()
+    patched = copy.deepcopy(model)
+    apply_liger_kernels(patched)
+    batch = tiny_batch()
+    with torch.no_grad():
+        want, got = model(**batch), patched(**batch)
+        logits = patched(input_ids=batch["input_ids"]).logits
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=0)
+    assert isinstance(got.logits, LazyLogits)
+    assert isinstance(logits, Tensor)
+    torch.testing.assert_close(logits, want.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_failed_forward_with_labels_leaves_no_wish_for_a_loss_behind() -> None:
+    patched = tiny_llama()
+    apply_liger_kernels(patched)
+    batch = tiny_batch()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+            patched(labels=batch["labels"])
+        assert isinstance(patched(input_ids=batch["input_ids"]).logits, Tensor)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "none"])
+@pytest.mark.parametrize("loss_function", LOSSES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_no_tensor_of_the_logits_size_is_made_by_a_patched_model(
+    kernels: str, loss_function: Callable[..., Tensor], training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    apply_liger_kernels(model, kernels)
+    # Enough tokens for the logits to outgrow every weight, and rows short enough for attention not to.
+    batch = tiny_batch(batch_size=8, seq_len=16, num_ignored=3)
+    logits_size = batch["labels"].numel() * VOCAB_SIZE
+    assert logits_size > max(parameter.numel() for parameter in model.parameters())
+    sizes = TensorSizes(monkeypatch)
+    with sizes, torch.set_grad_enabled(training), lazy_logits():
+        loss = loss_function(model, batch)
+        if training:
+            loss.backward()
+    if kernels == "none":
+        assert sizes.largest >= logits_size
+    else:
+        num_kept_tokens = 8 * 15
+        assert num_kept_tokens // 2 * VOCAB_SIZE <= sizes.largest_in_loss <= sizes.largest < logits_size
+
+
+def test_generate_gives_the_tokens_of_the_unpatched_model() -> None:
+    model = tiny_llama().eval()
+    patched = copy.deepcopy(model)
+    apply_liger_kernels(patched)
+    prompt = tiny_batch(num_ignored=0)["input_ids"]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    want = model.generate(prompt, **options)
+    assert want.shape[1] > prompt.shape[1]
+    assert torch.equal(patched.generate(prompt, **options), want)
+    with lazy_logits():  # as a callback may have it around a validation step
+        assert torch.equal(patched.generate(prompt, **options), want)
+
+
+def test_autocast_decides_on_the_dtypes_of_the_unpatched_model() -> None:
+    model = tiny_llama()
+    patched = copy.deepcopy(model)
+    apply_liger_kernels(patched)
+    batch = tiny_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = model(**batch), patched(**batch)
+    assert got.logits.dtype == want.logits.dtype == torch.bfloat16
+    assert got.loss.dtype == want.loss.dtype == torch.float32
+    torch.testing.assert_close(got.loss, want.loss, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
+    got.loss.backward()
+    assert {parameter.grad.dtype for parameter in patched.parameters()} == {torch.float32}
+
+
+def test_unpatched_copies_classes_and_functions_stay_as_they_were() -> None:
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    classes = [modeling.LlamaRMSNorm, modeling.LlamaMLP, modeling.LlamaAttention, nn.Linear, modeling.LlamaForCausalLM]
+    namespaces = [vars(modeling), vars(F), vars(sys.modules["torch"]), *(vars(each) for each in classes)]
+    before = [dict(namespace) for namespace in namespaces]
+    model, other = tiny_llama(), tiny_llama()
+    apply_liger_kernels(model)
+    loss_of_the_model(model, tiny_batch()).backward()
+    for namespace, kept in zip(namespaces, before, strict=True):
+        assert {name: value for name, value in namespace.items() if kept.get(name) is not value} == {}
+    assert {type(module).__module__ for module in other.modules()} <= {
+        *(type(module).__module__ for module in tiny_llama().modules()),
+    }
+    assert not any(type(module).__name__.startswith("Liger") for module in other.modules())
+    assert isinstance(other(input_ids=tiny_batch()["input_ids"]).logits, Tensor)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_parameters_and_state_dict_keys_stay_the_same(tied: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=tied)
+    parameters, keys = dict(model.named_parameters()), list(model.state_dict())
+    apply_liger_kernels(model)
+    assert list(model.state_dict()) == keys
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

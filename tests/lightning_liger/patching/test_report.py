@@ -1,0 +1,51 @@
+"""The report of what was replaced: its table, its plain data, its count."""
+
+import json
+
+from lightning_liger import apply_liger_kernels
+from lightning_liger.patching import PatchEntry, PatchReport
+from tests.lightning_liger.tiny import tiny_model
+
+REPLACED = PatchEntry("LlamaRMSNorm", "rms_norm", 5, "rms_norm (llama casting)", 2.5e-7)
+EXACT = PatchEntry("LlamaMLP", "silu_mul", 2, "silu_mul", 0.0)
+KEPT = PatchEntry("LayerNorm", "rms_norm", 3, None, reason="is not of one weight vector")
+
+
+def test_report_prints_as_a_table_with_counts_errors_and_reasons() -> None:
+    lines = str(PatchReport([REPLACED, EXACT, KEPT])).splitlines()
+    assert "Module" in lines[2]
+    rows = {cells[1]: cells[2:] for cells in (line.replace("│", " │ ").split() for line in lines) if len(cells) > 3}
+    assert "5" in rows["LlamaRMSNorm"]
+    assert "2e-07" in rows["LlamaRMSNorm"]
+    assert "exact" in rows["LlamaMLP"]
+    assert "(is" in rows["LayerNorm"]
+    assert "exact" not in rows["LayerNorm"]
+    assert max(map(len, lines)) <= 120
+
+
+def test_report_counts_only_replaced_modules() -> None:
+    assert PatchReport([REPLACED, EXACT, KEPT]).num_replaced == 7
+    assert PatchReport().num_replaced == 0
+
+
+def test_report_as_dict_is_plain_data() -> None:
+    rows = PatchReport([REPLACED, KEPT]).as_dict()
+    assert rows[0] == {
+        "structure": "LlamaRMSNorm",
+        "kernel": "rms_norm",
+        "count": 5,
+        "replacement": "rms_norm (llama casting)",
+        "error": 2.5e-7,
+        "reason": "",
+    }
+    assert (rows[1]["replacement"], rows[1]["error"]) == (None, None)
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_report_of_a_model_says_what_was_kept_and_why() -> None:
+    report = apply_liger_kernels(tiny_model("gemma"))
+    table = str(report)
+    assert "GemmaMLP" in table
+    assert "its activation is GELUTanh, not SiLU" in table
+    assert "rms_norm (gemma casting, offset 1)" in table
+    assert [entry.kernel for entry in report.entries if entry.replacement is None] == ["silu_mul"]

@@ -1,0 +1,194 @@
+"""Verify before swapping: a replacement that differs is not made, whatever the rules say."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_liger import apply_liger_kernels
+from lightning_liger.patching import rules
+from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.verify import Mismatch, compare, random_like
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama
+
+modeling_llama = importlib.import_module("transformers.models.llama.modeling_llama")
+
+
+class DoublingRMSNorm(modeling_llama.LlamaRMSNorm):
+    """Everything a Llama norm has, but it scales by 2."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) * 2.0
+
+
+class DetachingRMSNorm(modeling_llama.LlamaRMSNorm):
+    """The right output with another gradient."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (hidden_states * scale.detach())
+
+
+class WideningRMSNorm(modeling_llama.LlamaRMSNorm):
+    """The same numbers in another dtype for narrow activations."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states).float()
+
+
+class ShiftedMLP(modeling_llama.LlamaMLP):
+    """A gated MLP with something more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+class SwappedMLP(modeling_llama.LlamaMLP):
+    """The gate on the other projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
+
+
+def exchange(model: nn.Module, original: type[nn.Module], other: type[nn.Module]) -> None:
+    for module in model.modules():
+        if type(module) is original:
+            module.__class__ = other
+
+
+@pytest.mark.parametrize(
+    ("original", "other", "kernel", "reason"),
+    [
+        (modeling_llama.LlamaRMSNorm, DoublingRMSNorm, "rms_norm", "output differs by"),
+        (modeling_llama.LlamaRMSNorm, DetachingRMSNorm, "rms_norm", "gradient differs by"),
+        (modeling_llama.LlamaRMSNorm, WideningRMSNorm, "rms_norm", "output is torch.bfloat16"),
+        (modeling_llama.LlamaMLP, ShiftedMLP, "silu_mul", "output differs by"),
+        (modeling_llama.LlamaMLP, SwappedMLP, "silu_mul", "output differs by"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_module_that_computes_something_else_is_not_replaced(
+    original: type[nn.Module], other: type[nn.Module], kernel: str, reason: str
+) -> None:
+    model = tiny_llama().to(torch.bfloat16) if other is WideningRMSNorm else tiny_llama()
+    exchange(model, original, other)
+    entry = next(entry for entry in apply_liger_kernels(model).entries if entry.kernel == kernel)
+    assert entry.replacement is None
+    assert entry.structure == other.__name__
+    assert "is not the same" in entry.reason
+    assert reason in entry.reason
+    assert not any(isinstance(module, Patched) for module in model.modules() if isinstance(module, other))
+
+
+def test_one_odd_module_does_not_keep_the_others_from_being_replaced() -> None:
+    model = tiny_llama()
+    model.model.norm.__class__ = DoublingRMSNorm
+    entries = {entry.structure: entry for entry in apply_liger_kernels(model, ["rms_norm"]).entries}
+    assert (entries["LlamaRMSNorm"].count, entries["LlamaRMSNorm"].reason) == (4, "")
+    assert (entries["DoublingRMSNorm"].count, entries["DoublingRMSNorm"].replacement) == (1, None)
+    assert type(model.model.norm) is DoublingRMSNorm
+
+
+def slightly_wrong(function: Callable[..., Any], error: float) -> Callable[..., Any]:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return result * (1 + error) if isinstance(result, Tensor) else tuple(part * (1 + error) for part in result)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "kernel"), [("rms_norm", "rms_norm"), ("silu_mul", "silu_mul"), ("apply_rotary", "rope")]
+)
+def test_slightly_wrong_kernel_is_caught(function: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, function, slightly_wrong(getattr(rules, function), 1e-4))
+    model = tiny_llama()
+    report = apply_liger_kernels(model)
+    entry = next(entry for entry in report.entries if entry.kernel == kernel)
+    assert entry.replacement is None
+    assert "is not the same: output differs by 1.0e-04 of its largest value" in entry.reason
+    assert {e.kernel for e in report.entries if e.replacement is None} == {kernel}
+    with pytest.raises(ValueError, match="output differs by"):
+        apply_liger_kernels(tiny_llama(), [kernel])
+
+
+def test_kernel_that_drops_a_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    silu_mul = rules.silu_mul
+    monkeypatch.setattr(rules, "silu_mul", lambda gate, up: silu_mul(gate, up.detach()) + 0 * up)
+    entry = next(e for e in apply_liger_kernels(tiny_llama()).entries if e.kernel == "silu_mul")
+    assert "gradient differs by" in entry.reason
+
+
+def test_kernel_that_raises_on_the_probe_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any, **kwargs: Any) -> Tensor:
+        raise ValueError("hidden_size is too odd")
+
+    monkeypatch.setattr(rules, "rms_norm", refuses)
+    entry = next(e for e in apply_liger_kernels(tiny_llama()).entries if e.kernel == "rms_norm")
+    assert entry.replacement is None
+    assert "hidden_size is too odd" in entry.reason
+
+
+def test_verification_leaves_random_state_parameters_and_gradients_alone() -> None:
+    model = tiny_llama()
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    state = torch.get_rng_state()
+    apply_liger_kernels(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.device], ids=["no_grad", "meta_device"])
+def test_verification_works_inside_contexts_that_models_are_built_in(context: Any) -> None:
+    model = tiny_llama()
+    with context("meta") if context is torch.device else context():
+        assert apply_liger_kernels(model).num_replaced == 10
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    model(**tiny_batch()).loss.backward()
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, requires_grad=True)
+
+
+def test_compare_returns_the_largest_relative_error() -> None:
+    x = leaf(1.0, -4.0)
+    assert compare(lambda: x * 2, lambda: x * 2, [x]) == 0.0
+    error = compare(lambda: x * 2, lambda: x * (2 + 2e-6), [x])
+    assert error == pytest.approx(1e-6, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("replacement", "message"),
+    [
+        (lambda x: x * 2.0001, "output differs by"),
+        (lambda x: x.detach() * 2 + x - x.detach(), "gradient differs by"),
+        (lambda x: (x * 2).double(), "output is torch.float64"),
+        (lambda x: (x * 2)[None], r"output is torch.float32 \(1, 2\), the original's torch.float32 \(2,\)"),
+        (lambda x: (x * 2, x), "2 outputs, the original has 1"),
+        (lambda x: x * float("nan"), "output differs by nan"),
+    ],
+    ids=["value", "gradient", "dtype", "shape", "number", "nan"],
+)
+def test_compare_names_the_difference(replacement: Callable[[Tensor], Any], message: str) -> None:
+    x = leaf(1.0, -4.0)
+    with pytest.raises(Mismatch, match=message):
+        compare(lambda: x * 2, lambda: replacement(x), [x])
+
+
+def test_random_like_is_reproducible_and_requires_a_gradient() -> None:
+    reference = torch.empty(3, 2, device="meta")
+    draws = [
+        random_like(reference, torch.Generator().manual_seed(7), torch.bfloat16, torch.device("cpu")) for _ in range(2)
+    ]
+    assert torch.equal(*draws)
+    assert (draws[0].dtype, draws[0].shape, draws[0].requires_grad, draws[0].is_leaf) == (
+        torch.bfloat16,
+        (3, 2),
+        True,
+        True,
+    )

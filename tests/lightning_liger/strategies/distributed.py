@@ -1,0 +1,266 @@
+"""A tiny model and its data, and the worker that trains it on two processes in every way that the tests compare.
+
+``python -m tests.lightning_liger.strategies.distributed cpu OUT`` is one rank of ``launch``.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_liger import LigerLMMixin, LigerStrategy
+
+ROOT = Path(__file__).parents[3]
+NUM_RANKS = 2
+NUM_STEPS = 20
+VOCAB_SIZE = 97
+HEADS = {"untied": False, "tied": True}
+"""Whether the LM head shares its weight with the embeddings."""
+
+Batch = dict[str, Tensor]
+
+
+def build_model(tied: bool = False) -> LlamaForCausalLM:
+    """A Llama whose layers have an odd number of parameters, so shards are uneven; the same one each time."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=33,
+        head_dim=8,
+        intermediate_size=45,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return LlamaForCausalLM(config).train()
+
+
+def make_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
+    """Batches of one rank: different on each, with a different number of ignored labels, few tokens to be learnt."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    batches = []
+    for _ in range(num_batches):
+        input_ids = torch.randint(16, (2, 13), generator=generator)
+        labels = input_ids.clone()
+        labels[:, : 1 + 5 * rank] = -100
+        batches.append({"input_ids": input_ids, "labels": labels})
+    return batches
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+
+
+def make_loader(rank: int, num_batches: int = NUM_STEPS) -> DataLoader[Batch]:
+    return DataLoader(make_batches(rank, num_batches), batch_size=None)
+
+
+def outside_loss(logits: Any, labels: Tensor) -> Tensor:
+    """The loss of next tokens, as a user writes it by hand."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB_SIZE), labels[:, 1:].reshape(-1))
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    """The tiny model with the mixin's own steps."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tied = tied
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            self.model = build_model(self.tied)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+class Losses(L.Callback):
+    """Keeps the loss of each step, of this rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def make_trainer(*callbacks: L.Callback, root: Path, **options: Any) -> L.Trainer:
+    """A silent Trainer; on one CPU process unless told otherwise."""
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    return L.Trainer(
+        callbacks=list(callbacks),
+        default_root_dir=root,
+        **{**defaults, **dict.fromkeys(quiet, False), **options},
+    )
+
+
+def reference_training(tied: bool, device: str) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """One process, stock model, plain loop: the losses of each rank's batches, and the trained parameters."""
+    model = build_model(tied).to(device)
+    optimizer = make_optimizer(model.parameters())
+    losses: list[list[float]] = [[] for _ in range(NUM_RANKS)]
+    for parts in zip(*(make_batches(rank) for rank in range(NUM_RANKS)), strict=True):
+        optimizer.zero_grad()
+        for rank, batch in enumerate(parts):
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            (loss / NUM_RANKS).backward()
+            losses[rank].append(loss.item())
+        optimizer.step()
+    return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+def wrapped_units(model: nn.Module) -> dict[str, str]:
+    """Name and class of each FSDP unit of ``model``; the root's name is empty."""
+    return {
+        name.replace("_fsdp_wrapped_module.", "").removeprefix("_forward_module."): type(module.module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    }
+
+
+def logit_counts(model: nn.Module) -> tuple[int, int]:
+    """How often the loss came without whole logits, and how often whole logits were needed."""
+    ledgers = [vars(module)["logits_ledger"] for module in model.modules() if "logits_ledger" in vars(module)]
+    return sum(ledger.num_losses for ledger in ledgers), sum(ledger.num_materialized for ledger in ledgers)
+
+
+# What one rank does
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """What this rank holds of a trained FSDP model, and the whole of it."""
+    (model,) = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    prefix = "model." if isinstance(model.module, LM) else ""
+    shards = [unit._handle.flat_param.detach().cpu().clone() for unit in units]
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        whole = {
+            name.replace("_fsdp_wrapped_module.", "").removeprefix(prefix): parameter.detach().cpu().clone()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+    return {"shards": shards, "whole": whole, "units": wrapped_units(model), "logit_counts": logit_counts(model)}
+
+
+def _fit(strategy: Any, tied: bool, run: dict[str, Any], save_as: str | None = None, **options: Any) -> dict[str, Any]:
+    recorder, module = Losses(), LM(tied)
+    ckpt_path = options.pop("ckpt_path", None)
+    loader = make_loader(run["rank"], options.pop("num_batches", NUM_STEPS))
+    trainer = make_trainer(
+        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
+    )
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    result = {"losses": recorder.losses, "num_replaced": trainer.strategy.patch_report.num_replaced}
+    result |= _describe(trainer.strategy.model)
+    if save_as is not None:
+        trainer.save_checkpoint(run["folder"] / save_as)
+        result["whole_after_saving"] = _describe(trainer.strategy.model)["whole"]
+    return result
+
+
+def _fabric(loss_of: Callable[[nn.Module, Batch], Tensor], tied: bool, run: dict[str, Any]) -> dict[str, Any]:
+    fabric = L.Fabric(strategy="liger_fsdp", accelerator=run["accelerator"], devices=NUM_RANKS)
+    fabric.launch()
+    model = fabric.setup_module(build_model(tied))
+    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
+    losses = []
+    for batch in make_batches(run["rank"]):
+        optimizer.zero_grad()
+        loss = loss_of(model, {name: tensor.to(fabric.device) for name, tensor in batch.items()})
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "num_replaced": fabric.strategy.patch_report.num_replaced, **_describe(model)}
+
+
+def _run_rank(device: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    run = {"rank": int(os.environ["RANK"]), "folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device)}
+    results: dict[str, Any] = {}
+    for head, tied in HEADS.items():
+        results[f"trainer-{head}"] = _fit("liger_fsdp", tied, run, save_as=f"{head}.ckpt")
+        results[f"no-kernels-{head}"] = _fit(LigerStrategy(kernels="none"), tied, run)
+        results[f"fabric-labels-{head}"] = _fabric(lambda model, batch: model(**batch).loss, tied, run)
+        results[f"fabric-logits-{head}"] = _fabric(
+            lambda model, batch: outside_loss(model(batch["input_ids"]).logits, batch["labels"]), tied, run
+        )
+    # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
+    epochs = {"tied": False, "run": run, "num_batches": 2}
+    results["two-epochs"] = _fit(LigerStrategy(state_dict_type="sharded"), max_epochs=2, **epochs)
+    results["first-epoch"] = _fit(LigerStrategy(state_dict_type="sharded"), save_as="sharded.ckpt", **epochs)
+    results["second-epoch"] = _fit(
+        LigerStrategy(state_dict_type="sharded"), max_epochs=2, ckpt_path=folder / "sharded.ckpt", **epochs
+    )
+    torch.save(results, folder / f"rank{run['rank']}.pt")
+    torch.distributed.destroy_process_group()
+
+
+# How ranks are started
+
+
+def launch(device: str, folder: Path, timeout: float = 240.0) -> list[dict[str, Any]]:
+    """The results of both ranks; if one fails, both end and the error shows what they wrote to stderr."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(NUM_RANKS),
+        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "liger-tests",
+    }
+    command = [sys.executable, "-m", __name__, device, str(folder)]
+    processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(NUM_RANKS)]
+    try:
+        for rank, output in enumerate(outputs):
+            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with output.open("w") as log:
+                processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
+        codes = _wait(processes, timeout)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+    if any(codes):
+        logs = "\n".join(f"--- rank {rank}\n{log.read_text()[-4000:]}" for rank, log in enumerate(outputs))
+        raise AssertionError(f"ranks ended with {codes} (None: killed after another failed, or {timeout} s)\n{logs}")
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Exit codes once all have ended well, or one has not, or time is up."""
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            return codes
+        if time.monotonic() > deadline:
+            return [code if code is not None else -signal.SIGKILL for code in codes]
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1], Path(sys.argv[2]))

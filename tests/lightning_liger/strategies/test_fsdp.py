@@ -1,0 +1,320 @@
+"""``liger_fsdp`` trains as the stock model does, and what it saves is the stock model's."""
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_liger import (
+    FabricLigerPrecisionPlugin,
+    FabricLigerStrategy,
+    LazyLogits,
+    LigerPrecisionPlugin,
+    LigerStrategy,
+)
+from lightning_liger.patching import KERNELS
+from tests.lightning_liger.strategies.distributed import (
+    HEADS,
+    LM,
+    NUM_RANKS,
+    NUM_STEPS,
+    Losses,
+    build_model,
+    launch,
+    logit_counts,
+    make_batches,
+    make_loader,
+    make_optimizer,
+    make_trainer,
+    outside_loss,
+    reference_training,
+    wrapped_units,
+)
+
+RELATIVE_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
+"""Of losses after 20 steps in float32: AdamW multiplies rounding differences, and GPUs sum in other orders."""
+
+
+# Two processes
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def ranks(request, tmp_path_factory):
+    """What both ranks got out of every run, with the device and the folder they wrote to."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return request.param, folder, launch(request.param, folder)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    device = ranks[0]
+    return {head: reference_training(tied, device) for head, tied in HEADS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("way", ["trainer", "no-kernels", "fabric-labels", "fabric-logits"])
+def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, way, head):
+    device, _, results = ranks
+    losses, parameters = reference[head]
+    # What wrong gradients could not pass: the model learnt, from other batches on each rank.
+    assert losses[0][-1] < losses[0][0] - 0.5
+    assert losses[0][0] != losses[1][0]
+    for rank in range(NUM_RANKS):
+        run = results[rank][f"{way}-{head}"]
+        assert len(run["losses"]) == NUM_STEPS
+        torch.testing.assert_close(run["losses"], losses[rank], rtol=RELATIVE_TOLERANCE[device], atol=0.0)
+        assert run["whole"].keys() == parameters.keys()
+        for name, parameter in run["whole"].items():
+            # Twenty steps moved them by about 0.06.
+            torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("way", ["trainer", "fabric-labels", "fabric-logits"])
+def test_two_ranks_have_the_losses_of_fsdp_without_kernels(ranks, way, head):
+    device, _, results = ranks
+    for run in results:
+        plain = run[f"no-kernels-{head}"]["losses"]
+        torch.testing.assert_close(run[f"{way}-{head}"]["losses"], plain, rtol=RELATIVE_TOLERANCE[device], atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("way", ["trainer", "fabric-labels", "fabric-logits", "no-kernels"])
+def test_every_loss_on_two_ranks_is_fused_unless_kernels_is_none(ranks, way, head):
+    fused = way != "no-kernels"
+    for run in ranks[2]:
+        # 5 norms, 2 MLPs, 2 attentions and the head; no whole logits.
+        assert run[f"{way}-{head}"]["num_replaced"] == (10 if fused else 0)
+        assert run[f"{way}-{head}"]["logit_counts"] == (NUM_STEPS if fused else 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_ranks_hold_different_halves_of_each_unit(ranks, head):
+    first, second = (run[f"trainer-{head}"] for run in ranks[2])
+    assert list(first["units"].values()) == ["LM", "LlamaDecoderLayer", "LlamaDecoderLayer"]
+    layers = ["model.layers.0.", "model.layers.1."]
+    for ours, theirs, layer in zip(first["shards"], second["shards"], [None, *layers], strict=True):
+        # The root unit comes first, and has what is in no layer; FSDP aligns each parameter to 16 bytes.
+        wholes = [
+            value.flatten()
+            for name, value in first["whole"].items()
+            if (name.startswith(layer) if layer else not name.startswith(tuple(layers)))
+            and not (HEADS[head] and name == "lm_head.weight")
+        ]
+        values = torch.cat(wholes).unique()
+        num_parameters = sum(whole.numel() for whole in wholes)
+        assert num_parameters <= 2 * ours.numel() <= num_parameters + 8 * len(wholes)
+        assert ours.numel() == theirs.numel()
+        in_first, in_second = (torch.isin(values, shard) for shard in (ours, theirs))
+        assert (in_first | in_second).all()
+        assert not in_first.all()
+        assert not in_second.all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_full_checkpoint_of_two_ranks_is_the_gathered_model_and_loads_into_stock(ranks, head):
+    _, folder, results = ranks
+    saved = torch.load(folder / f"{head}.ckpt", weights_only=False, map_location="cpu")["state_dict"]
+    saved = {name.removeprefix("model."): value for name, value in saved.items()}
+    for run in results:
+        whole, after = (run[f"trainer-{head}"][key] for key in ("whole", "whole_after_saving"))
+        torch.testing.assert_close(after, whole, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(saved, whole, rtol=0.0, atol=0.0)
+    stock = build_model(HEADS[head])
+    assert saved.keys() == stock.state_dict().keys()
+    stock.load_state_dict(saved)
+
+
+@pytest.mark.slow
+def test_sharded_checkpoint_of_two_ranks_is_a_folder_that_training_resumes_from(ranks):
+    device, folder, results = ranks
+    assert len(list((folder / "sharded.ckpt").glob("*.distcp"))) == NUM_RANKS
+    for run in results:
+        assert run["first-epoch"]["losses"] == pytest.approx(run["two-epochs"]["losses"][:2])
+        rtol = RELATIVE_TOLERANCE[device]
+        torch.testing.assert_close(run["second-epoch"]["losses"], run["two-epochs"]["losses"][2:], rtol=rtol, atol=0.0)
+
+
+# One process
+
+
+def test_one_process_trains_as_the_stock_model_with_every_loss_fused(tmp_path):
+    recorder = Losses()
+    trainer = make_trainer(recorder, root=tmp_path, strategy="liger_fsdp")
+    trainer.fit(LM(), make_loader(0))
+    stock = build_model()
+    optimizer = make_optimizer(stock.parameters())
+    expected = []
+    for batch in make_batches(0):
+        loss = stock(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    torch.testing.assert_close(recorder.losses, expected, rtol=1e-5, atol=0.0)
+    assert logit_counts(trainer.strategy.model) == (NUM_STEPS, 0)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_checkpoint_of_one_process_loads_into_stock_model_and_resumes(tmp_path, head):
+    tied = HEADS[head]
+    uninterrupted, first, second = Losses(), Losses(), Losses()
+    fit = partial(make_trainer, root=tmp_path, strategy="liger_fsdp")
+    fit(uninterrupted, max_epochs=2).fit(LM(tied), make_loader(0, 2))
+    trainer = fit(first)
+    trainer.fit(LM(tied), make_loader(0, 2))
+    trainer.save_checkpoint(tmp_path / "full.ckpt")
+    saved = torch.load(tmp_path / "full.ckpt", weights_only=False)["state_dict"]
+    stock = build_model(tied)
+    assert {name.removeprefix("model.") for name in saved} == stock.state_dict().keys()
+    stock.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    resumed = fit(second, max_epochs=2)
+    resumed.fit(LM(tied), make_loader(0, 2), ckpt_path=tmp_path / "full.ckpt")
+    assert resumed.global_step == 4
+    assert first.losses + second.losses == pytest.approx(uninterrupted.losses, rel=1e-6)
+    # The stock model goes on from where ours was saved.
+    with torch.no_grad():
+        assert stock(**next(iter(make_loader(0)))).loss.item() == pytest.approx(second.losses[0], rel=1e-5)
+
+
+class KindsOfLogits(LM):
+    """Notes what the head returns in each stage, in steps without the mixin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[str, type] = {}
+
+    def _note(self, stage, batch):
+        logits = self.model(batch["input_ids"]).logits
+        self.kinds[stage] = type(logits)
+        return outside_loss(logits, batch["labels"])
+
+    def training_step(self, batch, batch_idx):
+        return self._note("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        return self._note("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        return self._note("test", batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self._note("predict", batch)
+
+
+@pytest.mark.parametrize(("kernels", "kind"), [("auto", LazyLogits), ("none", torch.Tensor)])
+def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(tmp_path, kernels, kind):
+    module = KindsOfLogits()
+    trainer = make_trainer(root=tmp_path, strategy=LigerStrategy(kernels=kernels))
+    trainer.fit(module, make_loader(0, 1), make_loader(1, 1))
+    trainer.test(module, make_loader(1, 1), verbose=False)
+    trainer.predict(module, make_loader(1, 1))
+    assert module.kinds == {"train": kind, "val": kind, "test": kind, "predict": torch.Tensor}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_lower_precisions_train_fused(tmp_path, precision):
+    recorder = Losses()
+    trainer = make_trainer(recorder, root=tmp_path, strategy="liger_fsdp", precision=precision)
+    trainer.fit(LM(), make_loader(0))
+    assert logit_counts(trainer.strategy.model) == (NUM_STEPS, 0)
+    assert recorder.losses[-1] < recorder.losses[0] - 0.5
+
+
+# Names, arguments and plugins
+
+
+@pytest.mark.parametrize(
+    ("registry", "strategy"), [(StrategyRegistry, LigerStrategy), (STRATEGY_REGISTRY, FabricLigerStrategy)]
+)
+def test_strategy_is_registered_by_name(registry, strategy):
+    assert type(registry.get("liger_fsdp")) is strategy
+    strategy.register_strategies(registry)  # the second time nothing happens
+    assert registry.available_strategies().count("liger_fsdp") == 1
+
+
+def test_trainer_and_fabric_take_the_strategy_by_name():
+    options = {"strategy": "liger_fsdp", "accelerator": "cpu", "devices": 2}
+    assert type(L.Trainer(logger=False, **options).strategy) is LigerStrategy
+    assert type(L.Fabric(**options).strategy) is FabricLigerStrategy
+
+
+@pytest.mark.parametrize("strategy", [LigerStrategy, FabricLigerStrategy])
+@pytest.mark.parametrize("kernels", [["foo"], ["rope", "foo"], "foo"])
+def test_unknown_kernel_is_refused_with_the_known_ones(strategy, kernels):
+    with pytest.raises(ValueError, match=r"unknown .*'foo'") as refused:
+        strategy(kernels=kernels)
+    assert all(name in str(refused.value) for name in KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "attribute", "lightning_plugin", "our_plugin"),
+    [
+        (LigerStrategy, "precision_plugin", FSDPPrecision, LigerPrecisionPlugin),
+        (FabricLigerStrategy, "precision", FabricFSDPPrecision, FabricLigerPrecisionPlugin),
+    ],
+    ids=["trainer", "fabric"],
+)
+def test_lightnings_precision_plugin_is_exchanged_and_a_users_own_is_kept(
+    strategy, attribute, lightning_plugin, our_plugin
+):
+    ours = strategy(kernels=["rope"])
+    assert type(getattr(ours, attribute)) is our_plugin
+    assert getattr(ours, attribute).kernels == ["rope"]
+    given = lightning_plugin("16-mixed")
+    setattr(ours, attribute, given)
+    exchanged = getattr(ours, attribute)
+    assert type(exchanged) is our_plugin
+    assert (exchanged.precision, exchanged.kernels) == ("16-mixed", ["rope"])
+    assert exchanged.scaler is given.scaler
+    own = our_plugin("bf16-true", kernels="none")
+    setattr(ours, attribute, own)
+    assert getattr(ours, attribute) is own
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_trainers_precision_reaches_the_plugin(precision):
+    trainer = L.Trainer(strategy="liger_fsdp", accelerator="cpu", devices=1, precision=precision, logger=False)
+    assert type(trainer.strategy.precision_plugin) is LigerPrecisionPlugin
+    assert trainer.strategy.precision_plugin.precision == precision
+
+
+def test_trainer_keeps_a_users_own_precision_plugin():
+    plugin = LigerPrecisionPlugin("bf16-true", kernels="none")
+    trainer = L.Trainer(strategy="liger_fsdp", accelerator="cpu", devices=1, plugins=[plugin], logger=False)
+    assert trainer.strategy.precision_plugin is plugin
+
+
+@pytest.mark.parametrize(("kernels", "replaced"), [("auto", 10), (["silu_mul"], 2), ("none", 0)])
+def test_patch_report_is_there_once_the_model_is_set_up(kernels, replaced):
+    strategy = FabricLigerStrategy(kernels=kernels)
+    assert strategy.patch_report is None
+    fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    fabric.launch()
+    model = fabric.setup_module(build_model())
+    assert strategy.patch_report.num_replaced == replaced
+    patched = [module for module in model.modules() if type(module).__name__.startswith("Liger")]
+    assert len(patched) == replaced
+
+
+def test_module_that_the_user_wrapped_is_not_wrapped_again():
+    fabric = L.Fabric(strategy="liger_fsdp", accelerator="cpu", devices=1)
+    fabric.launch()
+    model = build_model()
+    model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0], device_id=torch.device("cpu"))
+    model = fabric.setup_module(model)
+    assert list(wrapped_units(model).values()).count("LlamaDecoderLayer") == 1
+    assert sum(isinstance(module, FullyShardedDataParallel) for module in model.modules()) == 1
+    (batch,) = make_batches(0, 1)
+    torch.testing.assert_close(model(**batch).loss, build_model()(**batch).loss, rtol=1e-6, atol=0.0)

@@ -1,0 +1,184 @@
+"""``LigerCausalLM``: its arguments, its optimizer and schedule, and where its model comes from."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_liger import LigerCallback, LigerCausalLM, apply_liger_kernels
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, logger="lightning.pytorch")
+
+
+def make_trainer(**kwargs: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **kwargs)
+
+
+def make_module(trainer: L.Trainer, **kwargs: Any) -> LigerCausalLM:
+    """A module with its model built, as a Trainer would."""
+    module = LigerCausalLM(**({"config": TINY_CONFIG, "warmup_steps": 1} | kwargs))
+    module.trainer = trainer
+    module.configure_model()
+    return module
+
+
+class LearningRates(L.Callback):
+    """Keeps the learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        self.values.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"pretrained": "no/such/folder"}, FileNotFoundError, r"config\.json and weights\), got 'no/such/folder'"),
+        ({"min_lr_ratio": 1.5}, ValueError, "min_lr_ratio must be between 0 and 1, got 1.5"),
+        ({"min_lr_ratio": -0.1}, ValueError, "min_lr_ratio must be between 0 and 1, got -0.1"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps must not be negative, got -1"),
+        ({"temperature": -0.5}, ValueError, "temperature must not be negative, got -0.5"),
+        ({"model_type": "no_such_model"}, ValueError, "no_such_model"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_argument_is_refused_before_a_model_is_built(
+    kwargs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LigerCausalLM(**kwargs)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
+def test_weight_decay_leaves_norms_and_biases_and_takes_tied_weights_once(patched: bool, tied: bool) -> None:
+    trainer = make_trainer()
+    config = TINY_CONFIG | {"tie_word_embeddings": tied}
+    module = make_module(trainer, config=config, model_type="qwen2", weight_decay=0.3, learning_rate=0.01)
+    if patched:
+        apply_liger_kernels(module)
+    frozen = module.model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    optimizer = module.configure_optimizers()["optimizer"]
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = {group["weight_decay"]: [names[each] for each in group["params"]] for group in optimizer.param_groups}
+    assert groups.keys() == {0.3, 0.0}
+    assert all("norm" in name or name.endswith("bias") for name in groups[0.0])
+    assert not any("norm" in name or name.endswith("bias") for name in groups[0.3])
+    assert "model.model.embed_tokens.weight" in groups[0.3]
+    together = groups[0.0] + groups[0.3]
+    assert len(together) == len(set(together)) == len(names) - 1
+    assert names[frozen] not in together
+    assert {group["initial_lr"] for group in optimizer.param_groups} == {0.01}
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "min_lr_ratio"), [(3, 0.1), (0, 0.0), (2, 1.0)], ids=["warmup", "none", "constant"]
+)
+def test_learning_rate_rises_then_falls_along_a_cosine(warmup_steps: int, min_lr_ratio: float) -> None:
+    max_steps, peak, rates = 8, 0.01, LearningRates()
+    module = LigerCausalLM(config=TINY_CONFIG, learning_rate=peak, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
+    make_trainer(max_steps=max_steps, callbacks=[rates]).fit(module, DataLoader([tiny_batch()] * 3, batch_size=None))
+    warmup = [peak * (step + 1) / (warmup_steps + 1) for step in range(warmup_steps)]
+    num_decaying = max_steps - warmup_steps
+    decay = [
+        peak * (min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * step / num_decaying)) / 2)
+        for step in range(num_decaying)
+    ]
+    assert rates.values == pytest.approx(warmup + decay)
+    assert rates.values[warmup_steps] == peak
+    # Past the end it stays at the floor.
+    assert module._learning_rate_factor(max_steps + 5) == pytest.approx(min_lr_ratio)
+
+
+@pytest.fixture
+def checkpoint_folder(tmp_path: Path) -> Path:
+    tiny_llama().save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def test_pretrained_weights_and_config_come_from_the_folder(checkpoint_folder: Path) -> None:
+    trainer = make_trainer()
+    module = make_module(trainer, pretrained=str(checkpoint_folder), config={"rope_theta": 5000.0})
+    reference = tiny_llama()
+    assert module.model.config.vocab_size == reference.config.vocab_size
+    for (name, want), got in zip(reference.named_parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(got, want), name
+    assert module.model.training
+    assert module.model.config.use_cache is False
+
+
+@pytest.mark.parametrize("pretrained", [False, True], ids=["random", "pretrained"])
+def test_settings_in_config_override_the_architecture(checkpoint_folder: Path, pretrained: bool) -> None:
+    source: dict[str, Any] = {"pretrained": str(checkpoint_folder)} if pretrained else {"model_type": "llama"}
+    config = {"attention_dropout": 0.25} if pretrained else TINY_CONFIG | {"attention_dropout": 0.25}
+    trainer = make_trainer()
+    module = make_module(trainer, config=config, attn_implementation="eager", **source)
+    assert module.model.config.attention_dropout == 0.25
+    assert module.model.config.hidden_size == TINY_CONFIG["hidden_size"]
+    assert module.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_model_is_built_in_the_dtype_of_the_precision_plugin(checkpoint_folder: Path, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)  # what bf16-true does around configure_model; restored by a fixture
+    trainer = make_trainer()
+    for source in ({}, {"pretrained": str(checkpoint_folder), "config": None}):
+        module = make_module(trainer, **source)
+        assert {parameter.dtype for parameter in module.model.parameters()} == {dtype}
+
+
+def test_configure_model_builds_once_over_the_stages_of_a_trainer() -> None:
+    module = LigerCausalLM(config=TINY_CONFIG, learning_rate=0.05)
+    loader = DataLoader([tiny_batch()] * 2, batch_size=None)
+    callback = LigerCallback()
+    trainer = make_trainer(fast_dev_run=2, callbacks=[callback])
+    trainer.fit(module, loader, loader)
+    model, weights = module.model, module.model.lm_head.weight.detach().clone()
+    assert callback.patch_report is not None
+    assert callback.patch_report.num_replaced == 10
+    trainer.validate(module, loader, verbose=False)
+    trainer.test(module, loader, verbose=False)
+    assert module.model is model
+    assert torch.equal(model.lm_head.weight, weights)
+    assert model.lm_head.logits_ledger.num_materialized == 0
+
+
+def test_training_learns_a_batch_by_heart() -> None:
+    batch = tiny_batch()
+    module = LigerCausalLM(config=TINY_CONFIG, learning_rate=0.02, warmup_steps=2)
+    trainer = make_trainer(max_steps=12, callbacks=[LigerCallback()])
+    trainer.fit(module, DataLoader([batch] * 12, batch_size=None))
+    with torch.no_grad():
+        assert module.model(**batch).loss < 0.5 * math.log(TINY_CONFIG["vocab_size"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_predict_step_continues_prompts(temperature: float) -> None:
+    trainer = make_trainer()
+    config = TINY_CONFIG | {"eos_token_id": None}
+    module = make_module(trainer, config=config, max_new_tokens=5, temperature=temperature).eval()
+    apply_liger_kernels(module)
+    prompts = tiny_batch(num_ignored=0)["input_ids"]
+    draws: list[Tensor] = [module.predict_step({"input_ids": prompts}, 0) for _ in range(3)]
+    assert all(draw.shape == (2, 11 + 5) and torch.equal(draw[:, :11], prompts) for draw in draws)
+    is_greedy = all(torch.equal(draw, draws[0]) for draw in draws)
+    assert is_greedy == (temperature == 0.0)

@@ -1,0 +1,45 @@
+"""Every yaml in ``examples/`` is one that the command line takes."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_liger import LigerCausalLM, LigerStrategy
+from lightning_liger.cli import LigerCLI
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+
+
+def test_there_are_examples():
+    assert {"tiny.yaml", "llama3_8b.yaml"} <= {example.name for example in EXAMPLES}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_example_parses_and_instantiates(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+    # What a machine without a GPU cannot have; the model itself is built when training starts.
+    cli = LigerCLI(args=[f"--config={example}", "--trainer.accelerator=cpu", "--trainer.devices=1"], run=False)
+    assert isinstance(cli.model, LigerCausalLM)
+    assert isinstance(cli.trainer.strategy, LigerStrategy)
+    written = yaml.safe_load(example.read_text(encoding="utf-8"))
+    assert cli.trainer.max_steps == written["trainer"]["max_steps"]
+    assert cli.datamodule.block_size == written["data"]["init_args"]["block_size"]
+    for name, value in written["model"]["init_args"]["config"].items():
+        if not isinstance(value, dict):
+            assert getattr(cli.model.config, name) == value
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_example_names_itself_in_the_command_at_its_top(example):
+    head = [line for line in example.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert any(f"lightning-liger fit --config examples/{example.name}" in line for line in head)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_rows_of_an_example_fit_its_model(example):
+    written = yaml.safe_load(example.read_text(encoding="utf-8"))
+    config, data = written["model"]["init_args"]["config"], written["data"]["init_args"]
+    assert data["block_size"] <= config["max_position_embeddings"]
+    assert data.get("vocab_size", 16384) <= config["vocab_size"]

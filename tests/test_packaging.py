@@ -1,0 +1,109 @@
+"""What is installed: versions, extras, the command, and the files of a wheel."""
+
+import importlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import lightning_liger
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # a dependency of pytest there
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DEPENDENCIES = {requirement.name: requirement for requirement in map(Requirement, PROJECT["dependencies"])}
+PINNED = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def test_package_has_the_version_of_the_project():
+    assert lightning_liger.__version__ == PROJECT["version"]
+
+
+@pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
+def test_compromised_lightning_versions_are_excluded_by_name(version):
+    # By name and not only by the lower bound, which somebody may lower.
+    assert f"!={version}" in str(DEPENDENCIES["lightning"].specifier).split(",")
+    assert version not in DEPENDENCIES["lightning"].specifier
+
+
+def test_supported_python_is_310_and_later():
+    assert SpecifierSet(PROJECT["requires-python"]).contains("3.10")
+    assert not SpecifierSet(PROJECT["requires-python"]).contains("3.9")
+
+
+@pytest.mark.parametrize(
+    ("extra", "packages"),
+    [
+        ("dev", {"pytest", "ruff", "mypy", "build"}),
+        ("bench", {"liger-kernel", "matplotlib"}),
+        ("peft", {"peft"}),
+        ("deepspeed", {"deepspeed"}),
+    ],
+)
+def test_extra_asks_for_its_packages(extra, packages):
+    wanted = {Requirement(line).name for line in PROJECT["optional-dependencies"][extra]}
+    assert packages <= wanted
+    assert wanted.isdisjoint(DEPENDENCIES)
+
+
+def test_commands_can_be_imported():
+    assert "lightning-liger" in PROJECT["scripts"]
+    for target in PROJECT["scripts"].values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("pinned", PINNED, ids=lambda pinned: pinned.name)
+def test_pinned_version_is_one_that_the_project_accepts(pinned):
+    (specifier,) = pinned.specifier
+    assert specifier.operator == "=="
+    # pytorch-lightning is lightning's twin, which torchmetrics and others pull in.
+    accepted = DEPENDENCIES["lightning" if pinned.name == "pytorch-lightning" else pinned.name].specifier
+    assert accepted.contains(specifier.version)
+
+
+def test_files_that_the_project_names_are_there():
+    for name in (PROJECT["readme"], *PROJECT["license-files"]):
+        assert (ROOT / name).read_text(encoding="utf-8").strip()
+
+
+def test_wheel_holds_both_packages_and_nothing_else(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", ".venv", ".git", "runs")
+    for name in ("lightning_liger", "kernels", "tests", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+        shutil.copy(ROOT / name, source / name)
+    if importlib.util.find_spec("build") is not None:
+        command = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+    else:
+        command = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(out), str(source)]
+    built = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = out.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+        entry_points = archive.read(f"lightning_liger-{PROJECT['version']}.dist-info/entry_points.txt").decode()
+    expected = {
+        str(file.relative_to(root))
+        for root, package in ((ROOT, "lightning_liger"), (ROOT / "kernels", "liger_ops"))
+        for file in (root / package).rglob("*.py")
+    }
+    assert {name for name in files if name.endswith(".py")} == expected
+    assert {name.split("/")[0] for name in files} == {"lightning_liger", "liger_ops"}
+    assert "lightning-liger = lightning_liger.cli:main" in entry_points
