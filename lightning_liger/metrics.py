@@ -1,22 +1,44 @@
 """Loss, perplexity and accuracy weighted by tokens, without logits."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 
-class _TokenMean(MeanMetric):
-    """A mean over tokens, summed in float64: millions of tokens would drown in float32."""
+class _TokenMean(Metric):
+    """A mean over tokens, summed in float64: millions of tokens would drown in float32.
+
+    torchmetrics' MeanMetric either looks for NaN, for which the host waits for the device, or drops the weights.
+    """
+
+    full_state_update = False
 
     def __init__(self) -> None:
-        super().__init__(nan_strategy="disable")  # looking for NaN would make the host wait for the device
-        self.set_dtype(torch.float64)
+        super().__init__()
+        for name in ("total", "num_tokens"):
+            zero = torch.zeros((), dtype=torch.float64, device="cpu")  # not on meta: nobody would fill it
+            self.add_state(name, zero, dist_reduce_fx="sum")
+
+    def update(self, mean: Tensor, num_tokens: Tensor) -> None:
+        self.total += mean.double() * num_tokens
+        self.num_tokens += num_tokens
+
+    def compute(self) -> Tensor:
+        return self.total / self.num_tokens
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "_TokenMean":
+        # Follows its module to a device, not to bfloat16: torchmetrics guards against `.bfloat16()`, not `.to(dtype)`.
+        def move(tensor: Tensor) -> Tensor:
+            return fn(tensor) if tensor.is_meta else tensor.to(fn(tensor.new_empty(0)).device)
+
+        return super()._apply(move, *args, **kwargs)
 
 
 class Perplexity(_TokenMean):
     """``exp`` of the mean loss over tokens. Updated with mean losses and their numbers of tokens."""
-
-    full_state_update = False
 
     def compute(self) -> Tensor:
         return super().compute().exp()

@@ -363,8 +363,8 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
         ({"input": torch.tensor(1.0)}, r"target must have input's shape .* \(\), target \(4,\)"),
         ({"target": torch.zeros(3, dtype=torch.int64)}, r"target must have input's shape .* \(4, 11\), target \(3,\)"),
         ({"target": torch.zeros(4, dtype=torch.int32)}, "target must hold class indices .* got torch.int32"),
-        ({"target": torch.ones(4, 11), "softcap": 1.0}, "target must hold class indices .* softcap"),
-        ({"target": torch.ones(4, 11), "return_stats": True}, "target must hold class indices .* return_stats"),
+        ({"target": torch.ones(4, 11), "softcap": 1.0}, "target must be class indices .* softcap"),
+        ({"target": torch.ones(4, 11), "return_stats": True}, "target must be class indices .* return_stats"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

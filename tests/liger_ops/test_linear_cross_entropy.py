@@ -273,7 +273,7 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
         ({"weight": torch.ones(3)}, r"weight must have shape \(11,\), got \(3,\)"),
         ({"input": torch.ones(2, 4, 3), "target": torch.ones(2, 4, 11)}, r"input must be .* got shape \(2, 4, 3\)"),
         ({"input": torch.ones(3), "linear_weight": torch.ones(11, 2, 3)}, r"input must be .* got shape \(3,\)"),
-        ({"target": torch.ones(4, 11), "return_stats": True}, "target must hold class indices .* return_stats"),
+        ({"target": torch.ones(4, 11), "return_stats": True}, "target must be class indices .* return_stats"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

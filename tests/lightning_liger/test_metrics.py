@@ -1,6 +1,7 @@
 """Metrics weighted by tokens."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -39,13 +40,22 @@ def test_nan_loss_of_real_tokens_stays_visible() -> None:
     assert math.isnan(computed(metrics)["val_loss"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_are_float64_whatever_the_module_is_converted_to(dtype: torch.dtype) -> None:
-    metrics = TokenMetrics("val").to(dtype)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda metrics: metrics.to(torch.bfloat16),
+        lambda metrics: metrics.bfloat16(),
+        lambda metrics: metrics.to("cpu", torch.float32),
+        lambda metrics: metrics.to_empty(device="cpu"),
+    ],
+    ids=["to_bfloat16", "bfloat16", "to_float32", "to_empty"],
+)
+def test_sums_are_float64_whatever_the_module_is_converted_to(convert: Callable[..., TokenMetrics]) -> None:
+    metrics = convert(TokenMetrics("val"))
     num_batches, num_tokens = 3, 2**24 + 1  # the first integer that float32 cannot hold
     for _ in range(num_batches):
         update(metrics, 1.0, num_tokens, num_tokens)
-    assert metrics["loss"].weight.item() == num_batches * num_tokens
+    assert metrics["loss"].num_tokens.item() == num_batches * num_tokens
     assert computed(metrics)["val_accuracy"] == 1.0
 
 
@@ -57,6 +67,14 @@ def test_reset_forgets_and_stages_are_apart() -> None:
     update(train, 1.0, 5, 5)
     assert computed(train) == pytest.approx({"train_loss": 1.0, "train_perplexity": math.e, "train_accuracy": 1.0})
     assert computed(val)["val_loss"] == pytest.approx(4.0)
+
+
+def test_metrics_built_on_the_meta_device_still_count() -> None:
+    with torch.device("meta"):
+        metrics = TokenMetrics("val")
+    metrics.to_empty(device="cpu")
+    update(metrics, 2.0, 1, 4)
+    assert computed(metrics)["val_accuracy"] == 0.25
 
 
 def test_metrics_keep_no_graph() -> None:

@@ -1,6 +1,8 @@
 """``LigerLMMixin``: what its default steps log, against numbers computed by hand, and what they refuse."""
 
+import logging
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,7 +79,7 @@ def run(stage: str, module: L.LightningModule, data: list[Batch], callbacks: lis
     )
     loader = DataLoader(data, batch_size=None)
     if stage == "train":
-        trainer.fit(module, loader, data and DataLoader(data, batch_size=None))
+        trainer.fit(module, loader, loader)
     else:
         (trainer.validate if stage == "val" else trainer.test)(module, loader, verbose=False)
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
@@ -85,9 +87,6 @@ def run(stage: str, module: L.LightningModule, data: list[Batch], callbacks: lis
 
 @pytest.fixture(autouse=True)
 def _quiet_trainer() -> Iterator[None]:
-    import logging
-    import warnings
-
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -116,8 +115,9 @@ def test_default_step_logs_metrics_over_all_tokens_of_the_epoch(stage: str, patc
 def test_own_training_step_is_fused_too() -> None:
     module = LMWithOwnStep()
     run("train", module, batches(), [LigerCallback()])
-    assert module.model.lm_head.logits_ledger.num_materialized == 0
-    assert all(parameter.grad.abs().max() > 0 for parameter in module.parameters())
+    ledger = module.model.lm_head.logits_ledger
+    # The model computes a loss of its own when it gets labels: 2 batches of 2, and 4 validation steps of one.
+    assert (ledger.num_losses, ledger.num_materialized) == (2 * 2 + 4, 0)
 
 
 def make_module(patched: bool) -> LM:

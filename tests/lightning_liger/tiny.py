@@ -60,7 +60,7 @@ def tiny_batch(batch_size: int = 2, seq_len: int = 11, num_ignored: int = 4, see
 class TensorSizes(TorchDispatchMode):
     """Keeps the number of elements of the largest tensor that any operation returns.
 
-    A mode sees a custom op as one operation; the loop inside the fused loss is watched by entering the mode again there.
+    A mode sees a custom op as one operation; the loop inside the fused loss is watched by entering it there again.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
