@@ -40,7 +40,7 @@ def contenders() -> dict[str, Loss]:
         "eager": eager,
         "compile": torch.compile(eager),
         "ours": linear_cross_entropy,
-        "ours, 256 MiB": lambda x, w, y: linear_cross_entropy(x, w, y, chunk_bytes=256 * 2**20),
+        "ours, 128 MiB": lambda x, w, y: linear_cross_entropy(x, w, y, chunk_bytes=128 * 2**20),
     }
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

@@ -224,7 +224,7 @@ def linear_cross_entropy(
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss.
-        chunk_bytes: Budget for one chunk of logits; by default 1 GiB on a GPU and 8 MiB on a CPU. A chunk never
+        chunk_bytes: Budget for one chunk of logits; by default 512 MiB on a GPU and 8 MiB on a CPU. A chunk never
             holds all tokens (unless there is only one).
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
             bfloat16 over at most 8 chunks, everything else in at least float32.

@@ -102,7 +102,7 @@ def test_llama_yaml_instantiates_without_building_the_model():
 def test_devices_auto_without_a_gpu_is_two_cpu_processes_and_one_to_predict(subcommand_devices):
     subcommand, num_devices = subcommand_devices
     made = DryCLI(args=[subcommand, f"--config={TINY}"])
-    assert made.trainer.num_devices == num_devices
+    assert made.config[subcommand].trainer.devices == made.trainer.num_devices == num_devices
     assert made.trainer.strategy.root_device.type == "cpu"
 
 

@@ -228,3 +228,14 @@ def test_model_inside_another_module_is_patched() -> None:
             assert isinstance(model(**tiny_batch()).logits, LazyLogits)
     report.undo()
     assert replaced(owner) == []
+
+
+def test_part_that_was_patched_before_is_hooked_once_and_stays_patched() -> None:
+    owner = nn.ModuleDict({"policy": tiny_llama(), "reference": tiny_llama()})
+    apply_liger_kernels(owner["policy"])
+    report = apply_liger_kernels(owner)
+    assert report.num_replaced == sum(EXPECTED.values())
+    assert [len(model._forward_pre_hooks) for model in owner.values()] == [1, 1]
+    report.undo()
+    assert [len(model._forward_pre_hooks) for model in owner.values()] == [1, 0]
+    assert [isinstance(logits(model), LazyLogits) for model in owner.values()] == [True, False]

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -94,10 +94,14 @@ class LM(LigerLMMixin, L.LightningModule):
 
 
 class Losses(L.Callback):
-    """Keeps the loss of each step, of this rank."""
+    """Keeps the loss of each step, of this rank, and the squared norm of its shard of the gradients."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.squared_norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.squared_norms.append(squared_gradient_norm(pl_module.parameters()))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -114,19 +118,34 @@ def make_trainer(*callbacks: L.Callback, root: Path, **options: Any) -> L.Traine
     )
 
 
-def reference_training(tied: bool, device: str) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """One process, stock model, plain loop: the losses of each rank's batches, and the trained parameters."""
+def squared_gradient_norm(parameters: Iterable[Tensor]) -> float:
+    """What AdamW does not see: the scale of the gradients."""
+    return sum(parameter.grad.square().sum().item() for parameter in parameters if parameter.grad is not None)
+
+
+class Reference(NamedTuple):
+    """What training comes to: the losses of each rank's batches, squared gradient norms, trained parameters."""
+
+    losses: list[list[float]]
+    squared_norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+def reference_training(tied: bool, device: str) -> Reference:
+    """One process, stock model, plain loop."""
     model = build_model(tied).to(device)
     optimizer = make_optimizer(model.parameters())
     losses: list[list[float]] = [[] for _ in range(NUM_RANKS)]
+    squared_norms = []
     for parts in zip(*(make_batches(rank) for rank in range(NUM_RANKS)), strict=True):
         optimizer.zero_grad()
         for rank, batch in enumerate(parts):
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
             (loss / NUM_RANKS).backward()
             losses[rank].append(loss.item())
+        squared_norms.append(squared_gradient_norm(model.parameters()))
         optimizer.step()
-    return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    return Reference(losses, squared_norms, {name: tensor.cpu() for name, tensor in model.state_dict().items()})
 
 
 def wrapped_units(model: nn.Module) -> dict[str, str]:
@@ -169,7 +188,8 @@ def _fit(strategy: Any, tied: bool, run: dict[str, Any], save_as: str | None = N
         recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
     )
     trainer.fit(module, loader, ckpt_path=ckpt_path)
-    result = {"losses": recorder.losses, "num_replaced": trainer.strategy.patch_report.num_replaced}
+    result = {"losses": recorder.losses, "squared_norms": recorder.squared_norms}
+    result["num_replaced"] = trainer.strategy.patch_report.num_replaced
     result |= _describe(trainer.strategy.model)
     if save_as is not None:
         trainer.save_checkpoint(run["folder"] / save_as)
@@ -182,14 +202,16 @@ def _fabric(loss_of: Callable[[nn.Module, Batch], Tensor], tied: bool, run: dict
     fabric.launch()
     model = fabric.setup_module(build_model(tied))
     optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
-    losses = []
+    losses, squared_norms = [], []
     for batch in make_batches(run["rank"]):
         optimizer.zero_grad()
         loss = loss_of(model, {name: tensor.to(fabric.device) for name, tensor in batch.items()})
         fabric.backward(loss)
+        squared_norms.append(squared_gradient_norm(model.parameters()))
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses, "num_replaced": fabric.strategy.patch_report.num_replaced, **_describe(model)}
+    num_replaced = fabric.strategy.patch_report.num_replaced
+    return {"losses": losses, "squared_norms": squared_norms, "num_replaced": num_replaced, **_describe(model)}
 
 
 def _run_rank(device: str, folder: Path) -> None:

@@ -62,10 +62,13 @@ def reference(ranks):
 @pytest.mark.parametrize("way", ["trainer", "no-kernels", "fabric-labels", "fabric-logits"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, way, head):
     device, _, results = ranks
-    losses, parameters = reference[head]
+    losses, squared_norms, parameters = reference[head]
     # What wrong gradients could not pass: the model learnt, from other batches on each rank.
     assert losses[0][-1] < losses[0][0] - 0.5
     assert losses[0][0] != losses[1][0]
+    # AdamW would not notice gradients that were summed instead of averaged.
+    found = [sum(parts) for parts in zip(*(run[f"{way}-{head}"]["squared_norms"] for run in results), strict=True)]
+    torch.testing.assert_close(found, squared_norms, rtol=10 * RELATIVE_TOLERANCE[device], atol=0.0)
     for rank in range(NUM_RANKS):
         run = results[rank][f"{way}-{head}"]
         assert len(run["losses"]) == NUM_STEPS
