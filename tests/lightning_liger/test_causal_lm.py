@@ -54,6 +54,7 @@ class LearningRates(L.Callback):
         ({"pretrained": "no/such/folder"}, FileNotFoundError, r"config\.json and weights\), got 'no/such/folder'"),
         ({"min_lr_ratio": 1.5}, ValueError, "min_lr_ratio must be between 0 and 1, got 1.5"),
         ({"min_lr_ratio": -0.1}, ValueError, "min_lr_ratio must be between 0 and 1, got -0.1"),
+        ({"embedding_lr_scale": 0.0}, ValueError, "embedding_lr_scale must be positive, got 0.0"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps must not be negative, got -1"),
         ({"temperature": -0.5}, ValueError, "temperature must not be negative, got -0.5"),
         ({"model_type": "no_such_model"}, ValueError, "no_such_model"),
@@ -88,6 +89,22 @@ def test_weight_decay_leaves_norms_and_biases_and_takes_tied_weights_once(patche
     assert names[frozen] not in together
     assert {group["initial_lr"] for group in optimizer.param_groups} == {0.01}
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_embeddings_learn_at_their_own_rate(tied: bool) -> None:
+    module = make_module(
+        make_trainer(),
+        config=TINY_CONFIG | {"tie_word_embeddings": tied},
+        learning_rate=0.01,
+        embedding_lr_scale=30.0,
+    )
+    optimizer = module.configure_optimizers()["optimizer"]
+    rates = {parameter: group["initial_lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    embedding = module.model.model.embed_tokens.weight
+    assert rates.pop(embedding) == pytest.approx(0.3)
+    assert set(rates.values()) == {0.01}
+    assert len(rates) == len(list(module.parameters())) - 1
 
 
 @pytest.mark.parametrize(
