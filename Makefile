@@ -11,14 +11,14 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: $(VENV)/.complete
 	$(BIN)/lightning-liger fit --config examples/tiny.yaml
 
 predict: $(VENV)/.complete
-	$(BIN)/lightning-liger predict --config examples/tiny.yaml --ckpt_path runs/tiny/last.ckpt --data.prompt "import os"
+	$(BIN)/lightning-liger predict --config examples/tiny.yaml --ckpt_path runs/tiny/checkpoints/last.ckpt --data.prompt "import os"
 
 test: $(VENV)/.complete
 	$(BIN)/python -m pytest

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.causal_lm import LigerCausalLM
-from lightning_liger.lazy_logits import LazyLogits, lazy_logits
+from lightning_liger.lazy_logits import LazyLogits
 from lightning_liger.module import LigerLMMixin
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
@@ -31,5 +31,4 @@ __all__ = [
     "PatchReport",
     "TrainingSummary",
     "apply_liger_kernels",
-    "lazy_logits",
 ]

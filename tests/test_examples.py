@@ -24,7 +24,7 @@ def test_example_parses_and_instantiates(example, tmp_path, monkeypatch):
     assert isinstance(cli.model, LigerCausalLM)
     assert isinstance(cli.trainer.strategy, LigerStrategy)
     written = yaml.safe_load(example.read_text(encoding="utf-8"))
-    assert cli.trainer.max_steps == written["trainer"]["max_steps"]
+    assert cli.trainer.max_steps == written["trainer"].get("max_steps", -1)
     assert cli.datamodule.block_size == written["data"]["init_args"]["block_size"]
     for name, value in written["model"]["init_args"]["config"].items():
         found = getattr(cli.model.config, name)

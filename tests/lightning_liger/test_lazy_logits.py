@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lightning_liger import LazyLogits, lazy_logits
-from lightning_liger.lazy_logits import is_loss_wanted
+from lightning_liger import LazyLogits
+from lightning_liger.lazy_logits import is_loss_wanted, lazy_logits
 from lightning_liger.patching.rules import HeadRule
 
 BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE, VOCAB_SIZE = 2, 5, 16, 37
@@ -29,7 +29,7 @@ Logits = LazyLogits | Tensor
 
 @pytest.fixture(autouse=True)
 def _forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("lightning_liger.lazy_logits")  # the package has a function of that name
+    module = importlib.import_module("lightning_liger.lazy_logits")
     monkeypatch.setattr(module, "_warned_operations", set())
 
 

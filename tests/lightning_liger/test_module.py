@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_liger import LazyLogits, LigerCallback, LigerLMMixin, apply_liger_kernels, lazy_logits
+from lightning_liger import LazyLogits, LigerCallback, LigerLMMixin, apply_liger_kernels
+from lightning_liger.lazy_logits import lazy_logits
 from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama
 
 Batch = dict[str, Tensor]
