@@ -22,6 +22,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEPENDENCIES = {requirement.name: requirement for requirement in map(Requirement, PROJECT["dependencies"])}
+DEVELOPMENT = {line.name: line for line in map(Requirement, PROJECT["optional-dependencies"]["dev"])}
 PINNED = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -48,7 +49,7 @@ def test_supported_python_is_310_and_later():
 @pytest.mark.parametrize(
     ("extra", "packages"),
     [
-        ("dev", {"pytest", "ruff", "mypy", "build"}),
+        ("dev", {"pytest", "hypothesis", "ruff", "build"}),
         ("bench", {"liger-kernel", "matplotlib"}),
         ("peft", {"peft"}),
         ("deepspeed", {"deepspeed"}),
@@ -72,7 +73,9 @@ def test_pinned_version_is_one_that_the_project_accepts(pinned):
     (specifier,) = pinned.specifier
     assert specifier.operator == "=="
     # pytorch-lightning is lightning's twin, which torchmetrics and others pull in.
-    accepted = DEPENDENCIES["lightning" if pinned.name == "pytorch-lightning" else pinned.name].specifier
+    accepted = (DEPENDENCIES | DEVELOPMENT)[
+        "lightning" if pinned.name == "pytorch-lightning" else pinned.name
+    ].specifier
     assert accepted.contains(specifier.version)
 
 

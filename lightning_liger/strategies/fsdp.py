@@ -18,15 +18,74 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_liger.patching import PatchReport, check_kernels
-from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
-from lightning_liger.strategies.policies import LayerPolicy, check_policy, decoder_layer_classes, resolve_policy
+from lightning_liger.strategies.policies import check_policy, decoder_layer_classes, resolve_policy
 
 _NAME = "liger_fsdp"
 _DESCRIPTION = "Fully Sharded Data Parallel (FSDP) with fused kernels and a loss without logits"
 
 
-class LigerStrategy(pytorch_fsdp.FSDPStrategy):
+class _FusedFSDP:
+    """What the Trainer's and Fabric's strategies share; placed before Lightning's class."""
+
+    cpu_offload: Any
+    mixed_precision_config: Any
+    sharding_strategy: Any
+    root_device: torch.device
+
+    def __init__(
+        self,
+        kernels: str | list[str] = "auto",
+        auto_wrap_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
+        activation_checkpointing_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_kernels(kernels)
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        self.kernels = kernels
+        self._layers_to_wrap = auto_wrap_policy
+        self._layers_to_checkpoint = activation_checkpointing_policy
+        super().__init__(**kwargs)
+
+    def _wrap(self, model: Module, fsdp_kwargs: dict[str, Any]) -> Module:
+        """``model`` in FSDP, unless its user wrapped it already; Lightning's set-up then takes it as it is.
+
+        Lightning would pass FSDP a device index, which a CPU does not have.
+        """
+        if self._layers_to_checkpoint is not None:
+            layers = resolve_policy("activation_checkpointing_policy", self._layers_to_checkpoint, model)
+            self._activation_checkpointing_kwargs = fabric_fsdp._activation_checkpointing_kwargs(None, layers)
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            return model
+        layers = resolve_policy("auto_wrap_policy", self._layers_to_wrap, model) or decoder_layer_classes(model)
+        if not layers:
+            rank_zero_warn(
+                "auto_wrap_policy was not given and the model names no layers that must not be split: FSDP gathers all"
+                " of its parameters at once. Name its layer classes in auto_wrap_policy."
+            )
+        model = FullyShardedDataParallel(
+            model,
+            device_id=self.root_device,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            **fabric_fsdp._auto_wrap_policy_kwargs(layers or None, dict(fsdp_kwargs)),
+        )
+        if self.root_device.type == "cpu":
+            # Full state dicts move parameters to the CPU and free what they moved, which on a CPU is the same memory.
+            for module in FullyShardedDataParallel.fsdp_modules(model):
+                if module._handle is not None:
+                    module._handle.to_cpu = nullcontext
+        return model
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        if dist.is_available() and _NAME not in strategy_registry:
+            strategy_registry.register(_NAME, cls, description=_DESCRIPTION)
+
+
+class LigerStrategy(_FusedFSDP, pytorch_fsdp.FSDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
     Also runs on CPUs (over gloo), and finds the layers to wrap by itself.
@@ -45,16 +104,6 @@ class LigerStrategy(pytorch_fsdp.FSDPStrategy):
 
     strategy_name = _NAME
     _registered_strategies: list[str] = []
-
-    def __init__(
-        self,
-        kernels: str | list[str] = "auto",
-        auto_wrap_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.kernels, self._layers = _checked(kernels, auto_wrap_policy, activation_checkpointing_policy)
-        super().__init__(**kwargs)
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -75,39 +124,11 @@ class LigerStrategy(pytorch_fsdp.FSDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        # The base class passes FSDP a device index, which a CPU does not have; of what is wrapped already it takes the
-        # rest as it is.
-        wrapping, self._activation_checkpointing_kwargs = _resolve_layers(
-            self._layers, self.kwargs, self._activation_checkpointing_kwargs, model
-        )
-        model = _wrap(
-            model,
-            self.root_device,
-            cpu_offload=self.cpu_offload,
-            mixed_precision=self.mixed_precision_config,
-            sharding_strategy=self.sharding_strategy,
-            **wrapping,
-        )
-        return _average_while_reducing(super()._setup_model(model))
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        _register(cls, strategy_registry)
+        return _average_while_reducing(super()._setup_model(self._wrap(model, self.kwargs)))
 
 
-class FabricLigerStrategy(fabric_fsdp.FSDPStrategy):
+class FabricLigerStrategy(_FusedFSDP, fabric_fsdp.FSDPStrategy):
     """:class:`LigerStrategy` for Fabric; takes the same arguments."""
-
-    def __init__(
-        self,
-        kernels: str | list[str] = "auto",
-        auto_wrap_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.kernels, self._layers = _checked(kernels, auto_wrap_policy, activation_checkpointing_policy)
-        super().__init__(**kwargs)
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -128,62 +149,7 @@ class FabricLigerStrategy(fabric_fsdp.FSDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> Module:
-        wrapping, self._activation_checkpointing_kwargs = _resolve_layers(
-            self._layers, self._fsdp_kwargs, self._activation_checkpointing_kwargs, module
-        )
-        module = _wrap(
-            module,
-            self.root_device,
-            cpu_offload=self.cpu_offload,
-            mixed_precision=self.mixed_precision_config,
-            sharding_strategy=self.sharding_strategy,
-            **wrapping,
-        )
-        return _average_while_reducing(super().setup_module(module))
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        _register(cls, strategy_registry)
-
-
-_Layers = tuple[LayerPolicy | None, LayerPolicy | None]
-
-
-def _checked(kernels: KernelChoice, wrap: Any, checkpoint: Any) -> tuple[KernelChoice, _Layers]:
-    check_kernels(kernels)
-    check_policy("auto_wrap_policy", wrap)
-    check_policy("activation_checkpointing_policy", checkpoint)
-    return kernels, (wrap, checkpoint)
-
-
-def _resolve_layers(
-    layers: _Layers, fsdp_kwargs: dict[str, Any], checkpointing: dict[str, Any], model: Module
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """FSDP's and activation checkpointing's arguments for ``model``."""
-    wrap, checkpoint = layers
-    wrap = resolve_policy("auto_wrap_policy", wrap, model) or decoder_layer_classes(model)
-    if not wrap:
-        rank_zero_warn(
-            "auto_wrap_policy was not given and the model names no layers that must not be split: FSDP gathers all of"
-            " its parameters at once. Name its layer classes in auto_wrap_policy."
-        )
-    if checkpoint is not None:
-        checkpoint = resolve_policy("activation_checkpointing_policy", checkpoint, model)
-        checkpointing = fabric_fsdp._activation_checkpointing_kwargs(None, checkpoint)
-    return fabric_fsdp._auto_wrap_policy_kwargs(wrap or None, dict(fsdp_kwargs)), checkpointing
-
-
-def _wrap(model: Module, device: torch.device, **kwargs: Any) -> Module:
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return model
-    model = FullyShardedDataParallel(model, device_id=device, **kwargs)
-    if device.type == "cpu":
-        # Full state dicts move parameters to the CPU and free what they moved, which on a CPU is the same memory.
-        for module in FullyShardedDataParallel.fsdp_modules(model):
-            if module._handle is not None:
-                module._handle.to_cpu = nullcontext
-    return model
+        return _average_while_reducing(super().setup_module(self._wrap(module, self._fsdp_kwargs)))
 
 
 def _average_while_reducing(model: Module) -> Module:
@@ -201,8 +167,3 @@ def _average_while_reducing(model: Module) -> Module:
 
 def _reduce_scatter_mean(process_group: dist.ProcessGroup, gradient: Tensor, shard: Tensor) -> None:
     dist.reduce_scatter_tensor(shard, gradient, op=dist.ReduceOp.AVG, group=process_group)
-
-
-def _register(cls: Any, strategy_registry: _StrategyRegistry) -> None:
-    if torch.distributed.is_available() and _NAME not in strategy_registry:
-        strategy_registry.register(_NAME, cls, description=_DESCRIPTION)
