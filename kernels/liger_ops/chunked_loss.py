@@ -17,8 +17,8 @@ from liger_ops import backend
 
 DEFAULT_CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
 """Bytes of one chunk of logits by device type. GPU: 2048 rows of 128k bfloat16 logits. Each chunk reads and writes
-the head's gradient once, which smaller chunks do more often; 1 GiB was no faster in training and cost its difference
-in memory. CPU: about its cache, and few fresh pages."""
+the head's gradient once, which smaller chunks do more often; with 1 GiB the loss, not the backward pass, became the
+peak of training Llama 3 8B on 4 H200, by 0.4 GiB. CPU: about its cache, and few fresh pages."""
 
 _MAX_ROUNDED_ACCUMULATIONS = 8
 _ROW_MULTIPLE = 128

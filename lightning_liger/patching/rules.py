@@ -64,6 +64,14 @@ class Rule(ABC):
             Mismatch: If the two differ by more than rounding.
         """
 
+    def _compare_forwards(self, probe: nn.Module, hidden_states: Tensor, *weights: Tensor) -> float:
+        """The error of ``probe``'s replacement on ``hidden_states``; hooks of the module behind it are not run."""
+        patched = _probe_of(probe)
+        patched.__class__ = self.patched_class(type(probe))
+        return compare(
+            lambda: probe.forward(hidden_states), lambda: patched.forward(hidden_states), (hidden_states, *weights)
+        )
+
     def signature(self, module: nn.Module) -> Hashable:
         """Modules of one class and signature are verified once."""
         return tuple((name, parameter.shape, parameter.dtype) for name, parameter in module.named_parameters())
@@ -153,10 +161,8 @@ class RMSNormRule(Rule):
         for input_dtype, weight_dtype in ((dtype, dtype), (torch.bfloat16, torch.float32)):
             weight = nn.Parameter(random_like(module.weight, generator, weight_dtype, device).detach())
             hidden_states = random_like(shape, generator, input_dtype, device)
-            original = _probe_of(module, _parameters={"weight": weight})
-            patched = _probe_of(original)
-            patched.__class__ = self.patched_class(type(module))
-            error = compare(lambda: original(hidden_states), lambda: patched(hidden_states), (hidden_states, weight))  # noqa: B023
+            probe = _probe_of(module, _parameters={"weight": weight})
+            error = self._compare_forwards(probe, hidden_states, weight)
             worst = max(worst, error)
         return worst
 
@@ -198,11 +204,8 @@ class GatedMLPRule(Rule):
             weight = random_like(children[name].weight, generator, torch.float32, device)
             children[name].weight = nn.Parameter(weight.detach())
         hidden_states = random_like(torch.empty(_NUM_PROBE_TOKENS, 16, device="meta"), generator, torch.float32, device)
-        original = _probe_of(module, _modules=children)
-        patched = _probe_of(original)
-        patched.__class__ = self.patched_class(type(module))
         weights = [child.weight for name, child in children.items() if name != "act_fn"]
-        return compare(lambda: original(hidden_states), lambda: patched(hidden_states), (hidden_states, *weights))
+        return self._compare_forwards(_probe_of(module, _modules=children), hidden_states, *weights)
 
 
 class RotaryRule(Rule):
