@@ -4,11 +4,12 @@ Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewher
 ``torch.nn.functional`` are call-compatible with it.
 """
 
-from liger_ops.cross_entropy import IGNORE_INDEX, TokenStats, cross_entropy
+from liger_ops.cross_entropy import cross_entropy
 from liger_ops.gated_linear_unit import silu_mul
 from liger_ops.linear_cross_entropy import linear_cross_entropy
 from liger_ops.rms_norm import rms_norm
 from liger_ops.rope import apply_rotary
+from liger_ops.token_loss import IGNORE_INDEX, TokenStats
 
 __all__ = [
     "IGNORE_INDEX",

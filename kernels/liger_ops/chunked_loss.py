@@ -188,10 +188,11 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_p
         in_place: Whether nobody will ask for ``gradient`` again.
     """
     scaled = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    if gradient.dtype in (torch.float32, torch.float64) or not backend.use_triton(gradient):
-        # With a dimension, or PyTorch would cast the factor to a half gradient's dtype before it multiplies.
-        factor = factor if gradient.dtype in (torch.float32, torch.float64) else factor.reshape(1)
+    if gradient.dtype in (torch.float32, torch.float64):
         return torch.mul(gradient, factor, out=scaled)
+    if not backend.use_triton(gradient):
+        # With a dimension, or PyTorch would cast the factor to the gradient's dtype before it multiplies.
+        return torch.mul(gradient, factor.reshape(1), out=scaled)
     if gradient.numel():
         _scale_kernel[(triton.cdiv(gradient.numel(), 4096),)](
             gradient_ptr=gradient,

@@ -14,7 +14,7 @@ looking at them would stall the device.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,55 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-
-IGNORE_INDEX = -100
-REDUCTIONS = ("none", "mean", "sum")
-
-
-@dataclass(frozen=True)
-class TokenLossOptions:
-    """What turns one token's logits into its loss; see the module's docstring for the formula.
-
-    Raises:
-        ValueError: If an option is out of its range.
-    """
-
-    ignore_index: int = IGNORE_INDEX
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    z_loss_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be between 0 and 1, got {self.label_smoothing}")
-        if self.softcap is not None and not self.softcap > 0.0:
-            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
-        if not self.z_loss_weight >= 0.0:
-            raise ValueError(f"z_loss_weight must not be negative, got {self.z_loss_weight}")
-
-    def as_scalars(self) -> tuple[int, float, float, float, float]:
-        """The options as an op's schema takes them, ``softcap`` 0 for none."""
-        return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
-
-    @classmethod
-    def from_scalars(
-        cls, ignore_index: int, label_smoothing: float, softcap: float, logit_scale: float, z_loss_weight: float
-    ) -> "TokenLossOptions":
-        """The inverse of :meth:`as_scalars`."""
-        return cls(ignore_index, label_smoothing, softcap or None, logit_scale, z_loss_weight)
-
-
-class TokenStats(NamedTuple):
-    """What the loss knew about each token; none of it carries gradients. Zero at ignored tokens."""
-
-    losses: Tensor
-    """``[num_tokens]``, float32: each token's loss before reduction."""
-    lse: Tensor
-    """``[num_tokens]``, float32: log-sum-exp of the token's scaled and capped logits."""
-    predictions: Tensor
-    """``[num_tokens]``, int64: the class with the largest logit (the first of equals), ``ignore_index`` at ignored
-    tokens."""
+from liger_ops.token_loss import (
+    IGNORE_INDEX,
+    TokenLossOptions,
+    TokenStats,
+    check_labels,
+    check_reduction,
+    reduce_losses,
+)
 
 
 def transform_logits(logits: Tensor, options: TokenLossOptions) -> Tensor:
@@ -371,8 +330,24 @@ def _cross_entropy_backward_kernel(
     )  # fmt: skip
 
 
-def _class_weight_sum(class_weight: Tensor | None) -> Tensor | None:
-    return None if class_weight is None else class_weight.sum(dtype=torch.float32)
+def _launch_arguments(vocab_size: int, class_weight: Tensor | None, options: TokenLossOptions) -> dict[str, Any]:
+    """What both kernels are launched with."""
+    launch = choose_launch(vocab_size)
+    return {
+        "class_weight_ptr": class_weight,
+        "class_weight_sum_ptr": None if class_weight is None else class_weight.sum(dtype=torch.float32),
+        "vocab_size": vocab_size,
+        "ignore_index": options.ignore_index,
+        "label_smoothing": options.label_smoothing,
+        "softcap": options.softcap or 0.0,
+        "logit_scale": options.logit_scale,
+        "z_loss_weight": options.z_loss_weight,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "HAS_SMOOTHING": options.label_smoothing > 0.0,
+        "HAS_CLASS_WEIGHT": class_weight is not None,
+        "BLOCK_SIZE": launch.block_size,
+        "num_warps": launch.num_warps,
+    }
 
 
 def _launch_forward(
@@ -390,31 +365,18 @@ def _launch_forward(
     predictions = torch.empty(num_tokens, dtype=torch.int64, device=logits.device)
     if num_tokens == 0:
         return losses, lse, predictions, lse_error
-    launch = choose_launch(vocab_size)
     _cross_entropy_forward_kernel[(num_tokens,)](
         logits_ptr=logits,
         labels_ptr=labels.contiguous(),
-        class_weight_ptr=class_weight,
-        class_weight_sum_ptr=_class_weight_sum(class_weight),
         grad_losses_ptr=None if grad_losses is None else grad_losses.contiguous(),
         losses_ptr=losses,
         lse_ptr=lse,
         lse_error_ptr=lse_error,
         predictions_ptr=predictions,
         logits_row_stride=logits.stride(0),
-        vocab_size=vocab_size,
-        ignore_index=options.ignore_index,
-        label_smoothing=options.label_smoothing,
-        softcap=options.softcap or 0.0,
-        logit_scale=options.logit_scale,
-        z_loss_weight=options.z_loss_weight,
-        HAS_SOFTCAP=options.softcap is not None,
-        HAS_SMOOTHING=options.label_smoothing > 0.0,
-        HAS_CLASS_WEIGHT=class_weight is not None,
         HAS_GRAD_LOSSES=grad_losses is not None,
         WITH_GRADIENT=with_gradient,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
+        **_launch_arguments(vocab_size, class_weight, options),
     )
     return losses, lse, predictions, lse_error
 
@@ -482,29 +444,16 @@ def _cross_entropy_backward(
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return grad_logits
-    launch = choose_launch(vocab_size)
     _cross_entropy_backward_kernel[(num_tokens,)](
         logits_ptr=logits,
         grad_logits_ptr=grad_logits,
         labels_ptr=labels.contiguous(),
-        class_weight_ptr=class_weight,
-        class_weight_sum_ptr=_class_weight_sum(class_weight),
         lse_ptr=lse,
         lse_error_ptr=lse_error,
         grad_losses_ptr=grad_losses.contiguous(),
         logits_row_stride=logits.stride(0),
         grad_logits_row_stride=grad_logits.stride(0),
-        vocab_size=vocab_size,
-        ignore_index=options.ignore_index,
-        label_smoothing=options.label_smoothing,
-        softcap=options.softcap or 0.0,
-        logit_scale=options.logit_scale,
-        z_loss_weight=options.z_loss_weight,
-        HAS_SOFTCAP=options.softcap is not None,
-        HAS_SMOOTHING=options.label_smoothing > 0.0,
-        HAS_CLASS_WEIGHT=class_weight is not None,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
+        **_launch_arguments(vocab_size, class_weight, options),
     )
     return grad_logits
 
@@ -525,47 +474,6 @@ class _CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx, grad_losses, *_):
         grad_logits = _cross_entropy_backward(*ctx.saved_tensors, grad_losses, *ctx.options.as_scalars())
         return grad_logits, None, None, None
-
-
-def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises a ValueError for labels of a wrong dtype, and on the CPU for labels that are no class."""
-    if labels.dtype != torch.int64:
-        raise ValueError(f"{name} must hold class indices of dtype torch.int64, got {labels.dtype}")
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)]
-        if wrong.numel():
-            raise ValueError(
-                f"{name} must be between 0 and vocab_size - 1 = {vocab_size - 1}, or ignore_index = {ignore_index};"
-                f" got {wrong[0].item()} ({wrong.numel()} of {labels.numel()} labels are out of range)"
-            )
-
-
-def reduce_losses(
-    losses: Tensor, labels: Tensor, class_weight: Tensor | None, options: TokenLossOptions, reduction: str
-) -> Tensor:
-    """Per-token losses as they are, their sum, or their mean over the (weighted) tokens that are not ignored."""
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / mean_denominator(labels, class_weight, options, losses.dtype)
-
-
-def mean_denominator(
-    labels: Tensor, class_weight: Tensor | None, options: TokenLossOptions, dtype: torch.dtype
-) -> Tensor:
-    """What the summed losses are divided by under ``reduction="mean"``: 0 when every token is ignored."""
-    kept = labels != options.ignore_index
-    if class_weight is None:
-        return kept.sum(dtype=dtype)
-    safe_labels = labels.clamp(0, class_weight.shape[0] - 1)
-    return class_weight.to(dtype)[safe_labels].where(kept, 0.0).sum()
-
-
-def check_reduction(reduction: str) -> None:
-    """Raises a ValueError that lists the known reductions."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
 
 
 def cross_entropy(

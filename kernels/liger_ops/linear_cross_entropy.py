@@ -22,14 +22,13 @@ from liger_ops.chunked_loss import (
     default_chunk_bytes,
     scale_gradient,
 )
-from liger_ops.cross_entropy import (
+from liger_ops.cross_entropy import cross_entropy, loss_and_gradient_in_place
+from liger_ops.token_loss import (
     IGNORE_INDEX,
     TokenLossOptions,
     TokenStats,
     check_labels,
     check_reduction,
-    cross_entropy,
-    loss_and_gradient_in_place,
     mean_denominator,
 )
 
@@ -228,7 +227,7 @@ def linear_cross_entropy(
             holds all tokens (unless there is only one).
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
             bfloat16 over at most 8 chunks, everything else in at least float32.
-        return_stats: Whether to also return :class:`~liger_ops.cross_entropy.TokenStats`.
+        return_stats: Whether to also return :class:`~liger_ops.token_loss.TokenStats`.
 
     Returns:
         The loss in at least float32, with the stats (shaped as ``target``) on request. Under autocast the products run
