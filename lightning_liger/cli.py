@@ -65,5 +65,4 @@ def main(args: ArgsType = None) -> None:
     """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``."""
     # Lightning 2.6's own, and nothing a user can act on.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
-    warnings.filterwarnings("ignore", message=r".*does not have many workers.*")
     LigerCLI(args=args)
