@@ -8,9 +8,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_liger
+from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -19,24 +19,6 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 def block_with(text: str) -> str:
     (found,) = [block for block in BLOCKS if text in block]
     return found
-
-
-def tiny_model() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    )
-
-
-def batches() -> list[dict[str, torch.Tensor]]:
-    input_ids = torch.randint(0, 61, (2, 9))
-    return [{"input_ids": input_ids, "labels": input_ids}] * 2
 
 
 def test_first_example_names_a_registered_strategy() -> None:
@@ -50,24 +32,27 @@ def test_mixin_example_trains(tmp_path: Path) -> None:
         "devices=1, max_steps=10", f"devices=1, max_steps=2, logger=False, default_root_dir={str(tmp_path)!r}"
     )
     scope: dict[str, Any] = {}
-    exec(source.replace("num_hidden_layers=2", "num_hidden_layers=1, vocab_size=61, num_attention_heads=4"), scope)
+    exec(
+        source.replace("num_hidden_layers=2", f"num_hidden_layers=1, vocab_size={VOCAB_SIZE}, num_attention_heads=4"),
+        scope,
+    )
     trainer, module = scope["trainer"], scope["LM"]()
-    trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=None))
+    trainer.fit(module, torch.utils.data.DataLoader([tiny_batch()] * 2, batch_size=None))
     assert trainer.global_step == 2
     assert trainer.strategy.patch_report.num_replaced == 1 + 1 + 3 + 1
 
 
 def test_fabric_example_takes_a_step() -> None:
-    model = tiny_model()
+    model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scope = {"L": L, "model": model, "optimizer": optimizer, "batch": batches()[0]}
+    scope = {"L": L, "model": model, "optimizer": optimizer, "batch": tiny_batch()}
     exec(block_with("L.Fabric("), scope)
     assert torch.isfinite(scope["loss"])
     scope["optimizer"].step()
 
 
 def test_patching_example_reports_and_undoes(capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_model()
+    model = tiny_llama()
     exec(block_with("report.undo()"), {"lightning_liger": lightning_liger, "model": model})
     assert "LlamaRMSNorm" in capsys.readouterr().out
     assert type(model.lm_head) is torch.nn.Linear

@@ -9,12 +9,12 @@ from lightning_liger.lazy_logits import is_loss_wanted
 from lightning_liger.patching import KERNELS
 from tests.lightning_liger.strategies.distributed import (
     LM,
+    KindsOfLogits,
     Losses,
     build_model,
     logit_counts,
     make_loader,
     make_trainer,
-    outside_loss,
 )
 
 NUM_BATCHES = 4
@@ -33,29 +33,6 @@ class BuiltInInit(LM):
 
 # As if the class did not define the hook at all.
 BuiltInInit.configure_model = LM.__mro__[2].configure_model
-
-
-class KindsOfLogits(LM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: dict[str, type] = {}
-
-    def _note(self, stage, batch):
-        logits = self.model(batch["input_ids"]).logits
-        self.kinds[stage] = type(logits)
-        return outside_loss(logits, batch["labels"])
-
-    def training_step(self, batch, batch_idx):
-        return self._note("train", batch)
-
-    def validation_step(self, batch, batch_idx):
-        return self._note("val", batch)
-
-    def test_step(self, batch, batch_idx):
-        return self._note("test", batch)
-
-    def predict_step(self, batch, batch_idx):
-        return self._note("predict", batch)
 
 
 def is_patched(module) -> list[str]:

@@ -93,6 +93,31 @@ class LM(LigerLMMixin, L.LightningModule):
         return make_optimizer(self.parameters())
 
 
+class KindsOfLogits(LM):
+    """Notes what the head returns in each stage, in steps without the mixin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[str, type] = {}
+
+    def _note(self, stage, batch):
+        logits = self.model(batch["input_ids"]).logits
+        self.kinds[stage] = type(logits)
+        return outside_loss(logits, batch["labels"])
+
+    def training_step(self, batch, batch_idx):
+        return self._note("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        return self._note("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        return self._note("test", batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self._note("predict", batch)
+
+
 class Losses(L.Callback):
     """Keeps the loss of each step, of this rank, and the squared norm of its shard of the gradients."""
 

@@ -24,6 +24,7 @@ from tests.lightning_liger.strategies.distributed import (
     LM,
     NUM_RANKS,
     NUM_STEPS,
+    KindsOfLogits,
     Losses,
     build_model,
     launch,
@@ -32,7 +33,6 @@ from tests.lightning_liger.strategies.distributed import (
     make_loader,
     make_optimizer,
     make_trainer,
-    outside_loss,
     reference_training,
     wrapped_units,
 )
@@ -189,31 +189,6 @@ def test_checkpoint_of_one_process_loads_into_stock_model_and_resumes(tmp_path, 
     # The stock model goes on from where ours was saved.
     with torch.no_grad():
         assert stock(**next(iter(make_loader(0)))).loss.item() == pytest.approx(second.losses[0], rel=1e-5)
-
-
-class KindsOfLogits(LM):
-    """Notes what the head returns in each stage, in steps without the mixin."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: dict[str, type] = {}
-
-    def _note(self, stage, batch):
-        logits = self.model(batch["input_ids"]).logits
-        self.kinds[stage] = type(logits)
-        return outside_loss(logits, batch["labels"])
-
-    def training_step(self, batch, batch_idx):
-        return self._note("train", batch)
-
-    def validation_step(self, batch, batch_idx):
-        return self._note("val", batch)
-
-    def test_step(self, batch, batch_idx):
-        return self._note("test", batch)
-
-    def predict_step(self, batch, batch_idx):
-        return self._note("predict", batch)
 
 
 @pytest.mark.parametrize(("kernels", "kind"), [("auto", LazyLogits), ("none", torch.Tensor)])
