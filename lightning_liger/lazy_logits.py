@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from liger_ops import TokenStats, linear_cross_entropy
-from liger_ops.chunked_loss import choose_chunk_size, default_chunk_bytes
+from liger_ops.chunked_loss import default_chunk_size
 
 _loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
 _warned_operations: set[str] = set()
@@ -295,8 +295,7 @@ class LazyLogits:
                 **self.transform.loss_options(),
             )
         num_tokens, element_size = target.numel(), head.compute_dtype.itemsize
-        chunk_bytes = default_chunk_bytes(self.device)
-        chunk_size = choose_chunk_size(num_tokens, self.shape[-1], element_size, chunk_bytes)
+        chunk_size = default_chunk_size(num_tokens, self.shape[-1], element_size, self.device)
         head.ledger.num_losses += 1
         head.ledger.bytes_avoided += max(0, num_tokens - chunk_size) * self.shape[-1] * element_size
         return result

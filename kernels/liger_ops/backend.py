@@ -1,15 +1,23 @@
-"""What every op shares: which path a tensor takes, and how a launcher becomes a ``torch.library`` op."""
+"""What every op shares: which path a tensor takes, how a kernel is launched, and how a launcher becomes an op.
+
+Host time counts as much as kernel time: Triton's own launch binds and specialises every argument anew (about 25 us) and
+a call through the dispatcher costs 20 us. ``Kernel`` keeps compiled kernels by a short key of its own, and an op goes
+through the dispatcher only when somebody listens there: the compiler, or a dispatch mode such as selective
+checkpointing's.
+"""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.autograd import function
 
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRITON_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _LIBRARY = torch.library.Library("liger_ops", "DEF")
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -17,12 +25,126 @@ def use_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in _TRITON_DTYPES
 
 
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs of a persistent kernel run at once, one on each multiprocessor."""
+    # Off CUDA only Triton's interpreter gets here; two programs are the fewest that share the work.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def needs_graph(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to hear of an op on ``tensors``; without it a call is cheaper."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def is_traced() -> bool:
+    """Whether somebody listens to the operators that run: the compiler, or a dispatch mode."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def graph_ends() -> bool:
+    """Whether the backward pass that is running frees its graph, so that saved buffers of our own may be reused."""
+    return not is_traced() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
+    """Views ``tensor`` as ``[num_rows, num_columns]`` with unit column stride, copying only where it must."""
+    rows = tensor.reshape(-1, num_columns)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class Kernel:
+    """A Triton kernel that is launched by :meth:`launch`; made by decorating the kernel with this class.
+
+    Parameters whose names end in ``_ptr``, the first of all among them, take tensors or None, others integers, floats,
+    None or tuples of those.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.jit = triton.jit(function)
+        self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def launch(self, num_programs: int, *, num_warps: int, **arguments: Any) -> None:
+        """Runs the kernel on the device of its first tensor.
+
+        Args:
+            num_programs: Size of the one-dimensional grid, positive.
+            num_warps: Warps a program.
+            arguments: One for each of the kernel's parameters.
+        """
+        interpreted = not isinstance(self.jit, triton.JITFunction)
+        self.launch = self._launch_interpreted if interpreted else self._write_launch()  # takes over from now on
+        self.launch(num_programs, num_warps=num_warps, **arguments)
+
+    def _launch_interpreted(self, num_programs: int, *, num_warps: int, **arguments: Any) -> None:
+        self.jit[(num_programs,)](**arguments, num_warps=num_warps)
+
+    def _launch_by_triton(
+        self, key: tuple[Any, ...], device: int, num_programs: int, num_warps: int, *arguments: Any
+    ) -> None:
+        """Compiles if need be, launches, and keeps what the next launch needs."""
+        with torch.cuda.device(device):
+            compiled = self.jit[(num_programs,)](*arguments, num_warps=num_warps)
+        self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+
+    def _write_launch(self) -> Callable[..., None]:
+        """``launch`` for this kernel's parameters, written out: a loop over them would cost more than the launch."""
+        names = [parameter.name for parameter in self.jit.params]
+        lines, values, key = [], [], ["device", "num_warps"]
+        for parameter in self.jit.params:
+            name = parameter.name
+            if parameter.is_constexpr:
+                values.append(name)
+                key.append(name)
+            elif name.endswith("_ptr"):
+                lines.append(f"{name}_address = None if {name} is None else {name}.data_ptr()")
+                values.append(f"{name}_address")
+                key.append(f"None if {name} is None else ({name}.dtype, {name}_address & 15 == 0)")
+            else:
+                values.append(name)
+                key.append(f"specialisation({name})")
+        lines += [
+            f"device = {names[0]}.get_device()",
+            f"key = ({', '.join(key)})",
+            "found = compiled.get(key)",
+            "if found is None or device != current_device():",
+            f"    return launch_by_triton(key, device, num_programs, num_warps, {', '.join(names)})",
+            "run, function, metadata = found",
+            "stream = current_stream(device)",
+            f"run(num_programs, 1, 1, stream, function, metadata, None, None, None, {', '.join(values)})",
+        ]
+        source = f"def launch(num_programs, *, num_warps, {', '.join(names)}):\n    " + "\n    ".join(lines)
+        namespace: dict[str, Any] = {
+            "compiled": self._compiled,
+            "current_device": torch._C._cuda_getDevice,
+            "current_stream": torch._C._cuda_getCurrentRawStream,
+            "launch_by_triton": self._launch_by_triton,
+            "specialisation": _specialisation,
+        }
+        exec(source, namespace)
+        return namespace["launch"]
+
+
+def _specialisation(value: Any) -> Any:
+    """What Triton compiles for: None, a float, or an integer that is 1, a multiple of 16, or longer than 32 bits."""
+    kind = value.__class__
+    if kind is int:
+        return -1 if value == 1 else (value & 15 == 0) + 2 * (value > 2147483647)
+    if kind is tuple:
+        return tuple(map(_specialisation, value))
+    return kind
+
+
 def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated launcher as ``torch.ops.liger_ops.<name of schema>`` and returns that op.
+    """Registers the decorated launcher as ``torch.ops.liger_ops.<name of schema>``.
 
     Args:
         schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``.
         fake: Same signature as the launcher; allocates the outputs without computing them, for the compiler.
+
+    Returns:
+        A function of the launcher's positional arguments, the first a tensor, that runs the op: through the dispatcher
+        while compiling or under a dispatch mode, else directly.
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +152,15 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ops::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.liger_ops, name).default
+        op = getattr(torch.ops.liger_ops, name).default
+
+        @functools.wraps(launcher)
+        def call(*arguments: Any) -> Any:
+            if is_traced() or type(arguments[0]) not in _PLAIN_TENSORS:
+                return op(*arguments)
+            return launcher(*arguments)
+
+        return call
 
     return register
 
@@ -46,7 +176,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def wrapper(ctx, *grad_outputs):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return marked(ctx, None, *grad_outputs)
+            return backward(ctx, *grad_outputs)
         return marked(ctx, torch.empty((), requires_grad=True), *grad_outputs)
 
     return wrapper

@@ -5,28 +5,24 @@ are sorted behind the others and left out of the matrix products.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from liger_ops import backend
+from liger_ops.token_plan import TokenPlan
 
-DEFAULT_CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
-"""Bytes of one chunk of logits by device type. GPU: 2048 rows of 128k bfloat16 logits. Each chunk reads and writes
-the head's gradient once, which smaller chunks do more often; with 1 GiB the loss, not the backward pass, became the
-peak of training Llama 3 8B on 4 H200, by 0.4 GiB. CPU: about its cache, and few fresh pages."""
+CPU_CHUNK_BYTES = 8 * 2**20
+"""About a CPU's cache, and few fresh pages."""
 
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 512 * 2**20, 2**30
+"""Bounds of the default chunk on a GPU. Each chunk reads and writes the head's gradient once, which smaller chunks do
+more often; with 1 GiB the loss, not the backward pass, became the peak of training Llama 3 8B on 4 H200, by 0.4 GiB."""
+
+_GPU_CHUNK_TOKENS = 2048
 _MAX_ROUNDED_ACCUMULATIONS = 8
-_ROW_MULTIPLE = 128
-
-
-def default_chunk_bytes(device: torch.device) -> int:
-    """The byte budget of one chunk of logits where none is given."""
-    return DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cpu"])
+_ROW_MULTIPLES = ((1024, 128), (128, 16))  # from how many rows on chunks are whole tiles of the matrix products
+_WHOLE_BYTES = 4 * 2**20
 
 
 def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk_bytes: int) -> int:
@@ -39,13 +35,30 @@ def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk
         chunk_bytes: Budget for one chunk of logits.
     """
     budget_rows = max(1, chunk_bytes // (vocab_size * element_size))
-    if budget_rows > _ROW_MULTIPLE:
-        budget_rows -= budget_rows % _ROW_MULTIPLE
+    multiple = next((multiple for limit, multiple in _ROW_MULTIPLES if budget_rows > limit), 1)
+    budget_rows -= budget_rows % multiple
     num_chunks = max(2, -(-num_tokens // budget_rows))
     rows = -(-num_tokens // num_chunks)
-    if rows > _ROW_MULTIPLE:  # whole tiles for the matrix products
-        rows += -rows % _ROW_MULTIPLE
+    if rows > multiple:
+        rows += -rows % multiple
     return max(1, rows)
+
+
+def default_chunk_size(num_tokens: int, vocab_size: int, element_size: int, device: torch.device) -> int:
+    """Tokens a chunk where no budget is given.
+
+    On a GPU 2048 tokens, or as many as make 8 chunks, within ``MIN_CHUNK_BYTES`` and ``MAX_CHUNK_BYTES``; all tokens if
+    their logits are so small that launching the kernels of two chunks would take longer than running them.
+    """
+    if device.type != "cuda":
+        return choose_chunk_size(num_tokens, vocab_size, element_size, CPU_CHUNK_BYTES)
+    token_bytes = vocab_size * element_size
+    if num_tokens * token_bytes <= _WHOLE_BYTES:
+        return max(1, num_tokens)
+    chunk_tokens = max(_GPU_CHUNK_TOKENS, -(-num_tokens // _MAX_ROUNDED_ACCUMULATIONS))
+    chunk_tokens += -chunk_tokens % _ROW_MULTIPLES[0][1]
+    chunk_bytes = min(max(chunk_tokens * token_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+    return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
 
 
 def choose_accumulate_dtype(weight_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
@@ -63,40 +76,36 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
-@dataclass
 class KeptTokens:
-    """The order in which tokens are visited, kept ones first, and how many of them there are.
+    """The order in which tokens are visited, those that are not ignored first, and how many there are of them.
 
-    On a GPU the count is copied to the host in the background: :meth:`count` waits for it, which the loop does only
-    once the first chunk's work is queued, so that the device never runs dry.
+    Args:
+        plan: The order and the number, on the device; without an order tokens are visited as they are.
+        max_kept: An upper bound of the number that the host knows already. Without one the number is copied to the host
+            in the background: :meth:`count` waits for it, which the loop does only once the first chunk's work is
+            queued, so that the device never runs dry.
     """
 
-    order: Tensor
-    _count: Tensor
-    _ready: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, labels: Tensor, ignore_index: int) -> "KeptTokens":
-        kept = labels != ignore_index
-        order = torch.argsort(kept, descending=True, stable=True)
-        count = kept.sum()
-        if not labels.is_cuda:
-            return cls(order, count, None)
-        host_count = torch.empty((), dtype=count.dtype, pin_memory=True)
-        host_count.copy_(count, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return cls(order, host_count, ready)
+    def __init__(self, plan: TokenPlan, max_kept: int | None = None) -> None:
+        self.order = plan.order
+        self._ready: torch.cuda.Event | None = None
+        self._count = plan.num_kept if max_kept is None else max_kept
+        if max_kept is None and plan.num_kept.is_cuda:
+            self._count = torch.empty((), dtype=torch.int64, pin_memory=True)
+            self._count.copy_(plan.num_kept, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
 
     def count(self) -> int:
-        """The number of kept tokens, waiting for the device if it has not counted yet."""
+        """How many tokens to visit, waiting for the device if it has not counted yet."""
         if self._ready is not None:
             self._ready.synchronize()
         return int(self._count)
 
 
-ChunkLoss = Callable[[Tensor, Tensor], None]
-"""Called with one chunk's logits ``[chunk_size, vocab_size]`` and its tokens' indices; makes them their gradient."""
+ChunkLoss = Callable[[Tensor, Tensor | None], None]
+"""Called with one chunk's logits ``[chunk_size, vocab_size]`` and its tokens' indices (None if it holds all tokens in
+order); makes the logits their gradient."""
 
 
 def chunked_linear_loss(
@@ -116,7 +125,8 @@ def chunked_linear_loss(
         hidden_states: ``[num_tokens, hidden_size]``.
         weight: ``[vocab_size, hidden_size]``.
         bias: ``[vocab_size]`` or None.
-        tokens: The order of visiting; tokens behind its count are only seen if they share the first chunk.
+        tokens: The order of visiting; tokens behind its count are only seen if they share the first chunk. Only a chunk
+            of all tokens can do without an order.
         chunk_loss: What the loss is; its side effects keep the losses.
         chunk_size: Tokens a chunk.
         accumulate_dtype: Dtype of the weight's and the bias's gradient.
@@ -124,32 +134,47 @@ def chunked_linear_loss(
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias = needs_gradient
-    grad_hidden = hidden_states.new_zeros(hidden_states.shape if needs_hidden else 0)
+    in_order = tokens.order is None
+    grad_hidden = hidden_states.new_empty(0)
+    if needs_hidden:
+        grad_hidden = torch.empty_like(hidden_states) if in_order else torch.zeros_like(hidden_states)
     # The first chunk writes the weight's gradient, the others add to it.
     allocate = weight.new_empty if num_tokens else weight.new_zeros
     grad_weight = allocate(weight.shape if needs_weight else 0, dtype=accumulate_dtype)
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
-    buffer = hidden_states.new_empty(min(chunk_size, num_tokens), vocab_size)
+    rows = min(chunk_size, num_tokens)
+    logits_buffer = _aligned_rows(hidden_states, rows, vocab_size)
+    chunk_buffer = None if in_order else hidden_states.new_empty(rows, hidden_states.shape[1])
 
     for start in range(0, num_tokens, chunk_size):
         stop = min(start + chunk_size, tokens.count() if start > 0 else num_tokens)
         if start >= stop:
             break
-        index = tokens.order[start:stop]
-        chunk = hidden_states.index_select(0, index)
-        logits = buffer[: stop - start]
+        index, chunk = None, hidden_states
+        if not in_order:
+            index = tokens.order[start:stop]
+            chunk = torch.index_select(hidden_states, 0, index, out=chunk_buffer[: stop - start])
+        logits = logits_buffer[: stop - start]
         if bias is None:
             torch.mm(chunk, weight.t(), out=logits)
         else:
             torch.addmm(bias, chunk, weight.t(), out=logits)
         chunk_loss(logits, index)
-        if needs_hidden:
-            grad_hidden.index_copy_(0, index, logits @ weight)
         if needs_weight:
             _accumulate_product(grad_weight, logits.t(), chunk, keep=0 if start == 0 else 1)
+        if needs_hidden and in_order:
+            torch.mm(logits, weight, out=grad_hidden)
+        elif needs_hidden:  # last, so that the chunk of hidden states makes room for its gradient
+            grad_hidden.index_copy_(0, index, torch.mm(logits, weight, out=chunk))
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
     return Gradients(grad_hidden, grad_weight, grad_bias)
+
+
+def _aligned_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """An empty matrix whose rows start at multiples of 16 bytes, which odd vocabularies' rows would not."""
+    multiple = max(1, 16 // like.element_size())
+    return like.new_empty(num_rows, num_columns + -num_columns % multiple)[:, :num_columns]
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: int) -> None:
@@ -160,46 +185,3 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: int) -
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=keep, out=total)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=keep, out=total)
-
-
-@triton.jit
-def _scale_kernel(
-    gradient_ptr,  # [numel]
-    factor_ptr,  # [1], float32
-    scaled_ptr,  # [numel], may be gradient_ptr
-    numel,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """One program multiplies one block in float32 and rounds once."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    mask = offsets < numel
-    gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    scaled = gradient * tl.load(factor_ptr).to(tl.float32)
-    tl.store(scaled_ptr + offsets, scaled.to(scaled_ptr.dtype.element_ty), mask=mask)
-
-
-def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
-    """``gradient * factor`` in ``dtype``, multiplied in float32 (or float64) and rounded once.
-
-    Args:
-        gradient: Contiguous; overwritten if ``in_place`` and already of ``dtype``.
-        factor: A scalar, at least float32.
-        dtype: Of the result.
-        in_place: Whether nobody will ask for ``gradient`` again.
-    """
-    scaled = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    if gradient.dtype in (torch.float32, torch.float64):
-        return torch.mul(gradient, factor, out=scaled)
-    if not backend.use_triton(gradient):
-        # With a dimension, or PyTorch would cast the factor to the gradient's dtype before it multiplies.
-        return torch.mul(gradient, factor.reshape(1), out=scaled)
-    if gradient.numel():
-        _scale_kernel[(triton.cdiv(gradient.numel(), 4096),)](
-            gradient_ptr=gradient,
-            factor_ptr=factor,
-            scaled_ptr=scaled,
-            numel=gradient.numel(),
-            BLOCK_SIZE=4096,
-            num_warps=8,
-        )
-    return scaled

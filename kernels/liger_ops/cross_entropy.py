@@ -6,31 +6,40 @@ label smoothing e over V classes with weights w, one token of label y costs
     loss = (1 - e) * w[y] * (lse - z[y]) + e / V * sum_c(w[c] * (lse - z[c])) + z_loss_weight * lse**2
 
 The first two terms are ``torch.nn.functional.cross_entropy``; soft-capping is Gemma 2's (arXiv:2408.00118), the z-loss
-PaLM's (arXiv:2204.02311). The normaliser is gathered online in one pass (Milakov and Gimelshein, arXiv:1805.02867).
-Arithmetic is float32 whatever the logits' dtype. Saved for backward: the logits, and lse with its rounding error (8
-bytes a token): float32 alone holds an lse of 12 to 5e-7, ten times the error of PyTorch's probabilities.
+PaLM's (arXiv:2204.02311). Arithmetic is float32 whatever the logits' dtype.
+
+A sum or a mean computes its gradient together with the loss, while the logits are at hand, and saves that instead
+of the logits; backward multiplies it by the upstream gradient, which costs nothing if that is 1. Losses of single
+tokens, float16 logits (whose gradient could underflow before it meets the loss scale) and ``inplace_backward`` save the
+logits, and lse with its rounding error (8 bytes a token): float32 alone holds an lse of 12 to 5e-7, ten times the error
+of PyTorch's probabilities.
+
 Labels outside [0, V) other than ``ignore_index`` raise on the CPU and give a NaN loss and gradient on the GPU, where
 looking at them would stall the device.
 """
 
-from dataclasses import dataclass
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.cross_entropy_kernels import launch_gradient, launch_loss
+from liger_ops.scale_gradient import scale_gradient
 from liger_ops.token_loss import (
     IGNORE_INDEX,
+    REDUCTIONS,
+    Targets,
     TokenLossOptions,
     TokenStats,
     check_labels,
     check_reduction,
-    reduce_losses,
+    check_weights,
+    flat_targets,
 )
+from liger_ops.token_plan import plan_tokens, reduce_losses
 
 
 def transform_logits(logits: Tensor, options: TokenLossOptions) -> Tensor:
@@ -40,10 +49,9 @@ def transform_logits(logits: Tensor, options: TokenLossOptions) -> Tensor:
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
-def cross_entropy_reference(
-    logits: Tensor, labels: Tensor, class_weight: Tensor | None, options: TokenLossOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(losses, lse, predictions)`` of ``[num_tokens, vocab_size]`` logits in plain PyTorch, differentiable."""
+def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLossOptions) -> TokenStats:
+    """All there is to know of ``[num_tokens, vocab_size]`` logits in plain PyTorch; the losses are differentiable."""
+    labels, class_weight, token_weight = targets
     vocab_size = logits.shape[-1]
     z = transform_logits(logits, options)
     kept = labels != options.ignore_index
@@ -54,26 +62,32 @@ def cross_entropy_reference(
     log_probabilities = torch.log_softmax(z, dim=-1)
     maximum, predictions = z.max(dim=-1)
     lse = maximum - log_probabilities.gather(-1, predictions[:, None])[:, 0]
-    label_weight = weight[safe_labels].where(in_range | ~kept, torch.nan)
-    losses = -label_weight * log_probabilities.gather(-1, safe_labels[:, None])[:, 0]
+    of_label = log_probabilities.gather(-1, safe_labels[:, None])[:, 0]
+    nan_unless_class = torch.ones_like(of_label).where(in_range | ~kept, torch.nan)
+    losses = -weight[safe_labels] * nan_unless_class * of_label
     if options.label_smoothing:
         smoothing = options.label_smoothing
         losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probabilities * weight).sum(-1)
     if options.z_loss_weight:
         losses = losses + options.z_loss_weight * lse**2
-    predictions = predictions.where(kept, options.ignore_index)
-    return losses.where(kept, 0.0), lse.detach().where(kept, 0.0), predictions
+    if token_weight is not None:
+        losses = losses * token_weight.to(losses.dtype)
+    probabilities = log_probabilities.detach().exp()
+    return TokenStats(
+        losses=losses.where(kept, 0.0),
+        log_probabilities=(nan_unless_class * of_label.detach()).where(kept, 0.0),
+        lse=lse.detach().where(kept, 0.0),
+        entropy=-torch.xlogy(probabilities, probabilities).sum(-1).where(kept, 0.0),
+        predictions=predictions.where(kept, options.ignore_index),
+        correct=kept & (predictions == labels),
+    )
 
 
-def _cross_entropy_gradient_reference(
-    logits: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    lse: Tensor,
-    grad_losses: Tensor | None,
-    options: TokenLossOptions,
+def _gradient_reference(
+    logits: Tensor, targets: Targets, lse: Tensor, grad_scale: Tensor | None, options: TokenLossOptions
 ) -> Tensor:
     """The gradient of :func:`cross_entropy_reference`'s losses written out, in at least float32."""
+    labels, class_weight, token_weight = targets
     vocab_size = logits.shape[-1]
     z = transform_logits(logits, options)
     kept = labels != options.ignore_index
@@ -92,341 +106,138 @@ def _cross_entropy_gradient_reference(
         grad *= options.logit_scale
     if options.softcap is not None:
         grad *= 1 - (z / options.softcap) ** 2
-    if grad_losses is not None:
-        grad *= grad_losses[:, None]
+    for factor in (grad_scale, token_weight):
+        if factor is not None:
+            grad *= factor.to(grad.dtype).expand(labels.shape)[:, None]
     return grad.masked_fill_(~kept[:, None], 0.0)
-
-
-@dataclass(frozen=True)
-class CrossEntropyLaunch:
-    """How one program walks over a row of logits."""
-
-    block_size: int
-    num_warps: int
-
-
-def choose_launch(vocab_size: int) -> CrossEntropyLaunch:
-    """Launch parameters for rows of ``vocab_size`` logits.
-
-    On an H200, loss and gradient of 2048 rows of 128256 bfloat16 logits took 0.43 ms in blocks of 4096 with 4 warps,
-    0.44 to 0.59 ms in blocks of 2048 to 32768 with 4 to 32 warps.
-    """
-    block_size = min(triton.next_power_of_2(max(vocab_size, 16)), 4096)
-    return CrossEntropyLaunch(block_size, num_warps=max(1, block_size // 1024))
-
-
-@triton.jit
-def _tanh(x):
-    # The exponential form cancels near zero, where the series is exact to float32.
-    decay = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - decay) / (1.0 + decay)
-    square = x * x
-    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def _transform(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    z = logits.to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
-        z = softcap * _tanh(z / softcap)
-    return z
-
-
-@triton.jit
-def _store_row_gradient(
-    logits_row_ptr,  # [vocab_size]
-    grad_row_ptr,  # [vocab_size], may be logits_row_ptr
-    class_weight_ptr,  # [vocab_size] or unused
-    label,
-    label_weight,  # class weight of the label, NaN when the label is out of range
-    class_weight_sum,
-    lse,
-    lse_error,
-    grad_loss,
-    vocab_size,
-    label_smoothing,
-    softcap,
-    logit_scale,
-    z_loss_weight,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Writes d loss / d logits of one row."""
-    label_weight = (1.0 - label_smoothing) * label_weight
-    smoothing = label_smoothing / vocab_size
-    probability_factor = label_weight + smoothing * class_weight_sum + 2.0 * z_loss_weight * lse
-    for start in range(0, vocab_size, BLOCK_SIZE):
-        columns = start + tl.arange(0, BLOCK_SIZE)
-        mask = columns < vocab_size
-        z = _transform(tl.load(logits_row_ptr + columns, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-        grad = tl.exp(z - lse - lse_error) * probability_factor
-        if HAS_SMOOTHING:
-            if HAS_CLASS_WEIGHT:
-                grad -= smoothing * tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            else:
-                grad -= smoothing
-        grad = tl.where(columns == label, grad - label_weight, grad) * logit_scale * grad_loss
-        if HAS_SOFTCAP:
-            capped = z / softcap
-            grad *= 1.0 - capped * capped
-        tl.store(grad_row_ptr + columns, grad.to(grad_row_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_row_zeros(row_ptr, vocab_size, BLOCK_SIZE: tl.constexpr):
-    for start in range(0, vocab_size, BLOCK_SIZE):
-        columns = start + tl.arange(0, BLOCK_SIZE)
-        zeros = tl.zeros([BLOCK_SIZE], dtype=row_ptr.dtype.element_ty)
-        tl.store(row_ptr + columns, zeros, mask=columns < vocab_size)
-
-
-@triton.jit
-def _cross_entropy_forward_kernel(
-    logits_ptr,  # [num_tokens, vocab_size], overwritten with its gradient when WITH_GRADIENT
-    labels_ptr,  # [num_tokens]
-    class_weight_ptr,  # [vocab_size] or unused
-    class_weight_sum_ptr,  # [] or unused
-    grad_losses_ptr,  # [num_tokens] or unused
-    losses_ptr,  # [num_tokens], float32
-    lse_ptr,  # [num_tokens], float32
-    lse_error_ptr,  # [num_tokens], float32: what rounding took from lse
-    predictions_ptr,  # [num_tokens], int64
-    logits_row_stride,
-    vocab_size,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    logit_scale,
-    z_loss_weight,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_GRAD_LOSSES: tl.constexpr,
-    WITH_GRADIENT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """One program computes one token's loss, lse and prediction, and may turn its logits into their gradient."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_row_stride
-    label = tl.load(labels_ptr + row)
-    if label == ignore_index:
-        tl.store(losses_ptr + row, 0.0)
-        tl.store(lse_ptr + row, 0.0)
-        tl.store(lse_error_ptr + row, 0.0)
-        tl.store(predictions_ptr + row, label)
-        if WITH_GRADIENT:
-            _store_row_zeros(row_ptr, vocab_size, BLOCK_SIZE)
-        return
-
-    # Read before the first barrier below: afterwards another warp may already have overwritten the label's logit.
-    in_range = (label >= 0) & (label < vocab_size)
-    label_z = _transform(tl.load(row_ptr + label, mask=in_range, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-    label_weight = 1.0
-    class_weight_sum = 1.0 * vocab_size  # no method call: the compiler makes a vocab_size of 1 a plain int
-    if HAS_CLASS_WEIGHT:
-        label_weight = tl.load(class_weight_ptr + label, mask=in_range, other=0.0).to(tl.float32)
-        class_weight_sum = tl.load(class_weight_sum_ptr).to(tl.float32)
-    label_weight = tl.where(in_range, label_weight, float("nan"))
-
-    maximum = -float("inf")
-    normaliser = 0.0
-    weighted_sum = 0.0
-    best_start = 0
-    for start in range(0, vocab_size, BLOCK_SIZE):
-        columns = start + tl.arange(0, BLOCK_SIZE)
-        mask = columns < vocab_size
-        z = _transform(tl.load(row_ptr + columns, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-        if HAS_SMOOTHING:
-            weight = tl.where(mask, 1.0, 0.0)
-            if HAS_CLASS_WEIGHT:
-                weight = tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            weighted_sum += tl.sum(weight * z, axis=0)
-        z = tl.where(mask, z, -float("inf"))
-        block_maximum = tl.max(z, axis=0)
-        best_start = tl.where(block_maximum > maximum, start, best_start)
-        new_maximum = tl.maximum(maximum, block_maximum)
-        # While every logit so far is -inf, subtracting their maximum would give NaN.
-        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        normaliser = normaliser * tl.exp(maximum - shift) + tl.sum(tl.exp(z - shift), axis=0)
-        maximum = new_maximum
-    # Looking for the largest logit's place once, in the block that has it, is cheaper than in every block.
-    columns = best_start + tl.arange(0, BLOCK_SIZE)
-    z = _transform(tl.load(row_ptr + columns, mask=columns < vocab_size, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-    prediction = tl.min(tl.where((z == maximum) & (columns < vocab_size), columns, vocab_size), axis=0)
-    prediction = tl.minimum(prediction, vocab_size - 1)
-    log_normaliser = tl.log(normaliser)
-    lse = maximum + log_normaliser
-    # Exact, since the larger summand is taken away first.
-    larger = tl.maximum(maximum, log_normaliser)
-    lse_error = tl.minimum(maximum, log_normaliser) - (lse - larger)
-
-    loss = label_weight * (lse - label_z + lse_error)
-    if HAS_SMOOTHING:
-        spread = class_weight_sum * lse - weighted_sum
-        loss = (1.0 - label_smoothing) * loss + label_smoothing / vocab_size * spread
-    tl.store(losses_ptr + row, loss + z_loss_weight * lse * lse)
-    tl.store(lse_ptr + row, lse)
-    tl.store(lse_error_ptr + row, lse_error)
-    tl.store(predictions_ptr + row, prediction.to(tl.int64))
-    if WITH_GRADIENT:
-        grad_loss = 1.0
-        if HAS_GRAD_LOSSES:
-            grad_loss = tl.load(grad_losses_ptr + row).to(tl.float32)
-        _store_row_gradient(
-            row_ptr, row_ptr, class_weight_ptr, label, label_weight, class_weight_sum, lse, lse_error, grad_loss,
-            vocab_size, label_smoothing, softcap, logit_scale, z_loss_weight,
-            HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK_SIZE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _cross_entropy_backward_kernel(
-    logits_ptr,  # [num_tokens, vocab_size]
-    grad_logits_ptr,  # [num_tokens, vocab_size]
-    labels_ptr,  # [num_tokens]
-    class_weight_ptr,  # [vocab_size] or unused
-    class_weight_sum_ptr,  # [] or unused
-    lse_ptr,  # [num_tokens], float32
-    lse_error_ptr,  # [num_tokens], float32
-    grad_losses_ptr,  # [num_tokens]
-    logits_row_stride,
-    grad_logits_row_stride,
-    vocab_size,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    logit_scale,
-    z_loss_weight,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """One program writes the gradient of one token's logits."""
-    row = tl.program_id(0).to(tl.int64)
-    grad_row_ptr = grad_logits_ptr + row * grad_logits_row_stride
-    label = tl.load(labels_ptr + row)
-    if label == ignore_index:
-        _store_row_zeros(grad_row_ptr, vocab_size, BLOCK_SIZE)
-        return
-
-    in_range = (label >= 0) & (label < vocab_size)
-    label_weight = 1.0
-    class_weight_sum = 1.0 * vocab_size  # no method call: the compiler makes a vocab_size of 1 a plain int
-    if HAS_CLASS_WEIGHT:
-        label_weight = tl.load(class_weight_ptr + label, mask=in_range, other=0.0).to(tl.float32)
-        class_weight_sum = tl.load(class_weight_sum_ptr).to(tl.float32)
-    label_weight = tl.where(in_range, label_weight, float("nan"))
-    lse = tl.load(lse_ptr + row)
-    lse_error = tl.load(lse_error_ptr + row)
-    grad_loss = tl.load(grad_losses_ptr + row).to(tl.float32)
-    _store_row_gradient(
-        logits_ptr + row * logits_row_stride, grad_row_ptr, class_weight_ptr, label, label_weight, class_weight_sum,
-        lse, lse_error, grad_loss, vocab_size, label_smoothing, softcap, logit_scale, z_loss_weight,
-        HAS_SOFTCAP, HAS_SMOOTHING, HAS_CLASS_WEIGHT, BLOCK_SIZE,
-    )  # fmt: skip
-
-
-def _launch_arguments(vocab_size: int, class_weight: Tensor | None, options: TokenLossOptions) -> dict[str, Any]:
-    """What both kernels are launched with."""
-    launch = choose_launch(vocab_size)
-    return {
-        "class_weight_ptr": class_weight,
-        "class_weight_sum_ptr": None if class_weight is None else class_weight.sum(dtype=torch.float32),
-        "vocab_size": vocab_size,
-        "ignore_index": options.ignore_index,
-        "label_smoothing": options.label_smoothing,
-        "softcap": options.softcap or 0.0,
-        "logit_scale": options.logit_scale,
-        "z_loss_weight": options.z_loss_weight,
-        "HAS_SOFTCAP": options.softcap is not None,
-        "HAS_SMOOTHING": options.label_smoothing > 0.0,
-        "HAS_CLASS_WEIGHT": class_weight is not None,
-        "BLOCK_SIZE": launch.block_size,
-        "num_warps": launch.num_warps,
-    }
-
-
-def _launch_forward(
-    logits: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    grad_losses: Tensor | None,
-    options: TokenLossOptions,
-    with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_tokens, vocab_size = logits.shape
-    losses = torch.empty(num_tokens, dtype=torch.float32, device=logits.device)
-    lse = torch.empty_like(losses)
-    lse_error = torch.empty_like(losses)
-    predictions = torch.empty(num_tokens, dtype=torch.int64, device=logits.device)
-    if num_tokens == 0:
-        return losses, lse, predictions, lse_error
-    _cross_entropy_forward_kernel[(num_tokens,)](
-        logits_ptr=logits,
-        labels_ptr=labels.contiguous(),
-        grad_losses_ptr=None if grad_losses is None else grad_losses.contiguous(),
-        losses_ptr=losses,
-        lse_ptr=lse,
-        lse_error_ptr=lse_error,
-        predictions_ptr=predictions,
-        logits_row_stride=logits.stride(0),
-        HAS_GRAD_LOSSES=grad_losses is not None,
-        WITH_GRADIENT=with_gradient,
-        **_launch_arguments(vocab_size, class_weight, options),
-    )
-    return losses, lse, predictions, lse_error
 
 
 def loss_and_gradient_in_place(
     logits: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    grad_losses: Tensor | None,
+    targets: Targets,
+    grad_scale: Tensor | None,
     options: TokenLossOptions,
+    *,
+    token_index: Tensor | None,
     with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(losses, lse, predictions)`` of logits that the caller owns, which become their own gradient on request.
+    losses: Tensor,
+    stats: TokenStats | None,
+) -> None:
+    """Fills in what is known of some tokens, whose logits the caller owns and which become their own gradient.
 
     Args:
-        logits: ``[num_tokens, vocab_size]``, unit stride in the last dimension.
-        labels: ``[num_tokens]``, int64.
-        class_weight: ``[vocab_size]`` or None.
-        grad_losses: ``[num_tokens]``, the factor of each token's gradient, or None for 1.
+        logits: ``[num_rows, vocab_size]``, unit stride in the last dimension.
+        targets: Labels and weights of all tokens, ``[num_tokens]``.
+        grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
         options: What the loss is made of.
-        with_gradient: Whether to overwrite ``logits`` with the gradient of ``sum(losses * grad_losses)``.
+        token_index: Which token each row is, ``[num_rows]``; None if rows are all tokens in order.
+        with_gradient: Whether to overwrite ``logits`` with the gradient of ``sum(losses * grad_scale)``.
+        losses: ``[num_tokens]``, of which these tokens are written.
+        stats: Likewise, if wanted; its ``losses`` is the argument of that name.
     """
     if backend.use_triton(logits):
-        return _launch_forward(logits, labels, class_weight, grad_losses, options, with_gradient)[:3]
-    losses, lse, predictions = cross_entropy_reference(logits, labels, class_weight, options)
+        grad_logits = logits if with_gradient else None
+        launch_loss(
+            logits, targets, grad_scale, options,
+            losses=losses, stats=stats, grad_logits=grad_logits, token_index=token_index,
+        )  # fmt: skip
+        return
+    labels, class_weight, token_weight = targets
+    if token_index is None:
+        token_index = torch.arange(labels.shape[0], device=labels.device)
+    some = Targets(labels[token_index], class_weight, None if token_weight is None else token_weight[token_index])
+    known = cross_entropy_reference(logits, some, options)
+    losses.index_copy_(0, token_index, known.losses)
+    if stats is not None:
+        for whole, part in zip(stats[1:], known[1:], strict=True):
+            whole.index_copy_(0, token_index, part)
     if with_gradient:
-        logits.copy_(_cross_entropy_gradient_reference(logits, labels, class_weight, lse, grad_losses, options))
-    return losses, lse, predictions
+        scale = grad_scale[token_index] if grad_scale is not None and grad_scale.dim() else grad_scale
+        logits.copy_(_gradient_reference(logits, some, known.lse, scale, options))
 
 
-def _fake_forward(logits: Tensor, labels: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    losses = logits.new_empty(logits.shape[:1], dtype=torch.float32)
-    predictions = logits.new_empty(logits.shape[:1], dtype=torch.int64)
-    return losses, torch.empty_like(losses), predictions, torch.empty_like(losses)
+def _list_outputs(reduction: str, gradient: str, with_stats: bool) -> tuple[str, ...]:
+    names = ["losses"]
+    if reduction != "none":
+        names.append("loss")
+    if reduction == "mean":
+        names.append("mean_scale")
+    if gradient == "now":
+        names.append("grad_logits")
+    if gradient == "later":
+        names += ["lse", "lse_error"]
+    if with_stats:
+        names += ["log_probabilities", "lse", "entropy", "predictions", "correct"]
+    return tuple(dict.fromkeys(names))
+
+
+# What the op returns, in order, by its reduction, gradient and with_stats.
+_OUTPUTS = {key: _list_outputs(*key) for key in itertools.product(REDUCTIONS, ("now", "later", "never"), (False, True))}
+_NOT_FLOAT = {"predictions": torch.int64, "correct": torch.bool}
+
+
+def _allocate(name: str, logits: Tensor) -> Tensor:
+    if name == "grad_logits":
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    shape = () if name in ("loss", "mean_scale") else logits.shape[:1]
+    return logits.new_empty(shape, dtype=_NOT_FLOAT.get(name, torch.float32))
+
+
+def _fake_forward(
+    logits: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    reduction: str,
+    gradient: str,
+    with_stats: bool,
+    *scalars: float,
+) -> list[Tensor]:
+    return [_allocate(name, logits) for name in _OUTPUTS[reduction, gradient, with_stats]]
 
 
 @backend.register_op(
-    "cross_entropy_forward(Tensor logits, Tensor labels, Tensor? class_weight, int ignore_index, float label_smoothing,"
-    " float softcap, float logit_scale, float z_loss_weight) -> (Tensor, Tensor, Tensor, Tensor)",
+    "cross_entropy_forward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, str reduction,"
+    " str gradient, bool with_stats, int ignore_index, float label_smoothing, float softcap, float logit_scale,"
+    " float z_loss_weight) -> Tensor[]",
     fake=_fake_forward,
 )
 def _cross_entropy_forward(
-    logits: Tensor, labels: Tensor, class_weight: Tensor | None, *scalars: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _launch_forward(logits, labels, class_weight, None, TokenLossOptions.from_scalars(*scalars), False)
+    logits: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    reduction: str,
+    gradient: str,
+    with_stats: bool,
+    *scalars: float,
+) -> list[Tensor]:
+    """The tensors of ``_OUTPUTS``; ``gradient`` is "now", "later" (keeps what one needs by then) or "never"."""
+    options = TokenLossOptions.from_scalars(*scalars)
+    targets = Targets(labels, class_weight, token_weight)
+    names = _OUTPUTS[reduction, gradient, with_stats]
+    outputs = {name: _allocate(name, logits) for name in names if name != "loss"}
+    mean_scale = outputs.get("mean_scale")
+    launch_loss(
+        logits,
+        targets,
+        None,
+        options,
+        losses=outputs["losses"],
+        mean_scale=mean_scale,
+        lse=outputs.get("lse"),
+        lse_error=outputs.get("lse_error"),
+        stats=TokenStats(*(outputs[field] for field in TokenStats._fields)) if with_stats else None,
+        grad_logits=outputs.get("grad_logits"),
+    )
+    if reduction != "none":
+        outputs["loss"] = reduce_losses(outputs["losses"], mean_scale)
+    return [outputs[name] for name in names]
 
 
 @backend.register_op(
-    "cross_entropy_backward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor lse, Tensor lse_error,"
-    " Tensor grad_losses, int ignore_index, float label_smoothing, float softcap, float logit_scale,"
+    "cross_entropy_backward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor lse,"
+    " Tensor lse_error, Tensor grad_scale, int ignore_index, float label_smoothing, float softcap, float logit_scale,"
     " float z_loss_weight) -> Tensor",
     fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
@@ -434,46 +245,69 @@ def _cross_entropy_backward(
     logits: Tensor,
     labels: Tensor,
     class_weight: Tensor | None,
+    token_weight: Tensor | None,
     lse: Tensor,
     lse_error: Tensor,
-    grad_losses: Tensor,
+    grad_scale: Tensor,
     *scalars: float,
 ) -> Tensor:
-    options = TokenLossOptions.from_scalars(*scalars)
-    num_tokens, vocab_size = logits.shape
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if num_tokens == 0:
-        return grad_logits
-    _cross_entropy_backward_kernel[(num_tokens,)](
-        logits_ptr=logits,
-        grad_logits_ptr=grad_logits,
-        labels_ptr=labels.contiguous(),
-        lse_ptr=lse,
-        lse_error_ptr=lse_error,
-        grad_losses_ptr=grad_losses.contiguous(),
-        logits_row_stride=logits.stride(0),
-        grad_logits_row_stride=grad_logits.stride(0),
-        **_launch_arguments(vocab_size, class_weight, options),
-    )
+    targets, options = Targets(labels, class_weight, token_weight), TokenLossOptions.from_scalars(*scalars)
+    launch_gradient(logits, targets, grad_scale, options, lse=lse, lse_error=lse_error, grad_logits=grad_logits)
     return grad_logits
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
+    """Losses or their reduction, then the stats."""
+
     @staticmethod
-    def forward(ctx, logits, labels, class_weight, options):
-        losses, lse, predictions, lse_error = _cross_entropy_forward(
-            logits, labels, class_weight, *options.as_scalars()
-        )
-        ctx.save_for_backward(logits, labels, class_weight, lse, lse_error)
+    def forward(ctx, logits, labels, class_weight, token_weight, settings):
+        options, reduction, with_stats, inplace_backward = settings
+        targets = (labels, class_weight, token_weight)
+        one_factor = reduction != "none" and logits.dtype != torch.float16 and not inplace_backward
+        gradient = "now" if one_factor else "later"
+        values = _cross_entropy_forward(logits, *targets, reduction, gradient, with_stats, *options.as_scalars())
+        outputs = dict(zip(_OUTPUTS[reduction, gradient, with_stats], values, strict=True))
+        ctx.inplace_backward = inplace_backward
         ctx.options = options
-        ctx.mark_non_differentiable(lse, predictions)
-        return losses, lse, predictions
+        ctx.gradient = gradient
+        if gradient == "now":
+            ctx.save_for_backward(outputs["grad_logits"])
+        else:
+            saved = (logits, *targets, outputs["lse"], outputs["lse_error"], outputs.get("mean_scale"))
+            ctx.save_for_backward(*saved)
+        loss = outputs["losses" if reduction == "none" else "loss"]
+        if not with_stats:
+            return loss
+        # Without a reduction the losses are the loss, whose gradient they must not lose.
+        fields = [field for field in TokenStats._fields if reduction != "none" or field != "losses"]
+        stats = [outputs[field] for field in fields]
+        ctx.mark_non_differentiable(*stats)
+        return loss, *stats
 
     @staticmethod
     @backend.once_differentiable
-    def backward(ctx, grad_losses, *_):
-        grad_logits = _cross_entropy_backward(*ctx.saved_tensors, grad_losses, *ctx.options.as_scalars())
-        return grad_logits, None, None, None
+    def backward(ctx, grad_loss, *_):
+        if ctx.gradient == "now":
+            (gradient,) = ctx.saved_tensors
+            return (
+                scale_gradient(gradient, grad_loss, gradient.dtype, in_place=backend.graph_ends()),
+                None,
+                None,
+                None,
+                None,
+            )
+        logits, *targets, lse, lse_error, mean_scale = ctx.saved_tensors
+        grad_scale = grad_loss if mean_scale is None else grad_loss * mean_scale
+        if ctx.inplace_backward and not backend.is_traced():
+            launch_gradient(
+                logits, Targets(*targets), grad_scale, ctx.options, lse=lse, lse_error=lse_error, grad_logits=logits
+            )
+            # Whoever else needs the logits, a second backward pass too, now hears that they are gone.
+            torch.autograd.graph.increment_version(logits)
+            return logits.detach(), None, None, None, None
+        scalars = ctx.options.as_scalars()
+        return _cross_entropy_backward(logits, *targets, lse, lse_error, grad_scale, *scalars), None, None, None, None
 
 
 def cross_entropy(
@@ -486,9 +320,11 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     *,
+    token_weight: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss_weight: float = 0.0,
+    inplace_backward: bool = False,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStats]:
     """Cross entropy, call-compatible with :func:`torch.nn.functional.cross_entropy`.
@@ -500,15 +336,20 @@ def cross_entropy(
         weight: Class weights, ``[vocab_size]``; not differentiable.
         size_average, reduce: PyTorch's deprecated spellings of ``reduction``.
         ignore_index: Label of tokens that contribute neither loss nor gradient.
-        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by class weight.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by their weight.
         label_smoothing: Share of the target that is spread over all classes, between 0 and 1.
+        token_weight: Factor of each token's loss, ``target``'s shape; the mean divides by its sum (times the labels'
+            class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss.
-        return_stats: Whether to also return :class:`TokenStats`.
+        inplace_backward: Whether backward may write the gradient over ``input``'s storage, so that no second tensor of
+            that size ever exists. Only for logits that nobody reads afterwards; autograd refuses if it knows of
+            somebody. On the CPU, and while compiling, it changes nothing.
+        return_stats: Whether to also return :class:`~liger_ops.token_loss.TokenStats`.
 
     Returns:
-        The loss in at least float32, with :class:`TokenStats` (shaped as ``target``) on request.
+        The loss in at least float32, with :class:`~liger_ops.token_loss.TokenStats` (shaped as ``target``) on request.
 
     Raises:
         ValueError: For shapes, dtypes or options that do not fit; for labels out of range if they are on the CPU (on
@@ -520,10 +361,11 @@ def cross_entropy(
     options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     class_dim = 1 if input.dim() > 1 else 0
     if target.is_floating_point():
-        if return_stats or (softcap, logit_scale, z_loss_weight) != (None, 1.0, 0.0):
+        extras = (token_weight, softcap, logit_scale, z_loss_weight, inplace_backward)
+        if return_stats or extras != (None, None, 1.0, 0.0, False):
             raise ValueError(
-                f"target must be class indices (torch.int64) with softcap, logit_scale, z_loss_weight or return_stats,"
-                f" got {target.dtype}"
+                "target must be class indices (torch.int64) with token_weight, softcap, logit_scale, z_loss_weight,"
+                f" inplace_backward or return_stats, got {target.dtype}"
             )
         return F.cross_entropy(input, target, weight, reduction=reduction, label_smoothing=label_smoothing)
     if input.dim() == 0 or target.shape != input.shape[:class_dim] + input.shape[class_dim + 1 :]:
@@ -532,21 +374,40 @@ def cross_entropy(
             f" {tuple(input.shape)}, target {tuple(target.shape)}"
         )
     vocab_size = input.shape[class_dim]
-    if weight is not None and weight.shape != (vocab_size,):
-        raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
+    check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
 
-    logits = input.movedim(class_dim, -1).reshape(-1, vocab_size)
-    labels = target.reshape(-1)
-    class_weight = None if weight is None else weight.detach().contiguous()
+    logits = input if input.dim() == 2 else input.movedim(class_dim, -1).reshape(-1, vocab_size)
+    targets = flat_targets(target, weight, token_weight)
     if backend.use_triton(input):
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        losses, lse, predictions = _CrossEntropyFunction.apply(logits, labels, class_weight, options)
+        inplace_backward = inplace_backward and logits.stride(0) >= vocab_size  # rows that share no memory
+        loss, *stats = _run_kernels(logits, targets, options, reduction, return_stats, inplace_backward)
     else:
-        losses, lse, predictions = cross_entropy_reference(logits, labels, class_weight, options)
-    loss = reduce_losses(losses, labels, class_weight, options, reduction)
+        stats = cross_entropy_reference(logits, targets, options)
+        loss = stats.losses
+        if reduction != "none":
+            mean_scale = None
+            if reduction == "mean":
+                mean_scale = plan_tokens(targets, vocab_size, ignore_index, logits, with_order=False).mean_scale
+            loss = reduce_losses(loss, mean_scale)
     if reduction == "none":
         loss = loss.view(target.shape)
     if not return_stats:
         return loss
-    return loss, TokenStats(*(stat.detach().view(target.shape) for stat in (losses, lse, predictions)))
+    return loss, TokenStats(*(stat.detach().view(target.shape) for stat in stats))
+
+
+def _run_kernels(
+    logits: Tensor, targets: Targets, options: TokenLossOptions, reduction: str, with_stats: bool, inplace: bool
+) -> tuple[Tensor, ...]:
+    """The loss, then the stats if they are wanted."""
+    if backend.needs_graph(logits):
+        results = _CrossEntropyFunction.apply(logits, *targets, (options, reduction, with_stats, inplace))
+        if not with_stats:
+            return (results,)
+        return (results[0], *results) if reduction == "none" else results
+    values = _cross_entropy_forward(logits, *targets, reduction, "never", with_stats, *options.as_scalars())
+    outputs: dict[str, Any] = dict(zip(_OUTPUTS[reduction, "never", with_stats], values, strict=True))
+    loss = outputs["losses" if reduction == "none" else "loss"]
+    return loss, *([outputs[field] for field in TokenStats._fields] if with_stats else [])

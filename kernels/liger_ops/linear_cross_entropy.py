@@ -2,11 +2,13 @@
 
 Chunks of tokens are projected, turned into their loss and gradient in place, and reduced to the gradients of the
 hidden states and the head at once, so a training step costs the three matrix products it would cost anyway and the
-memory of one chunk. Forward therefore saves gradients, not activations; ``reduction="none"``, whose upstream gradient
+memory of one chunk. Forward therefore saves gradients, not activations, and the mean's 1 / n is in them already (not in
+float16's, which could underflow); ``reduction="none"``, whose upstream gradient
 is not known in forward, projects once more in backward. The idea of taking the gradient in forward is from Liger
 Kernel (arXiv:2410.10989); see :mod:`liger_ops.cross_entropy` for the formula and its options.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -19,18 +21,21 @@ from liger_ops.chunked_loss import (
     choose_accumulate_dtype,
     choose_chunk_size,
     chunked_linear_loss,
-    default_chunk_bytes,
-    scale_gradient,
+    default_chunk_size,
 )
 from liger_ops.cross_entropy import cross_entropy, loss_and_gradient_in_place
+from liger_ops.scale_gradient import scale_gradient
 from liger_ops.token_loss import (
     IGNORE_INDEX,
+    Targets,
     TokenLossOptions,
     TokenStats,
     check_labels,
     check_reduction,
-    mean_denominator,
+    check_weights,
+    flat_targets,
 )
+from liger_ops.token_plan import plan_tokens, reduce_losses
 
 
 def linear_cross_entropy_reference(
@@ -42,35 +47,48 @@ def linear_cross_entropy_reference(
     return cross_entropy(logits, target, **kwargs)
 
 
+# Without a reduction the losses of the stats are the loss itself, which an op may return only once.
+_FIRST_STAT = {"none": 1, "sum": 0, "mean": 0}
+
+
+def _is_mean_in_gradient(reduction: str, dtype: torch.dtype) -> bool:
+    return reduction == "mean" and dtype != torch.float16
+
+
 def _fake_linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     class_weight: Tensor | None,
+    token_weight: Tensor | None,
     grad_losses: Tensor | None,
     chunk_size: int,
     accumulate_dtype: torch.dtype,
+    max_valid_tokens: int | None,
     needs_gradient: list[bool],
+    reduction: str,
+    with_stats: bool,
     *scalars: float,
-) -> tuple[Tensor, ...]:
-    losses = input.new_empty(input.shape[:1], dtype=torch.promote_types(input.dtype, torch.float32))
+) -> list[Tensor]:
+    dtype = torch.promote_types(input.dtype, torch.float32)
     needs_input, needs_weight, needs_bias = needs_gradient
-    return (
-        losses,
-        torch.empty_like(losses),
-        torch.empty_like(labels),
+    outputs = [
+        labels.new_empty(labels.shape if reduction == "none" else (), dtype=dtype),
+        labels.new_empty((), dtype=dtype),
         input.new_empty(input.shape if needs_input else 0),
         weight.new_empty(weight.shape if needs_weight else 0, dtype=accumulate_dtype),
         weight.new_empty(weight.shape[0] if needs_bias else 0, dtype=accumulate_dtype),
-    )
+    ]
+    stats = TokenStats.of_ignored(labels, dtype)[_FIRST_STAT[reduction] :] if with_stats else ()
+    return [*outputs, *stats]
 
 
 @backend.register_op(
     "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight,"
-    " Tensor? grad_losses, SymInt chunk_size, ScalarType accumulate_dtype, bool[] needs_gradient, int ignore_index,"
-    " float label_smoothing, float softcap, float logit_scale, float z_loss_weight)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size, ScalarType accumulate_dtype,"
+    " SymInt? max_valid_tokens, bool[] needs_gradient, str reduction, bool with_stats, int ignore_index,"
+    " float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
     fake=_fake_linear_cross_entropy,
 )
 def _linear_cross_entropy(
@@ -79,100 +97,111 @@ def _linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     class_weight: Tensor | None,
+    token_weight: Tensor | None,
     grad_losses: Tensor | None,
     chunk_size: int,
     accumulate_dtype: torch.dtype,
+    max_valid_tokens: int | None,
     needs_gradient: list[bool],
+    reduction: str,
+    with_stats: bool,
     *scalars: float,
-) -> tuple[Tensor, ...]:
-    """Losses, lse, predictions, and the gradients of ``sum(losses * grad_losses)`` that ``needs_gradient`` names."""
-    options = TokenLossOptions.from_scalars(*scalars)
-    losses = input.new_zeros(input.shape[:1], dtype=torch.promote_types(input.dtype, torch.float32))
-    lse = torch.zeros_like(losses)
-    predictions = torch.full_like(labels, options.ignore_index)
+) -> list[Tensor]:
+    """The loss, the mean's factor, the gradients that ``needs_gradient`` names, and the stats.
 
-    def chunk_loss(logits: Tensor, index: Tensor) -> None:
-        stats = loss_and_gradient_in_place(
+    The gradients are those of ``sum(losses)``, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"``
+    takes ``grad_losses``.
+    """
+    options = TokenLossOptions.from_scalars(*scalars)
+    targets = Targets(labels, class_weight, token_weight)
+    num_tokens = labels.shape[0]
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    in_order = chunk_size >= num_tokens
+    plan = plan_tokens(targets, weight.shape[0], options.ignore_index, input, with_order=not in_order)
+    stats = TokenStats.of_ignored(labels, dtype) if with_stats else None
+    losses = torch.zeros_like(labels, dtype=dtype) if stats is None else stats.losses
+    if in_order or (max_valid_tokens is None and input.is_cuda and torch.cuda.is_current_stream_capturing()):
+        max_valid_tokens = num_tokens
+    elif max_valid_tokens is not None:  # tokens that the bound leaves out by mistake must not look like ignored ones
+        losses.masked_fill_(labels != options.ignore_index, torch.nan)
+    grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else grad_losses
+
+    def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
+        loss_and_gradient_in_place(
             logits,
-            labels[index],
-            class_weight,
-            None if grad_losses is None else grad_losses[index],
+            targets,
+            grad_scale,
             options,
-            any(needs_gradient),
+            token_index=index,
+            with_gradient=any(needs_gradient),
+            losses=losses,
+            stats=stats,
         )
-        for whole, part in zip((losses, lse, predictions), stats, strict=True):
-            whole.index_copy_(0, index, part)
 
     gradients = chunked_linear_loss(
         input,
         weight,
         bias,
-        KeptTokens.of(labels, options.ignore_index),
+        KeptTokens(plan, max_valid_tokens),
         chunk_loss,
         chunk_size=chunk_size,
         accumulate_dtype=accumulate_dtype,
         needs_gradient=(needs_gradient[0], needs_gradient[1], needs_gradient[2]),
     )
-    return losses, lse, predictions, *gradients
+    loss = losses if reduction == "none" else reduce_losses(losses, plan.mean_scale if reduction == "mean" else None)
+    return [loss, plan.mean_scale, *gradients, *(stats or ())[_FIRST_STAT[reduction] :]]
 
 
-class _LossSumFunction(torch.autograd.Function):
-    """The summed loss, whose gradients are taken in forward and only scaled in backward."""
+class _LinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss, then the stats.
+
+    A sum or a mean has its gradients from forward and only scales them in backward; losses of single tokens wait for
+    backward to bring each token's factor.
+    """
 
     @staticmethod
-    def forward(ctx, input, weight, bias, labels, class_weight, options, chunk_size, accumulate_dtype, needs_gradient):
-        losses, lse, predictions, *gradients = _linear_cross_entropy(
-            input, weight, bias, labels, class_weight, None, chunk_size, accumulate_dtype, needs_gradient,
-            *options.as_scalars(),
+    def forward(ctx, input, weight, bias, labels, class_weight, token_weight, needs_gradient, settings):
+        chunk_size, accumulate_dtype, max_valid_tokens, reduction, with_stats, options = settings
+        tensors = (input, weight, bias, labels, class_weight, token_weight)
+        wait = reduction == "none"
+        loss, mean_scale, *others = _linear_cross_entropy(
+            *tensors, None, chunk_size, accumulate_dtype, max_valid_tokens,
+            [False] * 3 if wait else needs_gradient, reduction, with_stats, *options.as_scalars(),
         )  # fmt: skip
-        ctx.save_for_backward(*gradients)
+        gradients, stats = others[:3], others[3:]
+        ctx.save_for_backward(*(tensors if wait else (mean_scale, *gradients)))
         ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.needs_gradient = needs_gradient
-        ctx.mark_non_differentiable(losses, lse, predictions)
-        return losses.sum(), losses, lse, predictions
+        ctx.settings = settings
+        ctx.mark_non_differentiable(*stats)
+        return loss, *stats
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx, grad_loss, *_):
-        # A graph that ends with this pass needs no second buffer of the head's size.
-        compiling = torch.compiler.is_compiling()
-        in_place = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
-        scaled = (
-            scale_gradient(gradient, grad_loss, dtype, in_place=in_place) if needed else None
-            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_gradient, strict=True)
-        )
-        return *scaled, None, None, None, None, None, None
-
-
-class _TokenLossFunction(torch.autograd.Function):
-    """Per-token losses, whose gradients wait for backward to bring each token's factor."""
-
-    @staticmethod
-    def forward(ctx, input, weight, bias, labels, class_weight, options, chunk_size, accumulate_dtype, needs_gradient):
-        losses, lse, predictions, *_ = _linear_cross_entropy(
-            input, weight, bias, labels, class_weight, None, chunk_size, accumulate_dtype, (False, False, False),
-            *options.as_scalars(),
-        )  # fmt: skip
-        ctx.save_for_backward(input, weight, bias, labels, class_weight)
-        ctx.arguments = (chunk_size, accumulate_dtype, needs_gradient, *options.as_scalars())
-        ctx.needs_gradient = needs_gradient
-        ctx.mark_non_differentiable(lse, predictions)
-        return losses, lse, predictions
-
-    @staticmethod
-    @backend.once_differentiable
-    def backward(ctx, grad_losses, *_):
-        input, weight, bias, labels, class_weight = ctx.saved_tensors
-        gradients = _linear_cross_entropy(input, weight, bias, labels, class_weight, grad_losses, *ctx.arguments)[3:]
-        cast = (
-            gradient.to(tensor.dtype) if needed else None
-            for gradient, tensor, needed in zip(gradients, (input, weight, bias), ctx.needs_gradient, strict=True)
-        )
-        return *cast, None, None, None, None, None, None
+        chunk_size, accumulate_dtype, max_valid_tokens, reduction, _, options = ctx.settings
+        if reduction == "none":
+            gradients = _linear_cross_entropy(
+                *ctx.saved_tensors, grad_loss, chunk_size, accumulate_dtype, max_valid_tokens, ctx.needs_gradient,
+                "none", False, *options.as_scalars(),
+            )[2:5]  # fmt: skip
+            scaled = (gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True))
+        else:
+            mean_scale, *gradients = ctx.saved_tensors
+            if reduction == "mean" and not _is_mean_in_gradient(reduction, ctx.dtypes[0]):
+                grad_loss = grad_loss * mean_scale
+            # A graph that ends with this pass needs no second buffer of the head's size.
+            in_place = backend.graph_ends()
+            scaled = (
+                scale_gradient(gradient, grad_loss, dtype, in_place=in_place) if needed else None
+                for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
+            )
+        needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))
+        return *needed, None, None, None, None, None
 
 
 def _check_arguments(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, max_valid_tokens: int | None
 ) -> None:
     vocab_size, hidden_size = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != hidden_size:
@@ -184,9 +213,10 @@ def _check_arguments(
             f"target must hold one label for each token of input: input has {tuple(input.shape[:-1])} tokens, target"
             f" has shape {tuple(target.shape)}"
         )
-    for name, tensor in (("linear_bias", linear_bias), ("weight", weight)):
-        if tensor is not None and tensor.shape != (vocab_size,):
-            raise ValueError(f"{name} must have shape {(vocab_size,)}, got {tuple(tensor.shape)}")
+    if linear_bias is not None and linear_bias.shape != (vocab_size,):
+        raise ValueError(f"linear_bias must have shape {(vocab_size,)}, got {tuple(linear_bias.shape)}")
+    if max_valid_tokens is not None and max_valid_tokens < 0:
+        raise ValueError(f"max_valid_tokens must not be negative, got {max_valid_tokens}")
 
 
 def linear_cross_entropy(
@@ -200,11 +230,13 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
+    token_weight: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss_weight: float = 0.0,
     chunk_bytes: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    max_valid_tokens: int | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStats]:
     """Cross entropy of ``input @ linear_weight.T + linear_bias``, call-compatible with PyTorch's function of that name.
@@ -216,17 +248,22 @@ def linear_cross_entropy(
             of more dimensions, are computed through whole logits, as PyTorch does.
         linear_bias: The head's bias, ``[vocab_size]``.
         weight: Class weights, ``[vocab_size]``; not differentiable.
-        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by class weight.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by their weight.
         ignore_index: Label of tokens that contribute nothing and cost nothing; None means -100.
         label_smoothing: Share of the target that is spread over all classes, between 0 and 1.
         options: PyTorch's ``LinearCrossEntropyOptions``; its ``batch_chunk_size`` and ``acc_dtype`` are followed.
+        token_weight: Factor of each token's loss, ``target``'s shape; the mean divides by its sum (times the labels'
+            class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss.
-        chunk_bytes: Budget for one chunk of logits; by default 512 MiB on a GPU and 8 MiB on a CPU. A chunk never
-            holds all tokens (unless there is only one).
+        chunk_bytes: Budget for one chunk of logits, which never holds all tokens; by default 512 MiB to 1 GiB on a GPU
+            (see :func:`~liger_ops.chunked_loss.default_chunk_size`) and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
             bfloat16 over at most 8 chunks, everything else in at least float32.
+        max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows. On a GPU the host then
+            need not wait, once the first of several chunks is queued, for the device to count them. A bound that is
+            too small gives a NaN loss.
         return_stats: Whether to also return :class:`~liger_ops.token_loss.TokenStats`.
 
     Returns:
@@ -249,52 +286,44 @@ def linear_cross_entropy(
             )
         return linear_cross_entropy_reference(
             input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale,
-            z_loss_weight=z_loss_weight, return_stats=return_stats,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,
+            logit_scale=logit_scale, z_loss_weight=z_loss_weight, return_stats=return_stats,
         )  # fmt: skip
     token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
-    _check_arguments(input, linear_weight, target, linear_bias, weight)
+    _check_arguments(input, linear_weight, target, linear_bias, max_valid_tokens)
+    check_weights(weight, token_weight, target, linear_weight.shape[0])
     check_labels("target", target, linear_weight.shape[0], ignore_index)
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes}")
 
-    needs_gradient = tuple(
+    needs_gradient = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (input, linear_weight, linear_bias)
-    )
-    hidden_states = input.reshape(-1, input.shape[-1])
-    tensors = [hidden_states, linear_weight, linear_bias]
-    if torch.is_autocast_enabled(input.device.type):
+    ]
+    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias]
+    is_autocast = torch.is_autocast_enabled(input.device.type)
+    if is_autocast:
         dtype = torch.get_autocast_dtype(input.device.type)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     elif linear_weight.dtype != input.dtype:
         raise ValueError(f"linear_weight must have input's dtype {input.dtype}, got {linear_weight.dtype}")
 
-    labels = target.reshape(-1)
-    num_tokens, vocab_size = labels.shape[0], linear_weight.shape[0]
-    chunk_size = getattr(options, "batch_chunk_size", None) or choose_chunk_size(
-        num_tokens,
-        vocab_size,
-        tensors[0].element_size(),
-        default_chunk_bytes(input.device) if chunk_bytes is None else chunk_bytes,
-    )
+    sizes = target.numel(), linear_weight.shape[0], tensors[0].element_size()
+    chunk_size = getattr(options, "batch_chunk_size", None)
+    if chunk_size is None and chunk_bytes is not None:
+        chunk_size = choose_chunk_size(*sizes, chunk_bytes)
+    elif chunk_size is None:
+        chunk_size = default_chunk_size(*sizes, input.device)
     accumulate_dtype = (
         accumulate_dtype
         or getattr(options, "acc_dtype", None)
-        or choose_accumulate_dtype(tensors[1].dtype, -(-num_tokens // chunk_size))
+        or choose_accumulate_dtype(tensors[1].dtype, -(-sizes[0] // chunk_size))
     )
-    class_weight = None if weight is None else weight.detach().contiguous()
-    function = _TokenLossFunction if reduction == "none" else _LossSumFunction
-    with torch.autocast(input.device.type, enabled=False):
-        loss, *stats = function.apply(
-            *tensors, labels, class_weight, token_options, chunk_size, accumulate_dtype, needs_gradient
-        )
+    targets = flat_targets(target, weight, token_weight)
+    settings = (chunk_size, accumulate_dtype, max_valid_tokens, reduction, return_stats, token_options)
+    with torch.autocast(input.device.type, enabled=False) if is_autocast else contextlib.nullcontext():
+        loss, *stats = _LinearCrossEntropyFunction.apply(*tensors, *targets, needs_gradient, settings)
     if reduction == "none":
         stats = [loss.detach(), *stats]
         loss = loss.view(target.shape)
-    elif reduction == "mean":
-        denominator = mean_denominator(labels, class_weight, token_options, loss.dtype)
-        # The mean of nothing is NaN but, as in PyTorch, its gradient is zero.
-        nothing = denominator == 0
-        loss = (loss / denominator.masked_fill(nothing, 1.0)).masked_fill(nothing, torch.nan)
     return (loss, TokenStats(*(stat.view(target.shape) for stat in stats))) if return_stats else loss

@@ -1,5 +1,6 @@
-"""What every loss over class indices shares: its options, the checks of its arguments, and how tokens are reduced."""
+"""What every loss over class indices shares: options, targets, statistics and the checks of arguments."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class TokenLossOptions:
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
 
     @classmethod
+    @functools.cache
     def from_scalars(
         cls, ignore_index: int, label_smoothing: float, softcap: float, logit_scale: float, z_loss_weight: float
     ) -> "TokenLossOptions":
@@ -44,16 +46,39 @@ class TokenLossOptions:
         return cls(ignore_index, label_smoothing, softcap or None, logit_scale, z_loss_weight)
 
 
+class Targets(NamedTuple):
+    """What is to be predicted, and how much it matters."""
+
+    labels: Tensor
+    """``[num_tokens]``, int64: class indices, or ``ignore_index``."""
+    class_weight: Tensor | None
+    """``[vocab_size]`` or None."""
+    token_weight: Tensor | None
+    """``[num_tokens]`` or None."""
+
+
 class TokenStats(NamedTuple):
-    """What the loss knew about each token; none of it carries gradients. Zero at ignored tokens."""
+    """What the loss knew about each token; none of it carries gradients. Zero or False at ignored tokens."""
 
     losses: Tensor
-    """``[num_tokens]``, float32: each token's loss before reduction."""
+    """``[num_tokens]``, float32: each token's loss before reduction, weights included."""
+    log_probabilities: Tensor
+    """``[num_tokens]``, float32: logarithm of the label's probability, whatever else the loss is made of."""
     lse: Tensor
     """``[num_tokens]``, float32: log-sum-exp of the token's scaled and capped logits."""
+    entropy: Tensor
+    """``[num_tokens]``, float32: entropy of the predicted distribution, in nats."""
     predictions: Tensor
     """``[num_tokens]``, int64: the class with the largest logit (the first of equals), ``ignore_index`` at ignored
     tokens."""
+    correct: Tensor
+    """``[num_tokens]``, bool: whether the prediction is the label."""
+
+    @classmethod
+    def of_ignored(cls, labels: Tensor, dtype: torch.dtype) -> "TokenStats":
+        """What is known of ``labels`` that are all ignored: room for those that are not."""
+        losses, log_probabilities, lse, entropy = (torch.zeros_like(labels, dtype=dtype) for _ in range(4))
+        return cls(losses, log_probabilities, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
 
 
 def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -69,26 +94,23 @@ def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) 
             )
 
 
-def reduce_losses(
-    losses: Tensor, labels: Tensor, class_weight: Tensor | None, options: TokenLossOptions, reduction: str
-) -> Tensor:
-    """Per-token losses as they are, their sum, or their mean over the (weighted) tokens that are not ignored."""
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / mean_denominator(labels, class_weight, options, losses.dtype)
+def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int) -> None:
+    """Raises a ValueError for weights that do not fit."""
+    if weight is not None and weight.shape != (vocab_size,):
+        raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise ValueError(
+            f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
+        )
 
 
-def mean_denominator(
-    labels: Tensor, class_weight: Tensor | None, options: TokenLossOptions, dtype: torch.dtype
-) -> Tensor:
-    """What the summed losses are divided by under ``reduction="mean"``: 0 when every token is ignored."""
-    kept = labels != options.ignore_index
-    if class_weight is None:
-        return kept.sum(dtype=dtype)
-    safe_labels = labels.clamp(0, class_weight.shape[0] - 1)
-    return class_weight.to(dtype)[safe_labels].where(kept, 0.0).sum()
+def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | None) -> Targets:
+    """One row of labels and weights, contiguous and free of gradients."""
+    return Targets(
+        target.reshape(-1).contiguous(),
+        None if weight is None else weight.detach().contiguous(),
+        None if token_weight is None else token_weight.detach().reshape(-1).contiguous(),
+    )
 
 
 def check_reduction(reduction: str) -> None:

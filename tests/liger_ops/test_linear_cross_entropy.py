@@ -3,30 +3,50 @@
 import importlib
 import inspect
 import itertools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from liger_ops import TokenStats, backend, cross_entropy, linear_cross_entropy
-from liger_ops.cross_entropy import TokenLossOptions
+from liger_ops.token_loss import REDUCTIONS, TokenLossOptions
 from tests.liger_ops.accuracy import assert_as_accurate
-from tests.liger_ops.test_cross_entropy import DTYPES, OPTIONS, make_options, plain_cross_entropy
+from tests.liger_ops.test_cross_entropy import (
+    DTYPES,
+    OPTIONS,
+    assert_stats_match_plain,
+    make_options,
+    plain_cross_entropy,
+)
 
 MODULE = importlib.import_module("liger_ops.linear_cross_entropy")  # the package's attribute is the function
 HIDDEN = 16
 NAMES = ("input", "linear_weight", "linear_bias")
+WHOLE = 1000  # stands for as many rows as there are, in one chunk
 
 
 @pytest.fixture(params=["kernel", "reference"])
-def device(request, triton_device, monkeypatch):
+def device(
+    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> torch.device:
     """Each test runs on the Triton path and on the PyTorch path of the same device."""
     if request.param == "reference":
         monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
     return triton_device
 
 
-def make_batch(num_tokens, vocab_size, *, dtype=torch.float32, device="cpu", ignore_index=-100):
+def make_batch(
+    num_tokens: int,
+    vocab_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    ignore_index: int = -100,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Hidden states, a head whose logits spread by about 2, its bias, and labels of which every fourth is ignored."""
     shapes = ((num_tokens, HIDDEN), (vocab_size, HIDDEN), (vocab_size,))
     tensors = tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
@@ -38,11 +58,21 @@ def make_batch(num_tokens, vocab_size, *, dtype=torch.float32, device="cpu", ign
     return tensors, labels.to(device)
 
 
-def plain_linear_cross_entropy(input, linear_weight, labels, *, linear_bias=None, **options):
+def plain_linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, labels: Tensor, *, linear_bias: Tensor | None = None, **options: Any
+) -> Tensor:
     return plain_cross_entropy(F.linear(input, linear_weight, linear_bias), labels, **options)
 
 
-def loss_and_gradients(function, tensors, labels, upstream=None, *, needed=(True, True, True), **options):
+def loss_and_gradients(
+    function: Callable[..., Tensor],
+    tensors: Sequence[Tensor | None],
+    labels: Tensor,
+    upstream: Tensor | None = None,
+    *,
+    needed: tuple[bool, bool, bool] = (True, True, True),
+    **options: Any,
+) -> tuple[Tensor, ...]:
     leaves = [
         None if tensor is None else tensor.detach().requires_grad_(need)
         for tensor, need in zip(tensors, needed, strict=True)
@@ -52,17 +82,27 @@ def loss_and_gradients(function, tensors, labels, upstream=None, *, needed=(True
     return loss, *torch.autograd.grad(loss, wanted, None if upstream is None else upstream.to(loss))
 
 
-def chunks_of(num_rows, tensors):
-    """The option that makes chunks hold ``num_rows`` rows at most."""
+def chunks_of(num_rows: int, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+    """The option that makes chunks hold ``num_rows`` rows at most, or one chunk hold all of them if they are WHOLE."""
+    if num_rows == WHOLE:
+        return {"options": SimpleNamespace(batch_chunk_size=WHOLE)}
     return {"chunk_bytes": num_rows * tensors[1].shape[0] * tensors[1].element_size()}
 
 
-def assert_matches_plain(tensors, labels, upstream=None, *, rows=3, needed=(True, True, True), **options):
-    in_double = [None if tensor is None else tensor.double().cpu() for tensor in tensors]
-    on_cpu = {name: value.cpu() if name == "weight" else value for name, value in options.items()}
+def assert_matches_plain(
+    tensors: Sequence[Tensor | None],
+    labels: Tensor,
+    upstream: Tensor | None = None,
+    *,
+    rows: int = 3,
+    needed: tuple[bool, bool, bool] = (True, True, True),
+    **options: Any,
+) -> None:
+    in_double = [None if tensor is None else tensor.double() for tensor in tensors]
     run = {"upstream": upstream, "needed": needed}
-    truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels.cpu(), **run, **on_cpu)
-    eager = loss_and_gradients(plain_linear_cross_entropy, tensors, labels, **run, **options)
+    plain_options = {name: value for name, value in options.items() if name != "max_valid_tokens"}
+    truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels, **run, **plain_options)
+    eager = loss_and_gradients(plain_linear_cross_entropy, tensors, labels, **run, **plain_options)
     chunks = chunks_of(rows, tensors)
     actual = loss_and_gradients(linear_cross_entropy, tensors, labels, **run, **chunks, **options)
     names = ["loss", *(name for name, need in zip(NAMES, needed, strict=True) if need)]
@@ -77,24 +117,56 @@ def assert_matches_plain(tensors, labels, upstream=None, *, rows=3, needed=(True
     [(name, torch.float32) for name in OPTIONS] + list(itertools.product(["plain", "everything"], DTYPES[1:])),
     ids=str,
 )
-def test_loss_and_every_gradient_match_plain_pytorch(name, dtype, device):
-    options = make_options(name, 123, device)
-    tensors, labels = make_batch(7, 123, dtype=dtype, device=device, ignore_index=options.get("ignore_index", -100))
-    assert_matches_plain(tensors, labels, **options)
+def test_loss_and_every_gradient_match_plain_pytorch(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    options = make_options(name, 4, 123, device)
+    tensors, labels = make_batch(4, 123, dtype=dtype, device=device, ignore_index=options.get("ignore_index", -100))
+    assert_matches_plain(tensors, labels, rows=2, **options)
 
 
-@pytest.mark.parametrize(("num_tokens", "vocab_size"), [(1, 507), (37, 2), (3, 8193)])
+@pytest.mark.parametrize("rows", [2, WHOLE], ids=["chunks", "whole"])
+@pytest.mark.parametrize("reduction", ["none", "sum"])  # the mean meets every option above
+def test_weights_scale_single_losses_and_their_sum(reduction: str, rows: int, device: torch.device) -> None:
+    options = make_options("everything", 4, 50, device)
+    tensors, labels = make_batch(4, 50, device=device, ignore_index=options["ignore_index"])
+    upstream = torch.randn(4 if reduction == "none" else ())
+    assert_matches_plain(tensors, labels, upstream, rows=rows, reduction=reduction, **options)
+
+
+# One token, fewer classes than tokens, an odd vocabulary of more than a thousand, a single chunk.
 @pytest.mark.parametrize(
-    ("reduction", "upstream"),
-    [("none", "per_token"), ("none", "expanded"), ("sum", -2.5), ("mean", 1024.0)],
-    ids=lambda value: str(value),
+    ("num_tokens", "vocab_size", "rows", "reduction", "upstream"),
+    [
+        *(
+            (*sizes, *upstream)
+            for sizes in ((1, 507, WHOLE), (9, 2, 3), (3, 1025, 2))
+            for upstream in (("none", "per_token"), ("sum", -2.5))
+        ),
+        (5, 57, WHOLE, "none", "expanded"),
+        (5, 57, 2, "none", "expanded"),
+        (5, 57, WHOLE, "mean", 1024.0),
+        (5, 57, 2, "mean", 1024.0),
+    ],
+    ids=lambda value: "whole" if value == WHOLE else str(value),
 )
-def test_every_size_and_upstream_gradient_matches_plain_pytorch(num_tokens, vocab_size, reduction, upstream, device):
+def test_every_size_and_upstream_gradient_matches_plain_pytorch(
+    num_tokens: int, vocab_size: int, rows: int, reduction: str, upstream: str | float, device: torch.device
+) -> None:
     tensors, labels = make_batch(num_tokens, vocab_size, device=device)
     scale = 0.3 if upstream == "expanded" else upstream
     upstream = torch.randn(num_tokens) if upstream == "per_token" else torch.tensor(scale)
     upstream = upstream.expand(num_tokens) if reduction == "none" else upstream
-    assert_matches_plain(tensors, labels, upstream, rows=10, reduction=reduction, label_smoothing=0.1)
+    assert_matches_plain(tensors, labels, upstream, rows=rows, reduction=reduction, label_smoothing=0.1)
+
+
+# Rows that are multiples of 16 bytes, and rows that are padded to them.
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(56, torch.float32), (57, torch.float32), (56, torch.bfloat16), (62, torch.bfloat16), (63, torch.float16)],
+    ids=str,
+)
+def test_padded_rows_change_no_gradient(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    tensors, labels = make_batch(4, vocab_size, dtype=dtype, device=device)
+    assert_matches_plain(tensors, labels, rows=2)
 
 
 NEEDED = [needed for needed in itertools.product([True, False], repeat=3) if any(needed)]
@@ -102,33 +174,59 @@ NEEDED = [needed for needed in itertools.product([True, False], repeat=3) if any
 
 @pytest.mark.parametrize("needed", NEEDED, ids=lambda needed: "+".join(itertools.compress(NAMES, needed)))
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_gradients_can_be_taken_alone(reduction, needed, device):
-    tensors, labels = make_batch(7, 123, device=device)
-    assert_matches_plain(tensors, labels, torch.ones(7) if reduction == "none" else None, needed=needed,
-                         reduction=reduction)  # fmt: skip
+def test_gradients_can_be_taken_alone(reduction: str, needed: tuple[bool, bool, bool], device: torch.device) -> None:
+    tensors, labels = make_batch(2, 50, device=device)
+    upstream = torch.ones(2) if reduction == "none" else None
+    assert_matches_plain(tensors, labels, upstream, needed=needed, reduction=reduction)
 
 
-def test_works_without_a_bias(device):
-    tensors, labels = make_batch(7, 123, device=device)
-    assert_matches_plain((*tensors[:2], None), labels, needed=(True, True, False))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_works_without_a_bias(reduction: str, device: torch.device) -> None:
+    tensors, labels = make_batch(4, 50, device=device)
+    upstream = torch.ones(4) if reduction == "none" else None
+    assert_matches_plain(
+        (*tensors[:2], None), labels, upstream, rows=2, needed=(True, True, False), reduction=reduction
+    )
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_second_backward_gives_the_same_and_inputs_are_left_unchanged(reduction, device):
-    tensors, labels = make_batch(7, 123, device=device)
-    before = [tensor.clone() for tensor in (*tensors, labels)]
+def test_bias_of_minus_infinity_takes_classes_out(device: torch.device) -> None:
+    tensors, labels = make_batch(4, 50, device=device)
+    tensors[2][5:20] = -torch.inf
+    labels[1] = 30
+    assert_matches_plain(tensors, labels, rows=2)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype"),
+    [("none", torch.bfloat16), ("mean", torch.float32), ("mean", torch.float16), ("sum", torch.bfloat16)],
+    ids=str,
+)
+def test_second_backward_gives_the_same_and_inputs_are_left_unchanged(
+    reduction: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    tensors, labels = make_batch(7, 50, dtype=dtype, device=device)
+    weights = {"weight": torch.rand(50, device=device), "token_weight": torch.rand(7, device=device)}
+    upstream = torch.randn(7 if reduction == "none" else (), device=device)
+    inputs = (*tensors, labels, upstream, *weights.values())
+    before = [tensor.clone() for tensor in inputs]
     leaves = [tensor.requires_grad_() for tensor in tensors]
     loss = linear_cross_entropy(
-        leaves[0], leaves[1], labels, linear_bias=leaves[2], reduction=reduction, **chunks_of(3, tensors)
-    ).sum()
-    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+        leaves[0], leaves[1], labels, linear_bias=leaves[2], reduction=reduction, **weights, **chunks_of(3, tensors)
+    )
+    first, second = (torch.autograd.grad(loss, leaves, upstream, retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-    assert all(torch.equal(now, then) for now, then in zip((*tensors, labels), before, strict=True))
+    kept = [gradient.clone() for gradient in first]
+    last = torch.autograd.grad(loss, leaves, 2 * upstream)  # may reuse what the graph held
+    torch.testing.assert_close(last, tuple(2 * gradient for gradient in kept))
+    assert all(torch.equal(now, then) for now, then in zip(first, kept, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1 / 3), (torch.float16, 2.0**16)], ids=str)
-def test_upstream_gradient_is_not_rounded_to_the_dtype_of_the_head(dtype, scale, device):
+def test_upstream_gradient_is_not_rounded_to_the_dtype_of_the_head(
+    dtype: torch.dtype, scale: float, device: str
+) -> None:
     tensors, labels = make_batch(32, 50, dtype=dtype, device=device)
     options = {"reduction": "sum", "accumulate_dtype": dtype}
     (_, *stored), (_, *scaled) = (
@@ -139,66 +237,179 @@ def test_upstream_gradient_is_not_rounded_to_the_dtype_of_the_head(dtype, scale,
         assert torch.equal(after, (before.float() * scale).to(dtype))
 
 
-def test_layout_of_inputs_does_not_matter(device):
-    (input, weight, bias), labels = make_batch(8, 123, device=device)
-    expected = loss_and_gradients(linear_cross_entropy, (input, weight, bias), labels)
+def test_loss_scale_keeps_the_mean_of_float16_from_underflow(device: torch.device) -> None:
+    tensors, labels = make_batch(8, 50, dtype=torch.float16, device=device)
+    tensors[0][0] *= 50
+    labels[0] = F.linear(*tensors)[0].argmax()  # certain and right: all it does is to make the mean's divisor large
+    token_weight = torch.ones(8, device=device)
+    token_weight[0] = 2.0**20
+    assert_matches_plain(tensors, labels, torch.tensor(2.0**20), token_weight=token_weight)
+
+
+@pytest.mark.parametrize("rows", [3, WHOLE], ids=["chunks", "whole"])
+def test_layout_of_inputs_does_not_matter(rows: int, device: torch.device) -> None:
+    (input, weight, bias), labels = make_batch(6, 50, device=device)
+    token_weight = torch.rand(6, device=device)
+    options = chunks_of(rows, (input, weight))
+    expected = loss_and_gradients(
+        linear_cross_entropy, (input, weight, bias), labels, token_weight=token_weight, **options
+    )
     strided = (
         input.t().contiguous().t(),
         F.pad(weight, (3, 5))[:, 3:-5],
         bias.repeat_interleave(2)[::2],
     )
     assert not any(tensor.is_contiguous() for tensor in strided)
-    actual = loss_and_gradients(linear_cross_entropy, strided, labels.repeat_interleave(2)[::2])
+    actual = loss_and_gradients(
+        linear_cross_entropy, strided, labels.repeat_interleave(2)[::2],
+        token_weight=token_weight.repeat_interleave(2)[::2], **options,
+    )  # fmt: skip
     torch.testing.assert_close(actual, expected)
-    by_sequence = (input.view(2, 4, HIDDEN).transpose(0, 1), weight, bias)
-    loss, grad_input, *_ = loss_and_gradients(linear_cross_entropy, by_sequence, labels.view(2, 4).t())
-    torch.testing.assert_close((loss, grad_input.transpose(0, 1).reshape(8, -1)), expected[:2])
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_stats_and_losses_have_the_shape_of_the_labels(reduction, device):
-    (input, weight, bias), labels = make_batch(8, 123, device=device)
-    options = {"softcap": 3.0, "z_loss_weight": 0.1, "reduction": reduction, "return_stats": True}
-    loss, stats = linear_cross_entropy(
-        input.view(2, 4, HIDDEN).requires_grad_(), weight, labels.view(2, 4), linear_bias=bias, **options
+    by_sequence = (input.view(2, 3, HIDDEN).transpose(0, 1), weight, bias)
+    loss, grad_input, *_ = loss_and_gradients(
+        linear_cross_entropy, by_sequence, labels.view(2, 3).t(), token_weight=token_weight.view(2, 3).t(), **options
     )
-    expected_loss, expected = cross_entropy(F.linear(input, weight, bias), labels, **options)
+    torch.testing.assert_close((loss, grad_input.transpose(0, 1).reshape(6, -1)), expected[:2])
+    same_for_all = input[:1].expand(6, -1)
+    expected = loss_and_gradients(linear_cross_entropy, (same_for_all.contiguous(), weight, bias), labels, **options)
+    actual = loss_and_gradients(linear_cross_entropy, (same_for_all, weight, bias), labels, **options)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "with_gradient", "rows"),
+    [
+        pytest.param("none", False, 3, id="losses_in_chunks"),
+        pytest.param("none", True, WHOLE, id="losses+gradient_whole"),
+        pytest.param("mean", False, WHOLE, id="mean_whole"),
+        pytest.param("mean", True, 3, id="mean+gradient_in_chunks"),
+        pytest.param("sum", True, 3, id="sum+gradient_in_chunks"),
+    ],
+)
+def test_stats_match_plain_pytorch_in_the_shape_of_the_labels(
+    reduction: str, with_gradient: bool, rows: int, device: torch.device
+) -> None:
+    (input, weight, bias), labels = make_batch(8, 50, device=device)
+    options = {"softcap": 3.0, "z_loss_weight": 0.1, "label_smoothing": 0.1, "token_weight": torch.rand(8).to(device)}
+    shaped_options = {**options, "token_weight": options["token_weight"].view(2, 4)}
+    leaf = input.clone().requires_grad_(with_gradient)
+    loss, stats = linear_cross_entropy(
+        leaf.view(2, 4, HIDDEN), weight, labels.view(2, 4), linear_bias=bias, reduction=reduction, return_stats=True,
+        **shaped_options, **chunks_of(rows, (input, weight)),
+    )  # fmt: skip
     assert isinstance(stats, TokenStats)
+    assert all(stat.shape == (2, 4) for stat in stats)
     assert not any(stat.requires_grad for stat in stats)
-    torch.testing.assert_close(loss, expected_loss.view(loss.shape))
-    assert loss.shape == (labels.view(2, 4).shape if reduction == "none" else ())
-    for actual, flat in zip(stats, expected, strict=True):
-        torch.testing.assert_close(actual, flat.view(2, 4))
+    logits = F.linear(input, weight, bias)
+    assert_stats_match_plain(TokenStats(*(stat.flatten() for stat in stats)), logits, labels, **options)
+    expected = cross_entropy(logits, labels, reduction=reduction, **options)
+    torch.testing.assert_close(loss.detach(), expected.view(loss.shape))
+    assert loss.shape == ((2, 4) if reduction == "none" else ())
+    assert loss.requires_grad == with_gradient
 
 
 @pytest.mark.parametrize("num_tokens", [0, 6], ids=["no_tokens", "all_ignored"])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_no_kept_token_gives_no_gradient_and_the_mean_of_nothing_is_nan(reduction, num_tokens, device):
+@pytest.mark.parametrize("rows", [3, WHOLE], ids=["chunks", "whole"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_kept_token_gives_no_gradient_and_the_mean_of_nothing_is_nan(
+    reduction: str, rows: int, num_tokens: int, device: torch.device
+) -> None:
     tensors, labels = make_batch(num_tokens, 50, device=device)
     labels.fill_(-100)
     upstream = torch.ones(num_tokens) if reduction == "none" else None
-    loss, *gradients = loss_and_gradients(linear_cross_entropy, tensors, labels, upstream, reduction=reduction)
+    loss, *gradients = loss_and_gradients(
+        linear_cross_entropy, tensors, labels, upstream, reduction=reduction, **chunks_of(rows, tensors)
+    )
     assert loss.isnan() if reduction == "mean" else not loss.any()
     for gradient, tensor in zip(gradients, tensors, strict=True):
         assert torch.equal(gradient, torch.zeros_like(tensor))
 
 
+@pytest.mark.parametrize("which", ["token_weight", "weight"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_summed_weight_of_zero_gives_a_mean_of_nan_and_no_gradient(
+    dtype: torch.dtype, which: str, device: torch.device
+) -> None:
+    tensors, labels = make_batch(4, 50, dtype=dtype, device=device)
+    weight = {which: torch.zeros(4 if which == "token_weight" else 50, device=device)}
+    loss, *gradients = loss_and_gradients(linear_cross_entropy, tensors, labels, **weight, **chunks_of(2, tensors))
+    assert loss.isnan()
+    assert not any(gradient.any() for gradient in gradients)
+
+
+# A bound on the number of labels that count.
+
+
+@pytest.mark.parametrize(
+    ("reduction", "bound", "rows"),
+    [
+        pytest.param("mean", 6, 2, id="mean_exact"),
+        pytest.param("mean", 7, 2, id="mean_larger"),
+        pytest.param("mean", 8, 2, id="mean_num_tokens"),
+        pytest.param("mean", 6, WHOLE, id="mean_whole"),
+        pytest.param("sum", 100, 2, id="sum_more"),
+        pytest.param("none", 6, 2, id="none_exact"),
+        pytest.param("none", 100, 2, id="none_more"),
+    ],
+)
+def test_bound_on_valid_tokens_changes_nothing(reduction: str, bound: int, rows: int, device: torch.device) -> None:
+    tensors, labels = make_batch(8, 50, device=device)
+    assert (labels >= 0).sum() == 6
+    upstream = torch.linspace(-1, 2, 8) if reduction == "none" else None
+    options = {"reduction": reduction, **chunks_of(rows, tensors)}
+    expected = loss_and_gradients(linear_cross_entropy, tensors, labels, upstream, **options)
+    actual = loss_and_gradients(linear_cross_entropy, tensors, labels, upstream, max_valid_tokens=bound, **options)
+    torch.testing.assert_close(actual, expected)
+    if reduction == "mean" and bound == 7:
+        _, stats = linear_cross_entropy(
+            *tensors[:2], labels, linear_bias=tensors[2], max_valid_tokens=bound, return_stats=True, **options
+        )
+        assert_stats_match_plain(stats, F.linear(*tensors), labels)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "bound", "with_gradient"),
+    [("none", 0, True), ("none", 3, False), ("mean", 3, False), ("mean", 5, True), ("sum", 5, True)],
+)
+def test_bound_on_valid_tokens_that_is_too_small_gives_a_loss_of_nan(
+    reduction: str, bound: int, with_gradient: bool, device: torch.device
+) -> None:
+    tensors, labels = make_batch(8, 50, device=device)  # six of which count, two at a time
+    leaf = tensors[0].clone().requires_grad_(with_gradient)
+    expected = linear_cross_entropy(*tensors[:2], labels, reduction="none")
+    loss, stats = linear_cross_entropy(
+        leaf, tensors[1], labels, reduction=reduction, max_valid_tokens=bound, return_stats=True,
+        **chunks_of(2, tensors),
+    )  # fmt: skip
+    seen = max(2, bound)  # the first chunk is there whatever the bound
+    left_out = (labels >= 0).nonzero()[seen:, 0]
+    expected[left_out] = torch.nan
+    torch.testing.assert_close(stats.losses, expected, equal_nan=True)
+    if reduction == "none":
+        torch.testing.assert_close(loss.detach(), expected, equal_nan=True)
+    else:
+        assert loss.isnan()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_bfloat16_head_can_sum_in_float32(device):
+def test_bfloat16_head_can_sum_in_float32(device: str) -> None:
     tensors, labels = make_batch(64, 50, dtype=torch.bfloat16, device=device)
-    in_double = [tensor.double().cpu() for tensor in tensors]
-    truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels.cpu(), reduction="sum")[2]
+    in_double = [tensor.double() for tensor in tensors]
+    truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels, reduction="sum")[2]
     errors = {}
     for dtype in (torch.float32, torch.bfloat16, None):
         _, _, gradient, _ = loss_and_gradients(
             linear_cross_entropy, tensors, labels, reduction="sum", accumulate_dtype=dtype, **chunks_of(1, tensors)
         )
         assert gradient.dtype == torch.bfloat16
-        errors[dtype] = (gradient.double().cpu() - truth).norm().item()
+        errors[dtype] = (gradient.double() - truth).norm().item()
     assert errors[torch.float32] == errors[None] < errors[torch.bfloat16] / 2
 
 
-def test_signature_is_pytorchs_with_more_keywords():
+# Calls.
+
+
+def test_signature_is_pytorchs_with_more_keywords() -> None:
     if not hasattr(F, "linear_cross_entropy"):
         pytest.skip("needs a PyTorch with torch.nn.functional.linear_cross_entropy")
     ours, theirs = (
@@ -208,7 +419,7 @@ def test_signature_is_pytorchs_with_more_keywords():
     assert ours[: len(theirs)] == theirs
 
 
-CALLS = {
+CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "no_batch": ((HIDDEN,), (11, HIDDEN), (), {}),
     "ignore_index=None": ((7, HIDDEN), (11, HIDDEN), (7,), {"ignore_index": None, "reduction": "sum"}),
     "class_probabilities": ((7, HIDDEN), (11, HIDDEN), (7, 11), {"label_smoothing": 0.1}),
@@ -218,13 +429,20 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_of_pytorchs_function_give_the_same(call, device):
+def test_calls_of_pytorchs_function_give_the_same(call: str, device: torch.device) -> None:
     input_shape, weight_shape, target_shape, options = CALLS[call]
     tensors = [torch.randn(shape, device=device) for shape in (input_shape, weight_shape, weight_shape[:-1])]
     is_probability = call == "class_probabilities"
     target = torch.rand(target_shape).softmax(-1) if is_probability else torch.randint(11, target_shape)
 
-    def expected_function(input, linear_weight, target, linear_bias, ignore_index=-100, **options):
+    def expected_function(
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor,
+        ignore_index: int | None = -100,
+        **options: Any,
+    ) -> Tensor:
         if hasattr(F, "linear_cross_entropy"):
             return F.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, **options)
         logits = F.linear(input, linear_weight.flatten(0, -2), linear_bias.flatten())
@@ -236,7 +454,21 @@ def test_calls_of_pytorchs_function_give_the_same(call, device):
     torch.testing.assert_close(loss_and_gradients(linear_cross_entropy, tensors, target, upstream, **options), expected)
 
 
-def test_label_out_of_range_raises_on_the_cpu():
+def test_options_reach_whole_logits_too(device: torch.device) -> None:
+    input, weight = torch.randn(7, HIDDEN, device=device), torch.randn(11, 3, HIDDEN, device=device)
+    target, token_weight = torch.randint(11, (7, 3)).to(device), torch.rand(7, 3).to(device)
+    options = {"token_weight": token_weight, "softcap": 3.0, "z_loss_weight": 0.1, "logit_scale": 0.5}
+    loss, stats = linear_cross_entropy(input, weight, target, return_stats=True, **options)
+    logits = F.linear(input, weight.flatten(0, -2)).view(7, 11, 3).movedim(1, -1).reshape(21, 11)
+    expected = plain_cross_entropy(logits, target.flatten(), **{**options, "token_weight": token_weight.flatten()})
+    torch.testing.assert_close(loss, expected)
+    assert all(stat.shape == (7, 3) for stat in stats)
+
+
+# Errors.
+
+
+def test_label_out_of_range_raises_on_the_cpu() -> None:
     tensors, labels = make_batch(7, 50)
     labels[1] = 50
     with pytest.raises(ValueError, match=r"target must be between 0 and .*49, or .*-100; got 50 \(1 of 7"):
@@ -244,7 +476,9 @@ def test_label_out_of_range_raises_on_the_cpu():
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at(reduction, device, monkeypatch):
+def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at(
+    reduction: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(MODULE, "check_labels", lambda *_: None)  # as on a GPU
     tensors, labels = make_batch(7, 50, device=device)
     upstream = torch.ones(7) if reduction == "none" else None
@@ -263,6 +497,7 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
         ({"reduction": "average"}, "reduction must be one of .* got 'average'"),
         ({"label_smoothing": -0.5}, "label_smoothing must be between 0 and 1, got -0.5"),
         ({"chunk_bytes": 0}, "chunk_bytes must be a positive number of bytes, got 0"),
+        ({"max_valid_tokens": -1}, "max_valid_tokens must not be negative, got -1"),
         ({"linear_weight": torch.ones(3)}, r"linear_weight must be \[vocab_size, hidden_size\], got shape \(3,\)"),
         ({"linear_weight": torch.ones(11, 3).bfloat16()}, "linear_weight must have .* torch.float32, got torch.bfl"),
         ({"input": torch.ones(4, 5)}, r"input must end in .* = 3, got shape \(4, 5\)"),
@@ -271,13 +506,15 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
         ({"target": torch.zeros(4, dtype=torch.int32)}, "target must hold class indices .* got torch.int32"),
         ({"linear_bias": torch.ones(3)}, r"linear_bias must have shape \(11,\), got \(3,\)"),
         ({"weight": torch.ones(3)}, r"weight must have shape \(11,\), got \(3,\)"),
+        ({"token_weight": torch.ones(3)}, r"token_weight must have target's shape \(4,\), got \(3,\)"),
         ({"input": torch.ones(2, 4, 3), "target": torch.ones(2, 4, 11)}, r"input must be .* got shape \(2, 4, 3\)"),
         ({"input": torch.ones(3), "linear_weight": torch.ones(11, 2, 3)}, r"input must be .* got shape \(3,\)"),
         ({"target": torch.ones(4, 11), "return_stats": True}, "target must be class indices .* return_stats"),
+        ({"target": torch.ones(4, 11), "token_weight": torch.ones(4)}, "target must be class indices .* token_weight"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_arguments_that_do_not_fit_raise(options, message):
+def test_arguments_that_do_not_fit_raise(options: dict[str, Any], message: str) -> None:
     arguments = {
         "input": torch.ones(4, 3), "linear_weight": torch.ones(11, 3), "target": torch.zeros(4, dtype=torch.int64)
     }  # fmt: skip
@@ -286,7 +523,7 @@ def test_arguments_that_do_not_fit_raise(options, message):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_second_derivative_is_refused(reduction):
+def test_second_derivative_is_refused(reduction: str) -> None:
     tensors, labels = make_batch(7, 50)
     input, weight = (tensor.requires_grad_() for tensor in tensors[:2])
     loss = linear_cross_entropy(input, weight, labels, reduction=reduction).sum()
@@ -295,29 +532,81 @@ def test_second_derivative_is_refused(reduction):
         (loss + gradient.square().sum()).backward()
 
 
-@pytest.mark.parametrize("needs_gradient", [[True, True, True], [False, False, False]], ids=["gradients", "loss"])
-@pytest.mark.parametrize("num_tokens", [0, 7])
-def test_op_passes_opcheck(num_tokens, needs_gradient, device):
-    tensors, labels = make_batch(num_tokens, 50, dtype=torch.bfloat16, device=device)
-    arguments = (*tensors, labels, None, None, 3, torch.float32, needs_gradient, *TokenLossOptions().as_scalars())
+# The compiler.
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "needs_gradient", "with_stats", "num_tokens", "max_valid_tokens"),
+    [
+        pytest.param("plain", "mean", [True, True, True], False, 7, None, id="mean"),
+        pytest.param("everything", "mean", [True, True, True], True, 7, 6, id="mean+everything"),
+        pytest.param("everything", "sum", [True, False, False], True, 7, None, id="sum+some_gradients"),
+        pytest.param("everything", "none", [True, True, True], False, 7, 6, id="none"),
+        pytest.param("plain", "none", [False, False, False], True, 7, None, id="none+stats"),
+        pytest.param("everything", "mean", [True, True, True], True, 0, 0, id="no_tokens"),
+    ],
+)
+def test_op_passes_opcheck(
+    name: str,
+    reduction: str,
+    needs_gradient: list[bool],
+    with_stats: bool,
+    num_tokens: int,
+    max_valid_tokens: int | None,
+    triton_device: torch.device,
+) -> None:
+    options = make_options(name, num_tokens, 50, triton_device)
+    tensors, labels = make_batch(
+        num_tokens, 50, dtype=torch.bfloat16, device=triton_device, ignore_index=options.get("ignore_index", -100)
+    )
+    weights = options.pop("weight", None), options.pop("token_weight", None)
+    grad_losses = torch.randn(num_tokens, device=triton_device) if reduction == "none" and any(needs_gradient) else None
+    arguments = (
+        *tensors, labels, *weights, grad_losses, 3, torch.float32, max_valid_tokens, needs_gradient, reduction,
+        with_stats, *TokenLossOptions(**options).as_scalars(),
+    )  # fmt: skip
     torch.library.opcheck(
         torch.ops.liger_ops.linear_cross_entropy.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_compiles_to_one_graph_with_the_same_result(reduction, device):
+def assert_compiled_gives_the_same(
+    reduction: str, return_stats: bool, max_valid_tokens: int | None, device: torch.device
+) -> None:
     tensors, labels = make_batch(7, 50, device=device)
-    options = {"reduction": reduction, "softcap": 3.0, "label_smoothing": 0.1, **chunks_of(3, tensors)}
-    upstream = torch.randn(7) if reduction == "none" else None
-    expected = loss_and_gradients(linear_cross_entropy, tensors, labels, upstream, **options)
+    options = {
+        "reduction": reduction, "softcap": 3.0, "label_smoothing": 0.1, "return_stats": return_stats,
+        "max_valid_tokens": max_valid_tokens, "token_weight": torch.rand(7).to(device), **chunks_of(4, tensors),
+    }  # fmt: skip
+    upstream = torch.randn(7).to(device) if reduction == "none" else None
     torch._dynamo.reset()
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(loss_and_gradients(compiled, tensors, labels, upstream, **options), expected)
+    results = []
+    for function in (linear_cross_entropy, torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        result = function(*leaves[:2], labels, linear_bias=leaves[2], **options)
+        loss, stats = result if return_stats else (result, ())
+        assert not any(stat.requires_grad for stat in stats)
+        results.append((loss, *stats, *torch.autograd.grad(loss, leaves, upstream)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "return_stats", "max_valid_tokens"), [("none", True, 6), ("mean", False, 6), ("mean", True, None)]
+)
+def test_compiles_to_one_graph_with_the_same_result(
+    reduction: str, return_stats: bool, max_valid_tokens: int | None, triton_device: torch.device
+) -> None:
+    assert_compiled_gives_the_same(reduction, return_stats, max_valid_tokens, triton_device)
+
+
+def test_compiles_to_one_graph_on_the_cpu_too() -> None:
+    assert_compiled_gives_the_same("mean", True, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_autocast_computes_the_products_in_its_dtype_and_returns_the_inputs(reduction, device):
+def test_autocast_computes_the_products_in_its_dtype_and_returns_the_inputs(
+    reduction: str, device: torch.device
+) -> None:
     tensors, labels = make_batch(7, 50, device=device)
     options = {"reduction": reduction, "label_smoothing": 0.1}
     upstream = torch.randn(7) if reduction == "none" else None
@@ -329,8 +618,11 @@ def test_autocast_computes_the_products_in_its_dtype_and_returns_the_inputs(redu
     torch.testing.assert_close(actual, tuple(result.float() for result in expected), rtol=0, atol=0)
 
 
+# What only a GPU can show.
+
+
 @pytest.mark.gpu
-def test_ignored_tokens_change_nothing_across_chunks_on_the_gpu():
+def test_ignored_tokens_change_nothing_across_chunks_on_the_gpu() -> None:
     tensors, labels = make_batch(1000, 507, dtype=torch.bfloat16, device="cuda")
     labels[torch.randperm(1000)[:600]] = -100
     kept = labels != -100
@@ -343,3 +635,90 @@ def test_ignored_tokens_change_nothing_across_chunks_on_the_gpu():
     torch.testing.assert_close(grad_input[kept], expected_input)
     torch.testing.assert_close(grad_head, expected_head)
     assert not grad_input[~kept].any()
+
+
+# Both loss kernels, even and padded rows, a whole chunk and chunks of whole tiles.
+@pytest.mark.gpu
+@pytest.mark.parametrize(("vocab_size", "rows"), [(1000, WHOLE), (32000, 128), (50257, 128), (128256, 128)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_real_vocabularies_match_plain_pytorch(reduction: str, vocab_size: int, rows: int) -> None:
+    tensors, labels = make_batch(300, vocab_size, dtype=torch.bfloat16, device="cuda")
+    upstream = torch.randn(300) if reduction == "none" else None
+    assert_matches_plain(tensors, labels, upstream, rows=rows, reduction=reduction)
+
+
+@pytest.mark.gpu
+def test_gradient_of_the_head_over_eight_chunks_is_about_as_exact_as_plain_pytorchs() -> None:
+    num_tokens, hidden_size, vocab_size = 4096, 512, 32000
+    hidden_states = torch.randn(num_tokens, hidden_size, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(vocab_size, hidden_size, device="cuda").mul(hidden_size**-0.5).bfloat16()
+    labels = torch.randint(vocab_size, (num_tokens,), device="cuda")
+    tensors, needed = (hidden_states, weight, None), (True, True, False)
+    in_double = (hidden_states.double(), weight.double(), None)
+    truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels, needed=needed)[2]
+
+    def error(function: Callable[..., Tensor], **options: Any) -> float:
+        gradient = loss_and_gradients(function, tensors, labels, needed=needed, **options)[2]
+        return ((gradient.double() - truth).norm() / truth.norm()).item()
+
+    chunks = chunks_of(num_tokens // 8, tensors)
+    eager = error(plain_linear_cross_entropy)
+    assert error(linear_cross_entropy, accumulate_dtype=torch.float32, **chunks) <= 1.1 * eager
+    assert error(linear_cross_entropy, **chunks) <= 1.6 * eager
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_valid_tokens", [None, 256], ids=["", "max_valid_tokens"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_replay_of_a_cuda_graph_computes_new_data(reduction: str, max_valid_tokens: int | None) -> None:
+    tensors, labels = make_batch(512, 507, dtype=torch.bfloat16, device="cuda")
+    options = {"reduction": reduction, "max_valid_tokens": max_valid_tokens, **chunks_of(128, tensors)}
+
+    def fill() -> None:
+        tensors[0].normal_()
+        labels.copy_(torch.randint(507, (512,)))
+        labels[torch.randperm(512)[: torch.randint(256, 500, ()).item()]] = -100  # at most 256 are left
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        loss = linear_cross_entropy(*leaves[:2], labels, linear_bias=leaves[2], **options)
+        return loss, *torch.autograd.grad(loss.sum(), leaves)
+
+    fill()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for _ in range(3):
+        fill()
+        graph.replay()
+        torch.testing.assert_close(results, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "max_valid_tokens"), [(WHOLE, None), (128, 200)], ids=["one_chunk", "max_valid_tokens"]
+)
+@pytest.mark.parametrize("return_stats", [False, True], ids=["", "stats"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_host_never_waits_for_the_device(
+    reduction: str, return_stats: bool, rows: int, max_valid_tokens: int | None
+) -> None:
+    tensors, labels = make_batch(512, 507, dtype=torch.bfloat16, device="cuda")
+    labels[torch.randperm(512)[:320]] = -100
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = linear_cross_entropy(
+            *leaves[:2], labels, linear_bias=leaves[2], reduction=reduction, return_stats=return_stats,
+            max_valid_tokens=max_valid_tokens, **chunks_of(rows, tensors),
+        )  # fmt: skip
+        loss = result[0] if return_stats else result
+        loss.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not loss.isnan().any()
