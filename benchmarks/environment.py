@@ -1,14 +1,20 @@
 """Where a result was measured."""
 
 import datetime
+import importlib.metadata
 import os
 import platform
 from typing import Any
 
-import lightning
 import torch
-import transformers
 import triton
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def environment() -> dict[str, Any]:
@@ -21,6 +27,5 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "lightning": lightning.__version__,
+        **{name: _version(name) for name in ("transformers", "lightning", "liger-kernel")},
     }

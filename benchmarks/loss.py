@@ -1,124 +1,93 @@
-"""Time and memory of the LM head and its loss, forward and backward, beside what a user could pick instead.
+"""The LM head and its loss, forward and backward.
 
-    python -m benchmarks.loss --out benchmarks/results/loss_h200.json
-
-Time is the median of CUDA events. Memory is the peak above what was allocated before, gradients included. The error is
-the distance of the gradient of the head from a float64 computation, relative to its norm, on a smaller problem.
+Its bound is three matrix products over the tokens that are not ignored; ``products`` is what cuBLAS takes for them when
+one chunk holds all tokens.
 """
-
-import argparse
-import json
-import statistics
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.environment import environment
-from liger_ops import linear_cross_entropy
+from benchmarks.cases import Contender, Inputs, Maker, Op, liger_kernel, ours, pytorch
 
-SHAPES = {
-    "M8192 H4096 V128256": (8192, 4096, 128256, 0.0),
-    "M8192 H2304 V256000": (8192, 2304, 256000, 0.0),
-    "M4096 H896 V151936": (4096, 896, 151936, 0.0),
-    "M32768 H4096 V128256": (32768, 4096, 128256, 0.0),
-    "M8192 H4096 V128256, 60% ignored": (8192, 4096, 128256, 0.6),
+MIB = 2**20
+# MiB for one chunk of logits, by (num_tokens, hidden_size, vocab_size): about what liger-kernel's chunks take.
+_SMALL_BUDGETS = {
+    (8192, 4096, 128256): 150,
+    (8192, 2304, 256000): 150,
+    (4096, 896, 151936): 32,
+    (32768, 4096, 128256): 340,
 }
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+def _inputs(make: Maker, num_tokens: int, hidden_size: int, vocab_size: int, percent_ignored: int) -> Inputs:
+    weight = make.normal(vocab_size, hidden_size).div_(hidden_size**0.5).requires_grad_()
+    return Inputs((make.leaf(num_tokens, hidden_size), weight, make.labels(num_tokens, vocab_size, percent_ignored)))
 
 
-def eager(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def _exact(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden_states, weight), labels)
+
+
+def _eager(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden_states, weight).float(), labels)
 
 
-def contenders() -> dict[str, Loss]:
-    """The losses to compare, by name; liger-kernel's if it is installed."""
-    found: dict[str, Loss] = {
-        "eager": eager,
-        "compile": torch.compile(eager),
-        "ours": linear_cross_entropy,
-        "ours, 128 MiB": lambda x, w, y: linear_cross_entropy(x, w, y, chunk_bytes=128 * 2**20),
-    }
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError:
-        return found
-    published = LigerFusedLinearCrossEntropyLoss()
-    return {**found, "liger-kernel": lambda x, w, y: published(w, x, y)}
+def _num_valid_tokens(labels: Tensor) -> int:
+    return int((labels != -100).sum())
 
 
-def measure(loss: Loss, hidden_states: Tensor, weight: Tensor, labels: Tensor, repeats: int) -> tuple[float, float]:
-    """Median milliseconds and peak MiB of one forward and backward."""
-
-    def step() -> None:
-        hidden_states.grad = weight.grad = None
-        loss(hidden_states, weight, labels).backward()
-
-    for _ in range(2):
-        step()
-    hidden_states.grad = weight.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times), peak
+def small_budget(hidden_states: Tensor, weight: Tensor) -> int:
+    """Bytes of one chunk of logits for who would rather save memory; an eighth of them all at other shapes."""
+    num_tokens, (vocab_size, hidden_size) = hidden_states.shape[0], weight.shape
+    budget = _SMALL_BUDGETS.get((num_tokens, hidden_size, vocab_size))
+    return num_tokens * vocab_size * weight.itemsize // 8 if budget is None else budget * MIB
 
 
-def gradient_error(loss: Loss) -> float:
-    """Relative distance of the head's bfloat16 gradient from float64's, on 4096 tokens and 32000 classes."""
-    generator = torch.Generator(device="cuda").manual_seed(1)
-    hidden_states = torch.randn(4096, 512, device="cuda", generator=generator).bfloat16().requires_grad_()
-    weight = (torch.randn(32000, 512, device="cuda", generator=generator) / 512**0.5).bfloat16().requires_grad_()
-    labels = torch.randint(32000, (4096,), device="cuda", generator=generator)
-    (gradient,) = torch.autograd.grad(loss(hidden_states, weight, labels), weight)
-    exact_weight = weight.detach().double().requires_grad_()
-    exact = F.cross_entropy(F.linear(hidden_states.detach().double(), exact_weight), labels)
-    (truth,) = torch.autograd.grad(exact, exact_weight)
-    return ((gradient.double() - truth).norm() / truth.norm()).item()
+@torch.no_grad()
+def _products(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits in place of their gradient: the same sizes, no loss between."""
+    valid = hidden_states[: _num_valid_tokens(labels)]
+    logits = F.linear(valid, weight)
+    return logits @ weight, logits.t() @ valid
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where to write the results, as JSON")
-    parser.add_argument("--repeats", type=int, default=10)
-    options = parser.parse_args()
-    losses = contenders()
-    errors = {name: gradient_error(loss) for name, loss in losses.items()}
-    rows = []
-    for shape, (num_tokens, hidden_size, vocab_size, ignored) in SHAPES.items():
-        generator = torch.Generator(device="cuda").manual_seed(0)
-        hidden_states = torch.randn(num_tokens, hidden_size, device="cuda", generator=generator).bfloat16()
-        weight = (
-            torch.randn(vocab_size, hidden_size, device="cuda", generator=generator) / hidden_size**0.5
-        ).bfloat16()
-        labels = torch.randint(vocab_size, (num_tokens,), device="cuda", generator=generator)
-        labels[torch.rand(num_tokens, device="cuda", generator=generator) < ignored] = -100
-        hidden_states.requires_grad_()
-        weight.requires_grad_()
-        for name, loss in losses.items():
-            torch._dynamo.reset()
-            milliseconds, peak = measure(loss, hidden_states, weight, labels, options.repeats)
-            rows.append({"shape": shape, "loss": name, "ms": milliseconds, "peak_mib": peak})
-            print(f"{shape:36}{name:16}{milliseconds:9.2f} ms{peak:9.0f} MiB", flush=True)
-            torch.cuda.empty_cache()
-    for name, error in errors.items():
-        print(f"gradient error {name:16}{error:.2e}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"environment": environment(), "rows": rows, "gradient_error": errors}, indent=1))
+def _label(num_tokens: int, hidden_size: int, vocab_size: int, percent_ignored: int) -> str:
+    ignored = f", {percent_ignored}% ignored" if percent_ignored else ""
+    return f"M{num_tokens} H{hidden_size} V{vocab_size}{ignored}"
 
 
-if __name__ == "__main__":
-    main()
+LOSS = Op(
+    name="linear_cross_entropy",
+    title="LM head and loss",
+    inputs=_inputs,
+    exact=_exact,
+    contenders={
+        "ours": ours("linear_cross_entropy"),
+        "ours, small budget": ours(
+            "linear_cross_entropy",
+            lambda f, x, weight, labels: f(
+                x, weight, labels, chunk_bytes=small_budget(x, weight), accumulate_dtype=torch.bfloat16
+            ),
+        ),
+        "products": Contender(_products, has_gradient=False),
+        "eager": Contender(_eager),
+        "torch": pytorch("linear_cross_entropy"),
+        "liger": liger_kernel("liger_fused_linear_cross_entropy"),
+    },
+    shapes=(
+        (8192, 4096, 128256, 0),
+        (8192, 2304, 256000, 0),
+        (4096, 896, 151936, 0),
+        (32768, 4096, 128256, 0),
+        (8192, 4096, 128256, 60),
+    ),
+    small=(256, 1024, 4096, 0),
+    error_shape=(4096, 512, 32000, 0),  # several chunks of logits
+    tiny=(32, 16, 64, 0),
+    rate="matrix",
+    amount=lambda x, weight, labels: 2 * _num_valid_tokens(labels) * weight.numel(),
+    passes={"both": 3},
+    label=_label,
+    split=False,
+)

@@ -1,22 +1,30 @@
 """Fused operations for language models: tensors in, tensors out.
 
 Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewhere. Functions named like one of
-``torch.nn.functional`` are call-compatible with it.
+``torch.nn.functional`` are call-compatible with it; ``liger_ops.nn`` has modules to match.
 """
 
 from liger_ops.cross_entropy import cross_entropy
-from liger_ops.gated_linear_unit import silu_mul
+from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from liger_ops.group_norm import group_norm
+from liger_ops.layer_norm import layer_norm
 from liger_ops.linear_cross_entropy import linear_cross_entropy
-from liger_ops.rms_norm import rms_norm
+from liger_ops.rms_norm import add_rms_norm, rms_norm
 from liger_ops.rope import apply_rotary
 from liger_ops.token_loss import IGNORE_INDEX, TokenStats
 
 __all__ = [
     "IGNORE_INDEX",
     "TokenStats",
+    "add_rms_norm",
     "apply_rotary",
     "cross_entropy",
+    "gelu_mul",
+    "group_norm",
+    "layer_norm",
     "linear_cross_entropy",
+    "relu_squared",
+    "relu_squared_mul",
     "rms_norm",
     "silu_mul",
 ]

@@ -124,8 +124,10 @@ def _load_weights(
 @triton.jit
 def _load_class_weight(class_weight_ptr, columns, mask):
     if class_weight_ptr is None:
-        return tl.where(mask, 1.0, 0.0)
-    return tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.where(mask, 1.0, 0.0)
+    else:
+        weight = tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    return weight
 
 
 @triton.jit

@@ -1,10 +1,16 @@
-"""Gated linear unit: y = silu(gate) * up, silu(g) = g * sigmoid(g), as in SwiGLU feed-forward layers.
+"""Gated linear units: y = activation(gate) * up, as in the feed-forward layers of language models.
 
-Computed in float32 for every half-precision input and rounded once. Saved: gate and up, which a linear layer's backward
-keeps alive anyway; the sigmoid is computed again instead of being stored.
-Source: arXiv:2002.05202.
+    silu(g) = g * sigmoid(g)                                            SwiGLU
+    gelu(g) = g * (1 + erf(g / sqrt(2))) / 2                            GeGLU, and its approximation by tanh,
+    gelu(g) = g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 * g**3))     written with a sigmoid
+    relu_squared(g) = max(g, 0)**2
+
+Computed in float32 for every half-precision input and rounded once. Saved: the inputs, which a linear layer's backward
+keeps alive anyway; the activation is computed again instead of being stored.
+Sources: arXiv:2002.05202, arXiv:1606.08415, arXiv:2109.08668.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,40 +19,76 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_ops import backend
 
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu_squared": lambda gate: F.relu(gate).square(),
+}
 
-def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` in plain PyTorch, in float32 or wider, rounded once."""
-    output_dtype = torch.promote_types(gate.dtype, up.dtype)
+
+def gated_unit_reference(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+    """``activation(gate) * up`` in plain PyTorch, in float32 or wider, rounded once; without ``up`` if not packed."""
+    if packed:
+        gate, up = gate.chunk(2, dim=-1)
+    output_dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
     compute_dtype = torch.promote_types(output_dtype, torch.float32)
-    return (F.silu(gate.to(compute_dtype)) * up.to(compute_dtype)).to(output_dtype)
+    y = _ACTIVATIONS[activation](gate.to(compute_dtype))
+    return (y if up is None else y * up.to(compute_dtype)).to(output_dtype)
 
 
 @dataclass(frozen=True)
-class SiluMulLaunch:
+class GatedUnitLaunch:
     """How rows are cut: each program takes ``block_size`` neighbouring columns of one row."""
 
     block_size: int
     num_warps: int
 
 
-def choose_launch(num_columns: int) -> SiluMulLaunch:
+@functools.cache
+def choose_launch(num_columns: int) -> GatedUnitLaunch:
     """Blocks of 1024 columns, smaller for shorter rows; eight elements a thread, one 16-byte load in bfloat16."""
     block_size = min(1024, triton.next_power_of_2(num_columns))
-    return SiluMulLaunch(block_size=block_size, num_warps=max(1, block_size // 256))
+    return GatedUnitLaunch(block_size=block_size, num_warps=max(1, block_size // 256))
 
 
 @triton.jit
-def _silu_mul_forward_kernel(
+def _activate(gate, ACTIVATION: tl.constexpr):
+    """The activation of ``gate`` and its derivative."""
+    if ACTIVATION == "silu":
+        sigmoid = tl.sigmoid(gate)
+        value = gate * sigmoid
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    elif ACTIVATION == "gelu":
+        probability = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        value = gate * probability
+        slope = probability + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is sigmoid(2 u), which does not cancel.
+        square = gate * gate
+        twice_u = gate * (1.5957691216057308 + 0.07135481282598037 * square)
+        sigmoid = tl.sigmoid(twice_u)
+        value = gate * sigmoid
+        slope = sigmoid + value * tl.sigmoid(-twice_u) * (1.5957691216057308 + 0.2140644384779411 * square)
+    else:
+        positive = tl.where(gate < 0.0, 0.0, gate)  # NaN stays NaN
+        value = positive * positive
+        slope = 2.0 * positive
+    return value, slope
+
+
+@backend.Kernel
+def _gated_unit_forward_kernel(
     gate_ptr,  # [num_rows, num_columns]
-    up_ptr,  # [num_rows, num_columns]
+    up_ptr,  # [num_rows, num_columns] or None
     y_ptr,  # [num_rows, num_columns], contiguous
     gate_row_stride,
     up_row_stride,
     num_columns,
+    ACTIVATION: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes BLOCK_SIZE columns of one row of y."""
@@ -55,24 +97,25 @@ def _silu_mul_forward_kernel(
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    y, _ = _activate(gate, ACTIVATION)
+    if up_ptr is not None:
+        y *= tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * num_columns + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _silu_mul_backward_kernel(
-    grad_output_ptr,  # [num_rows, num_columns]
+@backend.Kernel
+def _gated_unit_backward_kernel(
+    grad_y_ptr,  # [num_rows, num_columns]
     gate_ptr,  # [num_rows, num_columns]
-    up_ptr,  # [num_rows, num_columns]
-    grad_gate_ptr,  # [num_rows, num_columns], contiguous, written if GRAD_GATE
-    grad_up_ptr,  # [num_rows, num_columns], contiguous, written if GRAD_UP
-    grad_output_row_stride,
+    up_ptr,  # [num_rows, num_columns] or None
+    grad_gate_ptr,  # [num_rows, num_columns] or None
+    grad_up_ptr,  # [num_rows, num_columns] or None
+    grad_y_row_stride,
     gate_row_stride,
     up_row_stride,
+    grad_row_stride,  # of grad_gate and of grad_up
     num_columns,
-    GRAD_GATE: tl.constexpr,
-    GRAD_UP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes BLOCK_SIZE columns of one row of the gradients."""
@@ -80,126 +123,201 @@ def _silu_mul_backward_kernel(
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
-    grad_output = tl.load(grad_output_ptr + row * grad_output_row_stride + columns, mask=mask, other=0.0)
-    grad_output = grad_output.to(tl.float32)
+    grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    output_offsets = row * num_columns + columns
-    if GRAD_GATE:
-        up = tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        grad_gate = grad_output * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        tl.store(grad_gate_ptr + output_offsets, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
-    if GRAD_UP:
-        grad_up = grad_output * gate * sigmoid
-        tl.store(grad_up_ptr + output_offsets, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
+    value, slope = _activate(gate, ACTIVATION)
+    grad_offsets = row * grad_row_stride + columns
+    if grad_gate_ptr is not None:
+        grad_gate = grad_y * slope
+        if up_ptr is not None:
+            grad_gate *= tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_gate_ptr + grad_offsets, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
+    if grad_up_ptr is not None:
+        grad_up = grad_y * value
+        tl.store(grad_up_ptr + grad_offsets, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
 
 
-def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Views equally shaped tensors as [num_rows, num_columns] with unit column stride, copying only where it must."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return [tensor.view(1, -1) for tensor in tensors]  # one long row leaves no remainder at each row's end
-    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
-    return [row if row.stride(1) == 1 else row.contiguous() for row in rows]
+def _as_rows(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int], int, int]:
+    """Tensors of one shape as rows, copied only where they must be: tensors, row strides, rows and columns."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if all(tensor.is_contiguous() for tensor in given):
+        return list(tensors), [0] * len(tensors), 1, given[0].numel()  # one long row leaves no remainders
+    num_columns = given[0].shape[-1]
+    rows = [None if tensor is None else backend.as_rows(tensor, num_columns) for tensor in tensors]
+    strides = [0 if row is None else row.stride(0) for row in rows]
+    return rows, strides, given[0].numel() // num_columns, num_columns
 
 
-def _silu_mul_forward_fake(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+def _halves(packed: Tensor) -> tuple[Tensor, Tensor]:
+    half = packed.shape[-1] // 2
+    return packed.narrow(-1, 0, half), packed.narrow(-1, half, half)
 
 
-@backend.register_op("silu_mul_forward(Tensor gate, Tensor up) -> Tensor", fake=_silu_mul_forward_fake)
-def _silu_mul_forward(gate: Tensor, up: Tensor) -> Tensor:
-    y = _silu_mul_forward_fake(gate, up)
+def _gated_unit_forward_fake(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+    if packed:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return gate.new_empty(gate.shape, dtype=gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype))
+
+
+@backend.register_op(
+    "gated_unit_forward(Tensor gate, Tensor? up, str activation, bool packed) -> Tensor", fake=_gated_unit_forward_fake
+)
+def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+    y = _gated_unit_forward_fake(gate, up, activation, packed)
     if y.numel() == 0:
         return y
-    gate_rows, up_rows = _as_rows(gate, up)
-    num_rows, num_columns = gate_rows.shape
+    if packed:
+        gate, up = _halves(gate)
+    (gate, up), (gate_row_stride, up_row_stride), num_rows, num_columns = _as_rows(gate, up)
     launch = choose_launch(num_columns)
-    _silu_mul_forward_kernel[(num_rows * triton.cdiv(num_columns, launch.block_size),)](
-        gate_ptr=gate_rows,
-        up_ptr=up_rows,
+    _gated_unit_forward_kernel.launch(
+        num_rows * -(-num_columns // launch.block_size),
+        gate_ptr=gate,
+        up_ptr=up,
         y_ptr=y,
-        gate_row_stride=gate_rows.stride(0),
-        up_row_stride=up_rows.stride(0),
+        gate_row_stride=gate_row_stride,
+        up_row_stride=up_row_stride,
         num_columns=num_columns,
+        ACTIVATION=activation,
         BLOCK_SIZE=launch.block_size,
         num_warps=launch.num_warps,
     )
     return y
 
 
-def _silu_mul_backward_fake(
-    grad_output: Tensor, gate: Tensor, up: Tensor, needs_grad_gate: bool, needs_grad_up: bool
+def _gated_unit_backward_fake(
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    packed: bool,
+    needs_grad_gate: bool,
+    needs_grad_up: bool,
 ) -> tuple[Tensor, Tensor]:
     grad_gate = gate.new_empty(gate.shape if needs_grad_gate else 0)
-    grad_up = up.new_empty(up.shape if needs_grad_up else 0)
+    grad_up = gate.new_empty(0) if up is None or not needs_grad_up else up.new_empty(up.shape)
     return grad_gate, grad_up
 
 
 @backend.register_op(
-    "silu_mul_backward(Tensor grad_output, Tensor gate, Tensor up, bool needs_grad_gate, bool needs_grad_up)"
-    " -> (Tensor, Tensor)",
-    fake=_silu_mul_backward_fake,
+    "gated_unit_backward(Tensor grad_y, Tensor gate, Tensor? up, str activation, bool packed, bool needs_grad_gate,"
+    " bool needs_grad_up) -> (Tensor, Tensor)",
+    fake=_gated_unit_backward_fake,
 )
-def _silu_mul_backward(
-    grad_output: Tensor, gate: Tensor, up: Tensor, needs_grad_gate: bool, needs_grad_up: bool
+def _gated_unit_backward(
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    packed: bool,
+    needs_grad_gate: bool,
+    needs_grad_up: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up; one that is not needed comes back empty."""
-    grad_gate, grad_up = _silu_mul_backward_fake(grad_output, gate, up, needs_grad_gate, needs_grad_up)
-    if gate.numel() == 0:
-        return grad_gate, grad_up
-    grad_output_rows, gate_rows, up_rows = _as_rows(grad_output, gate, up)
-    num_rows, num_columns = gate_rows.shape
+    """Returns the gradients of gate (the packed tensor, if it is one) and up; one that is not needed is empty."""
+    gradients = _gated_unit_backward_fake(grad_y, gate, up, activation, packed, needs_grad_gate, needs_grad_up)
+    if grad_y.numel() == 0:
+        return gradients
+    grad_gate, grad_up = gradients
+    if packed:
+        gate, up = _halves(gate)
+        grad_gate, grad_up = _halves(grad_gate)
+    (grad_y, gate, up), strides, num_rows, num_columns = _as_rows(grad_y, gate, up)
     launch = choose_launch(num_columns)
-    _silu_mul_backward_kernel[(num_rows * triton.cdiv(num_columns, launch.block_size),)](
-        grad_output_ptr=grad_output_rows,
-        gate_ptr=gate_rows,
-        up_ptr=up_rows,
-        grad_gate_ptr=grad_gate,
-        grad_up_ptr=grad_up,
-        grad_output_row_stride=grad_output_rows.stride(0),
-        gate_row_stride=gate_rows.stride(0),
-        up_row_stride=up_rows.stride(0),
+    _gated_unit_backward_kernel.launch(
+        num_rows * -(-num_columns // launch.block_size),
+        grad_y_ptr=grad_y,
+        gate_ptr=gate,
+        up_ptr=up,
+        grad_gate_ptr=grad_gate if needs_grad_gate else None,
+        grad_up_ptr=grad_up if packed or needs_grad_up else None,
+        grad_y_row_stride=strides[0],
+        gate_row_stride=strides[1],
+        up_row_stride=strides[2],
+        grad_row_stride=num_columns * (2 if packed else 1),
         num_columns=num_columns,
-        GRAD_GATE=needs_grad_gate,
-        GRAD_UP=needs_grad_up,
+        ACTIVATION=activation,
         BLOCK_SIZE=launch.block_size,
         num_warps=launch.num_warps,
     )
-    return grad_gate, grad_up
+    return gradients
 
 
-class SiluMulFunction(torch.autograd.Function):
+class GatedUnitFunction(torch.autograd.Function):
     """Ties the two ops together for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _silu_mul_forward(gate, up)
+        ctx.settings = activation, packed
+        return _gated_unit_forward(gate, up, activation, packed)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        needs_grad_gate, needs_grad_up = ctx.needs_input_grad
-        grad_gate, grad_up = _silu_mul_backward(grad_output, *ctx.saved_tensors, needs_grad_gate, needs_grad_up)
-        return grad_gate if needs_grad_gate else None, grad_up if needs_grad_up else None
+    @backend.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        needs_grad_gate, needs_grad_up = ctx.needs_input_grad[:2]
+        grad_gate, grad_up = _gated_unit_backward(
+            grad_y, *ctx.saved_tensors, *ctx.settings, needs_grad_gate, needs_grad_up
+        )
+        return grad_gate if needs_grad_gate else None, grad_up if needs_grad_up else None, None, None
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns ``silu(gate) * up`` in one pass over both tensors.
+def _gated_unit(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+    if packed and (gate.dim() == 0 or gate.shape[-1] % 2):
+        raise ValueError(
+            f"gate without up must be packed, with an even number of columns, got shape {tuple(gate.shape)}"
+        )
+    if up is not None and gate.shape != up.shape:
+        raise ValueError(f"up must have gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+    if not backend.use_triton(gate) or torch.float64 in (gate.dtype, gate.dtype if up is None else up.dtype):
+        return gated_unit_reference(gate, up, activation, packed)
+    if backend.needs_graph(gate, up):
+        return GatedUnitFunction.apply(gate, up, activation, packed)
+    return _gated_unit_forward(gate, up, activation, packed)
+
+
+def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Returns ``silu(gate) * up`` in one pass over both tensors: the inside of a SwiGLU layer.
 
     Args:
-        gate: The tensor that goes through silu, of any shape, typically ``[batch_size, seq_len, intermediate_size]``.
-            Rows may lie apart in memory, as the two halves of a packed projection do; they are read in place.
+        gate: The tensor that goes through the activation, of any shape, typically ``[batch_size, seq_len,
+            intermediate_size]``. Rows may lie apart in memory; they are read in place. Without ``up``, both in one
+            tensor ``[..., 2 * intermediate_size]``, as Phi-3 and GLM-4 project them: the gate in the first half of
+            the columns, ``up`` in the second. Its gradient is then one such tensor too.
         up: The tensor it gates, of the same shape.
 
     Returns:
-        A contiguous tensor of that shape in the promoted dtype of both.
+        A contiguous tensor ``[..., intermediate_size]`` in the promoted dtype of both.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If the shapes differ, or a packed tensor has an odd number of columns.
     """
-    if gate.shape != up.shape:
-        raise ValueError(f"up must have gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
-    if not backend.use_triton(gate) or torch.float64 in (gate.dtype, up.dtype):
-        return silu_mul_reference(gate, up)
-    return SiluMulFunction.apply(gate, up)
+    return _gated_unit(gate, up, "silu", packed=up is None)
+
+
+def gelu_mul(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """Returns ``gelu(gate) * up`` in one pass over both tensors: the inside of a GeGLU layer.
+
+    Args:
+        gate: As in :func:`silu_mul`, packed without ``up``.
+        up: The tensor it gates, of the same shape.
+        approximate: "none" for the error function, "tanh" for Gemma's approximation, as in ``F.gelu``.
+
+    Returns:
+        A contiguous tensor ``[..., intermediate_size]`` in the promoted dtype of both.
+
+    Raises:
+        ValueError: As :func:`silu_mul`, or if ``approximate`` is unknown.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    return _gated_unit(gate, up, "gelu" if approximate == "none" else "gelu_tanh", packed=up is None)
+
+
+def relu_squared_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Returns ``relu(gate)**2 * up`` in one pass over both tensors; see :func:`silu_mul`."""
+    return _gated_unit(gate, up, "relu_squared", packed=up is None)
+
+
+def relu_squared(input: Tensor) -> Tensor:
+    """Returns ``relu(input)**2``, the ungated activation of Primer and Nemotron, as a contiguous tensor."""
+    return _gated_unit(input, None, "relu_squared", packed=False)

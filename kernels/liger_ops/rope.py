@@ -1,75 +1,136 @@
-"""Rotary position embedding in the half-split layout: y = x * cos + rotate_half(x) * sin, for queries and keys at once.
+"""Rotary position embedding, for queries and keys at once: y = x * cos + rotated(x) * sin.
 
-With x = (x1, x2), the halves of head_dim, and cos, sin split likewise:
+With (x1, x2) the two entries of a pair of columns, and cos, sin split likewise:
 
     y1 = x1 * cos1 - x2 * sin1        dx1 = dy1 * cos1 + dy2 * sin2
     y2 = x2 * cos2 + x1 * sin2        dx2 = dy2 * cos2 - dy1 * sin1
 
-Nothing assumes that the halves of cos or of sin are equal. Computed in float32 and rounded once. One launch serves
-queries and keys: a program owns one token, loads its cos and sin once and rotates every head. Tensors are read and
-written by strides, so projections viewed as heads need no copy. Saved: cos and sin.
-Source: arXiv:2104.09864.
+Pairs are the same columns of both halves (Llama), or neighbours (``interleaved``, GPT-J). Nothing assumes that a pair's
+two cosines or sines are equal. Columns past cos' are copied (partial rotation). Computed in float32 and rounded once.
+One launch serves queries and keys: a program owns one token, loads its cos and sin once and rotates every head. Tensors
+are read and written by strides, so projections viewed as heads need no copy. Saved: cos, sin and position_ids.
+Sources: arXiv:2104.09864; the multimodal variant's sections: arXiv:2409.12191.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_ops import backend
+
+
+class RotaryOptions(NamedTuple):
+    """What one call computes, besides its tensors."""
+
+    heads_dim: int
+    interleaved: bool
+    sections: list[int]
+    """Where the second and the third table of the multimodal variant begin, in pairs of columns; empty without."""
 
 
 def _output_dtype(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
 
 
-def apply_rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+def _gather_table(table: Tensor, position_ids: Tensor | None, options: RotaryOptions) -> Tensor:
+    """``[batch_size or 1, seq_len, rotary_dim]``, or without the first dimension."""
+    if position_ids is not None:
+        return table[position_ids]
+    if not options.sections:
+        return table
+    pairs = torch.arange(table.shape[-1] // 2, device=table.device)
+    of_pair = sum((pairs >= section).long() for section in options.sections)
+    of_column = of_pair.repeat_interleave(2) if options.interleaved else of_pair.repeat(2)
+    return table.gather(0, of_column.expand(1, *table.shape[1:]))[0]
+
+
+def apply_rotary_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, options: RotaryOptions
+) -> tuple[Tensor, Tensor]:
     """The same rotation in plain PyTorch, in float32 or wider, rounded once."""
-    cos, sin = cos.unsqueeze(heads_dim - 4), sin.unsqueeze(heads_dim - 4)
+    tables = (_gather_table(table, position_ids, options) for table in (cos, sin))
+    cos, sin = (table.unsqueeze(options.heads_dim - 4) for table in tables)
+    rotary_dim = cos.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
         output_dtype = _output_dtype(x, cos, sin)
         compute_dtype = torch.promote_types(output_dtype, torch.float32)
-        x = x.to(compute_dtype)
-        first, second = x.chunk(2, dim=-1)
-        rotated_half = torch.cat((-second, first), dim=-1)
-        return (x * cos.to(compute_dtype) + rotated_half * sin.to(compute_dtype)).to(output_dtype)
+        rotary, rest = x[..., :rotary_dim].to(compute_dtype), x[..., rotary_dim:]
+        if options.interleaved:
+            swapped = torch.stack((-rotary[..., 1::2], rotary[..., ::2]), dim=-1).flatten(-2)
+        else:
+            first, second = rotary.chunk(2, dim=-1)
+            swapped = torch.cat((-second, first), dim=-1)
+        rotary = (rotary * cos.to(compute_dtype) + swapped * sin.to(compute_dtype)).to(output_dtype)
+        return torch.cat((rotary, rest.to(output_dtype)), dim=-1) if rest.shape[-1] else rotary
 
     return rotate(q), rotate(k)
 
 
 @dataclass(frozen=True)
 class RotaryLaunch:
-    """Tile of heads and half-columns that a program rotates at a time."""
+    """Tile of heads and pairs of columns that a program rotates at a time."""
 
     block_heads: int
     block_half: int
     num_warps: int
 
 
-# Largest half of head_dim, padded to a power of two, and how many pairs to rotate at a time: the fastest of 256 to 4096
-# pairs on 1 to 8 warps, bfloat16, 16384 tokens, on an H200. In TB/s where a copy reaches 3.8 to 4.1: 3.7 for 32 heads
-# of 64, 3.8 for 32 of 128, 3.5 for 8 of 256 (2.8 with 1024 pairs).
+# Largest half of rotary_dim, padded to a power of two, and how many pairs to rotate at a time: the fastest of 256 to
+# 4096 pairs on 1 to 8 warps, bfloat16, 16384 tokens, on an H200. In TB/s where a copy reaches 3.8 to 4.1: 3.7 for 32
+# heads of 64, 3.8 for 32 of 128, 3.5 for 8 of 256 (2.8 with 1024 pairs).
 _TILE_PAIRS = ((32, 512), (64, 1024), (math.inf, 256))
 
 
-def choose_launch(max_num_heads: int, head_dim: int) -> RotaryLaunch:
+@functools.cache
+def choose_launch(max_num_heads: int, rotary_dim: int) -> RotaryLaunch:
     """As many heads at a time as ``_TILE_PAIRS`` says, eight pairs a thread: 16 bytes a load in bfloat16."""
-    block_half = triton.next_power_of_2(head_dim // 2)
+    block_half = triton.next_power_of_2(rotary_dim // 2)
     tile_pairs = next(pairs for limit, pairs in _TILE_PAIRS if block_half <= limit)
     block_heads = min(triton.next_power_of_2(max_num_heads), max(1, tile_pairs // block_half))
     return RotaryLaunch(block_heads, block_half, num_warps=max(1, block_heads * block_half // 256))
 
 
 @triton.jit
+def _load_pairs(
+    row_ptr,  # [rotary_dim] of one token; with sections in the first of three tables
+    section_stride,
+    second_section,  # the first pair of the second table
+    third_section,
+    is_known,
+    HAS_SECTIONS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HALF_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """A token's cosines or sines, [BLOCK_HALF] for the first and the second entry of each pair; NaN if unknown."""
+    pairs = tl.arange(0, BLOCK_HALF)
+    mask = (pairs < HALF_DIM) & is_known
+    other = tl.where(is_known, 0.0, float("nan"))
+    offsets = pairs.to(tl.int64)
+    if HAS_SECTIONS:
+        table = (pairs >= second_section).to(tl.int64) + (pairs >= third_section).to(tl.int64)
+        offsets += table * section_stride
+    if INTERLEAVED:
+        first_ptrs, distance = row_ptr + offsets + pairs, 1
+    else:
+        first_ptrs, distance = row_ptr + offsets, HALF_DIM
+    first = tl.load(first_ptrs, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(first_ptrs + distance, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_known, first, other), tl.where(is_known, second, other)
+
+
+@triton.jit
 def _rotate_heads(
-    x_ptr,  # [num_heads, 2 * HALF_DIM], one token
-    y_ptr,  # [num_heads, 2 * HALF_DIM], one token
+    x_ptr,  # [num_heads, head_dim], one token
+    y_ptr,  # [num_heads, head_dim], one token
     x_head_stride,
     y_head_stride,
     num_heads,
@@ -77,89 +138,105 @@ def _rotate_heads(
     cos2,
     sin1,
     sin2,
+    INTERLEAVED: tl.constexpr,
     HALF_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,  # columns behind the rotated ones
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
-    """Writes (x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2) for every head of one token."""
-    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    """Writes (x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2) for every head of one token, and copies the rest."""
     for start in range(0, num_heads, BLOCK_HEADS):
         heads = start + tl.arange(0, BLOCK_HEADS)[:, None]
-        mask = (heads < num_heads) & (columns < HALF_DIM)
-        heads = heads.to(tl.int64)
-        x_ptrs = x_ptr + heads * x_head_stride + columns
-        y_ptrs = y_ptr + heads * y_head_stride + columns
-        x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_ptrs + HALF_DIM, mask=mask, other=0.0).to(tl.float32)
-        y1 = x1 * cos1[None, :] - x2 * sin1[None, :]
-        y2 = x2 * cos2[None, :] + x1 * sin2[None, :]
-        tl.store(y_ptrs, y1.to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(y_ptrs + HALF_DIM, y2.to(y_ptr.dtype.element_ty), mask=mask)
+        head_mask = heads < num_heads
+        x_heads = x_ptr + heads.to(tl.int64) * x_head_stride
+        y_heads = y_ptr + heads.to(tl.int64) * y_head_stride
+        if INTERLEAVED:
+            columns = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+            mask = head_mask & (columns < 2 * HALF_DIM)
+            pairs = tl.load(x_heads + columns, mask=mask, other=0.0).to(tl.float32)
+            x1, x2 = tl.split(tl.reshape(pairs, [BLOCK_HEADS, BLOCK_HALF, 2]))
+            y1 = x1 * cos1[None, :] - x2 * sin1[None, :]
+            y2 = x2 * cos2[None, :] + x1 * sin2[None, :]
+            y = tl.reshape(tl.join(y1, y2), [BLOCK_HEADS, 2 * BLOCK_HALF])
+            tl.store(y_heads + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+        else:
+            columns = tl.arange(0, BLOCK_HALF)[None, :]
+            mask = head_mask & (columns < HALF_DIM)
+            x1 = tl.load(x_heads + columns, mask=mask, other=0.0).to(tl.float32)
+            x2 = tl.load(x_heads + HALF_DIM + columns, mask=mask, other=0.0).to(tl.float32)
+            y1 = x1 * cos1[None, :] - x2 * sin1[None, :]
+            y2 = x2 * cos2[None, :] + x1 * sin2[None, :]
+            tl.store(y_heads + columns, y1.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(y_heads + HALF_DIM + columns, y2.to(y_ptr.dtype.element_ty), mask=mask)
+        if REST_DIM > 0:
+            columns = tl.arange(0, BLOCK_REST)[None, :]
+            mask = head_mask & (columns < REST_DIM)
+            rest = tl.load(x_heads + 2 * HALF_DIM + columns, mask=mask, other=0.0)
+            tl.store(y_heads + 2 * HALF_DIM + columns, rest.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@backend.Kernel
 def _rotary_kernel(
     q_ptr,  # [batch_size, num_heads, seq_len, head_dim]; this and its output may be permuted in memory
     k_ptr,  # [batch_size, num_kv_heads, seq_len, head_dim], likewise
-    cos_ptr,  # [batch_size, seq_len, head_dim], batch stride 0 if all share one table
+    cos_ptr,  # [3 if sections, batch_size, seq_len or max_positions, rotary_dim], stride 0 where all share one table
     sin_ptr,  # likewise
+    position_ids_ptr,  # [batch_size, seq_len], batch stride 0 if all share them, or None
     q_out_ptr,
     k_out_ptr,
     q_strides,  # (batch, token, head), as are the next three
     k_strides,
     q_out_strides,
     k_out_strides,
-    cos_strides,  # (batch, token)
-    sin_strides,  # (batch, token)
+    cos_strides,  # (table, batch, token or position)
+    sin_strides,  # likewise
+    position_ids_strides,  # (batch, token)
+    second_section,
+    third_section,
     num_heads,
     num_kv_heads,
     seq_len,
+    max_positions,
     INVERSE: tl.constexpr,
+    HAS_SECTIONS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HALF_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     """One program rotates every head of one token, backwards (the transposed matrix) if INVERSE."""
     batch = (tl.program_id(0) // seq_len).to(tl.int64)
     token = (tl.program_id(0) % seq_len).to(tl.int64)
-    columns = tl.arange(0, BLOCK_HALF)
-    mask = columns < HALF_DIM
-    cos_ptrs = cos_ptr + batch * cos_strides[0] + token * cos_strides[1] + columns
-    sin_ptrs = sin_ptr + batch * sin_strides[0] + token * sin_strides[1] + columns
-    cos1 = tl.load(cos_ptrs, mask=mask, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos_ptrs + HALF_DIM, mask=mask, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin_ptrs, mask=mask, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin_ptrs + HALF_DIM, mask=mask, other=0.0).to(tl.float32)
+    position = token
+    if position_ids_ptr is not None:
+        offset = batch * position_ids_strides[0] + token * position_ids_strides[1]
+        position = tl.load(position_ids_ptr + offset).to(tl.int64)
+    is_known = (position >= 0) & (position < max_positions)
+    cos1, cos2 = _load_pairs(
+        cos_ptr + batch * cos_strides[1] + position * cos_strides[2],
+        cos_strides[0], second_section, third_section, is_known, HAS_SECTIONS, INTERLEAVED, HALF_DIM, BLOCK_HALF,
+    )  # fmt: skip
+    sin1, sin2 = _load_pairs(
+        sin_ptr + batch * sin_strides[1] + position * sin_strides[2],
+        sin_strides[0], second_section, third_section, is_known, HAS_SECTIONS, INTERLEAVED, HALF_DIM, BLOCK_HALF,
+    )  # fmt: skip
     if INVERSE:
         sin1, sin2 = -sin2, -sin1
     _rotate_heads(
-        x_ptr=q_ptr + batch * q_strides[0] + token * q_strides[1],
-        y_ptr=q_out_ptr + batch * q_out_strides[0] + token * q_out_strides[1],
-        x_head_stride=q_strides[2],
-        y_head_stride=q_out_strides[2],
-        num_heads=num_heads,
-        cos1=cos1,
-        cos2=cos2,
-        sin1=sin1,
-        sin2=sin2,
-        HALF_DIM=HALF_DIM,
-        BLOCK_HEADS=BLOCK_HEADS,
-        BLOCK_HALF=BLOCK_HALF,
-    )
+        q_ptr + batch * q_strides[0] + token * q_strides[1],
+        q_out_ptr + batch * q_out_strides[0] + token * q_out_strides[1],
+        q_strides[2], q_out_strides[2], num_heads, cos1, cos2, sin1, sin2,
+        INTERLEAVED, HALF_DIM, REST_DIM, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
+    )  # fmt: skip
     _rotate_heads(
-        x_ptr=k_ptr + batch * k_strides[0] + token * k_strides[1],
-        y_ptr=k_out_ptr + batch * k_out_strides[0] + token * k_out_strides[1],
-        x_head_stride=k_strides[2],
-        y_head_stride=k_out_strides[2],
-        num_heads=num_kv_heads,
-        cos1=cos1,
-        cos2=cos2,
-        sin1=sin1,
-        sin2=sin2,
-        HALF_DIM=HALF_DIM,
-        BLOCK_HEADS=BLOCK_HEADS,
-        BLOCK_HALF=BLOCK_HALF,
-    )
+        k_ptr + batch * k_strides[0] + token * k_strides[1],
+        k_out_ptr + batch * k_out_strides[0] + token * k_out_strides[1],
+        k_strides[2], k_out_strides[2], num_kv_heads, cos1, cos2, sin1, sin2,
+        INTERLEAVED, HALF_DIM, REST_DIM, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
+    )  # fmt: skip
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
@@ -167,28 +244,47 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 
 
 def _launch_rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, heads_dim: int, inverse: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    q_out: Tensor,
+    k_out: Tensor,
+    options: RotaryOptions,
+    *,
+    inverse: bool,
 ) -> None:
     """Rotates q into q_out and k into k_out, which may have no heads."""
     if q.numel() == 0 and k.numel() == 0:
         return
     q, k, cos, sin = (_with_unit_stride(tensor) for tensor in (q, k, cos, sin))
+    heads_dim = options.heads_dim
     token_dim = 3 - heads_dim
     batch_size, seq_len, head_dim = q.shape[0], q.shape[token_dim], q.shape[3]
     num_heads, num_kv_heads = q.shape[heads_dim], k.shape[heads_dim]
-    launch = choose_launch(max(num_heads, num_kv_heads), head_dim)
+    rotary_dim = cos.shape[-1]
+    launch = choose_launch(max(num_heads, num_kv_heads), rotary_dim)
 
     def strides(x: Tensor) -> tuple[int, int, int]:
         return x.stride(0), x.stride(token_dim), x.stride(heads_dim)
 
-    def table_strides(x: Tensor) -> tuple[int, int]:
-        return x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else 0, x.stride(-2)
+    def table_strides(x: Tensor) -> tuple[int, int, int]:
+        section_stride = x.stride(0) if options.sections else 0
+        batch_stride = x.stride(-3) if x.dim() > 2 and x.shape[-3] > 1 else 0
+        return section_stride, batch_stride, x.stride(-2)
 
-    _rotary_kernel[(batch_size * seq_len,)](
+    position_ids_strides = (0, 0)
+    if position_ids is not None:
+        shared = position_ids.dim() == 1 or position_ids.shape[0] == 1
+        position_ids_strides = (0 if shared else position_ids.stride(0), position_ids.stride(-1))
+    _rotary_kernel.launch(
+        batch_size * seq_len,
         q_ptr=q,
         k_ptr=k,
         cos_ptr=cos,
         sin_ptr=sin,
+        position_ids_ptr=position_ids,
         q_out_ptr=q_out,
         k_out_ptr=k_out,
         q_strides=strides(q),
@@ -197,18 +293,35 @@ def _launch_rotary(
         k_out_strides=strides(k_out),
         cos_strides=table_strides(cos),
         sin_strides=table_strides(sin),
+        position_ids_strides=position_ids_strides,
+        second_section=options.sections[0] if options.sections else 0,
+        third_section=options.sections[1] if options.sections else 0,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         seq_len=seq_len,
+        max_positions=cos.shape[-2],
         INVERSE=inverse,
-        HALF_DIM=head_dim // 2,
+        HAS_SECTIONS=bool(options.sections),
+        INTERLEAVED=options.interleaved,
+        HALF_DIM=rotary_dim // 2,
+        REST_DIM=head_dim - rotary_dim,
         BLOCK_HEADS=launch.block_heads,
         BLOCK_HALF=launch.block_half,
+        BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
         num_warps=launch.num_warps,
     )
 
 
-def _rotary_forward_fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+def _rotary_forward_fake(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    heads_dim: int,
+    interleaved: bool,
+    sections: list[int],
+) -> tuple[Tensor, Tensor]:
     # empty_like keeps the order of the dimensions in memory and closes the gaps of a slice.
     q_out = torch.empty_like(q, dtype=_output_dtype(q, cos, sin))
     k_out = torch.empty_like(k, dtype=_output_dtype(k, cos, sin))
@@ -216,12 +329,23 @@ def _rotary_forward_fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_d
 
 
 @backend.register_op(
-    "rotary_forward(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim) -> (Tensor, Tensor)",
+    "rotary_forward(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, int heads_dim, bool interleaved,"
+    " int[] sections) -> (Tensor, Tensor)",
     fake=_rotary_forward_fake,
 )
-def _rotary_forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
-    q_out, k_out = _rotary_forward_fake(q, k, cos, sin, heads_dim)
-    _launch_rotary(q, k, cos, sin, q_out, k_out, heads_dim, inverse=False)
+def _rotary_forward(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    heads_dim: int,
+    interleaved: bool,
+    sections: list[int],
+) -> tuple[Tensor, Tensor]:
+    options = RotaryOptions(heads_dim, interleaved, sections)
+    q_out, k_out = _rotary_forward_fake(q, k, cos, sin, position_ids, *options)
+    _launch_rotary(q, k, cos, sin, position_ids, q_out, k_out, options, inverse=False)
     return q_out, k_out
 
 
@@ -230,7 +354,10 @@ def _rotary_backward_fake(
     grad_k_out: Tensor,
     cos: Tensor,
     sin: Tensor,
+    position_ids: Tensor | None,
     heads_dim: int,
+    interleaved: bool,
+    sections: list[int],
     q_stride: list[int],
     k_stride: list[int],
     q_dtype: torch.dtype,
@@ -242,8 +369,9 @@ def _rotary_backward_fake(
 
 
 @backend.register_op(
-    "rotary_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, int heads_dim, SymInt[] q_stride,"
-    " SymInt[] k_stride, ScalarType q_dtype, ScalarType k_dtype) -> (Tensor, Tensor)",
+    "rotary_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, Tensor? position_ids, int heads_dim,"
+    " bool interleaved, int[] sections, SymInt[] q_stride, SymInt[] k_stride, ScalarType q_dtype, ScalarType k_dtype)"
+    " -> (Tensor, Tensor)",
     fake=_rotary_backward_fake,
 )
 def _rotary_backward(
@@ -251,17 +379,21 @@ def _rotary_backward(
     grad_k_out: Tensor,
     cos: Tensor,
     sin: Tensor,
+    position_ids: Tensor | None,
     heads_dim: int,
+    interleaved: bool,
+    sections: list[int],
     q_stride: list[int],
     k_stride: list[int],
     q_dtype: torch.dtype,
     k_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of q and k with the given strides and dtypes."""
+    options = RotaryOptions(heads_dim, interleaved, sections)
     grad_q, grad_k = _rotary_backward_fake(
-        grad_q_out, grad_k_out, cos, sin, heads_dim, q_stride, k_stride, q_dtype, k_dtype
+        grad_q_out, grad_k_out, cos, sin, position_ids, *options, q_stride, k_stride, q_dtype, k_dtype
     )
-    _launch_rotary(grad_q_out, grad_k_out, cos, sin, grad_q, grad_k, heads_dim, inverse=True)
+    _launch_rotary(grad_q_out, grad_k_out, cos, sin, position_ids, grad_q, grad_k, options, inverse=True)
     return grad_q, grad_k
 
 
@@ -269,68 +401,140 @@ class RotaryFunction(torch.autograd.Function):
     """Ties the two ops together for autograd; cos and sin get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
-        q_out, k_out = _rotary_forward(q, k, cos, sin, heads_dim)
-        ctx.save_for_backward(cos, sin)
-        ctx.heads_dim = heads_dim
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor | None,
+        options: tuple[int, bool, list[int]],
+    ) -> tuple[Tensor, Tensor]:
+        q_out, k_out = _rotary_forward(q, k, cos, sin, position_ids, *options)
+        ctx.save_for_backward(cos, sin, position_ids)
+        ctx.options = options
         ctx.strides = q_out.stride(), k_out.stride()  # those of q and k with gaps closed
         ctx.dtypes = q.dtype, k.dtype
         return q_out, k_out
 
     @staticmethod
-    @once_differentiable
+    @backend.once_differentiable
     def backward(
         ctx: Any, grad_q_out: Tensor, grad_k_out: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        cos, sin = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         needs_grad_q, needs_grad_k = ctx.needs_input_grad[:2]
         if not needs_grad_q:
-            grad_q_out = grad_q_out.narrow(ctx.heads_dim, 0, 0)
+            grad_q_out = grad_q_out.narrow(ctx.options[0], 0, 0)
         if not needs_grad_k:
-            grad_k_out = grad_k_out.narrow(ctx.heads_dim, 0, 0)
-        grad_q, grad_k = _rotary_backward(grad_q_out, grad_k_out, cos, sin, ctx.heads_dim, *ctx.strides, *ctx.dtypes)
-        return grad_q if needs_grad_q else None, grad_k if needs_grad_k else None, None, None, None
+            grad_k_out = grad_k_out.narrow(ctx.options[0], 0, 0)
+        grad_q, grad_k = _rotary_backward(
+            grad_q_out, grad_k_out, *ctx.saved_tensors, *ctx.options, *ctx.strides, *ctx.dtypes
+        )
+        return grad_q if needs_grad_q else None, grad_k if needs_grad_k else None, None, None, None, None
 
 
-def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> None:
+def _check_shapes(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, position_ids: Tensor | None, has_sections: bool
+) -> None:
     if heads_dim not in (1, 2):
         raise ValueError(f"heads_dim must be 1 or 2, got {heads_dim}")
-    if q.dim() != 4 or q.shape[3] % 2:
-        raise ValueError(f"q must have 4 dimensions, the last of even size, got shape {tuple(q.shape)}")
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions, got shape {tuple(q.shape)}")
     if k.dim() != 4 or any(q.shape[dim] != k.shape[dim] for dim in range(4) if dim != heads_dim):
         raise ValueError(
-            f"k must have q's shape {tuple(q.shape)} except in dimension {heads_dim}, got {tuple(k.shape)}"
+            f"k must have q's shape {tuple(q.shape)} but for its number of heads, dimension {heads_dim}, got"
+            f" {tuple(k.shape)}"
         )
     batch_size, seq_len, head_dim = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
-    table = (seq_len, head_dim)
-    if tuple(cos.shape) not in (table, (1, *table), (batch_size, *table)):
+    rotary_dim = cos.shape[-1] if cos.dim() else 0
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
-            f"cos must be [seq_len, head_dim] or [batch_size or 1, seq_len, head_dim] for q of shape {tuple(q.shape)}"
-            f" with heads_dim={heads_dim}, got {tuple(cos.shape)}"
+            f"cos must end in rotary_dim, even and at most head_dim = {head_dim}, got shape {tuple(cos.shape)}"
+        )
+    if position_ids is not None:
+        fits, wanted = cos.dim() == 2, "[max_positions, rotary_dim], as position_ids are given"
+    elif has_sections:
+        fits = cos.dim() == 4 and cos.shape[0] == 3 and cos.shape[1] in (1, batch_size) and cos.shape[2] == seq_len
+        wanted = "[3, batch_size or 1, seq_len, rotary_dim], as mrope_sections are given"
+    else:
+        fits = cos.dim() in (2, 3) and cos.shape[-2] == seq_len and cos.shape[:-2] in ((), (1,), (batch_size,))
+        wanted = "[batch_size or 1, seq_len, rotary_dim] or [seq_len, rotary_dim]"
+    if not fits:
+        raise ValueError(
+            f"cos must be {wanted}, for q of shape {tuple(q.shape)} with heads_dim={heads_dim}, got {tuple(cos.shape)}"
         )
     if sin.shape != cos.shape:
         raise ValueError(f"sin must have cos' shape {tuple(cos.shape)}, got {tuple(sin.shape)}")
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys by their positions: ``x * cos + rotate_half(x) * sin``, halves of head_dim paired.
+def _check_positions(position_ids: Tensor, q: Tensor, heads_dim: int, max_positions: int) -> None:
+    batch_size, seq_len = q.shape[0], q.shape[3 - heads_dim]
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"position_ids must be int64 or int32, got {position_ids.dtype}")
+    if tuple(position_ids.shape) not in ((seq_len,), (1, seq_len), (batch_size, seq_len)):
+        raise ValueError(
+            f"position_ids must be [seq_len] or [batch_size or 1, seq_len] with batch_size = {batch_size} and"
+            f" seq_len = {seq_len}, got shape {tuple(position_ids.shape)}"
+        )
+    if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
+        low, high = position_ids.min().item(), position_ids.max().item()
+        if low < 0 or high >= max_positions:
+            raise ValueError(
+                f"position_ids must be between 0 and cos' max_positions - 1 = {max_positions - 1}, got {low} to {high}"
+            )
+
+
+def apply_rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    heads_dim: int = 1,
+    interleaved: bool = False,
+    position_ids: Tensor | None = None,
+    mrope_sections: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys by their positions: ``x * cos + rotated(x) * sin``.
 
     Args:
         q: Queries ``[batch_size, num_heads, seq_len, head_dim]``, or ``[batch_size, seq_len, num_heads, head_dim]`` if
             ``heads_dim=2``. May be a transposed or sliced view; it is read in place.
         k: Keys, the same with ``num_kv_heads``.
-        cos: Cosines ``[batch_size or 1, seq_len, head_dim]`` or ``[seq_len, head_dim]``.
+        cos: Cosines ``[batch_size or 1, seq_len, rotary_dim]`` or ``[seq_len, rotary_dim]``. If rotary_dim is less than
+            head_dim, the columns behind it are copied.
         sin: Sines, of cos' shape. If cos or sin require a gradient, plain PyTorch computes it.
         heads_dim: The dimension of q and k that counts heads, 1 or 2.
+        interleaved: Whether pairs are neighbouring columns, as GPT-J's; else the same columns of both halves.
+        position_ids: ``[seq_len]`` or ``[batch_size or 1, seq_len]``, int64 or int32: which row of cos and sin, then
+            tables ``[max_positions, rotary_dim]``, each token takes.
+        mrope_sections: Three numbers that add up to rotary_dim / 2, for cos and sin of shape ``[3, batch_size or 1,
+            seq_len, rotary_dim]``: how many pairs take their angle from the first (time), the second (height) and the
+            third (width) table, as Qwen2-VL's ``mrope_section``.
 
     Returns:
         The rotated q and k, laid out in memory as they came, in the promoted dtype of each with cos and sin.
 
     Raises:
-        ValueError: If heads_dim is neither 1 nor 2, head_dim is odd, or the shapes do not fit together.
+        ValueError: If heads_dim is neither 1 nor 2, or shapes, sections or dtypes do not fit together; for positions
+            out of range if they are on the CPU (on the GPU their tokens become NaN instead).
     """
-    _check_shapes(q, k, cos, sin, heads_dim)
+    if position_ids is not None and mrope_sections is not None:
+        raise ValueError("position_ids must be None with mrope_sections, whose cos and sin have a row for each token")
+    _check_shapes(q, k, cos, sin, heads_dim, position_ids, mrope_sections is not None)
+    if position_ids is not None:
+        _check_positions(position_ids, q, heads_dim, cos.shape[0])
+    sections: list[int] = []
+    if mrope_sections is not None:
+        if len(mrope_sections) != 3 or min(mrope_sections) < 0 or 2 * sum(mrope_sections) != cos.shape[-1]:
+            raise ValueError(
+                f"mrope_sections must be three numbers that add up to rotary_dim / 2 = {cos.shape[-1] // 2}, got"
+                f" {list(mrope_sections)}"
+            )
+        sections = [mrope_sections[0], mrope_sections[0] + mrope_sections[1]]
     dtypes = (q.dtype, k.dtype, cos.dtype, sin.dtype)
-    if not backend.use_triton(q) or torch.float64 in dtypes or cos.requires_grad or sin.requires_grad:
-        return apply_rotary_reference(q, k, cos, sin, heads_dim)
-    return RotaryFunction.apply(q, k, cos, sin, heads_dim)
+    if not backend.use_triton(q) or torch.float64 in dtypes or backend.needs_graph(cos, sin):
+        return apply_rotary_reference(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, sections))
+    if backend.needs_graph(q, k):
+        return RotaryFunction.apply(q, k, cos, sin, position_ids, (heads_dim, interleaved, sections))
+    return _rotary_forward(q, k, cos, sin, position_ids, heads_dim, interleaved, sections)

@@ -82,6 +82,7 @@ def run_loss(
     grad_logits: Tensor | None = None,
     with_stats: bool = True,
     token_index: Tensor | None = None,
+    mean_scale: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor]:
     """The stats (meaningless but for the losses without ``with_stats``) and the error of lse."""
     room = torch.full(labels.shape, 77.0, device=labels.device)
@@ -92,7 +93,7 @@ def run_loss(
     targets, token_options = split_options(options, labels)
     launch_loss(
         logits, targets, grad_scale, token_options, losses=stats.losses, lse_error=lse_error,
-        stats=stats if with_stats else None, grad_logits=grad_logits, token_index=token_index,
+        stats=stats if with_stats else None, grad_logits=grad_logits, token_index=token_index, mean_scale=mean_scale,
     )  # fmt: skip
     return stats, lse_error
 
@@ -170,6 +171,25 @@ def test_gradient_may_overwrite_the_logits_and_nothing_else(
     assert torch.equal(rows, gradient)
     rows.fill_(7.0)
     assert (buffer == 7.0).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_mean_scale_is_written_down_and_scales_the_gradient(name: str, loss_kernel: str, device: torch.device) -> None:
+    logits, labels, options = make_case(name, ROWS, CLASSES, device)
+    kept = labels != options.get("ignore_index", -100)
+    ones = torch.ones(max(ROWS, CLASSES), device=device)
+    weights = options.get("weight", ones)[labels.where(kept, 0)] * options.get("token_weight", ones[:ROWS])
+    gradients = torch.empty_like(logits), torch.empty_like(logits)
+    grad_scale = torch.tensor(-0.7, device=device)
+    expected, _ = run_loss(logits, labels, options, grad_scale, grad_logits=gradients[0])
+    mean_scale = torch.full((), torch.nan, device=device)
+    stats, _ = run_loss(logits, labels, options, grad_scale, grad_logits=gradients[1], mean_scale=mean_scale)
+    torch.testing.assert_close(mean_scale, 1 / weights[kept].sum())
+    torch.testing.assert_close(gradients[1], gradients[0] * mean_scale)
+    assert all(torch.equal(one, two) for one, two in zip(stats, expected, strict=True))
+    mean_scale.fill_(torch.nan)
+    run_loss(logits, torch.full_like(labels, options.get("ignore_index", -100)), options, mean_scale=mean_scale)
+    assert mean_scale == 0
 
 
 def test_rows_are_the_tokens_that_the_index_names(loss_kernel: str, device: torch.device) -> None:
@@ -303,8 +323,10 @@ def test_logits_that_say_nothing_give_nan_in_their_rows_unless_ignored(
 
 def test_no_rows_are_no_work(loss_kernel: str, device: torch.device) -> None:
     logits, labels, options = make_case("everything", 0, CLASSES, device)
-    stats, _ = run_loss(logits, labels, options, grad_logits=torch.empty_like(logits))
+    mean_scale = torch.full((), torch.nan, device=device)
+    stats, _ = run_loss(logits, labels, options, grad_logits=torch.empty_like(logits), mean_scale=mean_scale)
     assert stats.losses.shape == (0,)
+    assert mean_scale == 0
     targets, token_options = split_options(options, labels)
     launch_gradient(
         logits, targets, torch.ones((), device=device), token_options,

@@ -1,4 +1,4 @@
-"""silu(gate) * up: kernels against the reference in float64, with plain PyTorch in the tested dtype as yardstick."""
+"""activation(gate) * up: kernels against the reference in float64, with plain PyTorch as the yardstick."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.gated_linear_unit import choose_launch, silu_mul, silu_mul_reference
+from liger_ops.gated_linear_unit import (
+    choose_launch,
+    gated_unit_reference,
+    gelu_mul,
+    relu_squared,
+    relu_squared_mul,
+    silu_mul,
+)
 from tests.liger_ops.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+Unit = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
+
+
+def gelu_tanh_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    return gelu_mul(gate, up, approximate="tanh")
+
+
+UNITS = {
+    "silu": (silu_mul, F.silu),
+    "gelu": (gelu_mul, F.gelu),
+    "gelu_tanh": (gelu_tanh_mul, lambda gate: F.gelu(gate, approximate="tanh")),
+    "relu_squared": (relu_squared_mul, lambda gate: F.relu(gate).square()),
+}
+
+
+@pytest.fixture(params=UNITS)
+def unit(request: pytest.FixtureRequest) -> Unit:
+    """One of our functions, and its activation in PyTorch."""
+    return UNITS[request.param]
 
 
 def make_inputs(*shape: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,16 +45,17 @@ def make_inputs(*shape: int, dtype: torch.dtype, device: torch.device) -> tuple[
     return gate, up, grad_output
 
 
-def assert_matches_reference(gate: Tensor, up: Tensor, grad_output: Tensor) -> None:
+def assert_matches_reference(gate: Tensor, up: Tensor, grad_output: Tensor, unit: Unit = UNITS["silu"]) -> None:
     """Compares the output and both gradients."""
+    function, activation = unit
 
     def run(function: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (gate, up)]
         y = function(*leaves)
         return [y, *torch.autograd.grad(y, leaves, grad_output.to(y.dtype))]
 
-    actual, eager = run(silu_mul, None), run(lambda gate, up: F.silu(gate) * up, None)
-    truth = run(silu_mul_reference, torch.float64)
+    actual, eager = run(function, None), run(lambda gate, up: activation(gate) * up, None)
+    truth = run(lambda gate, up: activation(gate) * up, torch.float64)
     for name, *results in zip(("y", "grad_gate", "grad_up"), actual, eager, truth, strict=True):
         assert results[0].dtype == results[1].dtype
         assert_as_accurate(name, *results)
@@ -38,8 +65,59 @@ def assert_matches_reference(gate: Tensor, up: Tensor, grad_output: Tensor) -> N
 @pytest.mark.parametrize(
     "shape", [(), (1, 1), (3, 507), (1, 1024), (2, 3, 683)], ids=str
 )  # the last: four blocks and two columns
-def test_silu_mul_matches_reference(triton_device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    assert_matches_reference(*make_inputs(*shape, dtype=dtype, device=triton_device))
+def test_unit_matches_reference(
+    triton_device: torch.device, unit: Unit, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    assert_matches_reference(*make_inputs(*shape, dtype=dtype, device=triton_device), unit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2,), (3, 2 * 123), (2, 3, 2 * 600)], ids=str)
+def test_packed_tensor_is_gate_then_up(
+    triton_device: torch.device, unit: Unit, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    packed, _, grad_output = make_inputs(*shape, dtype=dtype, device=triton_device)
+    grad_output = grad_output[..., : shape[-1] // 2]
+    gate, up = (half.clone().requires_grad_() for half in packed.chunk(2, dim=-1))
+    expected = unit[0](gate, up)
+    gradients = torch.autograd.grad(expected, (gate, up), grad_output)
+    leaf = packed.clone().requires_grad_()
+    actual = unit[0](leaf)
+    (gradient,) = torch.autograd.grad(actual, leaf, grad_output)
+    assert torch.equal(actual, expected)
+    assert torch.equal(gradient, torch.cat(gradients, dim=-1))
+    assert gradient.is_contiguous()
+
+
+def test_packed_rows_may_lie_apart(triton_device: torch.device, unit: Unit) -> None:
+    wide, _, _ = make_inputs(4, 100, dtype=torch.float32, device=triton_device)
+    packed = wide[:, 3:67]
+    torch.testing.assert_close(unit[0](packed), unit[0](*packed.contiguous().chunk(2, dim=-1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relu_squared_matches_pytorch(triton_device: torch.device, dtype: torch.dtype) -> None:
+    x, _, grad_output = make_inputs(3, 507, dtype=dtype, device=triton_device)
+    x[0, :3] = torch.tensor([0.0, -0.0, float("nan")])
+
+    def run(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = function(leaf)
+        return [y, *torch.autograd.grad(y, leaf, grad_output.to(y.dtype))]
+
+    results = [run(relu_squared, x), run(UNITS["relu_squared"][1], x), run(UNITS["relu_squared"][1], x.double())]
+    for name, *values in zip(("y", "gradient"), *results, strict=True):
+        assert all(value[0, 2].isnan() for value in values)
+        assert_as_accurate(name, *(value.nan_to_num(0.0) for value in values))
+
+
+@pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan")], ids=str)
+def test_infinity_and_nan_propagate_as_in_pytorch(triton_device: torch.device, unit: Unit, special: float) -> None:
+    gate, up, _ = make_inputs(2, 8, dtype=torch.float32, device=triton_device)
+    gate[0, 1] = up[1, 2] = special
+    # F.gelu of infinity is NaN on some CPUs.
+    activated = gate * torch.special.ndtr(gate) if unit[1] is F.gelu else unit[1](gate)
+    torch.testing.assert_close(unit[0](gate, up), activated * up, equal_nan=True)
 
 
 def test_silu_mul_promotes_mixed_dtypes(triton_device: torch.device) -> None:
@@ -104,18 +182,22 @@ def test_silu_mul_backward_twice_and_inputs_unchanged(triton_device: torch.devic
         assert torch.equal(before, after)
 
 
-def test_reference_gradients_are_right() -> None:
+@pytest.mark.parametrize("activation", UNITS)
+def test_reference_gradients_are_right(activation: str) -> None:
     gate, up = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(silu_mul_reference, (gate, up))
+    assert torch.autograd.gradcheck(lambda gate, up: gated_unit_reference(gate, up, activation, False), (gate, up))
 
 
-def test_silu_mul_ops_are_well_formed(triton_device: torch.device) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_ops_are_well_formed(triton_device: torch.device, packed: bool) -> None:
     gate, up, grad_output = make_inputs(2, 3, 16, dtype=torch.bfloat16, device=triton_device)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.liger_ops.silu_mul_forward.default, (gate, up.float()), test_utils=checks)
-    for needs in ((True, True), (True, False), (False, True)):
-        arguments = (grad_output, gate.mT.contiguous().mT, up, *needs)
-        torch.library.opcheck(torch.ops.liger_ops.silu_mul_backward.default, arguments, test_utils=checks)
+    ops, checks = torch.ops.liger_ops, ("test_schema", "test_faketensor")
+    up = None if packed else up.float()
+    torch.library.opcheck(ops.gated_unit_forward.default, (gate, up, "gelu", packed), test_utils=checks)
+    grad_output = grad_output[..., :8] if packed else grad_output
+    for needs in ((True, False),) if packed else ((True, True), (True, False), (False, True)):
+        arguments = (grad_output, gate.mT.contiguous().mT, up, "silu", packed, *needs)
+        torch.library.opcheck(ops.gated_unit_backward.default, arguments, test_utils=checks)
 
 
 def test_silu_mul_compiles_to_one_graph(triton_device: torch.device) -> None:
@@ -127,7 +209,7 @@ def test_silu_mul_compiles_to_one_graph(triton_device: torch.device) -> None:
         return [y, *torch.autograd.grad(y, leaf, grad_output[:, :64])]
 
     def layer(packed: Tensor) -> Tensor:
-        return silu_mul(*packed.chunk(2, dim=-1)) * 2
+        return silu_mul(*packed.chunk(2, dim=-1)) * 2 + gelu_mul(packed)
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(run(compiled), run(layer), strict=True):
@@ -136,12 +218,22 @@ def test_silu_mul_compiles_to_one_graph(triton_device: torch.device) -> None:
 
 def test_silu_mul_off_cuda_is_the_reference() -> None:
     gate, up, _ = make_inputs(3, 64, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert torch.equal(silu_mul(gate, up), silu_mul_reference(gate, up))
+    assert torch.equal(silu_mul(gate, up), gated_unit_reference(gate, up, "silu", False))
 
 
 def test_silu_mul_rejects_different_shapes() -> None:
     with pytest.raises(ValueError, match=r"up must have gate's shape \(2, 4\), got \(4,\)"):
         silu_mul(torch.ones(2, 4), torch.ones(4))
+
+
+def test_packed_tensor_must_have_an_even_number_of_columns() -> None:
+    with pytest.raises(ValueError, match=r"even number of columns, got shape \(2, 3\)"):
+        gelu_mul(torch.ones(2, 3))
+
+
+def test_unknown_approximation_raises() -> None:
+    with pytest.raises(ValueError, match="approximate must be 'none' or 'tanh', got 'erf'"):
+        gelu_mul(torch.ones(2, 4), approximate="erf")
 
 
 @pytest.mark.parametrize(("num_columns", "expected"), [(1, (1, 1)), (507, (512, 2)), (14336, (1024, 4))])

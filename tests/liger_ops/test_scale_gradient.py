@@ -97,6 +97,15 @@ def test_factor_that_is_not_finite_shows(factor: float, device: torch.device) ->
     torch.testing.assert_close(scaled, expected, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("numel", [0, 2 * BLOCK])
+def test_op_passes_opcheck(numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    arguments = torch.randn(numel, device=device, dtype=torch.bfloat16), torch.tensor(0.3, device=device), dtype
+    torch.library.opcheck(
+        torch.ops.liger_ops.scale_gradient.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_place", [False, True], ids=["", "in_place"])
 def test_elements_past_two_to_the_31_are_scaled(in_place: bool) -> None:

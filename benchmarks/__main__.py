@@ -1,0 +1,168 @@
+"""``python -m benchmarks ops|loss|plot``: measures, prints tables, writes records and draws figures."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks import records, tables, timing
+from benchmarks.cases import AGAINST, Op
+from benchmarks.environment import environment
+from benchmarks.loss import LOSS
+from benchmarks.ops import OPS
+from benchmarks.run import Runner, Settings, rms_norm_host_us
+
+_OUT_HELP = (
+    "where to write: a path without suffix, such as benchmarks/results/ops_h200, makes ops_h200.jsonl and"
+    " ops_h200_<figure>.png there; a folder (one that exists, or a path that ends in /) makes {name}.jsonl in it"
+)
+_SUFFIXES = (".json", ".jsonl", ".png")
+
+
+def _names(what: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """An argument's type: a comma-separated list of known names."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in text.split(",") if name.strip())
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"no {what} {name!r}; known: {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _stem(text: str) -> str:
+    if text.endswith(_SUFFIXES):
+        raise argparse.ArgumentTypeError(f"{text!r} has a suffix; give a path without one, or a folder")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures liger_ops beside others.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="ops|loss|plot")
+    ops = commands.add_parser("ops", help="the memory-bound ops")
+    loss = commands.add_parser("loss", help="the LM head with its loss")
+    ops.add_argument(
+        "--only",
+        type=_names("op", tuple(OPS)),
+        default=tuple(OPS),
+        metavar="OP,...",
+        help=f"which ops (default: all): {', '.join(OPS)}",
+    )
+    ops.add_argument(
+        "--sweeps",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether to measure over sizes too, which the figures and the paper's claims need",
+    )
+    for command in (ops, loss):
+        command.add_argument(
+            "--against",
+            type=_names("contender", AGAINST),
+            default=AGAINST,
+            metavar="CONTENDER,...",
+            help=f"contenders beside ours (default: all): {', '.join(AGAINST)}",
+        )
+        command.add_argument(
+            "--quick", action="store_true", help="tiny sizes, a few repeats: a trial that also runs on a CPU"
+        )
+    for name, command in (("ops", ops), ("loss", loss)):
+        command.add_argument("--out", type=_stem, required=True, metavar="PATH", help=_OUT_HELP.format(name=name))
+    plot = commands.add_parser("plot", help="draw the figures again from records")
+    plot.add_argument("records", type=Path, help="a .jsonl file that ops or loss wrote")
+    plot.add_argument("--out", type=_stem, metavar="PATH", help="start of the figures' paths (default: beside records)")
+    return parser
+
+
+def _resolve_stem(out: str, name: str) -> str:
+    """The start of the paths to write, its folder made."""
+    if out.endswith("/") or Path(out).is_dir():
+        out = str(Path(out) / name)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _measure(ops: Sequence[Op], settings: Settings, stem: str, console: Console) -> bool:
+    """Measures, prints and writes; returns whether everything of ours worked."""
+    about = environment() | {
+        "copy_tb_s": settings.rates and settings.rates.copy / 1e12,
+        "matrix_tflop_s": settings.rates and settings.rates.matrix / 1e12,
+        "rms_norm_host_us": rms_norm_host_us(settings, OPS["rms_norm"]),
+    }
+    console.print(
+        ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in about.items()
+        )
+    )
+    runner = Runner(settings, say=console.print)
+    # Before the profiler first runs, because launches may cost more from then on.
+    small = {op.name: runner.measure_small(op) for op in ops}
+    found: list[records.Record] = []
+    with records.Writer(Path(f"{stem}.jsonl"), about) as writer:
+        for op in ops:
+            mine = []
+            for record in runner.measure(op, small[op.name]):
+                writer.write(record)
+                mine.append(record)
+            if mine:
+                console.print(tables.op_table(op.name, mine))
+            found += mine
+    console.print(tables.host_table(found, about))
+    if any(record.suite == "sweep" for record in found):
+        console.print(tables.claims_table(found))
+    return not any(name.startswith("ours") for name in runner.failed)
+
+
+def _draw(file: Path, stem: str, console: Console) -> None:
+    from benchmarks import plots  # needs matplotlib, which the package itself does not
+
+    for path in plots.draw(*records.read(file), stem):
+        console.print(f"wrote {path}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=170)  # else tables are cut to 80 columns
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    if options.command == "plot":
+        if not has_matplotlib:
+            parser.error("figures need matplotlib: pip install matplotlib")
+        try:
+            _draw(options.records, _resolve_stem(options.out or str(options.records.with_suffix("")), "plot"), console)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        return 0
+
+    cuda = torch.cuda.is_available()
+    if not cuda and not options.quick:
+        parser.error("this needs a GPU; with --quick it runs on a CPU")
+    device = torch.device("cuda" if cuda else "cpu")
+    settings = Settings(
+        device=device,
+        against=options.against,
+        effort=timing.QUICK if options.quick else timing.Effort(),
+        rates=timing.Rates.measure(device) if cuda else None,
+        tiny=options.quick,
+        sweeps=options.command == "ops" and options.sweeps,
+    )
+    ops = [LOSS] if options.command == "loss" else [OPS[name] for name in options.only]
+    stem = _resolve_stem(options.out, options.command)
+    worked = _measure(ops, settings, stem, console)
+    console.print(f"wrote {stem}.jsonl")
+    if has_matplotlib:
+        _draw(Path(f"{stem}.jsonl"), stem, console)
+    else:
+        console.print("no figures: matplotlib is not installed")
+    return 0 if worked else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""The memory-bound ops: their shapes, their contenders, and how many passes over memory they need at least.
+
+``eager`` is what Hugging Face's modules compute in plain PyTorch. liger-kernel's functions are called as its modules
+call them, so some write into their inputs or into the incoming gradients.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import Contender, Inputs, Maker, Op, Sweep, liger_kernel, ours, pytorch
+
+EPS = 1e-6
+_ROW_NORM_PASSES = {"forward": 2, "backward": 3, "both": 5}  # x -> y; x, grad_y -> grad_x
+_GATED_PASSES = {"forward": 3, "backward": 5, "both": 8}  # gate, up -> y; gate, up, grad_y -> grad_gate, grad_up
+_HIDDEN_SIZES = (4096, 8192, 12288, 16384)
+
+
+def _bytes_of_first(first: Tensor, *others: Tensor) -> int:
+    return first.nbytes
+
+
+def _norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    return Inputs(
+        (make.leaf(num_tokens, hidden_size), make.weight(hidden_size)), (make.normal(num_tokens, hidden_size),)
+    )
+
+
+def _add_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    shape = num_tokens, hidden_size
+    return Inputs(
+        (make.leaf(*shape), make.leaf(*shape), make.weight(hidden_size)), (make.normal(*shape), make.normal(*shape))
+    )
+
+
+def _layer_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    shape = num_tokens, hidden_size
+    return Inputs((make.leaf(*shape), make.weight(hidden_size), make.leaf(hidden_size)), (make.normal(*shape),))
+
+
+def _group_norm_inputs(make: Maker, batch_size: int, num_channels: int, height: int, width: int) -> Inputs:
+    shape = batch_size, num_channels, height, width
+    return Inputs((make.leaf(*shape), make.weight(num_channels), make.leaf(num_channels)), (make.normal(*shape),))
+
+
+def _rotary_inputs(
+    make: Maker, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> Inputs:
+    # Views of what the projections write, [batch_size, seq_len, heads, head_dim].
+    q, k = (
+        make.normal(batch_size, seq_len, heads, head_dim).transpose(1, 2).requires_grad_()
+        for heads in (num_heads, num_kv_heads)
+    )
+    half = torch.arange(0, head_dim, 2, device=make.device, dtype=torch.float32) / head_dim
+    angles = torch.arange(seq_len, device=make.device)[:, None] / 10000**half
+    cos, sin = (torch.cat((table, table), dim=-1)[None].to(q.dtype) for table in (angles.cos(), angles.sin()))
+    return Inputs(
+        (q, k, cos, sin),
+        tuple(make.normal(batch_size, seq_len, heads, head_dim).transpose(1, 2) for heads in (num_heads, num_kv_heads)),
+    )
+
+
+def _gated_inputs(make: Maker, num_tokens: int, intermediate_size: int) -> Inputs:
+    shape = num_tokens, intermediate_size
+    return Inputs((make.leaf(*shape), make.leaf(*shape)), (make.normal(*shape),))
+
+
+def _activation_inputs(make: Maker, num_tokens: int, intermediate_size: int) -> Inputs:
+    return Inputs((make.leaf(num_tokens, intermediate_size),), (make.normal(num_tokens, intermediate_size),))
+
+
+def _logits_inputs(make: Maker, num_tokens: int, vocab_size: int) -> Inputs:
+    return Inputs((make.leaf(num_tokens, vocab_size), make.labels(num_tokens, vocab_size)))
+
+
+def _eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As LlamaRMSNorm."""
+    hidden_states = x.float()
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    return weight * (hidden_states * torch.rsqrt(variance + EPS)).to(x.dtype)
+
+
+def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _eager_rms_norm(total, weight), total
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, EPS), total
+
+
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def _num_groups(x: Tensor) -> int:
+    return min(32, x.shape[1] // 2)
+
+
+def _torch_group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.group_norm(x, _num_groups(x), weight, bias, EPS)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def _eager_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _eager_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _eager_relu_squared(x: Tensor) -> Tensor:
+    return torch.square(F.relu(x))
+
+
+def _eager_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels)
+
+
+_OPS = (
+    Op(
+        name="rms_norm",
+        title="RMSNorm",
+        inputs=_norm_inputs,
+        exact=_torch_rms_norm,
+        contenders={
+            "ours": ours("rms_norm", lambda f, x, weight: f(x, weight.shape, weight, EPS, casting="llama")),
+            "eager": Contender(_eager_rms_norm),
+            "torch": Contender(_torch_rms_norm),
+            "liger": liger_kernel("liger_rms_norm", lambda f, x, weight: f(x, weight, EPS)),
+        },
+        shapes=((16384, 4096), (32768, 2048), (2048, 16384)),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+        sweep=Sweep("hidden size", _HIDDEN_SIZES, lambda hidden_size: (8192, hidden_size), "8192 tokens"),
+    ),
+    Op(
+        name="add_rms_norm",
+        title="Add and RMSNorm",
+        inputs=_add_norm_inputs,
+        exact=_torch_add_rms_norm,
+        contenders={
+            "ours": ours(
+                "add_rms_norm",
+                lambda f, x, residual, weight: f(x, residual, weight.shape, weight, EPS, casting="llama"),
+            ),
+            "eager": Contender(_eager_add_rms_norm),
+            "torch": Contender(_torch_add_rms_norm),
+            "liger": liger_kernel(
+                "liger_fused_add_rms_norm", lambda f, x, residual, weight: f(x, residual, weight, EPS)
+            ),
+        },
+        shapes=((16384, 4096),),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes={"forward": 4, "backward": 4, "both": 8},  # both inputs share one gradient
+    ),
+    Op(
+        name="layer_norm",
+        title="LayerNorm",
+        inputs=_layer_norm_inputs,
+        exact=_torch_layer_norm,
+        contenders={
+            "ours": ours("layer_norm", lambda f, x, weight, bias: f(x, weight.shape, weight, bias, EPS)),
+            "eager": Contender(_torch_layer_norm),  # one fused op already
+            "liger": liger_kernel("liger_layer_norm", lambda f, x, weight, bias: f(x, weight, bias, EPS)),
+        },
+        shapes=((16384, 4096), (4096, 16384), (32768, 1024)),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+        sweep=Sweep("hidden size", _HIDDEN_SIZES, lambda hidden_size: (8192, hidden_size), "8192 tokens"),
+    ),
+    Op(
+        name="group_norm",
+        title="GroupNorm",
+        inputs=_group_norm_inputs,
+        exact=_torch_group_norm,
+        contenders={
+            "ours": ours("group_norm", lambda f, x, weight, bias: f(x, _num_groups(x), weight, bias, EPS)),
+            "eager": Contender(_torch_group_norm),  # one fused op already
+            "liger": liger_kernel(
+                "liger_group_norm", lambda f, x, weight, bias: f(x, weight, bias, x.shape[1], _num_groups(x), EPS)
+            ),
+        },
+        shapes=((16, 512, 64, 64),),
+        small=(4, 64, 32, 32),
+        tiny=(2, 8, 4, 4),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+    ),
+    Op(
+        name="rope",
+        title="RoPE",
+        inputs=_rotary_inputs,
+        exact=_eager_rotary,
+        contenders={
+            "ours": ours("apply_rotary"),
+            "eager": Contender(_eager_rotary),
+            "liger": liger_kernel("liger_rope"),
+        },
+        shapes=((4, 2048, 32, 8, 128), (1, 16384, 32, 8, 128), (8, 2048, 32, 32, 256)),
+        small=(1, 256, 8, 8, 128),
+        tiny=(1, 16, 2, 1, 32),
+        amount=lambda q, k, cos, sin: q.nbytes + k.nbytes,
+        passes={"forward": 2, "backward": 2, "both": 4},
+        label="B{} T{} H{}/{} D{}".format,
+        sweep=Sweep(
+            "hidden size (heads of 128)",
+            _HIDDEN_SIZES,
+            lambda hidden_size: (4, 2048, hidden_size // 128, 8, 128),
+            "4x2048 tokens, 8 key heads",
+        ),
+    ),
+    *(
+        Op(
+            name=name,
+            title=title,
+            inputs=_gated_inputs,
+            exact=eager,
+            contenders={"ours": ours(name), "eager": Contender(eager), "liger": liger_kernel(published)},
+            shapes=((16384, 14336), (4096, 11008)),
+            small=(256, 1024),
+            tiny=(16, 64),
+            amount=_bytes_of_first,
+            passes=_GATED_PASSES,
+            sweep=Sweep(
+                "sequence length",
+                (2048, 4096, 8192, 16384),
+                lambda seq_len: (seq_len, 14336),
+                "intermediate size 14336",
+            ),
+        )
+        for name, title, eager, published in (
+            ("silu_mul", "SwiGLU", _eager_silu_mul, "liger_swiglu"),
+            ("gelu_mul", "GeGLU", _eager_gelu_mul, "liger_geglu"),
+        )
+    ),
+    Op(
+        name="relu_squared",
+        title="Squared ReLU",
+        inputs=_activation_inputs,
+        exact=_eager_relu_squared,
+        contenders={
+            "ours": ours("relu_squared"),
+            "eager": Contender(_eager_relu_squared),
+            "liger": liger_kernel("liger_relu_squared"),
+        },
+        shapes=((16384, 14336),),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+    ),
+    Op(
+        name="cross_entropy",
+        title="Cross entropy",
+        inputs=_logits_inputs,
+        exact=F.cross_entropy,
+        contenders={
+            "ours": ours("cross_entropy"),
+            "eager": Contender(_eager_cross_entropy),
+            "torch": pytorch("cross_entropy"),
+            "liger": liger_kernel("liger_cross_entropy"),
+        },
+        shapes=((16384, 32768), (16384, 131072), (8192, 151936)),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes={"both": 2},  # read once, written once; which direction does so is free
+        sweep=Sweep("vocabulary", (40960, 81920, 122880, 163840), lambda vocab_size: (8192, vocab_size), "8192 tokens"),
+    ),
+)
+
+OPS = {op.name: op for op in _OPS}

@@ -1,0 +1,100 @@
+"""What was measured, as JSON lines: first the environment, then one record for each measurement."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One contender's measurement of one op at one shape in one direction.
+
+    What a machine cannot measure, or a direction does not have, is None. A backward direction is the difference of
+    ``both`` and ``forward``, so it has medians only.
+
+    Attributes:
+        op: Name of the op.
+        suite: ``"shapes"``, compared with the floor, or ``"sweep"``, drawn in figures.
+        shape: As written in tables.
+        size: In a sweep, the size that varies.
+        dtype: Of the inputs.
+        contender: Whose implementation.
+        pass_: ``"forward"``, ``"backward"`` or ``"both"``; ``"pass"`` in JSON.
+        gpu_ms, gpu_ms_quartiles: Milliseconds in which GPU kernels ran.
+        wall_ms, wall_ms_quartiles: Milliseconds from step to step.
+        peak_mib: Peak memory above what was allocated before the step, gradients included.
+        inputs_mib: Memory of the inputs and the incoming gradients.
+        floor_ms: What the GPU needs at its measured best rate for the work that nobody gets around.
+        ratio: ``gpu_ms / floor_ms``.
+        gradient_error: On a small problem, the largest relative L2 distance of a gradient from float64's.
+        host_us: On a small problem, microseconds of a forward and backward.
+        first_call_s: Seconds of the very first forward and backward of this op in the process, compilation included.
+    """
+
+    op: str
+    suite: str
+    shape: str
+    size: int | None
+    dtype: str
+    contender: str
+    pass_: str
+    gpu_ms: float | None
+    gpu_ms_quartiles: tuple[float, float] | None
+    wall_ms: float
+    wall_ms_quartiles: tuple[float, float] | None
+    floor_ms: float | None
+    ratio: float | None
+    peak_mib: float | None = None
+    inputs_mib: float | None = None
+    gradient_error: float | None = None
+    host_us: float | None = None
+    first_call_s: float | None = None
+
+    @property
+    def time_ms(self) -> float:
+        """The GPU's time where there is one."""
+        return self.wall_ms if self.gpu_ms is None else self.gpu_ms
+
+    @property
+    def total_gib(self) -> float | None:
+        """Peak memory, inputs included."""
+        return None if self.peak_mib is None else (self.peak_mib + self.inputs_mib) / 1024
+
+    def to_json(self) -> str:
+        return json.dumps({name.rstrip("_"): value for name, value in dataclasses.asdict(self).items()})
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Record":
+        return cls(**{"pass_" if name == "pass" else name: value for name, value in values.items()})
+
+
+class Writer:
+    """Writes records as they come, so that a run that is cut short leaves what it has."""
+
+    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._file.write(json.dumps({"environment": environment}) + "\n")
+
+    def write(self, record: Record) -> None:
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """The environment and the records of a file that the benchmarks wrote.
+
+    Raises:
+        ValueError: If ``path`` holds anything else.
+    """
+    try:
+        first, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        return first["environment"], [Record.from_json(line) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not hold records of python -m benchmarks: {error}") from error

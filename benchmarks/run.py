@@ -1,0 +1,188 @@
+"""Measures ops: each contender at every shape, and once on a small problem."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.cases import DTYPE, Function, Inputs, Maker, Op, Shape, Unavailable
+from benchmarks.records import Record
+from benchmarks.timing import Effort, Rates, Spread
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run and how.
+
+    Attributes:
+        device: Where.
+        against: Contenders beside what is ours.
+        effort: How long to measure.
+        rates: What floors are computed from; None on a CPU, where there are none.
+        tiny: Whether to measure small shapes only.
+        sweeps: Whether to measure what figures are drawn from.
+    """
+
+    device: torch.device
+    against: tuple[str, ...]
+    effort: Effort
+    rates: Rates | None
+    tiny: bool = False
+    sweeps: bool = True
+
+
+@dataclass(frozen=True)
+class SmallProblem:
+    """What is known of a contender from a small problem; fields as in :class:`Record`."""
+
+    first_call_s: float
+    host_us: float
+    gradient_error: float | None
+
+
+class Runner:
+    """Runs contenders and keeps going when one of them fails.
+
+    Attributes:
+        failed: Contenders that raised, somewhere; what is merely unavailable does not count.
+    """
+
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.failed: set[str] = set()
+        self._say = say
+
+    def measure_small(self, op: Op) -> dict[str, SmallProblem]:
+        """Each contender that works on a small problem; says which do not."""
+        found = {}
+        for name in op.chosen(self.settings.against):
+            try:
+                found[name] = self._measure_small(op, name)
+            except Unavailable as reason:
+                self._say(f"{op.name}: {name} is skipped: {reason}")
+            except Exception as error:
+                self._fail(op, name, op.small, error)
+        return found
+
+    def _measure_small(self, op: Op, name: str) -> SmallProblem:
+        device = self.settings.device
+        function = op.load(name, device)
+        has_gradient = _has_gradient(op, name)
+        inputs = op.inputs(Maker(device), *(op.tiny if self.settings.tiny else op.small))
+        step = _both(function, inputs) if has_gradient else _forward(function, inputs)
+        first_call_s = timing.first_call_s(step, device)
+        error = None
+        if has_gradient:
+            error_shape = op.tiny if self.settings.tiny else op.error_shape or op.small
+            error = gradient_error(op, function, lambda: op.inputs(Maker(device, seed=1), *error_shape))
+        host_us = timing.host_us(step, self.settings.effort.host_calls, device)
+        return SmallProblem(first_call_s, host_us, error)
+
+    def measure(self, op: Op, small: dict[str, SmallProblem]) -> Iterator[Record]:
+        """Every shape, and every size of the sweep, for the contenders that ``small`` names."""
+        suites: list[tuple[str, int | None, Shape]] = [
+            ("shapes", None, shape) for shape in ((op.tiny,) if self.settings.tiny else op.shapes)
+        ]
+        if self.settings.sweeps and op.sweep:
+            suites += [("sweep", size, shape) for size, shape in op.sweep.shapes(self.settings.tiny)]
+        for suite, size, shape in suites:
+            for name, known in small.items():
+                try:
+                    yield from self._measure(op, name, shape, known, suite=suite, size=size)
+                except Exception as error:
+                    self._fail(op, name, shape, error)
+                if self.settings.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _measure(self, op: Op, name: str, shape: Shape, known: SmallProblem, **where: Any) -> list[Record]:
+        settings, device = self.settings, self.settings.device
+        function = op.load(name, device)
+        # Inputs of its own for each contender: liger-kernel's functions write into theirs. These are not set back
+        # before each step, which would cost time that is no contender's; the values drift, the work stays the same.
+        make = Maker(device)
+        first = op.inputs(make, *shape)
+        count = timing.num_input_sets(first.num_bytes, device)
+        sets = [first, *(op.inputs(make, *shape) for _ in range(count - 1))]
+        forward = [_forward(function, inputs) for inputs in sets]
+        both = [_both(function, inputs) for inputs in sets] if _has_gradient(op, name) else forward
+        amount = op.amount(*first.arguments)
+
+        times = {"both": self._times(both)}
+        if op.split and both is not forward:
+            times["forward"] = self._times(forward)
+            times["backward"] = tuple(
+                whole and whole.minus(part) for whole, part in zip(times["both"], times["forward"], strict=True)
+            )
+        cuda = device.type == "cuda"
+        memory = {"peak_mib": timing.peak_mib(both[0], device) if cuda else None, "inputs_mib": first.num_bytes / 2**20}
+        records = []
+        for direction, (gpu, wall) in times.items():
+            floor = None
+            if settings.rates and direction in op.passes:
+                floor = op.passes[direction] * amount / getattr(settings.rates, op.rate) * 1e3
+            records.append(
+                Record(
+                    op=op.name,
+                    shape=op.label(*shape),
+                    dtype=str(DTYPE).removeprefix("torch."),
+                    contender=name,
+                    pass_=direction,
+                    gpu_ms=gpu and gpu.median,
+                    gpu_ms_quartiles=gpu and gpu.quartiles,
+                    wall_ms=wall.median,
+                    wall_ms_quartiles=wall.quartiles,
+                    floor_ms=floor,
+                    ratio=gpu.median / floor if gpu and floor else None,
+                    **(memory | vars(known) if direction == "both" else {}),
+                    **where,
+                )
+            )
+        return records
+
+    def _times(self, steps: list[timing.Step]) -> tuple[Spread | None, Spread]:
+        """What the GPU takes, if there is one, and what the clock says."""
+        device, effort = self.settings.device, self.settings.effort
+        warm_up = timing.wall_ms(steps, max(len(steps), 2), device)
+        repeats = effort.repeats(warm_up[-1])
+        wall = Spread.of(timing.wall_ms(steps, repeats, device))
+        if device.type != "cuda":
+            return None, wall
+        return Spread.of(timing.gpu_ms(steps, repeats, device)), wall
+
+    def _fail(self, op: Op, name: str, shape: Shape, error: Exception) -> None:
+        self.failed.add(name)
+        self._say(f"{op.name}: {name} failed at {op.label(*shape)}: {type(error).__name__}: {error}")
+
+
+def _has_gradient(op: Op, name: str) -> bool:
+    return name not in op.contenders or op.contenders[name].has_gradient
+
+
+def _forward(function: Function, inputs: Inputs) -> timing.Step:
+    return lambda: function(*inputs.arguments)
+
+
+def _both(function: Function, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward into fresh gradients, the same way for every contender."""
+    arguments, leaves, grad_outputs = inputs.arguments, inputs.leaves, inputs.grad_outputs
+    return lambda: torch.autograd.grad(function(*arguments), leaves, grad_outputs)
+
+
+def gradient_error(op: Op, function: Function, make_inputs: Callable[[], Inputs]) -> float:
+    """The largest relative L2 distance of a gradient from the one that float64 gives for the same inputs."""
+    truths = _both(op.exact, make_inputs().double())()
+    gradients = _both(function, make_inputs())()
+    return max(
+        ((gradient.double() - truth).norm() / truth.norm()).item()
+        for gradient, truth in zip(gradients, truths, strict=True)
+    )
+
+
+def rms_norm_host_us(settings: Settings, op: Op) -> float:
+    """The host's time of ``F.rms_norm``, forward and backward: what a cheap op of PyTorch costs."""
+    inputs = op.inputs(Maker(settings.device), *(op.tiny if settings.tiny else op.small))
+    step = _both(op.load("torch", settings.device), inputs)
+    return timing.host_us(step, settings.effort.host_calls, settings.device)

@@ -1,0 +1,195 @@
+"""What the benchmarks compute from what they measure, and that every contender computes the same thing."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import records, tables, timing
+from benchmarks.cases import AGAINST, DTYPE, Contender, Maker, Op, Unavailable
+from benchmarks.loss import LOSS, MIB, small_budget
+from benchmarks.ops import OPS
+from benchmarks.run import Runner, Settings, gradient_error
+
+CPU = torch.device("cpu")
+EVERY_OP = {**OPS, LOSS.name: LOSS}
+WITH_GRADIENT = [
+    pytest.param(op, name, id=f"{op.name}-{name}")
+    for op in EVERY_OP.values()
+    for name, contender in op.contenders.items()
+    if contender.has_gradient and name != "liger"
+]
+
+
+def settings(**changes: object) -> Settings:
+    return dataclasses.replace(
+        Settings(device=CPU, against=("eager",), effort=timing.QUICK, rates=None, tiny=True, sweeps=False), **changes
+    )
+
+
+def record(**changes: object) -> records.Record:
+    return dataclasses.replace(
+        records.Record(
+            op="rms_norm",
+            suite="sweep",
+            shape="8192x16384",
+            size=16384,
+            dtype="bfloat16",
+            contender="ours",
+            pass_="both",
+            gpu_ms=2.0,
+            gpu_ms_quartiles=(1.9, 2.1),
+            wall_ms=2.5,
+            wall_ms_quartiles=(2.4, 2.6),
+            floor_ms=1.0,
+            ratio=2.0,
+            peak_mib=1024.0,
+            inputs_mib=1024.0,
+        ),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(("op", "name"), WITH_GRADIENT)
+def test_contender_has_the_gradients_of_the_op(op: Op, name: str) -> None:
+    try:
+        function = op.load(name, CPU)
+    except Unavailable:
+        if name != "torch":
+            raise
+        pytest.skip("not in this version of PyTorch")
+    error = gradient_error(op, function, lambda: op.inputs(Maker(CPU), *op.tiny))
+    # Intermediate results and the gradient are each rounded to half an eps: eight roundings, all in one direction.
+    assert error < 4 * torch.finfo(DTYPE).eps
+
+
+def test_gradient_error_sees_a_wrong_gradient_of_the_smaller_input() -> None:
+    op = OPS["layer_norm"]
+    eager = op.load("eager", CPU)
+    error = gradient_error(
+        op, lambda x, weight, bias: eager(x, weight, 2 * bias), lambda: op.inputs(Maker(CPU), *op.tiny)
+    )
+    assert error == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("op", EVERY_OP.values(), ids=EVERY_OP)
+def test_op_has_what_the_command_line_offers(op: Op) -> None:
+    assert {"ours", "eager", "liger"} <= set(op.contenders)
+    assert op.chosen(AGAINST)[0] == "ours"
+    assert set(op.chosen(())).isdisjoint(AGAINST)
+    assert set(op.passes) <= {"forward", "backward", "both"}
+    if "forward" in op.passes:
+        assert op.passes["forward"] + op.passes["backward"] == op.passes["both"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "amount"),
+    [
+        ("rms_norm", (16, 64), 5 * 16 * 64 * 2),
+        ("add_rms_norm", (16, 64), 8 * 16 * 64 * 2),
+        ("rope", (1, 16, 2, 1, 32), 4 * 16 * 3 * 32 * 2),
+        ("silu_mul", (16, 64), 8 * 16 * 64 * 2),
+        ("cross_entropy", (16, 64), 2 * 16 * 64 * 2),
+        ("linear_cross_entropy", (30, 16, 64, 60), 6 * 12 * 16 * 64),
+    ],
+)
+def test_floor_counts_the_least_work(name: str, shape: tuple[int, ...], amount: int) -> None:
+    op = EVERY_OP[name]
+    assert op.passes["both"] * op.amount(*op.inputs(Maker(CPU), *shape).arguments) == amount
+
+
+def test_small_budget_is_chosen_for_each_shape() -> None:
+    def budget(num_tokens: int, hidden_size: int, vocab_size: int) -> int:
+        shapes = (num_tokens, hidden_size), (vocab_size, hidden_size)
+        return small_budget(*(torch.empty(shape, dtype=DTYPE, device="meta") for shape in shapes))
+
+    assert [budget(*shape[:3]) // MIB for shape in LOSS.shapes] == [150, 150, 32, 340, 150]
+    assert budget(4096, 512, 32000) == 4096 * 32000 * 2 // 8
+
+
+def test_inputs_are_the_same_from_the_same_seed() -> None:
+    first, second = (LOSS.inputs(Maker(CPU, seed=3), *LOSS.tiny).arguments for _ in range(2))
+    assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
+    assert not torch.equal(first[0], LOSS.inputs(Maker(CPU, seed=4), *LOSS.tiny).arguments[0])
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    assert timing.Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == timing.Spread(3.0, (2.0, 4.0))
+
+
+def test_kernels_are_summed_by_step_where_steps_are_alike() -> None:
+    assert timing.sum_by_step([1.0, 2.0, 3.0, 4.0], 2) == [3.0, 7.0]
+    assert timing.sum_by_step([1.0, 2.0, 3.0], 2) == [3.0, 3.0]
+    assert timing.sum_by_step([], 2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("milliseconds", "repeats"), [(200.0, 10), (1.0, 30), (0.01, 100), (0.0, 100)])
+def test_repeats_fill_the_time_within_bounds(milliseconds: float, repeats: int) -> None:
+    assert timing.Effort(milliseconds=30.0, min_repeats=10, max_repeats=100).repeats(milliseconds) == repeats
+
+
+def test_backward_is_the_difference_and_small_problem_is_on_the_whole() -> None:
+    op, said = OPS["silu_mul"], []
+    runner = Runner(settings(), said.append)
+    forward, backward, both = sorted(
+        (found for found in runner.measure(op, runner.measure_small(op)) if found.contender == "ours"),
+        key=lambda found: ["forward", "backward", "both"].index(found.pass_),
+    )
+    assert backward.wall_ms == pytest.approx(both.wall_ms - forward.wall_ms)
+    assert backward.wall_ms_quartiles is None
+    assert both.host_us > 0
+    assert forward.host_us is None
+    assert not said
+
+
+def test_ratio_is_to_the_floor_at_the_measured_rate() -> None:
+    op = OPS["silu_mul"]
+    rates = timing.Rates(copy=1e9, matrix=1e12)
+    runner = Runner(settings(rates=rates), print)
+    both, _ = (found for found in runner.measure(op, runner.measure_small(op)) if found.pass_ == "both")
+    assert both.floor_ms == pytest.approx(8 * 16 * 64 * 2 / 1e9 * 1e3)
+
+
+def test_contender_that_fails_is_told_and_the_others_go_on() -> None:
+    def broken(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    op = dataclasses.replace(
+        OPS["silu_mul"], contenders={"ours": Contender(broken), "eager": OPS["silu_mul"].contenders["eager"]}
+    )
+    said: list[str] = []
+    runner = Runner(settings(), said.append)
+    found = list(runner.measure(op, runner.measure_small(op)))
+    assert {one.contender for one in found} == {"eager"}
+    assert runner.failed == {"ours"}
+    assert said == ["silu_mul: ours failed at 256x1024: RuntimeError: no such kernel"]
+
+
+def test_records_are_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "found.jsonl"
+    mine = [record(), record(pass_="backward", gpu_ms=None, gpu_ms_quartiles=None)]
+    with records.Writer(path, {"device": "here"}) as writer:
+        for one in mine:
+            writer.write(one)
+    assert '"pass": "backward"' in path.read_text()
+    environment, found = records.read(path)
+    assert environment == {"device": "here"}
+    assert [one.to_json() for one in found] == [one.to_json() for one in mine]
+
+
+def test_claims_are_eagers_quantities_over_the_others() -> None:
+    found = [
+        record(),
+        record(contender="eager", gpu_ms=8.0, peak_mib=4096.0),
+        record(contender="eager", gpu_ms=80.0, size=4096),
+        record(contender="eager", gpu_ms=80.0, pass_="forward"),
+    ]
+    console = Console(width=170)
+    with console.capture() as capture:
+        console.print(tables.claims_table(found))
+    (row,) = (line for line in capture.get().splitlines() if "RMSNorm" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    # 8 / 2 in time; (4096 + 1024) / (1024 + 1024) in memory
+    assert cells[1:] == ["7.0x", "-", "4.0x", "3.0x", "-", "2.5x"]
