@@ -32,6 +32,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may fill with what it loads ahead; a little is left for reductions."""
+    if device.type != "cuda":
+        return 80 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 16 * 1024
+
+
 def needs_graph(*tensors: Tensor | None) -> bool:
     """Whether autograd has to hear of an op on ``tensors``; without it a call is cheaper."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

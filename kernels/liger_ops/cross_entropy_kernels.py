@@ -1,6 +1,6 @@
 """Triton kernels from logits to each token's loss, statistics and gradient; the formula is in ``cross_entropy``.
 
-A program owns whole rows. Rows up to ``MAX_ROW_IN_REGISTERS`` logits are read once and written once. Longer ones are
+A program owns whole rows. Rows up to ``MAX_ROW_IN_REGISTERS`` bytes are read once and written once. Longer ones are
 read twice, block by block: so few rows are under way at a time that the second reading finds them in the L2 cache.
 Within a block every thread keeps the running maximum and normaliser of its own columns (Milakov and Gimelshein,
 arXiv:1805.02867), which meet only at the end of the row.
@@ -31,24 +31,33 @@ class CrossEntropyLaunch:
 
 
 _GROUP = 8  # neighbouring columns of one thread: 16 bytes in bfloat16
-MAX_ROW_IN_REGISTERS = 32768
+MAX_ROW_IN_REGISTERS = 65536  # bytes
 
 
 @functools.cache
-def choose_whole_row_launch(num_rows: int, vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
+def choose_whole_row_launch(
+    num_rows: int, vocab_size: int, num_multiprocessors: int, row_bytes: int, shared_bytes: int
+) -> CrossEntropyLaunch:
     """Launch parameters for rows that a program holds in registers: as many programs as fill a multiprocessor.
 
     On an H200 in bfloat16, time over that of reading and writing every logit once: 1.09 for rows of 32768 logits with
     16 warps and two rows loaded ahead (1.56 with one, 1.14 with 8 or 32 warps), 1.12 for rows of 8192 with 4 warps.
+
+    Args:
+        num_rows: How many rows there are.
+        vocab_size: Their length.
+        num_multiprocessors: Of the GPU.
+        row_bytes: What a program reads for one row, class weights included.
+        shared_bytes: Shared memory of a program, where rows wait that are loaded ahead.
     """
     block_size = triton.next_power_of_2(max(vocab_size, 128))
     if block_size > 8192:
-        return CrossEntropyLaunch(block_size, 16, min(num_rows, num_multiprocessors), num_stages=3)
+        num_stages = 1 + min(2, shared_bytes // row_bytes)
+        return CrossEntropyLaunch(block_size, 16, min(num_rows, num_multiprocessors), num_stages)
     return CrossEntropyLaunch(
         block_size,
         num_warps=4 if block_size > 1024 else 1,
         num_programs=min(num_rows, num_multiprocessors * (32768 // max(block_size, 2048))),
-        num_stages=2,
     )
 
 
@@ -91,12 +100,26 @@ def _transform(logits, logit_scale, softcap):
     return z
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
 @triton.jit
-def _exp_of_difference(z, shift, HALF: tl.constexpr):
-    """exp(z - shift); with one instruction less, and up to 1e-6 more error, for HALF precision logits."""
-    if HALF:
-        return tl.exp2(z * 1.4426950408889634 - shift * 1.4426950408889634)
-    return tl.exp(z - shift)
+def _exponent(shift, HALF: tl.constexpr):
+    """What :func:`_exp` takes away: ``shift``, for HALF precision logits in powers of two and rounded."""
+    return shift * _LOG2_E if HALF else shift
+
+
+@triton.jit
+def _exp(z, exponent, HALF: tl.constexpr):
+    """exp(z - shift) for shift's :func:`_exponent`, for HALF precision logits with one instruction less."""
+    return tl.exp2(z * _LOG2_E - exponent) if HALF else tl.exp(z - exponent)
+
+
+@triton.jit
+def _rounding(shift, exponent, HALF: tl.constexpr):
+    """What is missing in ``exponent``: exp(z - shift) is ``_exp(z, exponent) * exp(-_rounding(shift, exponent))``."""
+    return tl.fma(shift, _LOG2_E, -exponent) * _LN_2 if HALF else shift - exponent
 
 
 @triton.jit
@@ -197,9 +220,10 @@ def _store_token(
     kept,
     label_z,
     maximum,
-    normaliser,
+    normaliser,  # sum(exp(z - maximum)), times exp(rounding)
+    rounding,
     weighted_sum,
-    expected_excess,
+    expected_excess,  # sum(exp(z - maximum) * (z - maximum)), times exp(rounding)
     prediction,
     label_weight,
     class_weight_sum,
@@ -209,7 +233,7 @@ def _store_token(
     z_loss_weight,
 ):
     """Writes what is known of one token, zeros if it is ignored; returns its lse and the lse's rounding error."""
-    log_normaliser = tl.log(normaliser)
+    log_normaliser = tl.log(normaliser) - rounding
     lse = maximum + log_normaliser
     # Exact, since the summand of larger magnitude is taken away first.
     maximum_is_larger = tl.abs(maximum) >= tl.abs(log_normaliser)
@@ -319,7 +343,8 @@ def _whole_row_kernel(
         maximum = tl.max(tl.max(z, axis=1), axis=0)
         # While every logit is -inf, subtracting their maximum would give NaN where nothing is known.
         shift = tl.where(maximum == -float("inf"), 0.0, maximum)
-        numerator = _exp_of_difference(z, shift, HALF)
+        exponent = _exponent(shift, HALF)
+        numerator = _exp(z, exponent, HALF)
         normaliser = _sum(numerator)
         expected_excess = 0.0
         prediction = 0
@@ -328,8 +353,9 @@ def _whole_row_kernel(
             prediction = tl.min(tl.min(tl.where(z == maximum, columns, vocab_size - 1), axis=1), axis=0)
         lse, _ = _store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probabilities_ptr, entropy_ptr, predictions_ptr, correct_ptr,
-            token, label, kept, label_z, maximum, normaliser, weighted_sum, expected_excess, prediction, label_weight,
-            class_weight_sum, token_weight, vocab_size, label_smoothing, z_loss_weight,
+            token, label, kept, label_z, maximum, normaliser, _rounding(shift, exponent, HALF), weighted_sum,
+            expected_excess, prediction, label_weight, class_weight_sum, token_weight, vocab_size, label_smoothing,
+            z_loss_weight,
         )  # fmt: skip
         probability_factor, label_term, smoothing_term = _gradient_factors(
             grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight,
@@ -370,6 +396,13 @@ def _store_label_gradient(
 
 
 @triton.jit
+def _decay(old_shift, new_exponent, HALF: tl.constexpr):
+    """The factor of a sum that was taken with the exponent of ``old_shift``; 0 for one of nothing."""
+    difference = _exponent(old_shift, HALF) - new_exponent
+    return tl.exp2(difference) if HALF else tl.exp(difference)
+
+
+@triton.jit
 def _move_excess(excess, normaliser, old_shift, new_shift):
     """sum(exp(z - old_shift) * (z - old_shift)) with the last difference to ``new_shift`` instead."""
     return excess + tl.where(old_shift == -float("inf"), 0.0, old_shift - new_shift) * normaliser
@@ -396,8 +429,9 @@ def _absorb_block(
     new_maximum = tl.maximum(maximum, block_maximum)
     # While every logit so far is -inf, subtracting their maximum would give NaN.
     shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    decay = _exp_of_difference(maximum, shift, HALF)
-    numerator = _exp_of_difference(z, shift[:, None], HALF)
+    exponent = _exponent(shift, HALF)
+    decay = _decay(maximum, exponent, HALF)
+    numerator = _exp(z, exponent[:, None], HALF)
     seen = normaliser
     normaliser = normaliser * decay + tl.sum(numerator, axis=1)
     if label_smoothing is not None:
@@ -434,14 +468,15 @@ def _store_row_gradient(
     has_label = kept & (label >= 0) & (label < vocab_size)
     label_z = _transform(tl.load(logits_row_ptr + label, mask=has_label, other=0.0), logit_scale, softcap)
     tl.debug_barrier()  # before a warp overwrites the label's logit
-    probability_factor *= tl.exp(-lse_error)
+    exponent = _exponent(lse, HALF)
+    probability_factor *= tl.exp(-lse_error - _rounding(lse, exponent, HALF))
     columns = tl.arange(0, BLOCK_SIZE)
     full_end = tl.where(kept, vocab_size // BLOCK_SIZE * BLOCK_SIZE, 0)
     for start in tl.range(0, full_end, BLOCK_SIZE, num_stages=NUM_STAGES):
         logits = tl.load(logits_row_ptr + start + columns, eviction_policy="evict_first")
         z = _transform(logits, logit_scale, softcap)
         grad = _gradient(
-            _exp_of_difference(z, lse, HALF), z, start + columns, columns >= 0, class_weight_ptr, probability_factor,
+            _exp(z, exponent, HALF), z, start + columns, columns >= 0, class_weight_ptr, probability_factor,
             0.0, smoothing_term, label_smoothing, softcap,
         )  # fmt: skip
         grad = grad.to(grad_row_ptr.dtype.element_ty)
@@ -452,13 +487,13 @@ def _store_row_gradient(
         logits = tl.load(logits_row_ptr + start + columns, mask=mask & kept, other=0.0)
         z = _transform(logits, logit_scale, softcap)
         grad = _gradient(
-            _exp_of_difference(z, lse, HALF), z, start + columns, mask, class_weight_ptr, probability_factor,
+            _exp(z, exponent, HALF), z, start + columns, mask, class_weight_ptr, probability_factor,
             0.0, smoothing_term, label_smoothing, softcap,
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
         tl.store(grad_row_ptr + start + columns, grad, mask=mask)
     _store_label_gradient(
-        grad_row_ptr, _exp_of_difference(label_z, lse, HALF), label_z, label, has_label, class_weight_ptr,
+        grad_row_ptr, _exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr,
         probability_factor, label_term, smoothing_term, label_smoothing, softcap,
     )  # fmt: skip
 
@@ -538,12 +573,14 @@ def _blockwise_kernel(
                 maxima, normalisers, weighted_sums, expected, best_starts, label_smoothing, HALF, WITH_STATS,
             )  # fmt: skip
         maximum = tl.max(maxima, axis=0)
-        decay = tl.exp(maxima - tl.where(maximum == -float("inf"), 0.0, maximum))
+        shift = tl.where(maximum == -float("inf"), 0.0, maximum)
+        exponent = _exponent(shift, HALF)
+        decay = _decay(maxima, exponent, HALF)
         normaliser = tl.sum(normalisers * decay, axis=0)
         expected_excess = 0.0
         prediction = 0
         if WITH_STATS:
-            excess = _move_excess(expected, normalisers, maxima, tl.where(maximum == -float("inf"), 0.0, maximum))
+            excess = _move_excess(expected, normalisers, maxima, shift)
             expected_excess = tl.sum(excess * decay, axis=0)
             # Looking for the largest logit's place once, where each group had its own, is cheaper than in every block.
             best_columns = best_starts[:, None] + columns
@@ -553,8 +590,9 @@ def _blockwise_kernel(
             prediction = tl.min(tl.min(candidates, axis=1), axis=0)
         lse, lse_error = _store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probabilities_ptr, entropy_ptr, predictions_ptr, correct_ptr,
-            token, label, kept, label_z, maximum, normaliser, tl.sum(weighted_sums, axis=0), expected_excess,
-            prediction, label_weight, class_weight_sum, token_weight, vocab_size, label_smoothing, z_loss_weight,
+            token, label, kept, label_z, maximum, normaliser, _rounding(shift, exponent, HALF),
+            tl.sum(weighted_sums, axis=0), expected_excess, prediction, label_weight, class_weight_sum, token_weight,
+            vocab_size, label_smoothing, z_loss_weight,
         )  # fmt: skip
         if grad_logits_ptr is not None:
             probability_factor, label_term, smoothing_term = _gradient_factors(
@@ -684,8 +722,13 @@ def launch_loss(
         "correct_ptr": None if stats is None else stats.correct,
         "num_rows": num_rows,
     }
-    if grad_logits is not None and vocab_size <= MAX_ROW_IN_REGISTERS:
-        launch = choose_whole_row_launch(num_rows, vocab_size, num_multiprocessors)
+    row_bytes = vocab_size * logits.element_size()
+    if grad_logits is not None and row_bytes <= MAX_ROW_IN_REGISTERS:
+        block_bytes = triton.next_power_of_2(row_bytes)
+        if targets.class_weight is not None:
+            block_bytes += 2 * triton.next_power_of_2(vocab_size) * targets.class_weight.element_size()
+        shared_bytes = backend.shared_memory(logits.device)
+        launch = choose_whole_row_launch(num_rows, vocab_size, num_multiprocessors, block_bytes, shared_bytes)
         kernel, extra = _whole_row_kernel, {"EVEN": vocab_size == launch.block_size, "GROUP": _GROUP}
     else:
         launch = choose_block_launch(num_rows, vocab_size, num_multiprocessors)

@@ -67,12 +67,13 @@ def _activate(gate, ACTIVATION: tl.constexpr):
         value = gate * probability
         slope = probability + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is sigmoid(2 u), which does not cancel.
+        # (1 + tanh(u)) / 2 is sigmoid(2 u), which does not cancel; the factors turn exp(-2 u) into a power of two.
         square = gate * gate
-        twice_u = gate * (1.5957691216057308 + 0.07135481282598037 * square)
-        sigmoid = tl.sigmoid(twice_u)
+        decay = tl.exp2(gate * (-2.302208198432183 - 0.10294324221261642 * square))
+        sigmoid = 1.0 / (1.0 + decay)
         value = gate * sigmoid
-        slope = sigmoid + value * tl.sigmoid(-twice_u) * (1.5957691216057308 + 0.2140644384779411 * square)
+        complement = tl.where(decay < float("inf"), decay * sigmoid, 1.0)
+        slope = sigmoid + value * complement * (1.5957691216057308 + 0.2140644384779411 * square)
     else:
         positive = tl.where(gate < 0.0, 0.0, gate)  # NaN stays NaN
         value = positive * positive

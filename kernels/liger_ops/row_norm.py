@@ -46,10 +46,7 @@ def runs_on_triton(input: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels take these tensors: where ``input`` is and of dtypes they compute in."""
     if not backend.use_triton(input) or input.dtype == torch.float64:
         return False
-    for tensor in others:
-        if tensor is not None and tensor.dtype == torch.float64:
-            return False
-    return True
+    return all(tensor is None or tensor.dtype != torch.float64 for tensor in others)
 
 
 @dataclass(frozen=True)
@@ -82,10 +79,12 @@ def choose_forward_launch(
     if block_size > _MAX_FORWARD_SIZE:
         programs = max(1, min(4, _L2_BYTES_PER_MULTIPROCESSOR // (hidden_size * element_size)))
         return RowLaunch(1, 4096, num_warps=8, num_programs=min(num_rows, programs * num_multiprocessors))
-    block_rows = max(1, 2048 // block_size)
-    num_warps = min(16, max(4, block_size // 512))
-    if centered and block_size == _MAX_FORWARD_SIZE and element_size == 2:
-        return RowLaunch(1, block_size, num_warps, num_programs=min(num_rows, num_multiprocessors), num_stages=3)
+    if block_size == _MAX_FORWARD_SIZE and element_size == 2:
+        return RowLaunch(1, block_size, num_warps=16, num_programs=min(num_rows, num_multiprocessors), num_stages=3)
+    block_rows = max(1, (4096 if centered else 2048) // block_size)
+    if centered and block_size == 4096:
+        block_rows = 2
+    num_warps = min(16, max(4, block_rows * block_size // (1024 if centered else 512)))
     num_programs = triton.cdiv(num_rows, block_rows)
     return RowLaunch(block_rows, block_size, num_warps, num_programs, reload_weight=True)
 
@@ -111,12 +110,18 @@ _PROJECTION_BLOCK_SIZE = 4096
 _TILE_BYTES = 16384
 _REGISTER_BYTES = 192 * 1024
 _LONG_ROW = 16384  # from here on registers are short
-_SHARED_BYTES = 96 * 1024  # GPUs since Ampere have 99 to 227 KB
 
 
 @functools.cache
 def choose_backward_launch(
-    num_rows: int, hidden_size: int, element_size: int, num_multiprocessors: int, *, num_inputs: int, num_sums: int
+    num_rows: int,
+    hidden_size: int,
+    element_size: int,
+    num_multiprocessors: int,
+    *,
+    num_inputs: int,
+    num_sums: int,
+    shared_bytes: int,
 ) -> RowLaunch:
     """Tiles of 16 KB, or of one longer row; one program a multiprocessor, which loads tiles ahead while they fit.
 
@@ -129,23 +134,31 @@ def choose_backward_launch(
         num_multiprocessors: How many programs run at once.
         num_inputs: How many tensors of the input's size are read: two, or three with the gradient of the sum.
         num_sums: How many sums over the rows are kept: of weight, of bias.
+        shared_bytes: Shared memory of a program, where tiles wait that are loaded ahead.
     """
     block_size = triton.next_power_of_2(hidden_size)
     if block_size * (2 * element_size + 4 * num_sums) > _REGISTER_BYTES:
         programs = max(1, 4 * num_multiprocessors // triton.cdiv(hidden_size, 2048))
         return RowLaunch(2, 2048, num_warps=8, num_programs=min(triton.cdiv(num_rows, 2), programs))
-    block_rows = max(1, _TILE_BYTES // (block_size * element_size))
+    if num_sums == 2 and block_size <= 1024:
+        block_rows = max(1, 4096 // block_size)
+        num_programs = min(triton.cdiv(num_rows, block_rows), 2 * num_multiprocessors)
+        return RowLaunch(block_rows, block_size, num_warps=4, num_programs=num_programs, num_stages=3)
+    tile_size = _TILE_BYTES // element_size
+    if num_sums == 2 and block_size == 4096 and shared_bytes >= 2**17:
+        tile_size *= 2
+    block_rows = max(1, tile_size // block_size)
     tile_bytes = block_rows * block_size * element_size
     # Two sums of a row this long leave no registers for the weight, which is then loaded twice a tile.
     reload_weight = num_sums == 2 and tile_bytes > _TILE_BYTES
     bytes_ahead = tile_bytes * (num_inputs + 2 * reload_weight)
-    tiles_ahead = 3 if block_rows * hidden_size * element_size <= 0.75 * _TILE_BYTES else 2
+    tiles_ahead = 3 if 4 * hidden_size <= 3 * block_size else 2
     return RowLaunch(
         block_rows=block_rows,
         block_size=block_size,
-        num_warps=8 if block_size <= 8192 else 16,
+        num_warps=16 if block_size > 8192 and num_sums == 2 else 8,
         num_programs=min(triton.cdiv(num_rows, block_rows), num_multiprocessors),
-        num_stages=1 + min(tiles_ahead, _SHARED_BYTES // bytes_ahead),
+        num_stages=1 + min(tiles_ahead, shared_bytes // bytes_ahead),
         reload_weight=reload_weight,
     )
 
@@ -195,11 +208,11 @@ def _convert_again(tile, statistic, HOLD_PACKED: tl.constexpr):
     Setting bits that are 0 (but for NaN, when the row is lost anyway), which the compiler cannot know, keeps it from
     holding on to an earlier conversion, which would take twice the registers while a row's sums are under way.
     """
-    if tile.dtype == tl.float32:
-        return tile
-    else:
+    if HOLD_PACKED and tile.dtype != tl.float32:
         bits = tile.to(tl.int16, bitcast=True) | (statistic != statistic).to(tl.int16)
         return bits.to(tile.dtype, bitcast=True).to(tl.float32)
+    else:
+        return tile.to(tl.float32)
 
 
 @triton.jit
@@ -635,6 +648,7 @@ def launch_backward(
         num_multiprocessors,
         num_inputs=2 if grad_total is None else 3,
         num_sums=num_sums,
+        shared_bytes=backend.shared_memory(x.device),
     )
     shared = {
         "x_ptr": rows,

@@ -80,13 +80,13 @@ def test_default_chunk_on_a_gpu_is_whole_only_if_small_and_else_as_large_as_it_s
     token_bytes = vocab_size * element_size
     assert 1 <= rows <= max(1, num_tokens)
     assert (rows >= num_tokens) == (num_tokens < 2 or num_tokens * token_bytes <= 4 * MIB)
-    assert rows * token_bytes <= 1024 * MIB
+    assert rows * token_bytes <= 2048 * MIB
     num_chunks = -(-num_tokens // rows)
-    most = rows_within(1024 * MIB, token_bytes)
-    # Not more chunks than of 512 MiB, of 2048 tokens, or of an eighth of the tokens, where those fit 1 GiB.
+    most = rows_within(2048 * MIB, token_bytes)
+    # Not more chunks than of 512 MiB, of 2048 tokens, or of a fifth of the tokens, where those fit 2 GiB.
     assert num_chunks <= max(2, -(-num_tokens // rows_within(512 * MIB, token_bytes)))
     assert num_chunks <= max(2, -(-num_tokens // min(2048, most)))
-    assert num_chunks <= max(8, -(-num_tokens // most))
+    assert num_chunks <= max(5, -(-num_tokens // most))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_default_chunk_on_a_gpu_is_whole_only_if_small_and_else_as_large_as_it_s
         pytest.param(16, 128 * 1024, 16, id="whole"),
         pytest.param(17, 128 * 1024, 9, id="two_chunks"),
         pytest.param(16384, 32 * 1024, 8192, id="512MiB"),
-        pytest.param(4 * 8192, 128 * 1024, 4096, id="1GiB"),
-        pytest.param(6 * 4096, 128 * 1024, 3072, id="eight_chunks"),
-        pytest.param(20000, 128256, 2560, id="eight_chunks_of_whole_tiles"),
+        pytest.param(6 * 8192, 128 * 1024, 8192, id="2GiB"),
+        pytest.param(5 * 4096, 128 * 1024, 4096, id="five_chunks"),
+        pytest.param(20000, 128256, 4096, id="five_chunks_of_whole_tiles"),
         pytest.param(8192, 200 * 1024, 2048, id="2048_tokens"),
     ],
 )
@@ -127,8 +127,8 @@ def test_chunk_size_is_one_token_when_not_even_that_fits() -> None:
 @pytest.mark.parametrize(
     ("weight_dtype", "num_chunks", "expected"),
     [
-        (torch.bfloat16, 8, torch.bfloat16),
-        (torch.bfloat16, 9, torch.float32),
+        (torch.bfloat16, 5, torch.bfloat16),
+        (torch.bfloat16, 6, torch.float32),
         (torch.float16, 1, torch.float32),
         (torch.float32, 1, torch.float32),
         (torch.float64, 9, torch.float64),
@@ -211,6 +211,7 @@ def test_gradients_do_not_depend_on_the_chunks(chunk_size: int, in_order: bool, 
     torch.testing.assert_close(tuple(gradients)[: len(leaves)], expected)
 
 
+@pytest.mark.filterwarnings("error:An output with one or more elements was resized")
 @pytest.mark.parametrize(
     ("num_kept", "chunk_size", "max_kept", "sizes"),
     [

@@ -44,8 +44,8 @@ def choose_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def device(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where kernels are launched with small blocks and few programs."""
 
-    def whole_row(num_rows: int, vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
-        launch = choose_whole_row_launch(num_rows, vocab_size, num_multiprocessors)
+    def whole_row(num_rows: int, *others: int) -> CrossEntropyLaunch:
+        launch = choose_whole_row_launch(num_rows, *others)
         return dataclasses.replace(launch, num_programs=min(num_rows, PROGRAMS))
 
     def blocks(num_rows: int, vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
@@ -341,7 +341,8 @@ def is_power_of_two(number: int) -> bool:
 @pytest.mark.parametrize("num_rows", [1, 131, 10_000])
 @pytest.mark.parametrize("vocab_size", [1, 123, 128, 4096, 4097, 32768, 50257, 262144, 2**20])
 def test_launches_fit_rows_and_kernels(vocab_size: int, num_rows: int) -> None:
-    whole_row = choose_whole_row_launch(num_rows, min(vocab_size, MAX_ROW_IN_REGISTERS), 132)
+    row_size = min(vocab_size, MAX_ROW_IN_REGISTERS // 2)
+    whole_row = choose_whole_row_launch(num_rows, row_size, 132, 2 * row_size, 80 * 1024)
     blockwise = choose_block_launch(num_rows, vocab_size, 132)
     gradient = choose_gradient_launch(num_rows, vocab_size)
     for launch in (whole_row, blockwise, gradient):
@@ -350,6 +351,7 @@ def test_launches_fit_rows_and_kernels(vocab_size: int, num_rows: int) -> None:
         assert launch.num_warps <= 32
         assert 1 <= launch.num_programs <= num_rows
         assert launch.num_stages >= 1
-    assert whole_row.block_size >= min(vocab_size, MAX_ROW_IN_REGISTERS)  # the row has to fit
+    assert whole_row.block_size >= row_size
+    assert (whole_row.num_stages - 1) * 2 * row_size <= 80 * 1024 or row_size <= 8192  # rows loaded ahead fit
     assert blockwise.block_size % cross_entropy_kernels._GROUP == 0
     assert gradient.num_programs == num_rows  # each program takes one

@@ -648,8 +648,13 @@ def test_real_vocabularies_match_plain_pytorch(reduction: str, vocab_size: int, 
 
 
 @pytest.mark.gpu
-def test_gradient_of_the_head_over_eight_chunks_is_about_as_exact_as_plain_pytorchs() -> None:
-    num_tokens, hidden_size, vocab_size = 4096, 512, 32000
+@pytest.mark.parametrize(
+    ("num_chunks", "accumulate_dtype", "factor"), [(5, None, 1.6), (5, torch.float32, 1.1), (40, None, 1.1)]
+)
+def test_gradient_of_the_head_over_chunks_is_about_as_accurate_as_plain_pytorchs(
+    num_chunks: int, accumulate_dtype: torch.dtype | None, factor: float
+) -> None:
+    num_tokens, hidden_size, vocab_size = 5120, 512, 32000
     hidden_states = torch.randn(num_tokens, hidden_size, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(vocab_size, hidden_size, device="cuda").mul(hidden_size**-0.5).bfloat16()
     labels = torch.randint(vocab_size, (num_tokens,), device="cuda")
@@ -661,10 +666,8 @@ def test_gradient_of_the_head_over_eight_chunks_is_about_as_exact_as_plain_pytor
         gradient = loss_and_gradients(function, tensors, labels, needed=needed, **options)[2]
         return ((gradient.double() - truth).norm() / truth.norm()).item()
 
-    chunks = chunks_of(num_tokens // 8, tensors)
-    eager = error(plain_linear_cross_entropy)
-    assert error(linear_cross_entropy, accumulate_dtype=torch.float32, **chunks) <= 1.1 * eager
-    assert error(linear_cross_entropy, **chunks) <= 1.6 * eager
+    options = {"accumulate_dtype": accumulate_dtype, **chunks_of(num_tokens // num_chunks, tensors)}
+    assert error(linear_cross_entropy, **options) <= factor * error(plain_linear_cross_entropy)
 
 
 @pytest.mark.gpu
@@ -672,31 +675,34 @@ def test_gradient_of_the_head_over_eight_chunks_is_about_as_exact_as_plain_pytor
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_replay_of_a_cuda_graph_computes_new_data(reduction: str, max_valid_tokens: int | None) -> None:
     tensors, labels = make_batch(512, 507, dtype=torch.bfloat16, device="cuda")
-    options = {"reduction": reduction, "max_valid_tokens": max_valid_tokens, **chunks_of(128, tensors)}
 
     def fill() -> None:
         tensors[0].normal_()
         labels.copy_(torch.randint(507, (512,)))
         labels[torch.randperm(512)[: torch.randint(256, 500, ()).item()]] = -100  # at most 256 are left
 
-    def step() -> tuple[Tensor, ...]:
+    def step(max_valid_tokens: int | None) -> tuple[Tensor, ...]:
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        loss = linear_cross_entropy(*leaves[:2], labels, linear_bias=leaves[2], **options)
+        loss = linear_cross_entropy(
+            *leaves[:2], labels, linear_bias=leaves[2], reduction=reduction, max_valid_tokens=max_valid_tokens,
+            **chunks_of(128, tensors),
+        )  # fmt: skip
         return loss, *torch.autograd.grad(loss.sum(), leaves)
 
-    fill()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        step(512)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step()
+        results = step(max_valid_tokens)
     for _ in range(3):
         fill()
         graph.replay()
-        torch.testing.assert_close(results, step())
+        # A graph cannot count, so that without a bound it visits all tokens.
+        torch.testing.assert_close(results, step(max_valid_tokens or 512))
+        assert not results[0].isnan().any()
 
 
 @pytest.mark.gpu
