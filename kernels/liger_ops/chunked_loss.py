@@ -20,7 +20,7 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 512 * 2**20, 2 * 2**30
 more often; with 1 GiB the loss, not the backward pass, became the peak of training Llama 3 8B on 4 H200, by 0.4 GiB."""
 
 _GPU_CHUNK_TOKENS = 2048
-_MAX_ROUNDED_ACCUMULATIONS = 5  # each rounds the sum so far: 1.6 times the error of a single product
+_MAX_ROUNDED_ACCUMULATIONS = 4  # each rounds the sum so far: together 1.5 times the error of a single product
 _ROW_MULTIPLES = ((1024, 128), (128, 16))  # from how many rows on chunks are whole tiles of the matrix products
 _WHOLE_BYTES = 4 * 2**20
 
@@ -47,7 +47,7 @@ def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk
 def default_chunk_size(num_tokens: int, vocab_size: int, element_size: int, device: torch.device) -> int:
     """Tokens a chunk where no budget is given.
 
-    On a GPU 2048 tokens, or as many as make 5 chunks, within ``MIN_CHUNK_BYTES`` and ``MAX_CHUNK_BYTES``; all tokens if
+    On a GPU 2048 tokens, or as many as make 4 chunks, within ``MIN_CHUNK_BYTES`` and ``MAX_CHUNK_BYTES``; all tokens if
     their logits are so small that launching the kernels of two chunks would take longer than running them.
     """
     if device.type != "cuda":

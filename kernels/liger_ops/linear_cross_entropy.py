@@ -260,7 +260,7 @@ def linear_cross_entropy(
         chunk_bytes: Budget for one chunk of logits, which never holds all tokens; by default 512 MiB to 2 GiB on a GPU
             (see :func:`~liger_ops.chunked_loss.default_chunk_size`) and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
-            bfloat16 over at most 5 chunks, everything else in at least float32.
+            bfloat16 over at most 4 chunks, everything else in at least float32.
         max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows. On a GPU the host then
             need not wait, once the first of several chunks is queued, for the device to count them. A bound that is
             too small gives a NaN loss.

@@ -144,10 +144,7 @@ def choose_backward_launch(
         block_rows = max(1, 4096 // block_size)
         num_programs = min(triton.cdiv(num_rows, block_rows), 2 * num_multiprocessors)
         return RowLaunch(block_rows, block_size, num_warps=4, num_programs=num_programs, num_stages=3)
-    tile_size = _TILE_BYTES // element_size
-    if num_sums == 2 and block_size == 4096 and shared_bytes >= 2**17:
-        tile_size *= 2
-    block_rows = max(1, tile_size // block_size)
+    block_rows = max(1, _TILE_BYTES // (block_size * element_size))
     tile_bytes = block_rows * block_size * element_size
     # Two sums of a row this long leave no registers for the weight, which is then loaded twice a tile.
     reload_weight = num_sums == 2 and tile_bytes > _TILE_BYTES
@@ -266,7 +263,8 @@ def _forward_kernel(
     offset,
     CENTERED: tl.constexpr,
     CASTING: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
     RELOAD_WEIGHT: tl.constexpr,
     HOLD_PACKED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -275,14 +273,14 @@ def _forward_kernel(
 ):
     """One program normalises every num_programs-th tile of BLOCK_ROWS rows."""
     columns = tl.arange(0, BLOCK_SIZE)[None, :]
-    column_mask = _exists(columns, hidden_size, EVEN)
+    column_mask = _exists(columns, hidden_size, EVEN_COLUMNS)
     if not RELOAD_WEIGHT:
         weight = None if weight_ptr is None else tl.load(weight_ptr + columns, mask=column_mask, other=0.0)
         bias = None if bias_ptr is None else tl.load(bias_ptr + columns, mask=column_mask, other=0.0)
     num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
         rows = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
-        row_mask = _exists(rows, num_rows, BLOCK_ROWS == 1)
+        row_mask = _exists(rows, num_rows, EVEN_ROWS)
         mask = row_mask & column_mask
         x_offsets, residual_offsets = rows * x_row_stride + columns, rows * residual_row_stride + columns
         x = _load_x(x_ptr, x_offsets, residual_ptr, residual_offsets, total_ptr, mask)
@@ -373,7 +371,8 @@ def _backward_kernel(
     CENTERED: tl.constexpr,
     GRAD_WEIGHT: tl.constexpr,
     GRAD_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
     RELOAD_WEIGHT: tl.constexpr,
     HOLD_PACKED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -383,14 +382,14 @@ def _backward_kernel(
     """One program takes a block of columns of every num_parts-th tile of BLOCK_ROWS rows: grad_x and the rows' sum."""
     part = tl.program_id(0) % num_parts
     columns = (tl.program_id(0) // num_parts * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE))[None, :]
-    column_mask = _exists(columns, hidden_size, EVEN)
+    column_mask = _exists(columns, hidden_size, EVEN_COLUMNS)
     if weight_ptr is not None and not RELOAD_WEIGHT:
         weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0)
     grad_weight = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
     grad_bias = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
     for tile in tl.range(part, tl.cdiv(num_rows, BLOCK_ROWS), num_parts, num_stages=NUM_STAGES):
         rows = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
-        row_mask = _exists(rows, num_rows, BLOCK_ROWS == 1)
+        row_mask = _exists(rows, num_rows, EVEN_ROWS)
         mask = row_mask & column_mask
         packed_grad_y = tl.load(grad_y_ptr + rows * grad_y_row_stride + columns, mask=mask, other=0.0)
         packed_x = tl.load(x_ptr + rows * x_row_stride + columns, mask=mask, other=0.0)
@@ -597,7 +596,8 @@ def launch_forward(
     else:
         _forward_kernel.launch(
             launch.num_programs,
-            EVEN=hidden_size == launch.block_size,
+            EVEN_ROWS=num_rows % launch.block_rows == 0,
+            EVEN_COLUMNS=hidden_size == launch.block_size,
             RELOAD_WEIGHT=launch.reload_weight,
             HOLD_PACKED=launch.block_size >= _LONG_ROW,
             BLOCK_ROWS=launch.block_rows,
@@ -686,7 +686,8 @@ def launch_backward(
             num_parts=launch.num_programs,
             GRAD_WEIGHT=grad_weight is not None,
             GRAD_BIAS=grad_bias is not None,
-            EVEN=hidden_size % launch.block_size == 0,
+            EVEN_ROWS=num_rows % launch.block_rows == 0,
+            EVEN_COLUMNS=hidden_size % launch.block_size == 0,
             RELOAD_WEIGHT=launch.reload_weight,
             HOLD_PACKED=launch.block_size >= _LONG_ROW,
             BLOCK_ROWS=launch.block_rows,
