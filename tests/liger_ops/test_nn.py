@@ -1,0 +1,568 @@
+"""Modules over the ops: interchangeable with those of torch.nn, and what they add to them."""
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger_ops
+import liger_ops.nn as fused
+from liger_ops import backend
+
+NEEDS_NAMESAKE = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyLoss"), reason="this version of PyTorch has no LinearCrossEntropyLoss"
+)
+CLASS_WEIGHT = torch.linspace(0.5, 2.0, 7)
+LABELS = torch.tensor([3, 0, 2, -100, 6, 2])
+CLASSES = LABELS.clamp(min=1)
+PROBABILITIES = torch.linspace(-1, 1, 42).view(6, 7).mul(3).sin().softmax(-1)
+OPTIONS = {"weight": CLASS_WEIGHT, "ignore_index": 2, "label_smoothing": 0.1, "reduction": "sum"}
+EXTRAS = {"softcap": 3.0, "logit_scale": 0.5, "z_loss_weight": 0.1}
+HEAD = {"in_features": 4, "num_classes": 7}
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def device(
+    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> torch.device:
+    """Each test runs on the Triton path and on the PyTorch path of the same device."""
+    if request.param == "reference":
+        monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
+    return triton_device
+
+
+def randomise(module: nn.Module) -> None:
+    """So that no parameter is one or zero."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+
+
+def run(module: Callable[..., Tensor], x: Tensor, *others: Tensor, **keywords: Any) -> dict[str, Tensor]:
+    """The output and every gradient by name, for an upstream gradient that is the same each time."""
+    x = x.detach().requires_grad_()
+    y = module(x, *others, **keywords)
+    parameters = dict(module.named_parameters())
+    upstream = torch.linspace(-1, 2, y.numel(), device=y.device, dtype=y.dtype).view(y.shape)
+    gradients = torch.autograd.grad(y, [x, *parameters.values()], upstream)
+    return {"y": y, **dict(zip(["x", *parameters], gradients, strict=True))}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=lambda message, name=name: f"{name}: {message}")
+
+
+def case(
+    name: str, arguments: dict[str, Any], shape: tuple[int, ...], target: Tensor | None = None, *, id: str = ""
+) -> Any:
+    """A module of that name, made with ``arguments``, for an input of ``shape``."""
+    marks = NEEDS_NAMESAKE if name == "LinearCrossEntropyLoss" else ()
+    return pytest.param(name, arguments, shape, target, id=f"{name} {id}".strip(), marks=marks)
+
+
+NAMESAKES = [
+    case("RMSNorm", {"normalized_shape": 6}, (2, 3, 6)),
+    case("RMSNorm", {"normalized_shape": [3, 6], "eps": 0.5}, (2, 3, 6), id="two dimensions, eps"),
+    case("RMSNorm", {"normalized_shape": 6, "elementwise_affine": False}, (2, 3, 6), id="without weight"),
+    case("LayerNorm", {"normalized_shape": 6}, (2, 3, 6)),
+    case("LayerNorm", {"normalized_shape": (3, 6), "eps": 0.5, "bias": False}, (2, 3, 6), id="without bias, eps"),
+    case("LayerNorm", {"normalized_shape": 6, "elementwise_affine": False}, (2, 3, 6), id="without parameters"),
+    case("GroupNorm", {"num_groups": 3, "num_channels": 6}, (2, 6, 3, 2)),
+    case("GroupNorm", {"num_groups": 2, "num_channels": 6, "eps": 0.5, "affine": False}, (2, 6), id="no weight, eps"),
+    case("CrossEntropyLoss", {}, (6, 7), LABELS),
+    case("CrossEntropyLoss", OPTIONS, (6, 7), CLASSES, id="options"),
+    case("CrossEntropyLoss", {"reduction": "none"}, (2, 7, 3), LABELS.view(2, 3), id="losses of sequences"),
+    case("CrossEntropyLoss", {"size_average": False}, (6, 7), LABELS, id="deprecated reduction"),
+    case("CrossEntropyLoss", {"label_smoothing": 0.1}, (6, 7), PROBABILITIES, id="probabilities"),
+    case("LinearCrossEntropyLoss", HEAD, (6, 4), LABELS),
+    case("LinearCrossEntropyLoss", {**HEAD, **OPTIONS, "bias": True}, (6, 4), CLASSES, id="options"),
+    case("LinearCrossEntropyLoss", {**HEAD, "reduction": "none"}, (6, 4), LABELS, id="losses"),
+    case("LinearCrossEntropyLoss", {**HEAD, "bias": True}, (4,), LABELS[0], id="one token"),
+    case("LinearCrossEntropyLoss", HEAD, (6, 4), PROBABILITIES, id="probabilities"),
+    case(
+        "LinearCrossEntropyLoss",
+        {**HEAD, "bias": True, "out_features": (3,)},
+        (2, 4),
+        LABELS.view(2, 3),
+        id="several sets of classes",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+@pytest.mark.parametrize(("name", "arguments", "shape", "target"), NAMESAKES)
+def test_module_computes_what_its_namesake_does(
+    device: torch.device, name: str, arguments: dict[str, Any], shape: tuple[int, ...], target: Tensor | None
+) -> None:
+    module, namesake = (getattr(namespace, name)(**arguments).to(device) for namespace in (fused, nn))
+    x, others = torch.randn(shape, device=device), () if target is None else (target.to(device),)
+    for source, destination in ((module, namesake), (namesake, module)):
+        randomise(source)
+        assert source.state_dict().keys() == destination.state_dict().keys()
+        destination.load_state_dict(source.state_dict(), strict=True)
+        assert_same(run(module, x, *others), run(namesake, x, *others))
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape", "target"), NAMESAKES)
+@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
+def test_module_starts_like_its_namesake(name: str, arguments: dict[str, Any], shape: Any, target: Any) -> None:
+    states = []
+    for namespace in (fused, nn):
+        torch.manual_seed(0)
+        states.append(getattr(namespace, name)(**arguments).state_dict())
+    assert_same(*states)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "GroupNorm", "CrossEntropyLoss"])
+def test_module_is_an_instance_of_its_namesake(name: str) -> None:
+    assert issubclass(getattr(fused, name), getattr(nn, name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RMSNorm",
+        "LayerNorm",
+        "GroupNorm",
+        "CrossEntropyLoss",
+        pytest.param("LinearCrossEntropyLoss", marks=NEEDS_NAMESAKE),
+    ],
+)
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_module_takes_its_namesakes_arguments(name: str, method: str) -> None:
+    ours, theirs = (
+        list(inspect.signature(getattr(getattr(namespace, name), method)).parameters.values())
+        for namespace in (fused, nn)
+    )
+    facts = [[(p.name, p.kind, p.default) for p in parameters] for parameters in (ours, theirs)]
+    assert facts[0][: len(facts[1])] == facts[1]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in ours[len(theirs) :])
+
+
+def test_all_is_every_module() -> None:
+    assert sorted(fused.__all__) == fused.__all__
+    public = {name for name, value in vars(fused).items() if getattr(value, "__module__", "") == "liger_ops.nn"}
+    assert {name for name in public if not name.startswith("_")} == set(fused.__all__)
+
+
+SMALL = {
+    "RMSNorm": ({"normalized_shape": 8, "offset": 1.0, "casting": "llama"}, (2, 8)),
+    "LayerNorm": ({"normalized_shape": 8}, (2, 8)),
+    "GroupNorm": ({"num_groups": 2, "num_channels": 4}, (2, 4, 3)),
+    "RotaryEmbedding": ({"head_dim": 8, "base": 100.0, "rotary_dim": 4, "interleaved": True}, (1, 2, 3, 8)),
+    "SwiGLU": ({"hidden_size": 4, "intermediate_size": 6, "bias": True}, (2, 4)),
+    "GeGLU": ({"hidden_size": 4, "intermediate_size": 6, "approximate": "tanh"}, (2, 4)),
+    "CrossEntropyLoss": (EXTRAS, (6, 7)),
+    "LinearCrossEntropyLoss": ({**HEAD, **EXTRAS}, (6, 4)),
+}
+
+
+def make_small(name: str, device: torch.device | str = "cpu") -> tuple[nn.Module, list[Tensor]]:
+    """A module with random parameters, and its inputs."""
+    arguments, shape = SMALL[name]
+    module = getattr(fused, name)(**arguments).to(device)
+    randomise(module)
+    x = torch.randn(shape, device=device)
+    if name.endswith("Loss"):
+        return module, [x, LABELS.to(device)]
+    return module, [x, x[:, :1]] if name == "RotaryEmbedding" else [x]
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", fused.__all__)
+def test_module_runs_a_kernel(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module, inputs = make_small(name, triton_device)
+    inputs[0].requires_grad_()
+    with _Recorder() as recorder:
+        actual = module(*inputs)
+    assert any(operator.startswith("liger_ops::") for operator in recorder.names)
+    monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
+    torch.testing.assert_close(actual, module(*inputs))
+
+
+@pytest.mark.parametrize("name", fused.__all__)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_module_is_copied_whole(name: str, how: str) -> None:
+    module, inputs = make_small(name)
+    if how == "deepcopy":
+        twin = copy.deepcopy(module)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(module))
+    else:
+        buffer = io.BytesIO()
+        torch.save(module, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    assert repr(twin) == repr(module)
+    torch.testing.assert_close(twin(*inputs), module(*inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", fused.__all__)
+def test_module_made_on_meta_gets_its_values_by_reset_parameters(name: str) -> None:
+    arguments, _ = SMALL[name]
+    torch.manual_seed(1)
+    expected = tensors_of(getattr(fused, name)(**arguments))
+    with torch.device("meta"):
+        module = getattr(fused, name)(**arguments)
+    assert all(tensor.is_meta for tensor in tensors_of(module).values())
+    module.to_empty(device="cpu")
+    for tensor in tensors_of(module).values():
+        tensor.detach().fill_(torch.nan)
+    torch.manual_seed(1)
+    for child in module.modules():
+        if hasattr(child, "reset_parameters"):
+            child.reset_parameters()
+    assert_same(tensors_of(module), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in fused.__all__ if name != "CrossEntropyLoss"])
+def test_module_is_made_on_a_device_in_a_dtype(name: str) -> None:
+    arguments, _ = SMALL[name]
+    dtype = torch.float32 if name == "RotaryEmbedding" else torch.float64
+    chosen = {} if name == "RotaryEmbedding" else {"dtype": dtype}
+    tensors = tensors_of(getattr(fused, name)(**arguments, device="meta", **chosen)).values()
+    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {("meta", dtype)}
+
+
+# RMSNorm
+
+
+def test_rms_norm_with_offset_starts_as_the_plain_one() -> None:
+    plain, shifted = fused.RMSNorm(6), fused.RMSNorm(6, offset=1.0)
+    assert torch.equal(plain.weight, torch.ones(6))
+    assert torch.equal(shifted.weight, torch.zeros(6))
+    x = torch.randn(2, 6)
+    assert torch.equal(shifted(x), plain(x))
+    nn.init.normal_(shifted.weight)
+    with torch.no_grad():
+        plain.weight.copy_(1 + shifted.weight)
+    torch.testing.assert_close(shifted(x), plain(x))
+    shifted.reset_parameters()
+    assert torch.equal(shifted.weight, torch.zeros(6))
+
+
+def test_rms_norm_rounds_as_told() -> None:
+    x = torch.randn(5, 64).bfloat16()
+    results = []
+    for casting in ("gemma", "llama", "none"):
+        module = fused.RMSNorm(64, casting=casting, dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        randomise(module)
+        results.append(module(x))
+        assert torch.equal(results[-1], liger_ops.rms_norm(x, (64,), module.weight, casting=casting))
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(results[1], results[2])
+
+
+# RotaryEmbedding
+
+
+def rotate_by_hand(
+    x: Tensor, position_ids: Tensor, base: float, rotary_dim: int, interleaved: bool, heads_dim: int
+) -> Tensor:
+    """Turns one pair of columns after the other, in float64."""
+    x = x.double() if heads_dim == 1 else x.double().transpose(1, 2)
+    y = x.clone()
+    for pair in range(rotary_dim // 2):
+        angle = position_ids.double() * base ** (-2 * pair / rotary_dim)
+        angle = angle.view(-1, 1, angle.shape[-1])
+        first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary_dim // 2)
+        y[..., first] = x[..., first] * angle.cos() - x[..., second] * angle.sin()
+        y[..., second] = x[..., second] * angle.cos() + x[..., first] * angle.sin()
+    return y if heads_dim == 1 else y.transpose(1, 2)
+
+
+@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [None, 4], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    "position_ids",
+    [
+        pytest.param(None, id="in order"),
+        pytest.param(torch.tensor([5, 0, 9, 1, 2]), id="one row"),
+        pytest.param(torch.tensor([[0, 1, 2, 0, 1]]), id="one row for all"),
+        pytest.param(torch.tensor([[0, 1, 2, 0, 1], [7, 8, 9, 10, 11]]), id="each its own"),
+    ],
+)
+def test_rotary_embedding_matches_the_formula(
+    device: torch.device, position_ids: Tensor | None, rotary_dim: int | None, interleaved: bool, heads_dim: int
+) -> None:
+    module = fused.RotaryEmbedding(8, base=100.0, rotary_dim=rotary_dim, interleaved=interleaved).to(device)
+    heads = (3, 5) if heads_dim == 1 else (5, 3)
+    q = torch.randn(2, *heads, 8, device=device, requires_grad=True)
+    k = torch.randn(2, *heads, 8, device=device).narrow(heads_dim, 0, 1)
+    positions = torch.arange(5) if position_ids is None else position_ids
+    where = None if position_ids is None else position_ids.to(device)
+    results = module(q, k, where, heads_dim=heads_dim) if heads_dim == 2 else module(q, k, where)
+    for x, y in zip((q, k), results, strict=True):
+        expected = rotate_by_hand(x, positions.to(device), 100.0, rotary_dim or 8, interleaved, heads_dim)
+        torch.testing.assert_close(y, expected.float())
+    # A rotation's gradient is the rotation back.
+    (gradient,) = torch.autograd.grad(results[0], q, results[0].detach())
+    torch.testing.assert_close(gradient, q)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda module: module.bfloat16(),
+        lambda module: module.half(),
+        lambda module: module.to(torch.bfloat16),
+        lambda module: module.to("cpu", torch.bfloat16),
+        lambda module: module.double(),
+        lambda module: module.half().float(),
+    ],
+    ids=["bfloat16()", "half()", "to()", "to() with device", "double()", "there and back"],
+)
+def test_inverse_frequencies_stay_float32(convert: Callable[[nn.Module], nn.Module]) -> None:
+    rotary = fused.RotaryEmbedding(64)
+    expected = 1.0 / (10000.0 ** (torch.arange(0, 64, 2).float() / 64))  # Hugging Face's, bit for bit
+    convert(nn.Sequential(rotary, nn.Linear(2, 2)))
+    assert rotary.inv_freq.dtype == torch.float32
+    assert torch.equal(rotary.inv_freq, expected)
+    assert not rotary.state_dict()
+
+
+def test_inverse_frequencies_follow_to_another_device() -> None:
+    rotary = fused.RotaryEmbedding(64).to("meta", torch.bfloat16)
+    assert (rotary.inv_freq.device.type, rotary.inv_freq.dtype) == ("meta", torch.float32)
+    assert rotary.to_empty(device="cpu").inv_freq.dtype == torch.float32
+
+
+def test_inverse_frequencies_are_float32_whatever_the_default() -> None:
+    expected = fused.RotaryEmbedding(64).inv_freq
+    torch.set_default_dtype(torch.bfloat16)
+    actual = fused.RotaryEmbedding(64).inv_freq
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_far_positions_are_exact_in_any_dtype(dtype: torch.dtype, autocast: bool) -> None:
+    # float32 rounds the angle itself, by 4e-3 here at most; bfloat16 frequencies would be wrong by whole turns.
+    positions = torch.tensor([100_003])
+    q = torch.randn(1, 1, 1, 64).to(dtype)
+    rotary = fused.RotaryEmbedding(64).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        results = rotary(q, q, positions)
+    expected = rotate_by_hand(q, positions, 10000.0, 64, interleaved=False, heads_dim=1)
+    for result in results:
+        assert result.dtype == dtype
+        tolerance = max(0.03, 8 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_attention_scores_depend_on_distance_alone() -> None:
+    rotary = fused.RotaryEmbedding(16)
+    q, k = torch.randn(2, 1, 2, 4, 16)
+    scores = []
+    for start in (0, 37):
+        rotated_q, rotated_k = rotary(q, k, torch.arange(start, start + 4))
+        scores.append(rotated_q @ rotated_k.transpose(-1, -2))
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_embedding_runs_on_meta() -> None:
+    q = torch.empty(2, 3, 5, 8, device="meta", dtype=torch.bfloat16)
+    rotated_q, rotated_k = fused.RotaryEmbedding(8, device="meta")(q, q[:, :1])
+    assert (rotated_q.shape, rotated_k.shape, rotated_q.dtype) == (q.shape, (2, 1, 5, 8), q.dtype)
+
+
+# Feed-forward layers
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["without bias", "bias"])
+@pytest.mark.parametrize(
+    ("make", "activation"),
+    [
+        pytest.param(fused.SwiGLU, F.silu, id="SwiGLU"),
+        pytest.param(fused.GeGLU, F.gelu, id="GeGLU"),
+        pytest.param(
+            lambda *sizes, **options: fused.GeGLU(*sizes, approximate="tanh", **options),
+            lambda x: F.gelu(x, approximate="tanh"),
+            id="GeGLU tanh",
+        ),
+    ],
+)
+def test_feed_forward_matches_the_formula(
+    device: torch.device, make: Callable[..., nn.Module], activation: Callable[[Tensor], Tensor], bias: bool
+) -> None:
+    module = make(4, 6, bias=bias).to(device)
+    randomise(module)
+    names = [f"{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")[: 1 + bias]]
+    assert list(module.state_dict()) == names
+    assert (module.gate_proj.weight.shape, module.down_proj.weight.shape) == ((6, 4), (4, 6))
+    x = torch.randn(2, 3, 4, device=device)
+    actual = run(module, x)
+    module.forward = lambda x: module.down_proj(activation(module.gate_proj(x)) * module.up_proj(x))
+    assert_same(actual, run(module, x))
+
+
+# Losses
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_cross_entropy_loss_passes_its_extras_on(device: torch.device, reduction: str) -> None:
+    logits, labels = torch.randn(6, 7, device=device), LABELS.to(device)
+    token_weight = torch.rand(6, device=device)
+    module = fused.CrossEntropyLoss(reduction=reduction, **EXTRAS)
+    loss, stats = module(logits, labels, token_weight=token_weight, return_stats=True)
+    expected, expected_stats = liger_ops.cross_entropy(
+        logits, labels, reduction=reduction, token_weight=token_weight, return_stats=True, **EXTRAS
+    )
+    torch.testing.assert_close((loss, *stats), (expected, *expected_stats))
+    # Each extra matters.
+    plain = liger_ops.cross_entropy
+    for name, value in EXTRAS.items():
+        only = fused.CrossEntropyLoss(reduction=reduction, **{name: value})(logits, labels)
+        torch.testing.assert_close(only, plain(logits, labels, reduction=reduction, **{name: value}))
+        assert not torch.allclose(only, plain(logits, labels, reduction=reduction))
+
+
+def test_cross_entropy_loss_writes_the_gradient_in_place(triton_device: torch.device) -> None:
+    logits = torch.randn(6, 7, device=triton_device, requires_grad=True)
+    for inplace in (False, True):
+        copied = logits.clone()
+        loss = fused.CrossEntropyLoss(inplace_backward=inplace)(copied, LABELS.to(triton_device))
+        (gradient,) = torch.autograd.grad(loss, copied)
+        assert (gradient.data_ptr() == copied.data_ptr()) == inplace
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_linear_cross_entropy_loss_is_a_head_and_its_loss(device: torch.device, reduction: str) -> None:
+    module = fused.LinearCrossEntropyLoss(
+        4, 7, bias=True, weight=CLASS_WEIGHT, reduction=reduction, label_smoothing=0.1, chunk_bytes=60, **EXTRAS
+    ).to(device)
+    randomise(module)
+    assert list(module.state_dict()) == ["weight", "linear.weight", "linear.bias"]
+    hidden, labels = torch.randn(2, 3, 4, device=device), LABELS.view(2, 3).to(device)
+    token_weight = torch.rand(2, 3, device=device)
+    actual = run(module, hidden, labels, token_weight=token_weight, max_valid_tokens=5)
+
+    def plain(hidden: Tensor, labels: Tensor) -> Tensor:
+        loss = liger_ops.cross_entropy(
+            module.linear(hidden).flatten(0, 1), labels.flatten(), CLASS_WEIGHT.to(device), reduction=reduction,
+            label_smoothing=0.1, token_weight=token_weight.flatten(), **EXTRAS,
+        )  # fmt: skip
+        return loss.view(labels.shape) if reduction == "none" else loss
+
+    plain.named_parameters = module.named_parameters
+    assert_same(actual, run(plain, hidden, labels))
+
+
+def test_linear_cross_entropy_loss_returns_stats() -> None:
+    module = fused.LinearCrossEntropyLoss(4, 7)
+    hidden = torch.randn(6, 4)
+    loss, stats = module(hidden, LABELS, return_stats=True)
+    expected, expected_stats = fused.CrossEntropyLoss()(module.linear(hidden), LABELS, return_stats=True)
+    torch.testing.assert_close((loss, *stats), (expected, *expected_stats))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords"),
+    [
+        ({"chunk_bytes": 60, "accumulate_dtype": torch.float64}, {"max_valid_tokens": 5}),
+        pytest.param({}, {}, id="defaults"),
+    ],
+)
+def test_linear_cross_entropy_loss_passes_on_how_to_compute(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], keywords: dict[str, Any]
+) -> None:
+    calls = []
+    monkeypatch.setattr(fused, "linear_cross_entropy", lambda *_, **passed: calls.append(passed))
+    options = object()
+    fused.LinearCrossEntropyLoss(4, 7, options=options, **arguments)(torch.randn(6, 4), LABELS, **keywords)
+    assert calls[0]["options"] is options
+    for name in ("chunk_bytes", "accumulate_dtype", "max_valid_tokens"):
+        assert calls[0][name] == {**arguments, **keywords}.get(name)
+
+
+def test_linear_cross_entropy_loss_shares_the_embeddings_weight() -> None:
+    embedding, module = nn.Embedding(7, 4), fused.LinearCrossEntropyLoss(4, 7)
+    module.linear.weight = embedding.weight
+    module(embedding(LABELS.clamp(min=0)), LABELS).backward()
+    assert embedding.weight.grad.abs().sum() > 0
+    assert list(module.state_dict()) == ["linear.weight"]
+
+
+# Wrong arguments
+
+HEADS = torch.ones(2, 3, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        pytest.param(lambda: fused.RMSNorm(6, casting="bert"), (), r"casting .* got 'bert'", id="casting"),
+        pytest.param(lambda: fused.RMSNorm(6, None, False, offset=1.0), (), r"offset .* got 1\.0", id="offset"),
+        pytest.param(lambda: fused.RMSNorm(6), (HEADS,), r"normalized_shape .* \(6,\)", id="normalized_shape"),
+        pytest.param(lambda: fused.RotaryEmbedding(8, rotary_dim=3), (), r"rotary_dim .* got 3", id="rotary_dim odd"),
+        pytest.param(lambda: fused.RotaryEmbedding(8, rotary_dim=10), (), r"rotary_dim .* 8, got 10", id="rotary_dim"),
+        pytest.param(lambda: fused.RotaryEmbedding(8, rotary_dim=0), (), r"rotary_dim .* got 0", id="rotary_dim zero"),
+        pytest.param(lambda: fused.RotaryEmbedding(7), (), r"rotary_dim .* got 7", id="head_dim odd"),
+        pytest.param(lambda: fused.RotaryEmbedding(8, base=0.0), (), r"base .* got 0\.0", id="base zero"),
+        pytest.param(lambda: fused.RotaryEmbedding(8, base=float("nan")), (), r"base .* got nan", id="base NaN"),
+        pytest.param(lambda: fused.RotaryEmbedding(6), (HEADS, HEADS), r"q .* head_dim = 6, got .*8\)", id="head_dim"),
+        pytest.param(lambda: fused.RotaryEmbedding(8), (HEADS[0], HEADS[0]), r"q .* got \(3, 5, 8\)", id="q"),
+        pytest.param(lambda: fused.RotaryEmbedding(8), (HEADS, HEADS[:, :, :2]), r"k .* got \(2, 3, 2, 8\)", id="k"),
+        pytest.param(
+            lambda: fused.RotaryEmbedding(8),
+            (HEADS, HEADS, torch.arange(3)),
+            r"position_ids .* got shape \(3,\)",
+            id="position_ids",
+        ),
+        pytest.param(lambda: fused.GeGLU(4, 6, approximate="erf"), (), r"approximate .* got 'erf'", id="approximate"),
+        pytest.param(
+            lambda: fused.LinearCrossEntropyLoss(4, 7, weight=torch.ones(6)), (), r"weight .* got \(6,\)", id="weight"
+        ),
+        pytest.param(lambda: fused.LinearCrossEntropyLoss(5, 7), (HEADS, LABELS), r"input .* 5, got", id="input"),
+    ],
+)
+def test_modules_reject(make: Callable[[], nn.Module], inputs: tuple[Tensor, ...], message: str) -> None:
+    if inputs:
+        module = make()
+        with pytest.raises(ValueError, match=message):
+            module(*inputs)
+    else:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_rotary_embedding_rejects_heads_dim() -> None:
+    with pytest.raises(ValueError, match=r"heads_dim .* got 3"):
+        fused.RotaryEmbedding(8)(HEADS, HEADS, heads_dim=3)
+
+
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "LinearCrossEntropyLoss"])
+@pytest.mark.parametrize(
+    ("option", "value"), [("reduction", "median"), ("label_smoothing", 1.5), ("softcap", 0.0), ("z_loss_weight", -1.0)]
+)
+def test_losses_reject_when_they_are_made(name: str, option: str, value: Any) -> None:
+    arguments = HEAD if name == "LinearCrossEntropyLoss" else {}
+    with pytest.raises(ValueError, match=f"{option} .* got {value!r}"):
+        getattr(fused, name)(**arguments, **{option: value})
