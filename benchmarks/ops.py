@@ -237,7 +237,7 @@ _OPS = (
             title=title,
             inputs=_gated_inputs,
             exact=eager,
-            contenders={"ours": ours(name), "eager": Contender(eager), "liger": liger_kernel(published)},
+            contenders={"ours": call, "eager": Contender(eager), "liger": liger_kernel(published)},
             shapes=((16384, 14336), (4096, 11008)),
             small=(256, 1024),
             tiny=(16, 64),
@@ -250,9 +250,15 @@ _OPS = (
                 "intermediate size 14336",
             ),
         )
-        for name, title, eager, published in (
-            ("silu_mul", "SwiGLU", _eager_silu_mul, "liger_swiglu"),
-            ("gelu_mul", "GeGLU", _eager_gelu_mul, "liger_geglu"),
+        for name, title, call, eager, published in (
+            ("silu_mul", "SwiGLU", ours("silu_mul"), _eager_silu_mul, "liger_swiglu"),
+            (
+                "gelu_mul",
+                "GeGLU",
+                ours("gelu_mul", lambda f, gate, up: f(gate, up, approximate="tanh")),
+                _eager_gelu_mul,
+                "liger_geglu",
+            ),
         )
     ),
     Op(

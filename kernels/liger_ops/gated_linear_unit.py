@@ -56,14 +56,35 @@ def choose_launch(num_columns: int) -> GatedUnitLaunch:
 
 
 @triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
-    """The activation of ``gate`` and its derivative."""
+def _normal_tail(x):
+    """How much of the normal distribution lies beyond ``x >= 0``, (1 - erf(x / sqrt(2))) / 2, to 8e-6 of its value.
+
+    With t = 1 / (1 + 0.48 x / sqrt(2)) it is t * 2**(p(t) - x**2 log2(e) / 2), a form of Numerical Recipes (section
+    6.2); p has the least largest error for 0 <= x <= 12. Half as many instructions as the library's erf.
+    """
+    t = 1.0 / (1.0 + 0.33941125497 * x)
+    exponent = 0.3282320999253934
+    exponent = exponent * t - 1.0925707126505038
+    exponent = exponent * t + 0.8593409008328262
+    exponent = exponent * t + 0.30747302909505797
+    exponent = exponent * t + 1.4849551078238996
+    exponent = exponent * t - 2.887441250320364
+    return t * tl.exp2(exponent - 0.7213475204444817 * (x * x))
+
+
+@triton.jit
+def _activate(gate, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
+    """The activation of ``gate`` and its derivative, in float32; good enough for HALF precision, or for more."""
     if ACTIVATION == "silu":
         sigmoid = tl.sigmoid(gate)
         value = gate * sigmoid
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     elif ACTIVATION == "gelu":
-        probability = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        if HALF:
+            tail = _normal_tail(tl.abs(gate))
+            probability = tl.where(gate < 0.0, tail, 1.0 - tail)
+        else:
+            probability = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         value = gate * probability
         slope = probability + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     elif ACTIVATION == "gelu_tanh":
@@ -98,7 +119,7 @@ def _gated_unit_forward_kernel(
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    y, _ = _activate(gate, ACTIVATION)
+    y, _ = _activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
     if up_ptr is not None:
         y *= tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * num_columns + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -126,7 +147,7 @@ def _gated_unit_backward_kernel(
     mask = columns < num_columns
     grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    value, slope = _activate(gate, ACTIVATION)
+    value, slope = _activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
     grad_offsets = row * grad_row_stride + columns
     if grad_gate_ptr is not None:
         grad_gate = grad_y * slope

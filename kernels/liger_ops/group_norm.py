@@ -47,23 +47,37 @@ class GroupLaunch:
     block_size: int  # of the statistics, for which channels make no difference
     num_slices: int
     num_warps: int
-    num_stages: int = 3
+    num_stages: int
 
 
 @functools.cache
-def choose_launch(num_rows: int, channels_per_group: int, num_positions: int, num_multiprocessors: int) -> GroupLaunch:
-    """Blocks of 4096 elements; of 1024, so that there are more to share, where rows are few.
+def choose_launch(
+    num_rows: int,
+    channels_per_group: int,
+    num_positions: int,
+    element_size: int,
+    num_multiprocessors: int,
+    shared_bytes: int,
+) -> GroupLaunch:
+    """Blocks of 8192 elements; of 2048 where groups are small, or few, which several programs then share.
+
+    A block is channels of few positions rather than few channels, since only blocks of the same channels are loaded
+    ahead. On an H200, 16 samples of 512 channels of 4096 positions in 32 groups, time over the bound: 1.5 forward and
+    backward, with blocks of 4096 elements of one channel 2.1 and 2.5.
 
     Args:
         num_rows: Samples times groups.
         channels_per_group: How many channels a group has.
         num_positions: How many elements a channel has.
+        element_size: Bytes of one.
         num_multiprocessors: Fewer rows than these are cut into slices.
+        shared_bytes: Shared memory of a program, where blocks wait that are loaded ahead.
     """
     few = num_rows < num_multiprocessors
-    most_elements = 1024 if few else 4096
     group_size = channels_per_group * num_positions
-    block_positions = min(triton.next_power_of_2(num_positions), most_elements)
+    most_elements, num_warps = (8192, 8) if group_size >= 32768 and not few else (2048, 4)
+    most_channels = min(16, triton.next_power_of_2(channels_per_group))
+    block_positions = min(triton.next_power_of_2(num_positions), most_elements // most_channels)
     block_channels = min(triton.next_power_of_2(channels_per_group), most_elements // block_positions)
     block_size = min(triton.next_power_of_2(group_size), most_elements)
     most_slices = min(triton.cdiv(num_positions, block_positions), triton.cdiv(group_size, block_size))
@@ -71,8 +85,9 @@ def choose_launch(num_rows: int, channels_per_group: int, num_positions: int, nu
         block_channels=block_channels,
         block_positions=block_positions,
         block_size=block_size,
-        num_slices=min(most_slices, triton.cdiv(2 * num_multiprocessors, num_rows)) if few else 1,
-        num_warps=max(1, most_elements // 512),
+        num_slices=min(most_slices, triton.cdiv(4 * num_multiprocessors, num_rows)) if few else 1,
+        num_warps=num_warps,
+        num_stages=1 + min(3, shared_bytes // (2 * most_elements * element_size)),
     )
 
 
@@ -248,7 +263,14 @@ def _group_norm_forward(
         return y, statistics
     num_rows = statistics.shape[1]
     channels_per_group, num_positions = x.shape[1] // num_groups, math.prod(x.shape[2:])
-    launch = choose_launch(num_rows, channels_per_group, num_positions, backend.num_multiprocessors(x.device))
+    launch = choose_launch(
+        num_rows,
+        channels_per_group,
+        num_positions,
+        x.element_size(),
+        backend.num_multiprocessors(x.device),
+        backend.shared_memory(x.device),
+    )
     x = x.contiguous()
     weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
     shared = launch.num_slices > 1
@@ -322,7 +344,14 @@ def _group_norm_backward(
     num_samples, num_channels = x.shape[:2]
     num_rows, num_positions = statistics.shape[1], math.prod(x.shape[2:])
     channels_per_group = num_channels // num_groups
-    launch = choose_launch(num_rows, channels_per_group, num_positions, backend.num_multiprocessors(x.device))
+    launch = choose_launch(
+        num_rows,
+        channels_per_group,
+        num_positions,
+        x.element_size(),
+        backend.num_multiprocessors(x.device),
+        backend.shared_memory(x.device),
+    )
     needs_sums, shared = needs_grad_weight or needs_grad_bias, launch.num_slices > 1
     parts = None
     if needs_sums or shared:

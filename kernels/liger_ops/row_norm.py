@@ -81,10 +81,12 @@ def choose_forward_launch(
         return RowLaunch(1, 4096, num_warps=8, num_programs=min(num_rows, programs * num_multiprocessors))
     if block_size == _MAX_FORWARD_SIZE and element_size == 2:
         return RowLaunch(1, block_size, num_warps=16, num_programs=min(num_rows, num_multiprocessors), num_stages=3)
+    if block_size == 8192 != hidden_size and not centered:
+        return RowLaunch(1, block_size, num_warps=8, num_programs=min(num_rows, 2 * num_multiprocessors), num_stages=3)
     block_rows = max(1, (4096 if centered else 2048) // block_size)
     if centered and block_size == 4096:
         block_rows = 2
-    num_warps = min(16, max(4, block_rows * block_size // (1024 if centered else 512)))
+    num_warps = min(8, max(4, block_rows * block_size // (1024 if centered else 512)))
     num_programs = triton.cdiv(num_rows, block_rows)
     return RowLaunch(block_rows, block_size, num_warps, num_programs, reload_weight=True)
 
@@ -106,7 +108,7 @@ def choose_sum_launch(num_columns: int, num_multiprocessors: int) -> SumLaunch:
     return SumLaunch(4096 // block_columns, block_columns, num_warps=4)
 
 
-_PROJECTION_BLOCK_SIZE = 4096
+_PROJECTION_BLOCK_SIZE = 2048
 _TILE_BYTES = 16384
 _REGISTER_BYTES = 192 * 1024
 _LONG_ROW = 16384  # from here on registers are short
@@ -137,9 +139,14 @@ def choose_backward_launch(
         shared_bytes: Shared memory of a program, where tiles wait that are loaded ahead.
     """
     block_size = triton.next_power_of_2(hidden_size)
-    if block_size * (2 * element_size + 4 * num_sums) > _REGISTER_BYTES:
-        programs = max(1, 4 * num_multiprocessors // triton.cdiv(hidden_size, 2048))
-        return RowLaunch(2, 2048, num_warps=8, num_programs=min(triton.cdiv(num_rows, 2), programs))
+    masked_long_row = _LONG_ROW <= block_size != hidden_size
+    overflows = block_size * (2 * element_size + 4 * num_sums) > _REGISTER_BYTES
+    if overflows or (masked_long_row and num_sums == 2):
+        programs = max(1, num_multiprocessors // triton.cdiv(hidden_size, 2048))
+        tiles_ahead = min(2, shared_bytes // (4 * 2048 * element_size * num_inputs))
+        return RowLaunch(
+            4, 2048, num_warps=8, num_programs=min(triton.cdiv(num_rows, 4), programs), num_stages=1 + tiles_ahead
+        )
     if num_sums == 2 and block_size <= 1024:
         block_rows = max(1, 4096 // block_size)
         num_programs = min(triton.cdiv(num_rows, block_rows), 2 * num_multiprocessors)
@@ -149,11 +156,12 @@ def choose_backward_launch(
     # Two sums of a row this long leave no registers for the weight, which is then loaded twice a tile.
     reload_weight = num_sums == 2 and tile_bytes > _TILE_BYTES
     bytes_ahead = tile_bytes * (num_inputs + 2 * reload_weight)
-    tiles_ahead = 3 if 4 * hidden_size <= 3 * block_size else 2
+    tiles_ahead = 3 if 4 * hidden_size <= 3 * block_size and not masked_long_row else 2
+    num_warps = 32 if masked_long_row else 16 if block_size >= _LONG_ROW and num_sums == 2 else 8
     return RowLaunch(
         block_rows=block_rows,
         block_size=block_size,
-        num_warps=16 if block_size > 8192 and num_sums == 2 else 8,
+        num_warps=num_warps,
         num_programs=min(triton.cdiv(num_rows, block_rows), num_multiprocessors),
         num_stages=1 + min(tiles_ahead, shared_bytes // bytes_ahead),
         reload_weight=reload_weight,

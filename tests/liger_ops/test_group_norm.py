@@ -272,8 +272,11 @@ def test_group_norm_rejects(shape: tuple[int, ...], arguments: tuple, message: s
 @pytest.mark.parametrize("channels_per_group", [1, 10, 4096])
 @pytest.mark.parametrize("num_rows", [1, 32, 131, 132, 4096])
 def test_launches_leave_no_program_without_work(num_rows: int, channels_per_group: int, num_positions: int) -> None:
-    launch = choose_launch(num_rows, channels_per_group, num_positions, 132)
-    assert launch.block_channels * launch.block_positions <= 4096
+    launch = choose_launch(num_rows, channels_per_group, num_positions, 4, 132, 80 * 1024)
+    num_elements = launch.block_channels * launch.block_positions
+    assert num_elements <= 8192
+    assert 2 * 4 * num_elements * (launch.num_stages - 1) <= 80 * 1024
+    assert launch.num_stages > 1
     assert launch.num_slices == 1 or num_rows < 132
     assert launch.num_slices <= -(-num_positions // launch.block_positions)
     assert launch.num_slices <= -(-channels_per_group * num_positions // launch.block_size)

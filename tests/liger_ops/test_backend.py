@@ -1,0 +1,471 @@
+"""What every op is built from: choosing a path, viewing rows, launching kernels, registering ops."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_ops import backend, cross_entropy, rms_norm
+
+BLOCK_SIZE = 128
+LONG = 2**31 + 16  # a multiple of 16 that needs 64 bits
+
+
+# Which path, and which device.
+
+
+class Like(NamedTuple):
+    """As much of a tensor as decides about its path."""
+
+    is_cuda: bool
+    dtype: torch.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(dtype: torch.dtype) -> None:
+    assert backend.use_triton(Like(True, dtype))
+    assert not backend.use_triton(Like(False, dtype))
+    assert not backend.use_triton(torch.empty(1, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_other_dtypes_have_no_kernels(dtype: torch.dtype) -> None:
+    assert not backend.use_triton(Like(True, dtype))
+
+
+def test_limits_of_the_interpreter() -> None:
+    assert backend.num_multiprocessors(torch.device("cpu")) == 2
+    assert backend.shared_memory(torch.device("cpu")) == 80 * 1024
+
+
+@pytest.mark.gpu
+def test_limits_of_a_gpu_are_its_own() -> None:
+    device = torch.device("cuda", 0)
+    properties = torch.cuda.get_device_properties(device)
+    assert backend.num_multiprocessors(device) == properties.multi_processor_count
+    assert 48 * 1024 <= backend.shared_memory(device) < properties.shared_memory_per_block_optin
+
+
+# Rows.
+
+
+@pytest.mark.parametrize(
+    ("view", "num_columns", "is_copied"),
+    [
+        pytest.param(lambda x: x, 5, False, id="contiguous"),
+        pytest.param(lambda x: x, 20, False, id="two dimensions in a row"),
+        pytest.param(lambda x: x[0, 0], 5, False, id="one row"),
+        pytest.param(lambda x: x[..., 1:4], 3, False, id="columns sliced"),
+        pytest.param(lambda x: x[:, 0], 5, False, id="rows apart"),
+        pytest.param(lambda x: x[:1, :1].expand(1, 6, 5), 5, False, id="one row expanded"),
+        pytest.param(lambda x: x[:0], 5, False, id="no rows"),
+        pytest.param(lambda x: x.transpose(0, 1), 5, True, id="rows in another order"),
+        pytest.param(lambda x: x[:, 1:], 5, True, id="rows at two distances"),
+        pytest.param(lambda x: x[..., ::2], 3, True, id="every second column"),
+        pytest.param(lambda x: x.mT, 4, True, id="columns apart"),
+        pytest.param(lambda x: x[..., :1].expand(3, 4, 5), 5, True, id="one column expanded"),
+    ],
+)
+def test_rows_are_views_wherever_rows_lie_at_one_distance(
+    view: Callable[[Tensor], Tensor], num_columns: int, is_copied: bool
+) -> None:
+    whole = torch.arange(60.0).view(3, 4, 5)
+    tensor = view(whole)
+    rows = backend.as_rows(tensor, num_columns)
+    assert rows.shape == (tensor.numel() // num_columns, num_columns)
+    assert rows.stride(1) == 1
+    assert rows.flatten().tolist() == tensor.flatten().tolist()
+    assert (rows.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()) == is_copied
+
+
+# Who listens.
+
+
+def test_graph_is_needed_only_for_tensors_that_require_gradients() -> None:
+    plain, leaf = torch.ones(1), torch.ones(1, requires_grad=True)
+    assert backend.needs_graph(None, plain, leaf)
+    assert backend.needs_graph(leaf * 2)
+    assert not backend.needs_graph(None, plain, leaf.detach())
+    with torch.no_grad():
+        assert not backend.needs_graph(leaf)
+    with torch.inference_mode():
+        assert not backend.needs_graph(leaf)
+
+
+class Listener(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.heard.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_the_compiler_listen() -> None:
+    assert not backend.is_traced()
+    with Listener():
+        assert backend.is_traced()
+    assert not backend.is_traced()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        return x + 1 if backend.is_traced() else x
+
+    assert compiled(torch.zeros(1)) == 1
+
+
+class AskWhetherGraphEnds(torch.autograd.Function):
+    """Its backward notes whether the graph ends."""
+
+    answers: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> Tensor:
+        AskWhetherGraphEnds.answers.append(backend.graph_ends())
+        return grad_y
+
+
+def test_graph_ends_unless_it_is_kept_or_somebody_listens() -> None:
+    AskWhetherGraphEnds.answers.clear()
+    x = torch.ones(1, requires_grad=True)
+    y = AskWhetherGraphEnds.apply(x)
+    y.backward(retain_graph=True)
+    torch.autograd.grad(y, x, create_graph=True)
+    with Listener():
+        y.backward(retain_graph=True)
+    y.backward()
+    with Listener():
+        AskWhetherGraphEnds.apply(x).backward()
+    assert AskWhetherGraphEnds.answers == [False, False, False, True, False]
+
+
+# Kernels.
+
+
+def _combine(
+    y_ptr,  # [BLOCK_SIZE], float64
+    x_ptr,  # at least [start + BLOCK_SIZE]
+    other_ptr,  # [BLOCK_SIZE] or None
+    start,
+    number,
+    factor,  # float or None
+    pair,  # two integers
+    SIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Loads whose alignment depends on ``start``, arithmetic whose width depends on ``number``."""
+    offsets = tl.arange(0, BLOCK)
+    y = tl.load(x_ptr + start + offsets).to(tl.float64) + number
+    if other_ptr is not None:
+        y += tl.load(other_ptr + offsets).to(tl.float64)
+    if factor is not None:
+        y *= factor
+    y += 2 * pair[0] + 3 * pair[1]
+    tl.store(y_ptr + offsets, SIGN * y)
+
+
+class Call(NamedTuple):
+    """Arguments of one launch."""
+
+    dtype: torch.dtype = torch.float32
+    first: int = 0  # element of x that x_ptr points to
+    other: torch.dtype | None = None
+    start: int = 16
+    number: int = 16
+    factor: float | None = None
+    pair: tuple[int, int] = (0, 0)
+    sign: int = 1
+    num_warps: int = 1
+
+
+CALLS = [
+    Call(),
+    Call(number=1),
+    Call(number=17),
+    Call(number=LONG),
+    Call(number=LONG + 1),
+    Call(number=-16),
+    Call(number=-100),
+    Call(number=-LONG),
+    Call(number=0),
+    Call(start=0),
+    Call(start=1),
+    Call(start=17),
+    Call(first=1),
+    Call(first=1, start=1),
+    Call(other=torch.float32),
+    Call(other=torch.float16),
+    Call(dtype=torch.int32),
+    Call(dtype=torch.float16),
+    Call(factor=0.5),
+    Call(factor=1.0),
+    Call(factor=16.0, other=torch.float32),
+    Call(pair=(1, 16)),
+    Call(pair=(16, 1)),
+    Call(pair=(17, LONG)),
+    Call(sign=-1),
+    Call(sign=-1, num_warps=4),
+]
+
+
+def assert_launch_is_right(kernel: backend.Kernel, call: Call, device: torch.device) -> None:
+    x = torch.arange(BLOCK_SIZE + 64, device=device).to(call.dtype)[call.first :]
+    other = None if call.other is None else torch.arange(BLOCK_SIZE, device=device).to(call.other)
+    y = torch.full((BLOCK_SIZE,), torch.nan, dtype=torch.float64, device=device)
+    kernel.launch(
+        1,
+        num_warps=call.num_warps,
+        y_ptr=y,
+        x_ptr=x,
+        other_ptr=other,
+        start=call.start,
+        number=call.number,
+        factor=call.factor,
+        pair=call.pair,
+        SIGN=call.sign,
+        BLOCK=BLOCK_SIZE,
+    )
+    expected = x.double()[call.start : call.start + BLOCK_SIZE] + call.number
+    expected = expected if other is None else expected + other.double()
+    expected = expected if call.factor is None else expected * call.factor
+    expected = call.sign * (expected + 2 * call.pair[0] + 3 * call.pair[1])
+    assert torch.equal(y, expected), call
+
+
+@pytest.fixture
+def kernel() -> backend.Kernel:
+    """One that nobody has launched."""
+    return backend.Kernel(_combine)
+
+
+# Triton compiles 1 into the kernel, and asks of other integers their length and whether 16 divides them.
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [(1, 17), (1, 1.0), (16, 17), (16, 16.0), (16, LONG), (17, LONG + 1), (16, -LONG), (17, -LONG - 1), (1, None)],
+    ids=str,
+)
+def test_values_that_triton_tells_apart_have_different_keys(value: int, other: float | None) -> None:
+    assert backend._specialisation(value) != backend._specialisation(other)
+    assert backend._specialisation((value, 2)) != backend._specialisation((other, 2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_launch_follows_its_arguments_in_any_order(
+    seed: int, kernel: backend.Kernel, triton_device: torch.device
+) -> None:
+    calls = 2 * CALLS
+    random.Random(seed).shuffle(calls)
+    for call in calls:
+        assert_launch_is_right(kernel, call, triton_device)
+
+
+def test_launch_of_any_call_first_is_right(triton_device: torch.device) -> None:
+    for call in CALLS:
+        kernel = backend.Kernel(_combine)
+        assert_launch_is_right(kernel, call, triton_device)
+        assert_launch_is_right(kernel, CALLS[0], triton_device)
+
+
+@pytest.mark.gpu
+def test_second_launch_does_without_triton(kernel: backend.Kernel) -> None:
+    device = torch.device("cuda", 0)
+    for call in CALLS:
+        assert_launch_is_right(kernel, call, device)
+    kernel.jit = None
+    for call in reversed(CALLS):
+        assert_launch_is_right(kernel, call, device)
+
+
+@pytest.mark.gpu
+def test_launch_queues_on_the_current_stream(kernel: backend.Kernel) -> None:
+    device = torch.device("cuda", 0)
+    assert_launch_is_right(kernel, Call(), device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**8)  # x is not there yet for a kernel on another stream
+        assert_launch_is_right(kernel, Call(), device)
+
+
+@pytest.mark.multi_gpu
+def test_launch_runs_where_its_tensors_are(kernel: backend.Kernel) -> None:
+    for index in (1, 0, 1, 0):
+        for call in CALLS:
+            assert_launch_is_right(kernel, call, torch.device("cuda", index))
+            assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("fused", "plain"),
+    [
+        pytest.param(lambda x: rms_norm(x, (64,), eps=1e-6), lambda x: F.rms_norm(x, (64,), eps=1e-6), id="rms_norm"),
+        pytest.param(
+            lambda x: cross_entropy(x, torch.arange(8, device=x.device)),
+            lambda x: F.cross_entropy(x, torch.arange(8, device=x.device)),
+            id="cross_entropy",
+        ),
+    ],
+)
+def test_ops_run_where_their_tensors_are(fused: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]) -> None:
+    logits = torch.randn(8, 64)
+    for index in (1, 0, 1):
+        results = []
+        for function in (fused, plain):
+            leaf = logits.to(f"cuda:{index}").requires_grad_()
+            y = function(leaf)
+            results.append((y, *torch.autograd.grad(y.square().sum(), leaf)))
+        torch.testing.assert_close(*results)
+        assert torch.cuda.current_device() == 0
+
+
+# Ops.
+
+
+class Wrapper(Tensor):
+    """Holds a tensor and unwraps itself for each operator."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "Wrapper":
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        unwrapped = (x.held if isinstance(x, Wrapper) else x for x in args)
+        return Wrapper(func(*unwrapped, **(kwargs or {})))
+
+
+class Plain(Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.fixture
+def route(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Tensor, float], Tensor]]:
+    """An op that adds a number if it is called directly, and subtracts it if the dispatcher calls it."""
+    with torch.library._scoped_library("liger_ops", "FRAGMENT") as library:
+        monkeypatch.setattr(backend, "_LIBRARY", library)
+
+        @backend.register_op("route(Tensor x, float number) -> Tensor", fake=lambda x, number: x.new_empty(x.shape))
+        def route(x: Tensor, number: float) -> Tensor:
+            """Says which way it was called."""
+            return x + number
+
+        library.impl("route", lambda x, number: x - number, "CPU")
+        yield route
+
+
+def test_op_is_called_directly_when_nobody_listens(route: Callable[[Tensor, float], Tensor]) -> None:
+    assert route(torch.zeros(2), 3.0).tolist() == [3.0, 3.0]
+    assert route(torch.nn.Parameter(torch.zeros(2)), 3.0).tolist() == [3.0, 3.0]
+    assert torch.ops.liger_ops.route(torch.zeros(2), 3.0).tolist() == [-3.0, -3.0]
+    assert (route.__name__, route.__doc__) == ("route", "Says which way it was called.")
+
+
+def test_mode_hears_the_op(route: Callable[[Tensor, float], Tensor]) -> None:
+    with Listener() as listener:
+        assert route(torch.zeros(2), 3.0).tolist() == [-3.0, -3.0]
+    assert torch.ops.liger_ops.route.default in listener.heard
+
+
+def test_fake_tensors_get_what_the_fake_allocates(route: Callable[[Tensor, float], Tensor]) -> None:
+    with FakeTensorMode():
+        y = route(torch.zeros(2, dtype=torch.float16), 3.0)
+    assert (tuple(y.shape), y.dtype) == ((2,), torch.float16)
+    assert route(torch.zeros(2, device="meta"), 3.0).is_meta
+
+
+@pytest.mark.parametrize("subclass", [Wrapper, lambda x: x.as_subclass(Plain)], ids=["wrapper", "plain"])
+def test_subclasses_go_through_the_dispatcher(
+    subclass: Callable[[Tensor], Tensor], route: Callable[[Tensor, float], Tensor]
+) -> None:
+    y = route(subclass(torch.zeros(2)), 3.0)
+    assert isinstance(y, Wrapper | Plain)
+    assert getattr(y, "held", y).tolist() == [-3.0, -3.0]
+
+
+def test_compiler_sees_one_operator(route: Callable[[Tensor, float], Tensor]) -> None:
+    graphs = []
+
+    def keep_graph(module: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(module.graph)
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: route(x, 3.0), backend=keep_graph, fullgraph=True)
+    assert compiled(torch.zeros(2)).tolist() == [-3.0, -3.0]
+    (graph,) = graphs
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.liger_ops.route.default]
+
+
+# Second derivatives.
+
+
+class Square(torch.autograd.Function):
+    """Differentiable once only because its backward is marked so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> Tensor:
+        """The first derivative."""
+        (x,) = ctx.saved_tensors
+        return 2 * x.detach() * grad_y
+
+
+def test_first_derivative_is_right_and_leaves_no_graph() -> None:
+    leaf = torch.tensor(3.0, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Square.apply(leaf), leaf, torch.tensor(2.0))
+    assert gradient == 12
+    assert not gradient.requires_grad
+    assert (Square.backward.__name__, Square.backward.__doc__) == ("backward", "The first derivative.")
+
+
+def test_second_derivative_by_the_input_is_refused() -> None:
+    leaf = torch.tensor(3.0, requires_grad=True)
+    y = Square.apply(leaf)
+    (gradient,) = torch.autograd.grad(y, leaf, create_graph=True)
+    assert gradient == 6
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (y + gradient.square()).backward()
+
+
+def test_second_derivative_by_the_upstream_gradient_is_refused() -> None:
+    leaf, upstream = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Square.apply(leaf), leaf, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.backward()
+
+
+def test_second_derivative_asked_of_autograd_by_name_is_refused() -> None:
+    leaf = torch.tensor(3.0, requires_grad=True)
+    y = Square.apply(leaf)
+    (gradient,) = torch.autograd.grad(y, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(y + gradient.square(), leaf)
+
+
+def test_compiled_backward_is_not_wrapped() -> None:
+    torch._dynamo.reset()
+    leaf = torch.tensor(3.0, requires_grad=True)
+    torch.compile(Square.apply, backend="aot_eager", fullgraph=True)(leaf).backward()
+    assert leaf.grad == 6
