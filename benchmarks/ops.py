@@ -284,6 +284,7 @@ _OPS = (
         exact=F.cross_entropy,
         contenders={
             "ours": ours("cross_entropy"),
+            "ours, in place": ours("cross_entropy", lambda f, x, labels: f(x, labels, inplace_backward=True)),
             "eager": Contender(_eager_cross_entropy),
             "torch": pytorch("cross_entropy"),
             "liger": liger_kernel("liger_cross_entropy"),

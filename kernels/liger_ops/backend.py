@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd import function
 
 _TRITON_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _LIBRARY = torch.library.Library("liger_ops", "DEF")
@@ -137,7 +136,7 @@ def _specialisation(value: Any) -> Any:
     """What Triton compiles for: None, a float, or an integer that is 1, a multiple of 16, or longer than 32 bits."""
     kind = value.__class__
     if kind is int:
-        return -1 if value == 1 else (value & 15 == 0) + 2 * (value > 2147483647)
+        return -1 if value == 1 else (value & 15 == 0) + 2 * (not -2147483648 <= value <= 2147483647)
     if kind is tuple:
         return tuple(map(_specialisation, value))
     return kind
@@ -152,7 +151,7 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
     Returns:
         A function of the launcher's positional arguments, the first a tensor, that runs the op: through the dispatcher
-        while compiling or under a dispatch mode, else directly.
+        while compiling, under a dispatch mode or on tensors without data, else directly.
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +163,7 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
         @functools.wraps(launcher)
         def call(*arguments: Any) -> Any:
-            if is_traced() or type(arguments[0]) not in _PLAIN_TENSORS:
+            if is_traced() or type(arguments[0]) not in _PLAIN_TENSORS or arguments[0].is_meta:
                 return op(*arguments)
             return launcher(*arguments)
 
@@ -174,17 +173,16 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's decorator of that name, which also refuses when only forward's inputs need a second gradient.
+    """Decorates a ``backward`` that has no derivative of its own: with ``create_graph=True`` it raises RuntimeError.
 
-    PyTorch's looks at the incoming gradient alone, which rarely needs one: a penalty on the gradients would silently
-    lose its own gradient.
+    PyTorch's decorator of that name lets the first derivative pass and makes it fail later, which ``autograd.grad`` by
+    given inputs never comes across: a penalty on the gradients would silently lose its own gradient.
     """
-    marked = function.once_differentiable(lambda ctx, marker, *grad_outputs: backward(ctx, *grad_outputs))
 
     @functools.wraps(backward)
-    def wrapper(ctx, *grad_outputs):
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return backward(ctx, *grad_outputs)
-        return marked(ctx, torch.empty((), requires_grad=True), *grad_outputs)
+    def wrapper(ctx: Any, *grad_outputs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(f"{ctx.name()} has no derivative of its own, so it cannot run with create_graph=True")
+        return backward(ctx, *grad_outputs)
 
     return wrapper

@@ -367,7 +367,9 @@ def cross_entropy(
                 "target must be class indices (torch.int64) with token_weight, softcap, logit_scale, z_loss_weight,"
                 f" inplace_backward or return_stats, got {target.dtype}"
             )
-        return F.cross_entropy(input, target, weight, reduction=reduction, label_smoothing=label_smoothing)
+        return F.cross_entropy(
+            input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
     if input.dim() == 0 or target.shape != input.shape[:class_dim] + input.shape[class_dim + 1 :]:
         raise ValueError(
             f"target must have input's shape without its class dimension {class_dim}: input has shape"

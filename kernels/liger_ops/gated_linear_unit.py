@@ -153,6 +153,8 @@ def _gated_unit_backward_kernel(
         grad_gate = grad_y * slope
         if up_ptr is not None:
             grad_gate *= tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        if ACTIVATION == "relu_squared":
+            grad_gate = tl.where(gate <= 0.0, 0.0, grad_gate)  # even of infinities
         tl.store(grad_gate_ptr + grad_offsets, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
     if grad_up_ptr is not None:
         grad_up = grad_y * value

@@ -245,7 +245,7 @@ def linear_cross_entropy(
         input: Hidden states, ``[..., hidden_size]``.
         linear_weight: The head, ``[vocab_size, hidden_size]``.
         target: Class indices, int64, ``[...]`` as ``input`` without its last dimension. Class probabilities, and heads
-            of more dimensions, are computed through whole logits, as PyTorch does.
+            of more dimensions, are computed through whole logits, as PyTorch does, without regard to chunks.
         linear_bias: The head's bias, ``[vocab_size]``.
         weight: Class weights, ``[vocab_size]``; not differentiable.
         reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by their weight.
@@ -278,6 +278,8 @@ def linear_cross_entropy(
     ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
     if linear_weight.dim() < 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes}")
     if target.is_floating_point() or linear_weight.dim() > 2:
         if input.dim() > 2 or input.dim() < min(linear_weight.dim() - 1, 2):
             raise ValueError(
@@ -293,17 +295,16 @@ def linear_cross_entropy(
     _check_arguments(input, linear_weight, target, linear_bias, max_valid_tokens)
     check_weights(weight, token_weight, target, linear_weight.shape[0])
     check_labels("target", target, linear_weight.shape[0], ignore_index)
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes}")
 
     needs_gradient = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (input, linear_weight, linear_bias)
     ]
     tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias]
-    is_autocast = torch.is_autocast_enabled(input.device.type)
+    device_type = input.device.type
+    is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     if is_autocast:
-        dtype = torch.get_autocast_dtype(input.device.type)
+        dtype = torch.get_autocast_dtype(device_type)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     elif linear_weight.dtype != input.dtype:
         raise ValueError(f"linear_weight must have input's dtype {input.dtype}, got {linear_weight.dtype}")
@@ -321,7 +322,7 @@ def linear_cross_entropy(
     )
     targets = flat_targets(target, weight, token_weight)
     settings = (chunk_size, accumulate_dtype, max_valid_tokens, reduction, return_stats, token_options)
-    with torch.autocast(input.device.type, enabled=False) if is_autocast else contextlib.nullcontext():
+    with torch.autocast(device_type, enabled=False) if is_autocast else contextlib.nullcontext():
         loss, *stats = _LinearCrossEntropyFunction.apply(*tensors, *targets, needs_gradient, settings)
     if reduction == "none":
         stats = [loss.detach(), *stats]

@@ -243,6 +243,12 @@ def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of x's shape and order of dimensions in memory, without the gaps of a slice, and with unit stride."""
+    x_out = torch.empty_like(x, dtype=dtype)
+    return x_out if x_out.stride(-1) == 1 else x_out.new_empty(x.shape)
+
+
 def _launch_rotary(
     q: Tensor,
     k: Tensor,
@@ -322,9 +328,7 @@ def _rotary_forward_fake(
     interleaved: bool,
     sections: list[int],
 ) -> tuple[Tensor, Tensor]:
-    # empty_like keeps the order of the dimensions in memory and closes the gaps of a slice.
-    q_out = torch.empty_like(q, dtype=_output_dtype(q, cos, sin))
-    k_out = torch.empty_like(k, dtype=_output_dtype(k, cos, sin))
+    q_out, k_out = (_empty_like(x, _output_dtype(x, cos, sin)) for x in (q, k))
     return q_out, k_out
 
 

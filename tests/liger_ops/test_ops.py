@@ -496,24 +496,12 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, case: Case,
     assert_same([*outputs, *(x.grad for x in leaves)], run(case.fused, tensors))
 
 
-def test_gradient_of_a_penalty_on_gradients_is_refused(case: Case, triton_device: torch.device) -> None:
+def test_a_graph_of_the_gradients_is_refused(case: Case, triton_device: torch.device) -> None:
     tensors = make(case, triton_device)
     leaves = [x.detach().requires_grad_() for x in tensors.inputs]
     outputs = as_tuple(case.fused(*leaves, *tensors.constants))
-    loss = sum(y.sum() for y in outputs)
-    for gradient in torch.autograd.grad(loss, leaves, create_graph=True):
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            (loss + gradient.square().sum()).backward(retain_graph=True)
-
-
-def test_derivative_by_the_upstream_gradient_is_refused(case: Case, triton_device: torch.device) -> None:
-    tensors = make(case, triton_device)
-    leaves = [x.detach().requires_grad_() for x in tensors.inputs]
-    outputs = as_tuple(case.fused(*leaves, *tensors.constants))
-    upstream = [gradient.requires_grad_() for gradient in make_upstream(outputs)]
-    for gradient in torch.autograd.grad(outputs, leaves, upstream, create_graph=True):
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        torch.autograd.grad(outputs, leaves, make_upstream(outputs), create_graph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
