@@ -17,6 +17,7 @@ from benchmarks.records import Record
 # Of the colours that Okabe and Ito chose for all kinds of colour vision; a contender keeps its own in every figure.
 _STYLES = {
     "ours": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "ours, in place": {"color": "#56B4E9", "marker": "d"},
     "ours, small budget": {"color": "#56B4E9", "marker": "D"},
     "eager": {"color": "#000000", "marker": "s"},
     "compile": {"color": "#E69F00", "marker": "^"},
