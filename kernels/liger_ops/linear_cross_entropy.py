@@ -302,7 +302,7 @@ def linear_cross_entropy(
     ]
     tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias]
     device_type = input.device.type
-    is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    is_autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
     if is_autocast:
         dtype = torch.get_autocast_dtype(device_type)
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]

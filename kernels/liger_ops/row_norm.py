@@ -189,6 +189,15 @@ def _load_x(x_ptr, x_offsets, residual_ptr, residual_offsets, total_ptr, mask):
 
 
 @triton.jit
+def _scale(weight, offset):
+    """offset + weight in float32; an offset of 0 is passed as None and costs nothing."""
+    if offset is None:
+        return weight.to(tl.float32)
+    else:
+        return offset + weight.to(tl.float32)
+
+
+@triton.jit
 def _normalize(centered, rstd, weight, bias, offset, DTYPE: tl.constexpr, CASTING: tl.constexpr):
     """y in float32, from x less its mean in float32 and x's dtype; weight and bias may be None."""
     if CASTING == "none":
@@ -197,13 +206,24 @@ def _normalize(centered, rstd, weight, bias, offset, DTYPE: tl.constexpr, CASTIN
     if CASTING != "gemma":
         y = y.to(DTYPE).to(tl.float32)
     if weight is not None:
-        scale = offset + weight.to(tl.float32)
+        scale = _scale(weight, offset)
         if CASTING == "none":
             scale = scale.to(weight.dtype).to(tl.float32)
         y *= scale
     if bias is not None:
         y += bias.to(tl.float32)
     return y
+
+
+@triton.jit
+def _standardize(x, mean, rstd, DTYPE: tl.constexpr, CENTERED: tl.constexpr):
+    """(x - mean) * rstd; for x of half precision in one instruction, whose error is far below x's own."""
+    if not CENTERED:
+        return x * rstd
+    elif DTYPE == tl.float32:
+        return (x - mean) * rstd
+    else:
+        return x * rstd - mean * rstd
 
 
 @triton.jit
@@ -403,7 +423,7 @@ def _backward_kernel(
         packed_x = tl.load(x_ptr + rows * x_row_stride + columns, mask=mask, other=0.0)
         rstd = tl.load(statistics_ptr + rows, mask=row_mask, other=0.0)
         mean = tl.load(statistics_ptr + num_rows + rows, mask=row_mask, other=0.0) if CENTERED else 0.0
-        normalized = (packed_x.to(tl.float32) - mean) * rstd
+        normalized = _standardize(packed_x.to(tl.float32), mean, rstd, packed_x.dtype, CENTERED)
         grad_y = packed_grad_y.to(tl.float32)
         if GRAD_WEIGHT:
             grad_weight += grad_y * normalized
@@ -415,12 +435,16 @@ def _backward_kernel(
                 if weight_ptr is not None:
                     if RELOAD_WEIGHT:
                         weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0)
-                    grad_y *= offset + weight.to(tl.float32)
-                projection = tl.sum(grad_y * normalized, axis=1)[:, None] / hidden_size
-                if CENTERED:
-                    grad_mean = tl.sum(grad_y, axis=1)[:, None] / hidden_size
+                    grad_y *= _scale(weight, offset)
+                if CENTERED:  # both means in one reduction
+                    sums = tl.sum(tl.join(grad_y * normalized, grad_y), axis=1) / hidden_size
+                    projection, grad_mean = tl.split(sums)
+                    projection, grad_mean = projection[:, None], grad_mean[:, None]
+                else:
+                    projection = tl.sum(grad_y * normalized, axis=1)[:, None] / hidden_size
                 grad_y = _convert_again(packed_grad_y, rstd, HOLD_PACKED)
-                normalized = (_convert_again(packed_x, rstd, HOLD_PACKED) - mean) * rstd
+                x = _convert_again(packed_x, rstd, HOLD_PACKED)
+                normalized = _standardize(x, mean, rstd, packed_x.dtype, CENTERED)
             else:
                 projection = tl.load(projections_ptr + rows, mask=row_mask, other=0.0)
                 if CENTERED:
@@ -429,8 +453,8 @@ def _backward_kernel(
                 if RELOAD_WEIGHT:
                     # Another policy, or the compiler would keep what it loaded above.
                     weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0, eviction_policy="evict_last")
-                grad_y *= offset + weight.to(tl.float32)
-            grad_x = rstd * (grad_y - normalized * projection - grad_mean)
+                grad_y *= _scale(weight, offset)
+            grad_x = rstd * (grad_y - (normalized * projection + grad_mean))
             if grad_total_ptr is not None:
                 grad_total_ptrs = grad_total_ptr + rows * grad_total_row_stride + columns
                 grad_x += tl.load(grad_total_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -472,7 +496,7 @@ def _projections_kernel(
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
-            grad_y *= offset + tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+            grad_y *= _scale(tl.load(weight_ptr + columns, mask=mask, other=0.0), offset)
         products += grad_y * (x - mean)
         gradients += grad_y
     tl.store(projections_ptr + row, tl.sum(products, axis=0) * rstd / hidden_size)
@@ -592,7 +616,7 @@ def launch_forward(
         "num_rows": num_rows,
         "hidden_size": hidden_size,
         "eps": eps,
-        "offset": offset,
+        "offset": offset or None,
         "CENTERED": centered,
         "CASTING": casting,
         "BLOCK_SIZE": launch.block_size,
@@ -667,7 +691,7 @@ def launch_backward(
         "grad_y_row_stride": grad_y_row_stride,
         "num_rows": num_rows,
         "hidden_size": hidden_size,
-        "offset": offset,
+        "offset": offset or None,
         "CENTERED": centered,
     }
     projections = None
