@@ -60,12 +60,15 @@ def test_patching_example_reports_and_undoes(capsys: pytest.CaptureFixture[str])
 
 def test_kernel_example_gives_a_loss() -> None:
     scope: dict[str, Any] = {
+        "hidden_size": 8,
         "hidden_states": torch.randn(5, 8),
+        "norm_weight": torch.ones(8),
         "lm_head_weight": torch.randn(11, 8),
         "labels": torch.randint(0, 11, (5,)),
     }
     exec(block_with("from liger_ops import"), scope)
     assert scope["loss"].item() > 0
+    assert scope["stats"].lse.shape == (5,)
 
 
 def test_files_and_make_targets_that_the_readme_names_exist() -> None:
@@ -73,7 +76,8 @@ def test_files_and_make_targets_that_the_readme_names_exist() -> None:
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)$", README, flags=re.MULTILINE):
         assert f"\n{target}:" in makefile
-    named = re.findall(r"(?:examples|benchmarks/results)/[\w./]+\.(?:yaml|json)", README)
-    assert named
+    named = re.findall(r"(?:examples|benchmarks/results)/[\w./]+\.(?:yaml|png)", README)
+    named += [f"benchmarks/results/{name}" for name in re.findall(r"`(\w+\.jsonl?)`", README)]
+    assert len(named) > 5
     for path in named:
         assert (root / path).exists(), path

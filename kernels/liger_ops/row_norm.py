@@ -220,7 +220,7 @@ def _standardize(x, mean, rstd, DTYPE: tl.constexpr, CENTERED: tl.constexpr):
     """(x - mean) * rstd; for x of half precision in one instruction, whose error is far below x's own."""
     if not CENTERED:
         return x * rstd
-    elif DTYPE == tl.float32:
+    elif tl.float32 == DTYPE:
         return (x - mean) * rstd
     else:
         return x * rstd - mean * rstd
