@@ -35,8 +35,8 @@ class RotaryOptions(NamedTuple):
     """Where the second and the third table of the multimodal variant begin, in pairs of columns; empty without."""
 
 
-def _output_dtype(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
+def _output_dtype(x: Tensor, cos: Tensor, sin: Tensor, keep_dtype: bool) -> torch.dtype:
+    return x.dtype if keep_dtype else torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
 
 
 def _gather_table(table: Tensor, position_ids: Tensor | None, options: RotaryOptions) -> Tensor:
@@ -52,7 +52,13 @@ def _gather_table(table: Tensor, position_ids: Tensor | None, options: RotaryOpt
 
 
 def apply_rotary_reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, options: RotaryOptions
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    options: RotaryOptions,
+    keep_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same rotation in plain PyTorch, in float32 or wider, rounded once."""
     tables = (_gather_table(table, position_ids, options) for table in (cos, sin))
@@ -60,8 +66,8 @@ def apply_rotary_reference(
     rotary_dim = cos.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
-        output_dtype = _output_dtype(x, cos, sin)
-        compute_dtype = torch.promote_types(output_dtype, torch.float32)
+        output_dtype = _output_dtype(x, cos, sin, keep_dtype)
+        compute_dtype = torch.promote_types(_output_dtype(x, cos, sin, False), torch.float32)
         rotary, rest = x[..., :rotary_dim].to(compute_dtype), x[..., rotary_dim:]
         if options.interleaved:
             swapped = torch.stack((-rotary[..., 1::2], rotary[..., ::2]), dim=-1).flatten(-2)
@@ -327,14 +333,15 @@ def _rotary_forward_fake(
     heads_dim: int,
     interleaved: bool,
     sections: list[int],
+    keep_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    q_out, k_out = (_empty_like(x, _output_dtype(x, cos, sin)) for x in (q, k))
+    q_out, k_out = (_empty_like(x, _output_dtype(x, cos, sin, keep_dtype)) for x in (q, k))
     return q_out, k_out
 
 
 @backend.register_op(
     "rotary_forward(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, int heads_dim, bool interleaved,"
-    " int[] sections) -> (Tensor, Tensor)",
+    " int[] sections, bool keep_dtype=False) -> (Tensor, Tensor)",
     fake=_rotary_forward_fake,
 )
 def _rotary_forward(
@@ -346,9 +353,10 @@ def _rotary_forward(
     heads_dim: int,
     interleaved: bool,
     sections: list[int],
+    keep_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
     options = RotaryOptions(heads_dim, interleaved, sections)
-    q_out, k_out = _rotary_forward_fake(q, k, cos, sin, position_ids, *options)
+    q_out, k_out = _rotary_forward_fake(q, k, cos, sin, position_ids, *options, keep_dtype)
     _launch_rotary(q, k, cos, sin, position_ids, q_out, k_out, options, inverse=False)
     return q_out, k_out
 
@@ -413,8 +421,9 @@ class RotaryFunction(torch.autograd.Function):
         sin: Tensor,
         position_ids: Tensor | None,
         options: tuple[int, bool, list[int]],
+        keep_dtype: bool,
     ) -> tuple[Tensor, Tensor]:
-        q_out, k_out = _rotary_forward(q, k, cos, sin, position_ids, *options)
+        q_out, k_out = _rotary_forward(q, k, cos, sin, position_ids, *options, keep_dtype)
         ctx.save_for_backward(cos, sin, position_ids)
         ctx.options = options
         ctx.strides = q_out.stride(), k_out.stride()  # those of q and k with gaps closed
@@ -425,7 +434,7 @@ class RotaryFunction(torch.autograd.Function):
     @backend.once_differentiable
     def backward(
         ctx: Any, grad_q_out: Tensor, grad_k_out: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         needs_grad_q, needs_grad_k = ctx.needs_input_grad[:2]
         if not needs_grad_q:
             grad_q_out = grad_q_out.narrow(ctx.options[0], 0, 0)
@@ -434,7 +443,7 @@ class RotaryFunction(torch.autograd.Function):
         grad_q, grad_k = _rotary_backward(
             grad_q_out, grad_k_out, *ctx.saved_tensors, *ctx.options, *ctx.strides, *ctx.dtypes
         )
-        return grad_q if needs_grad_q else None, grad_k if needs_grad_k else None, None, None, None, None
+        return grad_q if needs_grad_q else None, grad_k if needs_grad_k else None, None, None, None, None, None
 
 
 def _check_shapes(
@@ -498,6 +507,7 @@ def apply_rotary(
     interleaved: bool = False,
     position_ids: Tensor | None = None,
     mrope_sections: Sequence[int] | None = None,
+    keep_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys by their positions: ``x * cos + rotated(x) * sin``.
 
@@ -515,9 +525,11 @@ def apply_rotary(
         mrope_sections: Three numbers that add up to rotary_dim / 2, for cos and sin of shape ``[3, batch_size or 1,
             seq_len, rotary_dim]``: how many pairs take their angle from the first (time), the second (height) and the
             third (width) table, as Qwen2-VL's ``mrope_section``.
+        keep_dtype: Whether the results have the dtypes of q and k whatever cos and sin have.
 
     Returns:
-        The rotated q and k, laid out in memory as they came, in the promoted dtype of each with cos and sin.
+        The rotated q and k, laid out in memory as they came, in the promoted dtype of each with cos and sin unless
+        ``keep_dtype``.
 
     Raises:
         ValueError: If heads_dim is neither 1 nor 2, or shapes, sections or dtypes do not fit together; for positions
@@ -538,7 +550,8 @@ def apply_rotary(
         sections = [mrope_sections[0], mrope_sections[0] + mrope_sections[1]]
     dtypes = (q.dtype, k.dtype, cos.dtype, sin.dtype)
     if not backend.use_triton(q) or torch.float64 in dtypes or backend.needs_graph(cos, sin):
-        return apply_rotary_reference(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, sections))
+        options = RotaryOptions(heads_dim, interleaved, sections)
+        return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
     if backend.needs_graph(q, k):
-        return RotaryFunction.apply(q, k, cos, sin, position_ids, (heads_dim, interleaved, sections))
-    return _rotary_forward(q, k, cos, sin, position_ids, heads_dim, interleaved, sections)
+        return RotaryFunction.apply(q, k, cos, sin, position_ids, (heads_dim, interleaved, sections), keep_dtype)
+    return _rotary_forward(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)

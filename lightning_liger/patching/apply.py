@@ -1,8 +1,7 @@
 """Walking over a model: plan every replacement first, then make them all."""
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import nn
 
 from lightning_liger.lazy_logits import _loss_wanted
 from lightning_liger.patching.report import PatchEntry, PatchReport
-from lightning_liger.patching.rules import RULES, HeadRule, Patched, Rule
-from lightning_liger.patching.verify import Mismatch
+from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
+from lightning_liger.patching.verify import PROBE_ERRORS
 
-KERNELS = ("rms_norm", "rope", "silu_mul", "linear_cross_entropy")
+KERNELS = ("rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul", "relu_squared", "linear_cross_entropy")
 """The names that ``kernels=[...]`` takes."""
 
 KernelChoice = str | Sequence[str]
@@ -46,8 +45,7 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
 
     Args:
         model: Any module that holds a Hugging Face causal LM, or parts of one.
-        kernels: ``"auto"`` for all that fit, ``"none"``, or a list out of ``rms_norm``, ``rope``, ``silu_mul`` and
-            ``linear_cross_entropy``.
+        kernels: ``"auto"`` for all that fit, ``"none"``, or a list of names out of :data:`KERNELS`.
 
     Returns:
         A report that prints as a table and can undo the replacements.
@@ -63,11 +61,11 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
     report = PatchReport()
     for group in plan:
         report.entries.append(group.entry)
-        if group.rule is not None:
+        if group.replacement is not None:
             for module in group.modules:
                 report._undo.append(partial(setattr, module, "__class__", type(module)))
-                module.__class__ = group.rule.patched_class(type(module))
-    if any(isinstance(group.rule, HeadRule) for group in plan):
+                module.__class__ = group.replacement.patched_class(type(module))
+    if any(group.replacement is not None and group.entry.kernel == "linear_cross_entropy" for group in plan):
         for owner, _ in _heads(model):
             report._undo.extend(_watch_labels(owner))
     return report
@@ -88,71 +86,80 @@ def apply_and_announce(model: nn.Module, kernels: KernelChoice, earlier: PatchRe
 
 @dataclass
 class _Group:
-    """Modules of one structure, and the rule to apply to them, None for those that stay."""
+    """Modules of one structure and what replaces them, None for those that stay."""
 
     entry: PatchEntry
     modules: list[nn.Module]
-    rule: Rule | None
+    replacement: Replacement | None
 
 
 def _plan(model: nn.Module, chosen: frozenset[str]) -> list[_Group]:
-    heads = {id(head): head for _, head in _heads(model)} if "linear_cross_entropy" in chosen else {}
-    rules = [rule for rule in RULES if rule.kernel in chosen]
-    # Keyed by class and kernel; within, modules that a rule tells apart are verified apart.
-    found: dict[tuple[type, str], list[nn.Module]] = defaultdict(list)
+    """What happens to which modules, verified, in the order in which structures appear."""
+    heads = {id(head) for _, head in _heads(model)}
+    # Modules of one class with equal candidates and signature are verified once.
+    found: dict[Hashable, tuple[str, Sequence[Replacement] | str, list[nn.Module]]] = {}
     for module in model.modules():
-        if id(module) in heads:
-            found[type(module), HeadRule.kernel].append(module)
-        for kernel in dict.fromkeys(rule.kernel for rule in rules if rule.match(module) is not False):
-            found[type(module), kernel].append(module)
-    groups = []
-    for (module_class, kernel), modules in found.items():
-        candidates = [HeadRule()] if kernel == HeadRule.kernel else [rule for rule in rules if rule.kernel == kernel]
-        groups.extend(_plan_structure(module_class, kernel, modules, candidates))
-    return groups
+        if isinstance(module, Patched):
+            rules, kernel = (), module.liger_replacement.kernel
+            if kernel in chosen:
+                found.setdefault((type(module), kernel), (kernel, "already replaced", []))[2].append(module)
+        else:
+            rules = (HeadRule(),) if id(module) in heads else RULES
+        for rule in rules:
+            kernel, candidates = _candidates(rule, module, chosen)
+            if candidates:
+                signature = None if isinstance(candidates, str) else rule.signature(module)
+                key = (type(module), kernel, candidates, signature)
+                found.setdefault(key, (kernel, candidates, []))[2].append(module)
+    merged: dict[Hashable, _Group] = {}
+    for kernel, candidates, modules in found.values():
+        entry, replacement = _choose(kernel, candidates, modules)
+        group = merged.setdefault(
+            (entry.structure, entry.kernel, entry.reason, replacement), _Group(entry, [], replacement)
+        )
+        group.modules.extend(modules)
+        errors = [each.error for each in (group.entry, entry) if each.error is not None]
+        group.entry = replace(group.entry, count=len(group.modules), error=max(errors, default=None))
+    return list(merged.values())
 
 
-def _plan_structure(
-    module_class: type[nn.Module], kernel: str, modules: list[nn.Module], candidates: list[Rule]
-) -> Iterator[_Group]:
-    name = module_class.__name__
-    if issubclass(module_class, Patched):
-        name = module_class.liger_original.__name__
-        yield _Group(PatchEntry(name, kernel, len(modules), None, reason="already replaced"), modules, None)
-        return
-    variants: dict[Hashable, list[nn.Module]] = defaultdict(list)
-    for module in modules:
-        mismatch = candidates[0].match(module)
-        variants[mismatch if isinstance(mismatch, str) else candidates[0].signature(module)].append(module)
-    merged: dict[tuple[Rule | None, str], list[tuple[list[nn.Module], float | None]]] = defaultdict(list)
-    for variant, members in variants.items():
-        rule, error, reason = (None, None, variant) if isinstance(variant, str) else _choose(candidates, members[0])
-        merged[rule, reason].append((members, error))
-    for (rule, reason), parts in merged.items():
-        members = [module for part, _ in parts for module in part]
-        errors = [error for _, error in parts if error is not None]
-        replacement = None if rule is None else rule.replacement
-        entry = PatchEntry(name, kernel, len(members), replacement, max(errors, default=None), reason)
-        yield _Group(entry, members, rule)
+def _candidates(
+    rule: Rule, module: nn.Module, chosen: frozenset[str]
+) -> tuple[str, tuple[Replacement, ...] | str | None]:
+    """The kernel that ``module`` is reported under and what to try, or why there is nothing to."""
+    if chosen.isdisjoint(rule.kernels):
+        return "", None
+    candidates = rule.candidates(module)
+    if candidates is None or isinstance(candidates, str):
+        return rule.kernels[0], candidates
+    candidates = tuple(candidate for candidate in candidates if candidate.kernel in chosen)
+    return (candidates[0].kernel if candidates else ""), candidates
 
 
-def _choose(candidates: list[Rule], module: nn.Module) -> tuple[Rule | None, float | None, str]:
-    """The first candidate that computes what ``module`` does, its error, and why there is none."""
+def _choose(
+    kernel: str, candidates: Sequence[Replacement] | str, modules: list[nn.Module]
+) -> tuple[PatchEntry, Replacement | None]:
+    """The first candidate that computes what the modules do, or why there is none."""
+    module_class = type(modules[0])
+    name = (module_class.liger_original if issubclass(module_class, Patched) else module_class).__name__
+    if isinstance(candidates, str):
+        return PatchEntry(name, kernel, len(modules), None, reason=candidates), None
     reason = ""
-    for rule in candidates:
+    for candidate in candidates:
         try:
-            return rule, rule.verify(module), ""
-        except (Mismatch, RuntimeError, TypeError, ValueError) as error:
-            # A probe that the module's own forward rejects is a structure that the rule misjudged.
-            reason = reason or f"{rule.replacement} is not the same: {error}"
-    return None, None, reason
+            error = candidate.verify(modules[0])
+        except PROBE_ERRORS as failure:
+            reason = reason or f"{candidate.description} is not the same: {failure}"
+        else:
+            return PatchEntry(name, candidate.kernel, len(modules), candidate.description, error), candidate
+    return PatchEntry(name, kernel, len(modules), None, reason=reason), None
 
 
 def _check_all_found(chosen: frozenset[str], plan: list[_Group]) -> None:
     for kernel in sorted(chosen):
         groups = [group for group in plan if group.entry.kernel == kernel]
         already = any(group.entry.reason == "already replaced" for group in groups)
-        if not already and not any(group.rule is not None for group in groups):
+        if not already and not any(group.replacement is not None for group in groups):
             seen = "; ".join(f"{group.entry.structure}: {group.entry.reason}" for group in groups)
             raise ValueError(
                 f"kernels asks for {kernel!r}, but nothing in the model can be replaced by it"

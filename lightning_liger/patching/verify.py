@@ -13,6 +13,19 @@ class Mismatch(Exception):
     """A replacement that differs from what it replaces; the message says in what."""
 
 
+PROBE_ERRORS = (
+    Mismatch,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What comparing may raise: a probe that a module's own forward rejects is a structure that a rule misjudged."""
+
+
 def random_like(reference: Tensor, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random values of ``reference``'s shape that require a gradient; the global random state is left alone."""
     # On the CPU also inside a torch.device context, as modules are configured in: that is where the generator is.

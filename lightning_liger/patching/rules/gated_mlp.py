@@ -1,0 +1,243 @@
+"""Gated MLPs: SwiGLU, GeGLU and squared ReLU, of separate and of packed projections, and the same inside experts.
+
+Which projection is the gate, and what the activation is, is found by trying. Projections stand in for themselves as
+small random linear maps of their sizes, so trying costs nothing even where a weight has a hundred million elements,
+and what a user put in a projection's place (an adapter, quantised weights) is no obstacle.
+"""
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from lightning_liger.patching.rules.base import (
+    NUM_PROBE_TOKENS,
+    Randoms,
+    Replacement,
+    Rule,
+    forward_of_one_tensor,
+    probe_device,
+    probe_of,
+    takes_one_tensor,
+)
+from lightning_liger.patching.verify import PROBE_ERRORS, compare
+
+_GATES: dict[str, Callable[..., Tensor]] = {
+    "silu_mul": silu_mul,
+    "gelu_mul": gelu_mul,
+    "gelu_mul (tanh)": partial(gelu_mul, approximate="tanh"),
+    "relu_squared_mul": relu_squared_mul,
+}
+
+
+def _kernel_of(gate: str) -> str:
+    return gate.partition(" ")[0].removesuffix("_mul") if gate.startswith("relu") else gate.partition(" ")[0]
+
+
+def _dtypes_to_try(module: nn.Module) -> list[torch.dtype]:
+    """float32, where activations show that resemble each other, and the module's own."""
+    own = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    return list(dict.fromkeys([torch.float32, *own[:1]]))
+
+
+@dataclass(frozen=True)
+class MLPReplacement(Replacement):
+    """``down(activation(gate(x)) * up(x))``.
+
+    Attributes:
+        gate: The name of that child; of the one that projects both, if ``up`` is None.
+        up: The name of that child, or None.
+        down: The name of that child.
+        activation: A key of the gated units, or ``"relu_squared"`` without a second factor.
+        up_first: Whether in a packed projection the gate is the second half.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+    up_first: bool = False
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return _kernel_of(self.activation)
+
+    @property
+    def description(self) -> str:
+        return self.activation + (", packed" if self.up is None and self.activation != "relu_squared" else "")
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        return {"forward": forward_of_one_tensor(original, self._compute)}
+
+    def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
+        children = module._modules
+        gate = children[self.gate](x)
+        if self.activation == "relu_squared":
+            hidden = relu_squared(gate)
+        elif self.up is not None:
+            hidden = _GATES[self.activation](gate, children[self.up](x))
+        elif self.up_first:
+            up, gate = gate.chunk(2, dim=-1)
+            hidden = _GATES[self.activation](gate, up)
+        else:
+            hidden = _GATES[self.activation](gate)
+        return children[self.down](hidden)
+
+    def verify(self, module: nn.Module) -> float:
+        error = 0.0  # of the last, the module's own dtype
+        for dtype in _dtypes_to_try(module):
+            random = Randoms(probe_device(module))
+            children = {
+                name: copy.deepcopy(child).train() for name, child in module._modules.items() if not _sizes(child)
+            }
+            for name, child in module.named_children():
+                if _sizes(child):
+                    children[name] = _Sketch(*_sizes(child), dtype, random)
+            probe = probe_of(module, _modules=children)
+            patched = self.patched_copy(probe)
+            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype)
+            error = compare(lambda p=probe, x=x: p.forward(x), lambda p=patched, x=x: p.forward(x), (x,))
+        return error
+
+
+class _Sketch(nn.Module):
+    """A random linear map as large as a projection: every input counts, every output differs."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, random: Randoms) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.spread = out_features >= in_features
+        larger, smaller = max(in_features, out_features), min(in_features, out_features)
+        order = torch.randperm(larger, generator=random.generator, device="cpu") % smaller
+        self.index = order.to(random.device)
+        self.scale = random(larger, dtype=dtype).detach()
+        self.weight = torch.empty(0, dtype=dtype, device=random.device)  # some forwards ask for its dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spread:
+            return x[..., self.index] * self.scale
+        return x.new_zeros(*x.shape[:-1], self.out_features).index_add(-1, self.index, x * self.scale)
+
+
+def _sizes(child: nn.Module) -> tuple[int, int] | None:
+    """``in_features`` and ``out_features`` of what projects, whatever it is made of."""
+    sizes = getattr(child, "in_features", None), getattr(child, "out_features", None)
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+        return sizes
+    weight = getattr(child, "weight", None)
+    if type(child).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
+        return tuple(weight.shape)
+    return None
+
+
+class MLPRule(Rule):
+    """Modules of two or three projections, out of the hidden size and back, that take one tensor."""
+
+    kernels = ("silu_mul", "gelu_mul", "relu_squared")
+
+    def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
+        children = dict(module.named_children())
+        sizes = {name: _sizes(child) for name, child in children.items() if _sizes(child)}
+        if len(sizes) not in (2, 3) or module._parameters or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return None
+        if not takes_one_tensor(module):
+            return None
+        others = [child for name, child in children.items() if name not in sizes]
+        if any(True for child in others for _ in child.children()):
+            return None
+        # An attention's projections look the same, but it has no activation and takes more than hidden states.
+        is_simple = not others and len(inspect.signature(module.forward).parameters) == 1
+        if not is_simple and not _activations(module):
+            return None
+        candidates = list(_mlps(sizes))
+        if any(candidate.activation == "relu_squared" for candidate in candidates):
+            squared = torch.linspace(-2.0, 2.0, 9, device="cpu").relu().square()
+            if not any(torch.allclose(values, squared) for values in _activations(module)):
+                return None
+        return candidates or None
+
+    def signature(self, module: nn.Module) -> Hashable:
+        others = tuple((name, repr(child)) for name, child in module.named_children() if not _sizes(child))
+        return super().signature(module), others
+
+
+def _activations(module: nn.Module) -> list[Tensor]:
+    """What functions among the module's attributes and children give between -2 and 2, if each stands for itself."""
+    x = torch.linspace(-2.0, 2.0, 9, device="cpu")
+    values = []
+    for function in (*vars(module).values(), *module.children()):
+        if callable(function) and not isinstance(function, type | nn.Dropout | nn.Identity) and not _sizes(function):
+            try:
+                y = function(x)
+            except PROBE_ERRORS:
+                continue
+            if isinstance(y, Tensor) and y.shape == x.shape:
+                values.append(y)
+    return values
+
+
+def _mlps(sizes: dict[str, tuple[int, int]]) -> Iterator[Replacement]:
+    for down in reversed(sizes):
+        others = [name for name in sizes if name != down]
+        hidden_size, width = sizes[down][1], sizes[down][0]
+        if any(sizes[name][0] != hidden_size for name in others):
+            continue
+        if len(others) == 2 and all(sizes[name][1] == width for name in others):
+            for (gate, up), activation in itertools.product(itertools.permutations(others), _GATES):
+                yield MLPReplacement(gate, up, down, activation)
+        elif len(others) == 1 and sizes[others[0]][1] == 2 * width:
+            for up_first, activation in itertools.product((False, True), _GATES):
+                yield MLPReplacement(others[0], None, down, activation, up_first)
+        elif len(others) == 1 and sizes[others[0]][1] == width:
+            yield MLPReplacement(others[0], None, down, "relu_squared")
+
+
+@dataclass(frozen=True)
+class ExpertsReplacement(Replacement):
+    """The gated unit between the two grouped matrix products of experts that hold their weights as 3-D tensors."""
+
+    activation: str
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return _kernel_of(self.activation)
+
+    @property
+    def description(self) -> str:
+        return f"{self.activation}, packed, between grouped products"
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        gated_unit = _GATES[self.activation]
+
+        def _apply_gate(self: nn.Module, gate_up_out: Tensor) -> Tensor:
+            return gated_unit(gate_up_out)
+
+        return {"_apply_gate": _apply_gate}
+
+    def verify(self, module: nn.Module) -> float:
+        error = 0.0  # of the last, the module's own dtype
+        width = module.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
+        patched = self.patched_copy(module)
+        for dtype in _dtypes_to_try(module):
+            x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype)
+            error = compare(lambda x=x: module._apply_gate(x), lambda x=x: patched._apply_gate(x), (x,))
+        return error
+
+
+class ExpertsRule(Rule):
+    """Experts as transformers writes them, with ``gate_up_proj`` of three dimensions and an ``_apply_gate``."""
+
+    kernels = ("silu_mul", "gelu_mul", "relu_squared")
+
+    def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
+        gate_up = getattr(module, "gate_up_proj", None)
+        if not (isinstance(gate_up, Tensor) and gate_up.dim() == 3 and callable(getattr(module, "_apply_gate", None))):
+            return None
+        return [ExpertsReplacement(activation) for activation in _GATES]

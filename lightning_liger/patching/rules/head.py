@@ -1,0 +1,46 @@
+"""The LM head: a linear layer whose logits wait for what becomes of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_liger.lazy_logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
+from lightning_liger.patching.rules.base import Replacement, Rule
+
+
+@dataclass(frozen=True)
+class HeadReplacement(Replacement):
+    """A linear layer that returns :class:`LazyLogits` while gradients or a loss are wanted."""
+
+    kernel = "linear_cross_entropy"
+    description = "LazyLogits, linear_cross_entropy"
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
+            differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+            if not (differentiable or is_loss_wanted()) or torch.compiler.is_compiling():
+                return original.forward(self, input)
+            device_type = input.device.type
+            autocast = torch.is_autocast_enabled(device_type)
+            dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
+            ledger = self.__dict__.setdefault("logits_ledger", LogitsLedger())
+            return LazyLogits(input, HeadParameters(self.weight, self.bias, dtype, ledger), LogitTransform(dtype))
+
+        return {"forward": forward}
+
+    def verify(self, module: nn.Module) -> float:
+        return 0.0  # the projection that is put off is nn.Linear's own
+
+
+class HeadRule(Rule):
+    """What a model names as its output embeddings, if it is a linear layer."""
+
+    kernels = ("linear_cross_entropy",)
+
+    def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
+        if type(module).forward is not nn.Linear.forward:
+            return f"the head is {type(module).__name__}, not torch.nn.Linear"
+        return [HeadReplacement()]

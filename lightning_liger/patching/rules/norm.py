@@ -1,0 +1,167 @@
+"""RMSNorm and LayerNorm, whatever a model calls them: the roundings, the offset and eps are found by trying."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_ops import layer_norm, rms_norm
+from lightning_liger.patching.rules.base import (
+    Randoms,
+    Replacement,
+    Rule,
+    forward_of_one_tensor,
+    probe_device,
+    probe_of,
+    takes_one_tensor,
+)
+from lightning_liger.patching.verify import compare
+
+_LARGEST_EPS = 1e-2
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
+_WIDTH_OF_WEIGHTLESS = 32
+
+
+@dataclass(frozen=True)
+class NormReplacement(Replacement):
+    """A norm over the last dimension.
+
+    Attributes:
+        eps: The name of the module's attribute, or, if it has none, the value.
+        weight: The name of the parameter, or None.
+        bias: Likewise.
+        offset: Added to the weight.
+    """
+
+    eps: str | float
+    weight: str | None
+    bias: str | None
+    offset: float
+
+    def parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float | None]:
+        """The weight, the bias and eps of ``module``."""
+        weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
+        return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+    def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        return {"forward": forward_of_one_tensor(original, self.normalize)}
+
+    def verify(self, module: nn.Module) -> float:
+        own = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+        self._compare(module, torch.float32, torch.float32)
+        # The output's dtype tells roundings apart. Not every norm takes dtypes that differ.
+        self._compare(module, torch.bfloat16, torch.float32)
+        return self._compare(module, own, own)
+
+    def _compare(self, module: nn.Module, input_dtype: torch.dtype, dtype: torch.dtype) -> float:
+        random = Randoms(probe_device(module))
+        parameters = {
+            name: None if parameter is None else nn.Parameter(random(*parameter.shape, dtype=dtype).detach())
+            for name, parameter in module._parameters.items()
+        }
+        weights = [parameter for parameter in parameters.values() if parameter is not None]
+        probe = probe_of(module, _parameters=parameters)
+        patched = self.patched_copy(probe)
+        (width,) = weights[0].shape if weights else getattr(module, "normalized_shape", (_WIDTH_OF_WEIGHTLESS,))
+        x = _rows(width, random).to(input_dtype).requires_grad_()
+        if input_dtype != dtype and not _runs(probe, x):
+            return 0.0
+        return compare(lambda: probe.forward(x), lambda: patched.forward(x), (x, *weights))
+
+
+def _runs(probe: nn.Module, x: Tensor) -> bool:
+    try:
+        probe.forward(x)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _rows(width: int, random: Randoms) -> Tensor:
+    """Rows that differ in size, where eps shows, and in mean, where centering shows."""
+    scales = torch.tensor([1.0, 1e-3, 30.0, 1.0, 0.1], device=random.device).view(5, 1)
+    means = torch.tensor([0.0, 0.0, 0.0, 2.0, -0.1], device=random.device).view(5, 1)
+    return (random(5, width).detach() * scales + means).view(1, 5, width)
+
+
+@dataclass(frozen=True)
+class RMSNormReplacement(NormReplacement):
+    """``x / rms(x) * (offset + weight)`` in one of its roundings, see :func:`liger_ops.rms_norm`."""
+
+    casting: str
+    kernel = "rms_norm"
+
+    @property
+    def description(self) -> str:
+        return f"rms_norm ({self.casting} casting" + (f", offset {self.offset:g})" if self.offset else ")")
+
+    def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
+        weight, _, eps = self.parameters(module)
+        shape = x.shape[-1:] if weight is None else weight.shape
+        return rms_norm(x, shape, weight, eps, casting=self.casting, offset=self.offset)
+
+
+@dataclass(frozen=True)
+class LayerNormReplacement(NormReplacement):
+    """``(x - mean(x)) / std(x) * (offset + weight) + bias``."""
+
+    kernel = "layer_norm"
+
+    @property
+    def description(self) -> str:
+        return "layer_norm" + (f" (offset {self.offset:g})" if self.offset else "")
+
+    def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
+        weight, bias, eps = self.parameters(module)
+        shape = x.shape[-1:] if weight is None else weight.shape
+        return layer_norm(x, shape, weight + self.offset if self.offset else weight, bias, eps)
+
+
+class NormRule(Rule):
+    """Modules without children, with an eps, and a vector of weights, one of biases, or neither."""
+
+    kernels = ("rms_norm", "layer_norm")
+
+    def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
+        looks_like = "norm" in type(module).__name__.lower()
+        eps = _eps_names(module) or (_USUAL_EPS if looks_like else ())
+        if not eps or any(module.children()):
+            return None
+        parameters = dict(module.named_parameters())
+        shapes = {tuple(parameter.shape) for parameter in parameters.values()}
+        names = sorted(parameters, key=lambda name: "bias" in name)
+        weight, bias, *others = *names, None, None
+        if any(others) or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+            return "its parameters are not one vector of weights and one of biases" if looks_like else None
+        if not takes_one_tensor(module):
+            return "its forward takes more than one input" if looks_like else None
+        return list(_norms(eps, weight, bias))
+
+    def signature(self, module: nn.Module) -> Hashable:
+        return super().signature(module), tuple(getattr(module, name) for name in _eps_names(module))
+
+
+def _eps_names(module: nn.Module) -> list[str]:
+    own = vars(module)
+    if isinstance(module, nn.RMSNorm | nn.LayerNorm):
+        return ["eps"]
+    return [name for name, value in own.items() if isinstance(value, float) and 0 < value < _LARGEST_EPS]
+
+
+def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> Iterator[Replacement]:
+    """All norms of these parameters, the most usual first."""
+    for each in eps:
+        if bias is None:
+            yield RMSNormReplacement(each, weight, None, 0.0, "llama")
+            if weight is not None:
+                yield RMSNormReplacement(each, weight, None, 1.0, "gemma")
+                yield RMSNormReplacement(each, weight, None, 0.0, "gemma")
+            yield RMSNormReplacement(each, weight, None, 0.0, "none")
+        yield LayerNormReplacement(each, weight, bias, 0.0)
+        if weight is not None:
+            yield LayerNormReplacement(each, weight, bias, 1.0)

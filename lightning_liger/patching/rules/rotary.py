@@ -1,0 +1,256 @@
+"""Rotary embeddings: module-level functions of (q, k, cos, sin) that attention's methods call.
+
+A method that calls one is bound anew, with the same code and a copy of its globals in which that one name is exchanged:
+nobody else's globals change, and no method is rewritten. What a function computes (pairs of which columns, how its
+tables are laid out, where the heads are) is found by trying.
+"""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_ops import apply_rotary
+from lightning_liger.patching.rules.base import NUM_PROBE_TOKENS, Randoms, Replacement, Rule, probe_device
+from lightning_liger.patching.verify import PROBE_ERRORS, Mismatch, compare
+
+_TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as they are": lambda table: table,
+    "first half, for neighbours": lambda table: table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1),
+    "one column a pair": lambda table: torch.cat((table, table), dim=-1),
+    "one column a pair, for neighbours": lambda table: table.repeat_interleave(2, dim=-1),
+}
+_ONE_COLUMN_A_PAIR = "one column a pair"
+_PROBE_DIM = 16
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """How a function rotates.
+
+    Attributes:
+        tensors: Names of its parameters that are rotated: queries and keys, or one tensor.
+        tables: A key of the layouts of cos and sin.
+        interleaved: Whether pairs are neighbouring columns.
+        heads_dim: The dimension of heads where the call does not say.
+        reverse: Whether the rotation is by minus the angle.
+        parts: Whether the neighbours of a pair end up in different halves.
+        keep_dtype: Whether outputs have their input's dtype, whatever cos and sin have.
+        partial: Whether cos and sin may have fewer columns than what is rotated, whose other columns come last.
+    """
+
+    tensors: tuple[str, ...]
+    tables: str
+    interleaved: bool
+    heads_dim: int
+    reverse: bool
+    parts: bool
+    keep_dtype: bool
+    partial: bool = False
+
+    def covers(self, arguments: dict[str, Any]) -> bool:
+        """Whether :func:`liger_ops.apply_rotary` computes this call."""
+        x, cos, sin = arguments[self.tensors[0]], arguments["cos"], arguments["sin"]
+        others = arguments.keys() - {*self.tensors, "cos", "sin", "unsqueeze_dim"}
+        rotary_dim = cos.shape[-1] * (2 if self.tables.startswith(_ONE_COLUMN_A_PAIR) else 1)
+        return (
+            all(arguments[name] is None for name in others)
+            and arguments.get("unsqueeze_dim", self.heads_dim) in (1, 2)
+            and all(arguments[name].dim() == 4 for name in self.tensors)
+            and cos.dim() == 3
+            and cos.shape == sin.shape
+            and (rotary_dim == x.shape[-1] or (self.partial and rotary_dim < x.shape[-1]))
+        )
+
+    def __call__(self, arguments: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+        lay_out = _TABLES[self.tables]
+        heads_dim = arguments.get("unsqueeze_dim", self.heads_dim)
+        x = arguments[self.tensors[0]]
+        other = arguments[self.tensors[1]] if len(self.tensors) == 2 else x.narrow(heads_dim, 0, 0)
+        cos, sin = lay_out(arguments["cos"]), lay_out(arguments["sin"])
+        rotated = apply_rotary(
+            x,
+            other,
+            cos,
+            -sin if self.reverse else sin,
+            heads_dim=heads_dim,
+            interleaved=self.interleaved,
+            keep_dtype=self.keep_dtype,
+        )
+        if self.parts:
+            rotated = tuple(_part(each, cos.shape[-1]) for each in rotated)
+        return rotated if len(self.tensors) == 2 else rotated[0]
+
+
+def _part(x: Tensor, rotary_dim: int) -> Tensor:
+    """The even columns of the first ``rotary_dim``, then the odd ones, then the rest."""
+    return torch.cat((x[..., :rotary_dim:2], x[..., 1:rotary_dim:2], x[..., rotary_dim:]), dim=-1)
+
+
+def _forms(names: Sequence[str]) -> Iterator[RotaryForm]:
+    tensors = tuple(names[:2]) if {"cos", "sin"}.isdisjoint(names[:2]) else tuple(names[:1])
+    for heads_dim, tables, interleaved, reverse, parts, keep_dtype in itertools.product(
+        (1,) if "unsqueeze_dim" in names else (1, 2), _TABLES, *[(False, True)] * 4
+    ):
+        if interleaved >= ("neighbours" in tables) and interleaved >= parts:
+            yield RotaryForm(tensors, tables, interleaved, heads_dim, reverse, parts, keep_dtype)
+
+
+def _compare(
+    function: Callable[..., Any],
+    form: RotaryForm,
+    head_dim: int,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    device: torch.device,
+    rotary_dim: int | None = None,
+) -> float:
+    random = Randoms(device)
+    names = list(inspect.signature(function).parameters)
+    heads_dim = form.heads_dim
+    arguments: dict[str, Any] = {}
+    for name, num_heads in zip(form.tensors, (4, 2), strict=False):
+        x = random(2, NUM_PROBE_TOKENS, num_heads, head_dim, dtype=dtype).detach()
+        arguments[name] = (x.transpose(1, 2) if heads_dim == 1 else x).requires_grad_()
+    width = (rotary_dim or head_dim) // (2 if form.tables.startswith(_ONE_COLUMN_A_PAIR) else 1)
+    for name in ("cos", "sin"):
+        arguments[name] = random(2, NUM_PROBE_TOKENS, width, dtype=table_dtype).detach()
+    ordered = {name: arguments[name] for name in names if name in arguments}
+    return compare(lambda: function(**ordered), lambda: form(arguments), [arguments[name] for name in form.tensors])
+
+
+@functools.cache
+def _form_of(function: Callable[..., Any]) -> RotaryForm | str:
+    """What ``function`` computes, or how it differs from the most usual form."""
+    reason = ""
+    for form in _forms(list(inspect.signature(function).parameters)):
+        try:
+            for table_dtype in (torch.float32, torch.bfloat16):
+                _compare(function, form, _PROBE_DIM, torch.float32, table_dtype, torch.device("cpu"))
+            _compare(function, form, _PROBE_DIM, torch.bfloat16, torch.float32, torch.device("cpu"))
+            return replace(form, partial=_is_partial(function, form))
+        except PROBE_ERRORS as error:
+            reason = reason or str(error)
+    return reason
+
+
+def _is_partial(function: Callable[..., Any], form: RotaryForm) -> bool:
+    """Whether ``function`` takes narrower tables; raises Mismatch if it then does something else."""
+    try:
+        _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, torch.device("cpu"), _PROBE_DIM // 2)
+    except Mismatch:
+        raise
+    except PROBE_ERRORS:
+        return False
+    return True
+
+
+@functools.cache
+def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]:
+    """``function``, fused for the calls that :func:`liger_ops.apply_rotary` covers."""
+    parameters = inspect.signature(function).parameters
+    names = tuple(parameters)
+    defaults = {
+        name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty
+    }
+
+    @functools.wraps(function)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) > len(names) or not arguments.keys() <= set(names) or not form.covers(arguments):
+            return function(*args, **kwargs)
+        return form(arguments)
+
+    return apply
+
+
+@dataclass(frozen=True)
+class RotaryReplacement(Replacement):
+    """Methods bound anew with fused rotary functions.
+
+    Attributes:
+        forms: The name of each function and what it computes.
+    """
+
+    forms: tuple[tuple[str, RotaryForm], ...]
+    kernel = "rope"
+
+    @property
+    def description(self) -> str:
+        kinds = dict.fromkeys("apply_rotary" + (" (interleaved)" if form.interleaved else "") for _, form in self.forms)
+        return ", ".join(kinds)
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        methods: dict[str, Any] = {}
+        for method_name, name, function in _calls(original):
+            form = dict(self.forms).get(name)
+            if form is not None:
+                method = methods.get(method_name) or inspect.getattr_static(original, method_name)
+                methods[method_name] = _rebound(method, name, _fused(function, form))
+        return methods
+
+    def verify(self, module: nn.Module) -> float:
+        functions = {name: function for _, name, function in _calls(type(module))}
+        head_dim = getattr(module, "head_dim", None)
+        head_dim = head_dim if isinstance(head_dim, int) and head_dim % 2 == 0 else _PROBE_DIM
+        dtypes = dict.fromkeys([torch.float32, next((p.dtype for p in module.parameters()), torch.float32)])
+        return max(
+            _compare(functions[name], form, head_dim, dtype, dtype, probe_device(module))
+            for name, form in self.forms
+            for dtype in dtypes
+        )
+
+
+def _rebound(method: FunctionType, name: str, replacement: Callable[..., Any]) -> FunctionType:
+    scope = {**method.__globals__, name: replacement}
+    rebound = FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
+    rebound.__kwdefaults__ = method.__kwdefaults__
+    return functools.update_wrapper(rebound, method)
+
+
+@functools.cache
+def _calls(module_class: type[nn.Module]) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
+    """Every method of a model's class that calls a rotary function by its global name, with name and function."""
+    found = []
+    for owner in module_class.__mro__:
+        if owner is nn.Module:
+            break
+        for method_name, method in vars(owner).items():
+            if not isinstance(method, FunctionType) or inspect.getattr_static(module_class, method_name) is not method:
+                continue
+            for name in method.__code__.co_names:
+                function = method.__globals__.get(name)
+                if isinstance(function, FunctionType) and _is_rotary(function):
+                    found.append((method_name, name, function))
+    return tuple(found)
+
+
+@functools.cache
+def _is_rotary(function: FunctionType) -> bool:
+    return {"cos", "sin"} <= inspect.signature(function).parameters.keys()
+
+
+class RotaryRule(Rule):
+    """Modules with a method that calls a function whose parameters include ``cos`` and ``sin``."""
+
+    kernels = ("rope",)
+
+    def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
+        functions = {name: function for _, name, function in _calls(type(module))}
+        if not functions:
+            return None
+        forms = {name: _form_of(function) for name, function in functions.items()}
+        known = tuple((name, form) for name, form in forms.items() if isinstance(form, RotaryForm))
+        if not known:
+            return "; ".join(f"{name} is not apply_rotary: {reason}" for name, reason in forms.items())
+        return [RotaryReplacement(known)]
+
+    def signature(self, module: nn.Module) -> Hashable:
+        dtype = next((parameter.dtype for parameter in module.parameters()), None)
+        return getattr(module, "head_dim", None), dtype, probe_device(module)
