@@ -4,7 +4,7 @@ Token chunks are projected one at a time into one buffer, so logits never exist 
 are sorted behind the others and left out of the matrix products.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,11 +69,13 @@ def choose_accumulate_dtype(weight_dtype: torch.dtype, num_chunks: int) -> torch
 
 
 class Gradients(NamedTuple):
-    """Gradients of the hidden states, the head's weight and its bias; empty tensors where not asked for."""
+    """Gradients of the hidden states, the head and its adapter; empty tensors where not asked for."""
 
     hidden_states: Tensor
     weight: Tensor
     bias: Tensor
+    adapter_input: Tensor
+    adapter_weight: Tensor
 
 
 class KeptTokens:
@@ -117,7 +119,8 @@ def chunked_linear_loss(
     *,
     chunk_size: int,
     accumulate_dtype: torch.dtype,
-    needs_gradient: tuple[bool, bool, bool],
+    needs_gradient: Sequence[bool],
+    adapter: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
     """Runs ``chunk_loss`` over the logits of a linear head, chunk by chunk, and collects the gradients.
 
@@ -130,10 +133,12 @@ def chunked_linear_loss(
         chunk_loss: What the loss is; its side effects keep the losses.
         chunk_size: Tokens a chunk.
         accumulate_dtype: Dtype of the weight's and the bias's gradient.
-        needs_gradient: Whether the gradient of the hidden states, the weight and the bias is wanted.
+        needs_gradient: Whether the gradient of the hidden states, the weight and the bias is wanted; then of the
+            adapter's input and weight.
+        adapter: ``[num_tokens, rank]`` and ``[vocab_size, rank]``, whose product is added to the logits.
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
-    needs_hidden, needs_weight, needs_bias = needs_gradient
+    needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
     in_order = tokens.order is None
     grad_hidden = hidden_states.new_empty(0)
     if needs_hidden:
@@ -142,6 +147,7 @@ def chunked_linear_loss(
     allocate = weight.new_empty if num_tokens else weight.new_zeros
     grad_weight = allocate(weight.shape if needs_weight else 0, dtype=accumulate_dtype)
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
+    update = None if adapter is None else _Adapter(*adapter, accumulate_dtype, *needs_adapter)
     rows = min(chunk_size, num_tokens)
     logits_buffer = _aligned_rows(hidden_states, rows, vocab_size)
     chunk_buffer = None if in_order else hidden_states.new_empty(rows, hidden_states.shape[1])
@@ -159,7 +165,11 @@ def chunked_linear_loss(
             torch.mm(chunk, weight.t(), out=logits)
         else:
             torch.addmm(bias, chunk, weight.t(), out=logits)
+        if update is not None:
+            update.add_to(logits, index)
         chunk_loss(logits, index)
+        if update is not None:
+            update.collect(logits, index)
         if needs_weight:
             _accumulate_product(grad_weight, logits.t(), chunk, keep=0 if start == 0 else 1)
         if needs_hidden and in_order:
@@ -168,7 +178,35 @@ def chunked_linear_loss(
             grad_hidden.index_copy_(0, index, torch.mm(logits, weight, out=chunk))
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
-    return Gradients(grad_hidden, grad_weight, grad_bias)
+    nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
+    return Gradients(grad_hidden, grad_weight, grad_bias, *(nothing if update is None else update.gradients))
+
+
+class _Adapter:
+    """A low-rank update of the logits, ``input @ weight.T``, and its gradients; small next to the head."""
+
+    def __init__(
+        self, input: Tensor, weight: Tensor, accumulate_dtype: torch.dtype, needs_input: bool, needs_weight: bool
+    ) -> None:
+        self.input, self.weight = input, weight
+        grad_input = torch.zeros_like(input) if needs_input else input.new_empty(0)
+        grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=accumulate_dtype)
+        self.gradients = grad_input, grad_weight
+
+    def _rows(self, tensor: Tensor, index: Tensor | None) -> Tensor:
+        return tensor if index is None else tensor.index_select(0, index)
+
+    def add_to(self, logits: Tensor, index: Tensor | None) -> None:
+        logits.addmm_(self._rows(self.input, index), self.weight.t())
+
+    def collect(self, grad_logits: Tensor, index: Tensor | None) -> None:
+        grad_input, grad_weight = self.gradients
+        if grad_weight.numel():
+            _accumulate_product(grad_weight, grad_logits.t(), self._rows(self.input, index), keep=1)
+        if grad_input.numel() and index is None:
+            torch.mm(grad_logits, self.weight, out=grad_input)
+        elif grad_input.numel():
+            grad_input.index_copy_(0, index, grad_logits @ self.weight)
 
 
 def _aligned_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:

@@ -51,6 +51,9 @@ def linear_cross_entropy_reference(
 _FIRST_STAT = {"none": 1, "sum": 0, "mean": 0}
 
 
+_NUM_GRADIENTS = 5  # of input, weight and bias, and of the adapter's input and weight
+
+
 def _is_mean_in_gradient(reduction: str, dtype: torch.dtype) -> bool:
     return reduction == "mean" and dtype != torch.float16
 
@@ -59,6 +62,8 @@ def _fake_linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    adapter_input: Tensor | None,
+    adapter_weight: Tensor | None,
     labels: Tensor,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
@@ -72,22 +77,25 @@ def _fake_linear_cross_entropy(
     *scalars: float,
 ) -> list[Tensor]:
     dtype = torch.promote_types(input.dtype, torch.float32)
-    needs_input, needs_weight, needs_bias = needs_gradient
+    needs_input, needs_weight, needs_bias, needs_adapter_input, needs_adapter_weight = needs_gradient
     outputs = [
         labels.new_empty(labels.shape if reduction == "none" else (), dtype=dtype),
         labels.new_empty((), dtype=dtype),
         input.new_empty(input.shape if needs_input else 0),
         weight.new_empty(weight.shape if needs_weight else 0, dtype=accumulate_dtype),
         weight.new_empty(weight.shape[0] if needs_bias else 0, dtype=accumulate_dtype),
+        input.new_empty(adapter_input.shape if needs_adapter_input else 0),
+        weight.new_empty(adapter_weight.shape if needs_adapter_weight else 0, dtype=accumulate_dtype),
     ]
     stats = TokenStats.of_ignored(labels, dtype)[_FIRST_STAT[reduction] :] if with_stats else ()
     return [*outputs, *stats]
 
 
 @backend.register_op(
-    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight,"
-    " Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size, ScalarType accumulate_dtype,"
-    " SymInt? max_valid_tokens, bool[] needs_gradient, str reduction, bool with_stats, int ignore_index,"
+    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
+    " Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
+    " ScalarType accumulate_dtype, SymInt? max_valid_tokens, bool[] needs_gradient, str reduction, bool with_stats,"
+    " int ignore_index,"
     " float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
     fake=_fake_linear_cross_entropy,
 )
@@ -95,6 +103,8 @@ def _linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    adapter_input: Tensor | None,
+    adapter_weight: Tensor | None,
     labels: Tensor,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
@@ -146,7 +156,8 @@ def _linear_cross_entropy(
         chunk_loss,
         chunk_size=chunk_size,
         accumulate_dtype=accumulate_dtype,
-        needs_gradient=(needs_gradient[0], needs_gradient[1], needs_gradient[2]),
+        needs_gradient=needs_gradient,
+        adapter=None if adapter_input is None else (adapter_input, adapter_weight),
     )
     loss = losses if reduction == "none" else reduce_losses(losses, plan.mean_scale if reduction == "mean" else None)
     return [loss, plan.mean_scale, *gradients, *(stats or ())[_FIRST_STAT[reduction] :]]
@@ -160,17 +171,17 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, input, weight, bias, labels, class_weight, token_weight, needs_gradient, settings):
+    def forward(ctx, *arguments):
+        *tensors, needs_gradient, settings = arguments
         chunk_size, accumulate_dtype, max_valid_tokens, reduction, with_stats, options = settings
-        tensors = (input, weight, bias, labels, class_weight, token_weight)
         wait = reduction == "none"
         loss, mean_scale, *others = _linear_cross_entropy(
             *tensors, None, chunk_size, accumulate_dtype, max_valid_tokens,
-            [False] * 3 if wait else needs_gradient, reduction, with_stats, *options.as_scalars(),
+            [False] * _NUM_GRADIENTS if wait else needs_gradient, reduction, with_stats, *options.as_scalars(),
         )  # fmt: skip
-        gradients, stats = others[:3], others[3:]
+        gradients, stats = others[:_NUM_GRADIENTS], others[_NUM_GRADIENTS:]
         ctx.save_for_backward(*(tensors if wait else (mean_scale, *gradients)))
-        ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors[:_NUM_GRADIENTS]]
         ctx.needs_gradient = needs_gradient
         ctx.settings = settings
         ctx.mark_non_differentiable(*stats)
@@ -184,7 +195,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
             gradients = _linear_cross_entropy(
                 *ctx.saved_tensors, grad_loss, chunk_size, accumulate_dtype, max_valid_tokens, ctx.needs_gradient,
                 "none", False, *options.as_scalars(),
-            )[2:5]  # fmt: skip
+            )[2 : 2 + _NUM_GRADIENTS]  # fmt: skip
             scaled = (gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True))
         else:
             mean_scale, *gradients = ctx.saved_tensors
@@ -219,6 +230,21 @@ def _check_arguments(
         raise ValueError(f"max_valid_tokens must not be negative, got {max_valid_tokens}")
 
 
+def _check_adapter(input: Tensor, linear_weight: Tensor, adapter_input: Tensor, adapter_weight: Tensor) -> None:
+    rank = adapter_input.shape[-1]
+    if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
+        raise ValueError(
+            f"adapter must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
+            f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
+        )
+    if {adapter_input.dtype, adapter_weight.dtype} != {input.dtype} and not torch.is_autocast_enabled(
+        input.device.type
+    ):
+        raise ValueError(
+            f"adapter must have input's dtype {input.dtype}, got {adapter_input.dtype} and {adapter_weight.dtype}"
+        )
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -237,6 +263,7 @@ def linear_cross_entropy(
     chunk_bytes: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
     max_valid_tokens: int | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStats]:
     """Cross entropy of ``input @ linear_weight.T + linear_bias``, call-compatible with PyTorch's function of that name.
@@ -264,6 +291,8 @@ def linear_cross_entropy(
         max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows. On a GPU the host then
             need not wait, once the first of several chunks is queued, for the device to count them. A bound that is
             too small gives a NaN loss.
+        adapter: A low-rank update of the logits, as LoRA makes it: ``[..., rank]``, already scaled, and ``[vocab_size,
+            rank]``, in input's dtype; ``adapter[0] @ adapter[1].T`` is added to the logits before anything else.
         return_stats: Whether to also return :class:`~liger_ops.token_loss.TokenStats`.
 
     Returns:
@@ -286,6 +315,8 @@ def linear_cross_entropy(
                 "input must be [num_tokens, hidden_size] for class probabilities and heads of more than two dimensions,"
                 f" got shape {tuple(input.shape)}"
             )
+        if adapter is not None:
+            raise ValueError("adapter must be None for class probabilities and heads of more than two dimensions")
         return linear_cross_entropy_reference(
             input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,
@@ -296,11 +327,12 @@ def linear_cross_entropy(
     check_weights(weight, token_weight, target, linear_weight.shape[0])
     check_labels("target", target, linear_weight.shape[0], ignore_index)
 
-    needs_gradient = [
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (input, linear_weight, linear_bias)
-    ]
-    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias]
+    low_rank_input, low_rank_weight = adapter or (None, None)
+    if low_rank_input is not None:
+        _check_adapter(input, linear_weight, low_rank_input, low_rank_weight)
+        low_rank_input = low_rank_input.reshape(-1, low_rank_input.shape[-1])
+    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, low_rank_input, low_rank_weight]
+    needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
     device_type = input.device.type
     is_autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
     if is_autocast:

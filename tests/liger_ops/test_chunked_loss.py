@@ -253,7 +253,7 @@ def test_gradients_not_asked_for_are_empty(
     run = {"chunk_size": chunk_size, "in_order": in_order}
     _, expected, _ = run_half_squares(labels, **run)
     _, gradients, _ = run_half_squares(labels, needs_gradient=needs_gradient, **run)
-    for gradient, full, needed in zip(gradients, expected, needs_gradient, strict=True):
+    for gradient, full, needed in zip(gradients[:3], expected[:3], needs_gradient, strict=True):
         assert torch.equal(gradient, full) if needed else gradient.numel() == 0
 
 
@@ -261,8 +261,8 @@ def test_gradients_not_asked_for_are_empty(
 def test_head_gradients_have_the_dtype_they_are_summed_in(num_tokens: int, in_order: bool) -> None:
     labels = torch.zeros(num_tokens, dtype=torch.int64)
     _, gradients, visited = run_half_squares(labels, chunk_size=2, in_order=in_order, accumulate_dtype=torch.float32)
-    assert [gradient.dtype for gradient in gradients] == [torch.float64, torch.float32, torch.float32]
-    assert [gradient.shape for gradient in gradients] == [(num_tokens, 3), (5, 3), (5,)]
+    assert [gradient.dtype for gradient in gradients[:3]] == [torch.float64, torch.float32, torch.float32]
+    assert [gradient.shape for gradient in gradients[:3]] == [(num_tokens, 3), (5, 3), (5,)]
     assert bool(gradients.weight.any()) == (num_tokens > 0) == bool(visited)
 
 

@@ -132,6 +132,33 @@ def test_weights_scale_single_losses_and_their_sum(reduction: str, rows: int, de
     assert_matches_plain(tensors, labels, upstream, rows=rows, reduction=reduction, **options)
 
 
+@pytest.mark.parametrize("frozen", [(), (1,), (1, 2), (0, 1, 2), (3,)], ids="frozen{}".format)
+@pytest.mark.parametrize("rows", [2, WHOLE], ids=["chunks", "whole"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_adapter_of_low_rank_is_part_of_the_head(
+    reduction: str, rows: int, frozen: tuple[int, ...], device: torch.device
+) -> None:
+    options = make_options("everything", 5, 123, device) | {"reduction": reduction}
+    tensors, labels = make_batch(5, 123, device=device, ignore_index=options["ignore_index"])
+    tensors = [*tensors, torch.randn(5, 3, device=device), torch.randn(123, 3, device=device)]
+    upstream = torch.randn(5 if reduction == "none" else (), device=device)
+
+    def run(dtype: torch.dtype, function: Callable[..., Tensor], **more: Any) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_(index not in frozen) for index, x in enumerate(tensors)]
+        loss = function(*leaves, **more)
+        return [loss, *torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad], upstream.to(loss))]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor, low_rank: Tensor, low_rank_weight: Tensor) -> Tensor:
+        return plain_cross_entropy(F.linear(x, weight, bias) + low_rank @ low_rank_weight.t(), labels, **options)
+
+    def fused(x: Tensor, weight: Tensor, bias: Tensor, *adapter: Tensor, **more: Any) -> Tensor:
+        return linear_cross_entropy(x, weight, labels, linear_bias=bias, adapter=adapter, **options, **more)
+
+    actual = run(torch.float32, fused, **chunks_of(rows, tensors))
+    for index, results in enumerate(zip(actual, run(torch.float32, plain), run(torch.float64, plain), strict=True)):
+        assert_as_accurate(f"result {index}", *results)
+
+
 # One token, fewer classes than tokens, an odd vocabulary of more than a thousand, a single chunk.
 @pytest.mark.parametrize(
     ("num_tokens", "vocab_size", "rows", "reduction", "upstream"),
@@ -566,7 +593,9 @@ def test_second_derivative_is_refused(reduction: str) -> None:
         pytest.param("everything", "mean", [True, True, True], True, 0, 0, id="no_tokens"),
     ],
 )
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["", "adapter"])
 def test_op_passes_opcheck(
+    has_adapter: bool,
     name: str,
     reduction: str,
     needs_gradient: list[bool],
@@ -581,9 +610,11 @@ def test_op_passes_opcheck(
     )
     weights = options.pop("weight", None), options.pop("token_weight", None)
     grad_losses = torch.randn(num_tokens, device=triton_device) if reduction == "none" and any(needs_gradient) else None
+    adapter = [torch.randn(size, 2).to(tensors[0]) if has_adapter else None for size in (num_tokens, 50)]
     arguments = (
-        *tensors, labels, *weights, grad_losses, 3, torch.float32, max_valid_tokens, needs_gradient, reduction,
-        with_stats, *TokenLossOptions(**options).as_scalars(),
+        *tensors, *adapter, labels, *weights, grad_losses, 3, torch.float32, max_valid_tokens,
+        needs_gradient + [has_adapter and any(needs_gradient)] * 2, reduction, with_stats,
+        *TokenLossOptions(**options).as_scalars(),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.liger_ops.linear_cross_entropy.default, arguments, test_utils=("test_schema", "test_faketensor")
