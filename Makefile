@@ -1,10 +1,11 @@
 # make demo   train a small language model on this machine's Python sources, and continue a prompt with it
 # make test   run the whole test suite
+# make docs   write docs/models.md again
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo predict test lint wheel clean
+.PHONY: demo predict test lint docs wheel clean
 
 # The virtual environment is complete when this file is newer than what it was made from.
 $(VENV)/.complete: pyproject.toml constraints.txt
@@ -26,6 +27,9 @@ test: $(VENV)/.complete
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(VENV)/.complete
+	$(BIN)/python -m tests.lightning_liger.models_table docs/models.md
 
 wheel: $(VENV)/.complete
 	$(BIN)/python -m build --wheel

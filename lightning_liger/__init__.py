@@ -6,6 +6,7 @@ Importing this registers the strategy ``"liger_fsdp"`` for :class:`lightning.Tra
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_liger.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.causal_lm import LigerCausalLM
 from lightning_liger.lazy_logits import LazyLogits
@@ -20,6 +21,8 @@ FabricLigerStrategy.register_strategies(STRATEGY_REGISTRY)
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoLigerModelForCausalLM",
+    "AutoLigerModelForImageTextToText",
     "FabricLigerPrecisionPlugin",
     "FabricLigerStrategy",
     "LazyLogits",

@@ -168,14 +168,26 @@ def _check_all_found(chosen: frozenset[str], plan: list[_Group]) -> None:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Each causal LM in ``model`` with its head, as the model itself names it."""
+    """Each causal LM in ``model`` with its head, as the model itself names it; in models that do not, by structure."""
     seen: set[int] = set()
-    for module in model.modules():
-        get_head = getattr(module, "get_output_embeddings", None)
-        head = get_head() if callable(get_head) else None
+    owners = [module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None))]
+    for owner in owners:
+        head = owner.get_output_embeddings()
         if isinstance(head, nn.Module) and id(head) not in seen:
             seen.add(id(head))
-            yield module, head
+            yield owner, head
+    if not owners:
+        head = _head_of_plain_model(model)
+        if head is not None:
+            yield model, head
+
+
+def _head_of_plain_model(model: nn.Module) -> nn.Linear | None:
+    """The only linear layer with an output for each row of the largest embedding, if there is one such layer."""
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    heads = [linear for linear in linears if linear.out_features == max(sizes, default=None)]
+    return heads[0] if len(heads) == 1 else None
 
 
 def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:

@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm, whatever a model calls them: the roundings, the offset and eps are found by trying."""
 
+import inspect
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ from lightning_liger.patching.rules.base import (
     forward_of_one_tensor,
     probe_device,
     probe_of,
-    takes_one_tensor,
 )
 from lightning_liger.patching.verify import compare
 
@@ -138,7 +138,7 @@ class NormRule(Rule):
         weight, bias, *others = *names, None, None
         if any(others) or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             return "its parameters are not one vector of weights and one of biases" if looks_like else None
-        if not takes_one_tensor(module):
+        if len(inspect.signature(module.forward).parameters) != 1:
             return "its forward takes more than one input" if looks_like else None
         return list(_norms(eps, weight, bias))
 

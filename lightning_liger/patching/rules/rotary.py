@@ -62,7 +62,7 @@ class RotaryForm:
         return (
             all(arguments[name] is None for name in others)
             and arguments.get("unsqueeze_dim", self.heads_dim) in (1, 2)
-            and all(arguments[name].dim() == 4 for name in self.tensors)
+            and all(isinstance(arguments[name], Tensor) and arguments[name].dim() == 4 for name in self.tensors)
             and cos.dim() == 3
             and cos.shape == sin.shape
             and (rotary_dim == x.shape[-1] or (self.partial and rotary_dim < x.shape[-1]))

@@ -1,0 +1,90 @@
+"""Writes docs/models.md: what is replaced in a tiny model of every causal LM architecture.
+
+python -m tests.lightning_liger.models_table docs/models.md
+"""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import transformers
+from rich.progress import track
+from transformers import PreTrainedModel
+
+from lightning_liger import apply_liger_kernels
+from lightning_liger.patching import PatchEntry, PatchReport
+from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
+
+COLUMNS = {
+    "norms": ("rms_norm", "layer_norm"),
+    "rotary": ("rope",),
+    "MLP": ("silu_mul", "gelu_mul", "relu_squared"),
+    "experts": ("silu_mul", "gelu_mul", "relu_squared"),
+}
+HEADER = """# What is replaced in which model
+
+`apply_liger_kernels` recognises structures, not names; this is what it finds in a small model of every architecture of
+`AutoModelForCausalLM` in transformers {version}, with all of its kinds of layers. Written by
+`make docs`.
+
+- A kernel's name: every module of that kind is replaced by it. In brackets, what stays as it is.
+- Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
+- Loss: "fused" if `model(..., labels=...).loss` never makes the logits.
+
+| architecture | norms | rotary | MLP | experts | loss |
+|---|---|---|---|---|---|
+"""
+
+
+def _cell(column: str, entries: Iterable[PatchEntry]) -> str:
+    mine = [
+        entry
+        for entry in entries
+        if entry.kernel in COLUMNS[column]
+        and ("Experts" in entry.structure) == (column == "experts" if column in ("MLP", "experts") else False)
+    ]
+    replaced = dict.fromkeys(
+        entry.replacement.partition(", packed")[0] for entry in mine if entry.replacement is not None
+    )
+    kept = dict.fromkeys(entry.structure for entry in mine if entry.replacement is None)
+    return ", ".join(f"`{name}`" for name in replaced) + (f" ({', '.join(kept)})" if kept else "")
+
+
+def _loss(model: PreTrainedModel) -> str:
+    loss = getattr(model(**tiny_inputs(model)), "loss", None)
+    if loss is None:
+        return ""
+    ledger = getattr(model.get_output_embeddings(), "logits_ledger", None)
+    return "fused" if ledger is not None and ledger.num_losses == 1 and ledger.num_materialized == 0 else "whole logits"
+
+
+def row(model_type: str) -> str:
+    """One line of the table."""
+    if model_type in UNBUILDABLE:
+        return f"| {model_type} | not tried: {UNBUILDABLE[model_type]} | | | | |\n"
+    model = tiny_causal_lm(model_type)
+    report: PatchReport = apply_liger_kernels(model)
+    cells = [_cell(column, report.entries) for column in COLUMNS]
+    return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} |\n"
+
+
+def table(model_types: Iterable[str] = CAUSAL_LM_TYPES) -> str:
+    """The whole page."""
+    return HEADER.format(version=transformers.__version__) + "".join(map(row, model_types))
+
+
+def main() -> None:
+    """Writes the page to the path that the command line gives."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Path(sys.argv[1]).write_text(table(track(CAUSAL_LM_TYPES, "Patching")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

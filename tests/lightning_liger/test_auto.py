@@ -1,0 +1,69 @@
+"""Auto classes that load patched models."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2VLConfig
+
+from lightning_liger import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tiny_llama().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_pretrained_model_is_patched_and_computes_the_same(checkpoint: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = AutoLigerModelForCausalLM.from_pretrained(checkpoint)
+    assert model.liger_report.num_replaced == 2 + 2 + 5 + 1
+    batch = tiny_batch()
+    torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
+    assert model.get_output_embeddings().logits_ledger.num_losses == 1
+
+
+def test_patched_model_saves_copies_and_pickles_as_any_other(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoLigerModelForCausalLM.from_pretrained(checkpoint, kernels=["rms_norm", "linear_cross_entropy"])
+    model.save_pretrained(tmp_path / "saved")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    loss = plain(**tiny_batch()).loss
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(other(**tiny_batch()).loss, loss)
+        assert other.get_output_embeddings().logits_ledger.num_losses == 1
+    assert not hasattr(model.get_output_embeddings(), "logits_ledger")
+
+
+def test_from_config_takes_the_auto_class_arguments() -> None:
+    model = AutoLigerModelForCausalLM.from_config(tiny_llama().config, dtype=torch.bfloat16, kernels="none")
+    assert model.dtype == torch.bfloat16
+    assert model.liger_report.num_replaced == 0
+
+
+def test_unknown_kernel_is_refused_before_loading() -> None:
+    with pytest.raises(ValueError, match="unknown \\['rmsnorm'\\]"):
+        AutoLigerModelForCausalLM.from_pretrained("no such folder", kernels=["rmsnorm"])
+
+
+def test_image_text_model_computes_its_text_loss_fused() -> None:
+    text = {
+        "vocab_size": 151_700,  # a token of images is among the last
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}
+    model = AutoLigerModelForImageTextToText.from_config(Qwen2VLConfig(text_config=text, vision_config=vision))
+    assert model(**tiny_batch()).loss.isfinite()
+    ledger = model.get_output_embeddings().logits_ledger
+    assert (ledger.num_losses, ledger.num_materialized) == (1, 0)
+
+
+def test_auto_classes_have_no_instances() -> None:
+    with pytest.raises(OSError, match="AutoLigerModelForCausalLM has no instances"):
+        AutoLigerModelForCausalLM()
