@@ -1,14 +1,19 @@
 """A tiny model of every architecture that transformers knows as a causal LM, shrunk by the names of its attributes."""
 
 import dataclasses
-import operator
 import inspect
 import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CAUSAL_LM_TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -21,7 +26,7 @@ UNBUILDABLE: dict[str, str] = {
 """Types that cannot be built here, and why."""
 
 VOCAB_SIZE = 131
-"""A prime larger than any other size: a tensor whose number of elements is a multiple of it has a vocabulary."""
+"""A prime that divides no other size: a tensor whose number of elements is a multiple of it has a vocabulary."""
 
 BATCH_SIZE, SEQ_LEN = 2, 12
 
@@ -30,7 +35,8 @@ _LAYERS = re.compile(r"(n|num|num_hidden|encoder|decoder|num_encoder|num_decoder
 # What attributes are set to, by regular expressions that match their whole names.
 _SIZES: dict[str, Any] = {
     r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|(input|output)_embedding_size|word_embed_proj_dim"
-    r"|lru_width|attention_hidden_size|dim_model_base|hidden_size_global|adapter_(in|out)_dim|adapter_input_size|(pronunciation|shape)_embed_dim": 32,
+    r"|lru_width|attention_hidden_size|backbone_hidden_size|dim_model_base|hidden_size_global|adapter_(in|out)_dim"
+    r"|adapter_input_size|(pronunciation|shape)_embed_dim": 32,
     r"((num|encoder|decoder|num_encoder|num_decoder)_)?attention_heads|n_heads?|num_heads|linear_num_value_heads"
     r"|(swa_num_attention|index_n|linear_num)_heads": 4,
     r"mamba_n_heads|mamba_num_heads|n_mamba_heads": 8,
@@ -43,8 +49,8 @@ _SIZES: dict[str, Any] = {
     r"(moe_)?num_(local_)?experts|n_routed_experts|zero_expert_num": 4,
     r"num_experts_per_tok(en)?|top_k_experts|moe_k|moe_topk|moe_top_k": 2,
     r"((n|num|moe_num)_shared_experts|first_k_dense_replace|num_dense_layers|n_group|topk_group|num_expert_group)": 1,
-    r".*lora_rank|.*state_size|mamba_d_state|time_step_rank|mamba_dt_rank|.*_lowrank|d_rel|hidden_size_per_layer_input"
-    r"|laurel_rank|router_hidden_size|gated_norm_rank": 16,
+    r".*lora_rank|.*state_size|mamba_d_state|time_step_rank|mamba_dt_rank|.*_lowrank|d_rel|rel_extent"
+    r"|hidden_size_per_layer_input|laurel_rank|router_hidden_size|gated_norm_rank": 16,
     r"(sliding|attention)_window(_size)?|window_size|local_attention|index_topk": 5,
     r"(mamba_|conf_attention_)?chunk_size|block_size": 8,
     r"attention_chunk_size|keep_window_size": 5,
@@ -65,10 +71,23 @@ _SCALES: dict[str, Any] = {
     r"query_pre_attn_scalar": 12,
     r"scale_embedding": True,
 }
-_SWITCHES: dict[str, Any] = {r"use_cache": False, r"is_decoder|add_cross_attention|output_router_logits": True, r"mlp_only_layers": [0],  r".*(dropout|pdrop|layerdrop|jitter).*": 0.0}
+_SWITCHES: dict[str, Any] = {
+    r"use_cache": False,
+    r"is_decoder|add_cross_attention|output_router_logits": True,
+    r"mlp_only_layers": [0],
+    r".*(dropout|pdrop|layerdrop|jitter).*": 0.0,
+}
 _VALUES = {re.compile(name): value for name, value in (_SIZES | _SCALES | _SWITCHES).items()}
 
-_FILLED_IN = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "logit_scale", "final_logit_softcapping", "clip_qkv", "unpadded_vocab_size")
+_FILLED_IN = (
+    "head_dim",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "logit_scale",
+    "final_logit_softcapping",
+    "clip_qkv",
+    "unpadded_vocab_size",
+)
 """Attributes that are None in some configurations and have to be set or are worth setting there too."""
 
 _GEMMA4: dict[str, Any] = {"global_head_dim": 16}
@@ -101,32 +120,25 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 61},
     "cohere2_moe": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
-    "doge": {"is_moe": True},
-    "dots3_note": {"text_config": _DOTS3},
-    "dots3_note_text": _DOTS3,
-    "git": {"vision_config": {"image_size": 32}},
-    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
-    "inkling_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
-    "laguna": {"num_hidden_layers": 2, "num_attention_heads_per_layer": [4, 8], "layer_types": ["full_attention", "sliding_attention"]},
-    "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_multiple_of": 8},
-    "llama4": {"text_config": _LLAMA4},
-    "llama4_text": _LLAMA4,
-    "mellum": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
-    "minimax_m3_vl_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"], "index_block_size": 2, "index_topk_blocks": 2},
-    "mllama": {"text_config": {"cross_attention_layers": [1]}},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "stablelm": {"qk_layernorm": True},
-    "xlm": {"causal": True},
-    "zamba2": {"use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 8, "num_key_value_heads": 4},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
         },
     },
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dbrx": {"attn_config": {"rope_theta": 10000.0}},
-    "falcon_h1": {"mamba_rms_norm": True, "mamba_d_ssm": 64, "mlp_multipliers": [0.8, 0.7], "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 1.1], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
+    "doge": {"is_moe": True},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots3_note": {"text_config": _DOTS3},
+    "dots3_note_text": _DOTS3,
+    "falcon_h1": {
+        "mamba_rms_norm": True,
+        "mamba_d_ssm": 64,
+        "mlp_multipliers": [0.8, 0.7],
+        "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 1.1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+    },
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -138,19 +150,67 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": _GEMMA4 | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
     },
-    "gemma4_text": _GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "gemma4_text": _GEMMA4
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
     "gemma4_unified": {"text_config": _GEMMA4},
-    "gemma4_unified_assistant": {"text_config": _GEMMA4 | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1}},
+    "gemma4_unified_assistant": {
+        "text_config": _GEMMA4
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+        }
+    },
     "gemma4_unified_text": _GEMMA4,
+    "git": {"vision_config": {"image_size": 32}},
     "gpt_bigcode": {"add_cross_attention": False},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+    },
+    "inkling_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "laguna": {
+        "num_hidden_layers": 2,
+        "num_attention_heads_per_layer": [4, 8],
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_multiple_of": 8},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "llama4": {"text_config": _LLAMA4},
+    "llama4_text": _LLAMA4,
     "mamba2": {"hidden_size": 32, "num_heads": 8, "head_dim": 8},
+    "mellum": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_block_size": 2,
+        "index_topk_blocks": 2,
+    },
+    "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
-    "reformer": {"attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 16], "hash_seed": 0},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "reformer": {
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "axial_pos_shape": [3, 4],
+        "axial_pos_embds_dim": [16, 16],
+        "hash_seed": 0,
+    },
+    "stablelm": {"qk_layernorm": True},
+    "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
+    "zamba2": {"use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 8, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a type needs beyond its names, for its parts by their attribute."""
@@ -163,15 +223,16 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:
     instance = config_class(**overrides)
-    renamed = config_class.attribute_map
-    default = {name: vars(instance).get(renamed.get(name, name)) for name in map(operator.attrgetter('name'), dataclasses.fields(config_class))}
+    names = [field.name for field in dataclasses.fields(config_class)]
+    # Attributes that differ between layers cannot be read as others are.
+    default = {name: vars(instance).get(config_class.attribute_map.get(name, name)) for name in names}
     parts = {
         name: _shrunk(type(value), overrides.get(name, {}))
         for name, value in default.items()
         if isinstance(value, PreTrainedConfig)
     }
     overrides = {name: value for name, value in overrides.items() if name not in parts}
-    names = [name for name in default if name not in parts]
+    names = [name for name in names if name not in parts]
     values = {name: value for name in names if (value := _shrunk_value(name, default[name])) is not None}
     if "kv_lora_rank" in values:  # multi-head latent attention has as many key heads as query heads
         values["num_key_value_heads"] = 4
@@ -234,9 +295,11 @@ def tiny_inputs(model: PreTrainedModel, seed: int = 0) -> dict[str, Any]:
     labels[0, :, :3] = -100
     batch: dict[str, Any] = {"input_ids": input_ids.flatten(0, 1), "attention_mask": attention_mask}
     batch["labels"] = labels[:, 0] if num_codebooks == 1 else labels.transpose(1, 2)
-    if getattr(config, "add_cross_attention", False) or any("encoder_attn" in name for name, _ in model.named_modules()):
-        batch["encoder_hidden_states"] = noise(BATCH_SIZE, SEQ_LEN, config.hidden_size)
-    if "cross_attention_states" in parameters:
+    if getattr(config, "add_cross_attention", False) or any(
+        "encoder_attn" in name for name, _ in model.named_modules()
+    ):
+        batch["encoder_hidden_states"] = batch["encoder_outputs"] = noise(BATCH_SIZE, SEQ_LEN, config.hidden_size)
+    if config.model_type == "mllama_text_model":
         batch["cross_attention_states"] = noise(BATCH_SIZE, SEQ_LEN, config.hidden_size)
     if config.model_type == "git":  # leaves out the image's logits, also where there is no image
         batch["pixel_values"] = noise(BATCH_SIZE, 3, config.vision_config.image_size, config.vision_config.image_size)
