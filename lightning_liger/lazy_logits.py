@@ -1,31 +1,43 @@
-"""Logits that are not computed until something needs more of them than their loss.
+"""Logits that are not computed until something needs all of them at once.
 
 A patched LM head returns :class:`LazyLogits`: hidden states, the head's parameters and what happened to the logits
-since. What models do between head and loss (scaling, soft-capping, casts, reshaping and slicing over tokens, cutting
-the vocabulary) is recorded; ``cross_entropy`` then runs fused. Any other operation computes the real logits first.
+since. What models and training steps do between head and loss (scaling, soft-capping, log-softmax, casts, reshaping,
+moving and slicing dimensions, cutting the vocabulary) is recorded, and losses run fused; reductions over the vocabulary
+run over chunks of tokens. :mod:`lightning_liger.lazy_ops` is the table of both. Any other operation computes the real
+logits first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from numbers import Real
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
+import liger_ops
 from liger_ops import TokenStats, linear_cross_entropy
 from liger_ops.chunked_loss import default_chunk_size
+from lightning_liger import lazy_ops
+
+_NO_LABEL = -(2**62)
+"""An ``ignore_index`` that nobody uses: no label is left out."""
 
 _loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
-_warned_operations: set[str] = set()
+_warned_operations: set[tuple[str, str]] = set()
+_OWN_FOLDERS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, liger_ops.__file__, __file__))
 
 
 @contextmanager
@@ -76,63 +88,119 @@ class HeadParameters:
         self.compute_dtype = compute_dtype
         self.ledger = ledger
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
         """The same head with ``function`` applied to its weight and bias."""
         bias = None if self.bias is None else function(self.bias)
         return HeadParameters(function(self.weight), bias, self.compute_dtype, self.ledger)
 
+    def cast(self) -> HeadParameters:
+        """The same head with its parameters in ``compute_dtype``."""
+        return self.map(lambda parameter: parameter.to(self.compute_dtype))
+
     def project(self, hidden_states: Tensor) -> Tensor:
         """The real logits, ``[..., vocab_size]`` in ``compute_dtype``."""
-        head = self.map(lambda parameter: parameter.to(self.compute_dtype))
+        head = self.cast()
         # The head decided on its dtype when it was called; autocast may be over (or on) by now.
         with torch.autocast(hidden_states.device.type, enabled=False):
             return F.linear(hidden_states.to(self.compute_dtype), head.weight, head.bias)
 
+    def project_to(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """One real logit for each token, that of its label: ``[...]`` in ``compute_dtype``."""
+        head = self.cast()
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            rows = F.embedding(labels, head.weight)
+            logits = torch.einsum("...h,...h->...", hidden_states.to(self.compute_dtype), rows)
+            return logits if head.bias is None else logits + F.embedding(labels, head.bias[:, None]).squeeze(-1)
+
 
 class LogitTransform(NamedTuple):
-    """What happened to the logits: ``scale * logits``, or after a tanh ``scale * tanh(tanh_scale * logits)``."""
+    """What happened to the logits.
+
+    ``scale * logits``, or after a tanh ``scale * tanh(tanh_scale * logits)``; then a log-softmax if ``normalized``.
+    """
 
     dtype: torch.dtype
     scale: float = 1.0
     tanh_scale: float | None = None
+    normalized: bool = False
 
     def apply(self, logits: Tensor) -> Tensor:
+        """The same done to real logits, ``[..., vocab_size]``."""
+        logits = self.apply_elementwise(logits)
+        return torch.log_softmax(logits, -1) if self.normalized else logits
+
+    def apply_elementwise(self, logits: Tensor) -> Tensor:
+        """The same without the log-softmax, of some of the logits."""
         logits = logits.to(self.dtype)
         if self.tanh_scale is not None:
             logits = torch.tanh(logits * self.tanh_scale)
         return logits if self.scale == 1.0 else logits * self.scale
 
     def loss_options(self) -> dict[str, float | None]:
-        """The same as ``linear_cross_entropy`` spells it: ``softcap * tanh(logit_scale * logits / softcap)``."""
+        """The same as ``linear_cross_entropy`` spells it: ``softcap * tanh(logit_scale * logits / softcap)``.
+
+        A log-softmax changes nothing for a loss that starts with one.
+        """
         if self.tanh_scale is None:
             return {"logit_scale": self.scale, "softcap": None}
         return {"logit_scale": self.scale * self.tanh_scale, "softcap": abs(self.scale)}
 
 
-@dataclass(eq=False)
-class LazyLogits:
-    """The logits ``hidden_states @ weight.T + bias`` of a linear head, computed only if their loss is not enough.
+class _View:
+    """What lazy logits are a view of, so that a write into either is seen by both. Opaque to engines, as the head."""
 
-    It is no tensor, but has a tensor's ``shape``, ``dtype`` and ``device``, goes into ``F.cross_entropy`` and
-    :meth:`cross_entropy`, and turns into real logits in any other operation. ``hidden_states`` is a dataclass field of
-    its own so that engines which look for tensors in a module's output (FSDP, DDP) find it.
+    __slots__ = ("parent", "replay")
+
+    def __init__(self, parent: LazyLogits) -> None:
+        self.parent = parent
+        self.replay: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(eq=False, repr=False)
+class LazyLogits:
+    """The logits ``hidden_states @ weight.T + bias`` of a linear head, computed only if nothing less will do.
+
+    It is no tensor, but has a tensor's ``shape``, ``dtype`` and ``device``, goes into PyTorch's functions and has a
+    tensor's methods; those that :mod:`lightning_liger.lazy_ops` does not know turn it into real logits.
+    ``hidden_states`` is a dataclass field of its own so that engines which look for tensors in a module's output (FSDP,
+    DDP) find it. Made without gradients enabled it is cut from the graph, as any tensor.
 
     Args:
-        hidden_states: ``[..., hidden_size]``.
+        hidden_states: Laid out as the logits, with hidden_size in the place of vocab_size: ``[..., hidden_size]``.
         head: The projection that was not done.
         transform: What was done to the logits since.
+        vocab_dim: Where the vocabulary is, counted from the end.
     """
 
     hidden_states: Tensor
     head: HeadParameters
     transform: LogitTransform
-    _whole: Tensor | None = field(default=None, repr=False)
+    vocab_dim: int = -1
+    _whole: Tensor | None = None
+    _origin: _View | None = None
+    _has_views: bool = field(default=False)
+
+    __array_priority__ = 1000  # as tensors', so that numpy's numbers leave arithmetic to these
+
+    def __post_init__(self) -> None:
+        if not torch.is_grad_enabled() and self.requires_grad:
+            self.hidden_states, self.head = self.hidden_states.detach(), self.head.map(Tensor.detach)
 
     # What a tensor says of itself
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden_states.shape[:-1], self.head.weight.shape[0]))
+        sizes = list(self.hidden_states.shape)
+        sizes[self.vocab_dim] = self.vocab_size
+        return torch.Size(sizes)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.weight.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,11 +216,15 @@ class LazyLogits:
 
     @property
     def requires_grad(self) -> bool:
-        return self.hidden_states.requires_grad or self.head.weight.requires_grad
+        return self.hidden_states.requires_grad or self.head.requires_grad
 
     @property
     def is_cuda(self) -> bool:
         return self.hidden_states.is_cuda
+
+    @property
+    def mT(self) -> LazyLogits:
+        return self.transpose(-1, -2)
 
     def dim(self) -> int:
         return self.ndim
@@ -163,98 +235,68 @@ class LazyLogits:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def is_floating_point(self) -> bool:
-        return True
-
     def __len__(self) -> int:
         return self.shape[0]
 
-    # What is recorded
+    def __repr__(self) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
 
-    def to(self, *args: Any, **kwargs: Any) -> LazyLogits | Tensor:
-        """Casts between floating-point types are recorded; moving to another device computes the logits."""
-        values = (*args, *kwargs.values())
-        dtypes = [value for value in values if isinstance(value, torch.dtype)]
-        devices = [torch.device(value) for value in values if isinstance(value, str | torch.device)]
-        here = all(device.type == self.device.type and device.index in (None, self.device.index) for device in devices)
-        recordable = here and all(dtype.is_floating_point for dtype in dtypes)
-        if not recordable or any(isinstance(value, Tensor | LazyLogits) for value in values):
-            return self.materialize("to").to(*(_whole(arg) for arg in args), **kwargs)
-        return self._cast(dtypes[0]) if dtypes else self
+    # What operations are made of
 
-    def float(self) -> LazyLogits:
-        return self._cast(torch.float32)
+    @property
+    def tokens(self) -> Tensor:
+        """The hidden states with hidden_size last, ``[..., hidden_size]``."""
+        return self.hidden_states if self.vocab_dim == -1 else self.hidden_states.movedim(self.vocab_dim, -1)
 
-    def _cast(self, dtype: torch.dtype) -> LazyLogits:
-        return self._with(transform=self.transform._replace(dtype=dtype))
+    def changed(self, **changes: Any) -> LazyLogits:
+        """A copy with other values for some of the fields."""
+        return dataclasses.replace(self, **{"_whole": None, "_origin": None, "_has_views": False, **changes})
 
-    def contiguous(self) -> LazyLogits:
-        return self
+    def viewed(self, **changes: Any) -> LazyLogits:
+        """The same where a tensor's operation returns a view."""
+        self._has_views = True
+        return self.changed(_origin=_View(self), **changes)
 
-    def detach(self) -> LazyLogits:
-        return LazyLogits(self.hidden_states.detach(), self.head.map(Tensor.detach), self.transform)
+    def at_labels(self, labels: Tensor) -> Tensor:
+        """The value of one class for each token, differentiable: ``labels`` and the result are ``[...]``."""
+        if self.transform.normalized:
+            return -self._linear_cross_entropy(labels, reduction="none", ignore_index=_NO_LABEL).to(self.dtype)
+        return self.transform.apply_elementwise(self.head.project_to(self.tokens, labels))
 
-    def view(self, *shape: Any) -> LazyLogits | Tensor:
-        return self.reshape(*shape)
+    def over_chunks(self, function: Callable[..., Any], *token_tensors: Tensor) -> Any:
+        """``function`` of the values of a chunk of tokens, for all chunks, differentiable.
 
-    def reshape(self, *shape: Any) -> LazyLogits | Tensor:
-        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        vocab_size = self.shape[-1]
-        tokens = list(shape[:-1])
-        if shape and shape[-1] == -1 and -1 not in tokens and math.prod(tokens) * vocab_size == self.numel():
-            return self._with(self.hidden_states.reshape(*tokens, self.hidden_states.shape[-1]))
-        if shape and shape[-1] == vocab_size:
-            return self._with(self.hidden_states.reshape(*tokens, self.hidden_states.shape[-1]))
-        return self.materialize(f"reshape{shape}").reshape(shape)
+        Backward computes each chunk's logits again.
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> LazyLogits | Tensor:
-        if end_dim % self.ndim == self.ndim - 1:
-            return self.materialize("flatten").flatten(start_dim, end_dim)
-        return self._with(self.hidden_states.flatten(start_dim, end_dim))
+        Args:
+            function: Gets ``[chunk_size, vocab_size]`` and the same rows of ``token_tensors``, returns a tensor (or a
+                named tuple of them) whose first dimension is chunk_size and that has one more.
+            token_tensors: ``[..., any]``, with this object's tokens.
 
-    def __getitem__(self, index: Any) -> LazyLogits | Tensor:
-        entries = index if isinstance(index, tuple) else (index,)
-        consumed = sum(_consumed_dims(entry) for entry in entries)
-        has_ellipsis = any(entry is Ellipsis for entry in entries)
-        touches_vocab = consumed == self.ndim or (has_ellipsis and entries[-1] is not Ellipsis)
-        if not touches_vocab:
-            return self._with(self.hidden_states[index])
-        columns = entries[-1]
-        if not isinstance(columns, slice):
-            return self.materialize("indexing the vocabulary")[index]
-        head = self.head
-        if columns != slice(None):
-            head = head.map(lambda parameter: parameter[columns])
-        return LazyLogits(self.hidden_states[(*entries[:-1], slice(None))], head, self.transform)
+        Returns:
+            The same with the tokens' dimensions, and the last dimension where the vocabulary is.
+        """
+        head, tokens = self.head.cast(), self.tokens
+        element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
+        num_tokens = math.prod(tokens.shape[:-1])
+        chunk_size = default_chunk_size(num_tokens, self.vocab_size, element_size, self.device)
 
-    def __mul__(self, other: Any) -> LazyLogits | Tensor:
-        if isinstance(other, Real):
-            return self._scaled(float(other))
-        return self.materialize("multiplication") * _whole(other)
+        def of_chunk(hidden_states: Tensor, *rows: Tensor) -> Any:
+            return function(self.transform.apply(head.project(hidden_states)), *rows)
 
-    __rmul__ = __mul__
+        if torch.is_grad_enabled() and self.requires_grad:
+            of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+        chunks = (tensor.reshape(num_tokens, tensor.shape[-1]).split(chunk_size) for tensor in (tokens, *token_tensors))
+        parts = [of_chunk(*chunk) for chunk in zip(*chunks, strict=True)]
 
-    def __truediv__(self, other: Any) -> LazyLogits | Tensor:
-        if isinstance(other, Real):
-            return self._scaled(1.0 / float(other))
-        return self.materialize("division") / _whole(other)
+        def joined(tensors: Any) -> Tensor:
+            rows = torch.cat(tensors)
+            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
 
-    def tanh(self) -> LazyLogits | Tensor:
-        if self.transform.tanh_scale is not None:
-            return self.materialize("a second tanh").tanh()
-        return self._with(transform=LogitTransform(self.dtype, scale=1.0, tanh_scale=self.transform.scale))
-
-    def _scaled(self, factor: float) -> LazyLogits:
-        return self._with(transform=self.transform._replace(scale=self.transform.scale * factor))
-
-    def _with(self, hidden_states: Tensor | None = None, transform: LogitTransform | None = None) -> LazyLogits:
-        return LazyLogits(
-            self.hidden_states if hidden_states is None else hidden_states,
-            self.head,
-            self.transform if transform is None else transform,
-        )
-
-    # What the logits are for
+        if isinstance(parts[0], Tensor):
+            return joined(parts)
+        return type(parts[0])([joined(tensors) for tensors in zip(*parts, strict=True)])
 
     def cross_entropy(
         self,
@@ -266,10 +308,10 @@ class LazyLogits:
         label_smoothing: float = 0.0,
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, TokenStats]:
-        """``F.cross_entropy`` of these logits over their last dimension, fused.
+        """``F.cross_entropy`` of these logits over their vocabulary, fused.
 
         Args:
-            target: Class indices, ``[...]`` as these logits without their last dimension, int64.
+            target: Class indices, ``[...]`` as these logits without their vocabulary, int64.
             weight: Class weights, ``[vocab_size]``.
             ignore_index: Label of tokens to leave out.
             reduction: ``"none"``, ``"mean"`` or ``"sum"``.
@@ -279,44 +321,90 @@ class LazyLogits:
         Raises:
             ValueError: As :func:`liger_ops.linear_cross_entropy`.
         """
-        head = self.head
-        cast = head.map(lambda parameter: parameter.to(head.compute_dtype))
-        with torch.autocast(self.device.type, enabled=False):
-            result = linear_cross_entropy(
-                self.hidden_states.to(head.compute_dtype),
-                cast.weight,
-                target,
-                linear_bias=cast.bias,
-                weight=weight,
-                reduction=reduction,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                return_stats=return_stats,
-                **self.transform.loss_options(),
-            )
-        num_tokens, element_size = target.numel(), head.compute_dtype.itemsize
-        chunk_size = default_chunk_size(num_tokens, self.shape[-1], element_size, self.device)
+        result = self._linear_cross_entropy(
+            target,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            return_stats=return_stats,
+        )
+        head, num_tokens = self.head, target.numel()
+        element_size = head.compute_dtype.itemsize
+        chunk_size = default_chunk_size(num_tokens, self.vocab_size, element_size, self.device)
         head.ledger.num_losses += 1
-        head.ledger.bytes_avoided += max(0, num_tokens - chunk_size) * self.shape[-1] * element_size
+        head.ledger.bytes_avoided += max(0, num_tokens - chunk_size) * self.vocab_size * element_size
         return result
 
+    def _linear_cross_entropy(self, target: Tensor, **options: Any) -> Any:
+        head = self.head.cast()
+        with torch.autocast(self.device.type, enabled=False):
+            return linear_cross_entropy(
+                self.tokens.to(head.compute_dtype),
+                head.weight,
+                target,
+                linear_bias=head.bias,
+                **options,
+                **self.transform.loss_options(),
+            )
+
+    # Real logits
+
     def materialize(self, operation: str = "materialize()") -> Tensor:
-        """The real logits, ``[..., vocab_size]``; warns once for each ``operation`` if they are part of a graph."""
+        """The real logits; warns once for each ``operation`` and line of code if they are part of a graph."""
+        if self._is_overwritten():
+            return self._in_memory(operation)
         differentiable = torch.is_grad_enabled() and self.requires_grad
         # Logits that were first seen without gradients have no graph, and must not stand in for those that need one.
         if self._whole is not None and (self._whole.requires_grad or not differentiable):
             return self._whole
         if differentiable:
             self.head.ledger.num_materialized += 1
-            if operation not in _warned_operations:
-                _warned_operations.add(operation)
-                size = self.numel() * self.dtype.itemsize / 2**30
-                rank_zero_warn(
-                    f"{operation} on an LM head's output needs whole logits: {tuple(self.shape)} {self.dtype},"
-                    f" {size:.2f} GiB. The result is right, but the loss is not fused."
-                )
-        self._whole = self.transform.apply(self.head.project(self.hidden_states))
+            self._warn(operation)
+        self._whole = self.transform.apply(self.head.project(self.tokens)).movedim(-1, self.vocab_dim)
         return self._whole
+
+    def _warn(self, operation: str) -> None:
+        operation, line = operation.strip("_"), _calling_line()
+        if (operation, line) not in _warned_operations:
+            _warned_operations.add((operation, line))
+            size = self.numel() * self.dtype.itemsize / 2**30
+            rank_zero_warn(
+                f"{operation} on an LM head's output ({line}) needs whole logits: {tuple(self.shape)} {self.dtype},"
+                f" {size:.2f} GiB. The result is right, but the loss is not fused."
+            )
+
+    def _is_overwritten(self) -> bool:
+        """Whether the real logits, here or in what this is a view of, were written to or are being watched."""
+        if self._origin is not None and self._origin.parent._is_overwritten():
+            return True
+        whole = self._whole
+        if whole is None or whole.is_inference():  # those do not count their versions
+            return whole is not None and torch.is_inference_mode_enabled()
+        is_watched = whole.retains_grad or whole._backward_hooks or (whole.is_leaf and whole.requires_grad)
+        return whole._version > 0 or bool(is_watched)
+
+    def _in_memory(self, operation: str) -> Tensor:
+        """The real logits, as a view of those that this is a view of."""
+        if self._origin is not None:
+            assert self._origin.replay is not None
+            self._whole = self._origin.replay(self._origin.parent._in_memory(operation))
+        elif not self._is_overwritten():
+            with torch.enable_grad():  # a write without gradients does not cut what is written to from its graph
+                self.materialize(operation)
+        assert self._whole is not None
+        return self._whole
+
+    def _become(self, other: LazyLogits) -> bool:
+        """Takes the place of a write if nobody else can see what is written to."""
+        alone = self._origin is None and not self._has_views and self._whole is None
+        if not alone or (other.dtype, other.requires_grad) != (self.dtype, self.requires_grad):
+            return False
+        self.hidden_states, self.head, self.transform = other.hidden_states, other.head, other.transform
+        self.vocab_dim = other.vocab_dim
+        return True
+
+    # How operations arrive
 
     @classmethod
     def __torch_function__(
@@ -325,24 +413,21 @@ class LazyLogits:
         kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
-        first = args[0] if args else None
-        if isinstance(first, LazyLogits) and func in _RECORDED and not _has_lazy((args[1:], kwargs)):
-            return _RECORDED[func](*args, **kwargs)
-        operation = getattr(func, "__name__", str(func))
-        args, kwargs = tree_map(lambda leaf: _whole(leaf, operation), (args, kwargs))
-        return func(*args, **kwargs)
+        return _call(func, getattr(func, "__name__", str(func)), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.materialize(name), name)
+        if not callable(getattr(Tensor, name)):
+            return getattr(self.materialize(name), name)
+        return _method(name).__get__(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.materialize("__array__").__array__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyLogits:
         # Engines copy a module's output before converting the tensors in it; the graph behind it stays shared.
-        return LazyLogits(self.hidden_states, self.head, self.transform, self._whole)
+        return self.changed(_whole=self._whole)
 
     def __reduce__(self) -> Any:
         return _identity, (self.materialize("pickling"),)
@@ -352,95 +437,77 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _whole(value: Any, operation: str = "an operator") -> Any:
+def _whole(value: Any, operation: str) -> Any:
     return value.materialize(operation) if isinstance(value, LazyLogits) else value
 
 
 def _has_lazy(tree: Any) -> bool:
-    found = False
-
-    def visit(leaf: Any) -> None:
-        nonlocal found
-        found = found or isinstance(leaf, LazyLogits)
-
-    tree_map(visit, tree)
-    return found
+    return any(isinstance(leaf, LazyLogits) for leaf in tree_leaves(tree))
 
 
-def _consumed_dims(entry: Any) -> int:
-    """How many dimensions one entry of an index stands for."""
-    if entry is None or entry is Ellipsis:
-        return 0
-    if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
-        return entry.ndim
-    return 1
+def _name_out_of_place(name: str) -> str | None:
+    """The name of the function that returns what the function ``name`` writes into its first argument, or None."""
+    if name == "__setitem__":
+        return name
+    if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"):
+        return f"__{name[3:]}"
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else None
 
 
-def _recorded_cross_entropy(
-    input: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
-    # PyTorch's class dimension is the second; with more dimensions that is not the vocabulary.
-    if input.ndim > 2 or target.is_floating_point():
-        logits = input.materialize("cross_entropy over another dimension or with class probabilities")
-        return F.cross_entropy(
-            logits,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-    return input.cross_entropy(
-        target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
+def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of arguments among which are lazy logits: recorded if the table has it, else of real logits."""
+    if name in lazy_ops.COMMUTATIVE and len(args) == 2 and not isinstance(args[0], LazyLogits):
+        args = (args[1], args[0])
+    first = args[0] if args else None
+    if isinstance(first, LazyLogits):
+        name_out_of_place = _name_out_of_place(name)
+        result = NotImplemented
+        if not (_has_lazy((args[1:], kwargs)) or first._is_overwritten()):
+            result = lazy_ops.record(first, name_out_of_place or name, args[1:], kwargs)
+        if name_out_of_place is None:
+            if result is not NotImplemented:
+                return _with_replay(result, lambda whole: func(whole, *args[1:], **kwargs))
+        elif isinstance(result, LazyLogits) and first._become(result):
+            return first
+        else:
+            first._in_memory(name)
+    whole_args, whole_kwargs = tree_map(lambda leaf: _whole(leaf, name), (args, kwargs))
+    return func(*whole_args, **whole_kwargs)
 
 
-def _recorded_multiply(input: LazyLogits, other: Any) -> LazyLogits | Tensor:
-    return input * other
+def _with_replay(result: Any, replay: Callable[[Tensor], Any]) -> Any:
+    """``result`` where each view in it knows how to get itself from the real logits."""
+    if isinstance(result, tuple):
+        for position, part in enumerate(result):
+            _with_replay(part, lambda whole, position=position: replay(whole)[position])
+    elif isinstance(result, LazyLogits) and result._origin is not None and result._origin.replay is None:
+        result._origin.replay = replay
+    return result
 
 
-def _recorded_divide(input: LazyLogits, other: Any, *, rounding_mode: str | None = None) -> LazyLogits | Tensor:
-    if rounding_mode is not None:
-        return torch.div(input.materialize("div"), other, rounding_mode=rounding_mode)
-    return input / other
+def _calling_line() -> str:
+    """``file:line`` of the innermost code that is neither PyTorch nor this project."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_RECORDED: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.cross_entropy: _recorded_cross_entropy,
-    torch.tanh: LazyLogits.tanh,
-    torch.mul: _recorded_multiply,
-    torch.multiply: _recorded_multiply,
-    torch.div: _recorded_divide,
-    torch.divide: _recorded_divide,
-    torch.true_divide: _recorded_divide,
-    torch.reshape: lambda input, shape: input.reshape(shape),
-    torch.flatten: LazyLogits.flatten,
-    torch.detach: LazyLogits.detach,
-}
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        return _call(getattr(Tensor, name), name, (self, *args), kwargs)
 
-
-def _materializing(name: str) -> Callable[..., Any]:
-    def operator(self: LazyLogits, *args: Any) -> Any:
-        return getattr(self.materialize(name.strip("_")), name)(*(_whole(arg) for arg in args))
-
-    operator.__name__ = name
-    return operator
+    method.__name__ = name
+    return method
 
 
 # Python looks operators up on the class, so __getattr__ does not see them.
 for _name in (
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__floordiv__", "__mod__", "__pow__", "__rpow__"),
-    *("__matmul__", "__rmatmul__", "__neg__", "__pos__", "__abs__", "__lt__", "__le__", "__gt__", "__ge__"),
-    *("__eq__", "__ne__", "__iter__", "__float__", "__bool__", "__setitem__", "__contains__", "__invert__"),
+    *("__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__", "__mod__", "__pow__", "__rpow__"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__matmul__", "__rmatmul__", "__neg__", "__pos__", "__abs__"),
+    *("__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iadd__", "__isub__"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__contains__", "__invert__"),
+    *("__getitem__", "__setitem__", "__iter__", "__float__", "__int__", "__bool__"),
 ):
-    setattr(LazyLogits, _name, _materializing(_name))
+    setattr(LazyLogits, _name, _method(_name))
 LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -95,7 +95,7 @@ class _Group:
 
 def _plan(model: nn.Module, chosen: frozenset[str]) -> list[_Group]:
     """What happens to which modules, verified, in the order in which structures appear."""
-    heads = {id(head) for _, head in _heads(model)}
+    heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
     # Modules of one class with equal candidates and signature are verified once.
     found: dict[Hashable, tuple[str, Sequence[Replacement] | str, list[nn.Module]]] = {}
     for module in model.modules():
@@ -132,6 +132,8 @@ def _candidates(
     candidates = rule.candidates(module)
     if candidates is None or isinstance(candidates, str):
         return rule.kernels[0], candidates
+    if "forward" in vars(module):  # which would hide the replacement's
+        return rule.kernels[0], "this instance has a forward of its own"
     candidates = tuple(candidate for candidate in candidates if candidate.kernel in chosen)
     return (candidates[0].kernel if candidates else ""), candidates
 
@@ -180,6 +182,17 @@ def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         head = _head_of_plain_model(model)
         if head is not None:
             yield model, head
+
+
+def _projections(head: nn.Module) -> list[nn.Module]:
+    """The layers that make the logits: the head itself, or what an adapter put in its place adds up."""
+    linears = [module for module in head.modules() if isinstance(getattr(module, "out_features", None), int)]
+    if isinstance(head, nn.Linear | nn.ModuleList) or not linears:
+        return [head]
+    vocab_size = max(linear.out_features for linear in linears)
+    layers = [linear for linear in linears if linear.out_features == vocab_size and not any(linear.children())]
+    # With one that has to be computed at once, nothing is gained by putting off the others.
+    return layers if all(type(layer).forward is nn.Linear.forward for layer in layers) else [head]
 
 
 def _head_of_plain_model(model: nn.Module) -> nn.Linear | None:

@@ -78,7 +78,10 @@ class Rule(ABC):
     def signature(self, module: nn.Module) -> Hashable:
         """Modules of one class, with equal candidates and signature, are verified once."""
         tensors = (*module.named_parameters(), *module.named_buffers())
-        return tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
+        return (
+            tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors),
+            settings_of(module),
+        )
 
 
 @functools.cache
@@ -93,6 +96,13 @@ def _patched_class(replacement: Replacement, original: type[nn.Module]) -> type[
     return type(f"Liger{original.__name__}", (Patched, original), namespace)
 
 
+def settings_of(module: nn.Module) -> Hashable:
+    """The numbers, strings and functions among a module's own attributes: instances of one class may differ in them."""
+    own = vars(module).items()
+    plain = tuple((name, value) for name, value in own if isinstance(value, bool | int | float | str))
+    return plain, tuple((name, id(value)) for name, value in own if callable(value))
+
+
 def takes_one_tensor(module: nn.Module) -> bool:
     """Whether ``module(x)`` is a complete call."""
     parameters = list(inspect.signature(module.forward).parameters.values())
@@ -105,11 +115,12 @@ def takes_one_tensor(module: nn.Module) -> bool:
 def forward_of_one_tensor(
     original: type[nn.Module], function: Callable[[nn.Module, Tensor], Tensor]
 ) -> Callable[..., Any]:
-    """A forward that is ``function`` for calls with one argument, and ``original``'s for all others."""
+    """A forward that is ``function`` for calls with the first argument only, and ``original``'s for all others."""
+    first = list(inspect.signature(original.forward).parameters)[1:2]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) + len(kwargs) != 1:
+        if len(args) + len(kwargs) != 1 or (kwargs and list(kwargs) != first):
             return original.forward(self, *args, **kwargs)
         (x,) = args or kwargs.values()
         return function(self, x)
@@ -138,5 +149,6 @@ class Randoms:
         self.generator = torch.Generator().manual_seed(0)
         self.device = device
 
-    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return random_like(torch.empty(shape, device="meta"), self.generator, dtype, self.device)
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        values = random_like(torch.empty(shape, device="meta"), self.generator, dtype, self.device)
+        return (values.detach() * scale).requires_grad_()

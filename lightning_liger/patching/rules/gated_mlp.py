@@ -25,6 +25,7 @@ from lightning_liger.patching.rules.base import (
     forward_of_one_tensor,
     probe_device,
     probe_of,
+    settings_of,
     takes_one_tensor,
 )
 from lightning_liger.patching.verify import PROBE_ERRORS, compare
@@ -41,10 +42,13 @@ def _kernel_of(gate: str) -> str:
     return gate.partition(" ")[0].removesuffix("_mul") if gate.startswith("relu") else gate.partition(" ")[0]
 
 
-def _dtypes_to_try(module: nn.Module) -> list[torch.dtype]:
-    """float32, where activations show that resemble each other, and the module's own."""
+_LARGE = 1e3
+
+
+def _probes(module: nn.Module) -> list[tuple[torch.dtype, float]]:
+    """dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own last."""
     own = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
-    return list(dict.fromkeys([torch.float32, *own[:1]]))
+    return [(torch.float32, 1.0), (torch.float32, _LARGE), *((dtype, 1.0) for dtype in own[:1])]
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class MLPReplacement(Replacement):
 
     def verify(self, module: nn.Module) -> float:
         error = 0.0  # of the last, the module's own dtype
-        for dtype in _dtypes_to_try(module):
+        for dtype, size in _probes(module):
             random = Randoms(probe_device(module))
             children = {
                 name: copy.deepcopy(child).train() for name, child in module._modules.items() if not _sizes(child)
@@ -102,7 +106,7 @@ class MLPReplacement(Replacement):
                     children[name] = _Sketch(*_sizes(child), dtype, random)
             probe = probe_of(module, _modules=children)
             patched = self.patched_copy(probe)
-            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype)
+            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype, scale=size)
             error = compare(lambda p=probe, x=x: p.forward(x), lambda p=patched, x=x: p.forward(x), (x,))
         return error
 
@@ -145,7 +149,9 @@ class MLPRule(Rule):
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         children = dict(module.named_children())
         sizes = {name: _sizes(child) for name, child in children.items() if _sizes(child)}
-        if len(sizes) not in (2, 3) or module._parameters or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if len(sizes) not in (2, 3) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return None
+        if module._parameters or module._buffers:
             return None
         if not takes_one_tensor(module):
             return None
@@ -164,7 +170,8 @@ class MLPRule(Rule):
         return candidates or None
 
     def signature(self, module: nn.Module) -> Hashable:
-        others = tuple((name, repr(child)) for name, child in module.named_children() if not _sizes(child))
+        children = module.named_children()
+        others = tuple((name, repr(child), settings_of(child)) for name, child in children if not _sizes(child))
         return super().signature(module), others
 
 
@@ -225,8 +232,8 @@ class ExpertsReplacement(Replacement):
         error = 0.0  # of the last, the module's own dtype
         width = module.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
         patched = self.patched_copy(module)
-        for dtype in _dtypes_to_try(module):
-            x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype)
+        for dtype, size in _probes(module):
+            x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype, scale=size)
             error = compare(lambda x=x: module._apply_gate(x), lambda x=x: patched._apply_gate(x), (x,))
         return error
 

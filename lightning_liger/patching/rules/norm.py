@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm, whatever a model calls them: the roundings, the offset and eps are found by trying."""
 
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from lightning_liger.patching.rules.base import (
     probe_device,
     probe_of,
 )
-from lightning_liger.patching.verify import compare
+from lightning_liger.patching.verify import PROBE_ERRORS, Mismatch, compare
 
 _LARGEST_EPS = 1e-2
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
-_WIDTH_OF_WEIGHTLESS = 32
+_WIDTH_OF_WEIGHTLESS = 37  # a prime, which no norm of groups divides
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,16 @@ class NormReplacement(Replacement):
         x = _rows(width, random).to(input_dtype).requires_grad_()
         if input_dtype != dtype and not _runs(probe, x):
             return 0.0
-        return compare(lambda: probe.forward(x), lambda: patched.forward(x), (x, *weights))
+        error = compare(lambda: probe.forward(x), lambda: patched.forward(x), (x, *weights))
+        if weights and _runs(probe, _rows(2 * width, random).to(input_dtype)):
+            raise Mismatch("it takes rows that are wider than its weights")
+        return error
 
 
 def _runs(probe: nn.Module, x: Tensor) -> bool:
     try:
         probe.forward(x)
-    except RuntimeError:
+    except PROBE_ERRORS:
         return False
     return True
 
@@ -136,14 +139,11 @@ class NormRule(Rule):
         shapes = {tuple(parameter.shape) for parameter in parameters.values()}
         names = sorted(parameters, key=lambda name: "bias" in name)
         weight, bias, *others = *names, None, None
-        if any(others) or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
-            return "its parameters are not one vector of weights and one of biases" if looks_like else None
+        if any(others) or module._buffers or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+            return "its tensors are not one vector of weights and one of biases" if looks_like else None
         if len(inspect.signature(module.forward).parameters) != 1:
             return "its forward takes more than one input" if looks_like else None
         return list(_norms(eps, weight, bias))
-
-    def signature(self, module: nn.Module) -> Hashable:
-        return super().signature(module), tuple(getattr(module, name) for name in _eps_names(module))
 
 
 def _eps_names(module: nn.Module) -> list[str]:
@@ -161,7 +161,10 @@ def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> 
             if weight is not None:
                 yield RMSNormReplacement(each, weight, None, 1.0, "gemma")
                 yield RMSNormReplacement(each, weight, None, 0.0, "gemma")
+                yield RMSNormReplacement(each, weight, None, 1.0, "llama")
             yield RMSNormReplacement(each, weight, None, 0.0, "none")
-        yield LayerNormReplacement(each, weight, bias, 0.0)
-        if weight is not None:
-            yield LayerNormReplacement(each, weight, bias, 1.0)
+        # Without a name that says so, either of two vectors may be the bias.
+        for order in dict.fromkeys([(weight, bias), (weight, bias) if bias is None else (bias, weight)]):
+            yield LayerNormReplacement(each, *order, 0.0)
+            if weight is not None:
+                yield LayerNormReplacement(each, *order, 1.0)

@@ -56,16 +56,25 @@ class RotaryForm:
 
     def covers(self, arguments: dict[str, Any]) -> bool:
         """Whether :func:`liger_ops.apply_rotary` computes this call."""
-        x, cos, sin = arguments[self.tensors[0]], arguments["cos"], arguments["sin"]
+        tensors = [arguments.get(name) for name in (*self.tensors, "cos", "sin")]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            return False
+        *rotated, cos, sin = tensors
+        heads_dim = arguments.get("unsqueeze_dim", self.heads_dim)
         others = arguments.keys() - {*self.tensors, "cos", "sin", "unsqueeze_dim"}
         rotary_dim = cos.shape[-1] * (2 if self.tables.startswith(_ONE_COLUMN_A_PAIR) else 1)
         return (
             all(arguments[name] is None for name in others)
-            and arguments.get("unsqueeze_dim", self.heads_dim) in (1, 2)
-            and all(isinstance(arguments[name], Tensor) and arguments[name].dim() == 4 for name in self.tensors)
+            and heads_dim in (1, 2)
             and cos.dim() == 3
             and cos.shape == sin.shape
-            and (rotary_dim == x.shape[-1] or (self.partial and rotary_dim < x.shape[-1]))
+            and all(
+                x.dim() == 4
+                and cos.shape[0] in (1, x.shape[0])
+                and cos.shape[1] == x.shape[3 - heads_dim]
+                and (rotary_dim == x.shape[-1] or (self.partial and rotary_dim < x.shape[-1]))
+                for x in rotated
+            )
         )
 
     def __call__(self, arguments: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:

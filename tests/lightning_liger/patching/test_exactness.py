@@ -77,9 +77,15 @@ FAMILIES = {
     "mistral": ("mistral", {}, {"rms_norm": 5, "silu_mul": 2, "rope": 2}),
     "qwen2_with_biases": ("qwen2", {}, {"rms_norm": 5, "silu_mul": 2, "rope": 2}),
     "qwen3_with_query_and_key_norms": ("qwen3", {}, {"rms_norm": 9, "silu_mul": 2, "rope": 2}),
-    "gemma_with_one_plus_weight_norms": ("gemma", {}, {"rms_norm": 5, "rope": 2}),
-    "gemma2_with_softcap": ("gemma2", {"final_logit_softcapping": 3.0}, {"rms_norm": 9, "rope": 2}),
-    "cohere_with_logit_scale": ("cohere", {"logit_scale": 0.3}, {"silu_mul": 2}),
+    "gemma_with_one_plus_weight_norms": ("gemma", {}, {"rms_norm": 5, "gelu_mul": 2, "rope": 2}),
+    "gemma2_with_softcap": (
+        "gemma2",
+        {"final_logit_softcapping": 3.0},
+        {"rms_norm": 9, "gelu_mul": 2, "rope": 2},
+    ),
+    "cohere_with_logit_scale": ("cohere", {"logit_scale": 0.3}, {"layer_norm": 3, "silu_mul": 2, "rope": 2}),
+    "nemotron_with_squared_relu": ("nemotron", {}, {"layer_norm": 5, "relu_squared": 2, "rope": 2}),
+    "phi3_with_packed_gate": ("phi3", {}, {"rms_norm": 5, "silu_mul": 2, "rope": 2}),
     "granite_with_divided_logits": ("granite", {"logits_scaling": 4.0}, {"rms_norm": 5, "silu_mul": 2, "rope": 2}),
 }
 

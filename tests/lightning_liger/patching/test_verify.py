@@ -1,7 +1,8 @@
 """Verify before swapping: a replacement that differs is not made, whatever the rules say."""
 
 import importlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_liger import apply_liger_kernels
-from lightning_liger.patching import rules
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules import Patched, gated_mlp, norm, rotary
 from lightning_liger.patching.verify import Mismatch, compare, random_like
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama
 
@@ -46,11 +46,11 @@ class ShiftedMLP(modeling_llama.LlamaMLP):
         return super().forward(x) + x
 
 
-class SwappedMLP(modeling_llama.LlamaMLP):
-    """The gate on the other projection."""
+class SquaredMLP(modeling_llama.LlamaMLP):
+    """The activation on both factors."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
 
 
 def exchange(model: nn.Module, original: type[nn.Module], other: type[nn.Module]) -> None:
@@ -66,7 +66,7 @@ def exchange(model: nn.Module, original: type[nn.Module], other: type[nn.Module]
         (modeling_llama.LlamaRMSNorm, DetachingRMSNorm, "rms_norm", "gradient differs by"),
         (modeling_llama.LlamaRMSNorm, WideningRMSNorm, "rms_norm", "output is torch.bfloat16"),
         (modeling_llama.LlamaMLP, ShiftedMLP, "silu_mul", "output differs by"),
-        (modeling_llama.LlamaMLP, SwappedMLP, "silu_mul", "output differs by"),
+        (modeling_llama.LlamaMLP, SquaredMLP, "silu_mul", "output differs by"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -100,25 +100,49 @@ def slightly_wrong(function: Callable[..., Any], error: float) -> Callable[..., 
     return wrong
 
 
+@pytest.fixture
+def _forget_rotary_functions() -> Iterator[None]:
+    """What a function computes is found once in a process, with whatever kernel is there at that time."""
+    rotary._form_of.cache_clear()
+    yield
+    rotary._form_of.cache_clear()
+
+
+@pytest.mark.usefixtures("_forget_rotary_functions")
 @pytest.mark.parametrize(
-    ("function", "kernel"), [("rms_norm", "rms_norm"), ("silu_mul", "silu_mul"), ("apply_rotary", "rope")]
+    ("namespace", "function", "kernel", "reason"),
+    [
+        (vars(norm), "rms_norm", "rms_norm", r"^rms_norm \(llama casting\) is not the same"),
+        (gated_mlp._GATES, "silu_mul", "silu_mul", "^silu_mul is not the same"),
+        (vars(rotary), "apply_rotary", "rope", "^apply_rotary_pos_emb is not apply_rotary"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_slightly_wrong_kernel_is_caught(function: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, function, slightly_wrong(getattr(rules, function), 1e-4))
-    model = tiny_llama()
-    report = apply_liger_kernels(model)
+def test_slightly_wrong_kernel_is_caught(
+    namespace: dict[str, Any], function: str, kernel: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(namespace, function, slightly_wrong(namespace[function], 1e-4))
+    report = apply_liger_kernels(tiny_llama())
     entry = next(entry for entry in report.entries if entry.kernel == kernel)
     assert entry.replacement is None
-    assert "is not the same: output differs by 1.0e-04 of its largest value" in entry.reason
+    assert re.match(reason + ": output differs by 1.0e-04 of its largest value", entry.reason)
     assert {e.kernel for e in report.entries if e.replacement is None} == {kernel}
     with pytest.raises(ValueError, match="output differs by"):
         apply_liger_kernels(tiny_llama(), [kernel])
 
 
+def test_rotary_function_is_verified_again_for_a_models_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert apply_liger_kernels(tiny_llama(), ["rope"]).num_replaced == 2  # what it computes is known from here on
+    monkeypatch.setattr(rotary, "apply_rotary", slightly_wrong(rotary.apply_rotary, 1e-4))
+    with pytest.raises(ValueError, match=r"LlamaAttention: apply_rotary is not the same: output differs by 1\.0e-04"):
+        apply_liger_kernels(tiny_llama(), ["rope"])
+
+
 def test_kernel_that_drops_a_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    silu_mul = rules.silu_mul
-    monkeypatch.setattr(rules, "silu_mul", lambda gate, up: silu_mul(gate, up.detach()) + 0 * up)
+    silu_mul = gated_mlp._GATES["silu_mul"]
+    monkeypatch.setitem(gated_mlp._GATES, "silu_mul", lambda gate, up: silu_mul(gate, up.detach()) + 0 * up)
     entry = next(e for e in apply_liger_kernels(tiny_llama()).entries if e.kernel == "silu_mul")
+    assert entry.replacement is None
     assert "gradient differs by" in entry.reason
 
 
@@ -126,7 +150,7 @@ def test_kernel_that_raises_on_the_probe_is_not_used(monkeypatch: pytest.MonkeyP
     def refuses(*args: Any, **kwargs: Any) -> Tensor:
         raise ValueError("hidden_size is too odd")
 
-    monkeypatch.setattr(rules, "rms_norm", refuses)
+    monkeypatch.setattr(norm, "rms_norm", refuses)
     entry = next(e for e in apply_liger_kernels(tiny_llama()).entries if e.kernel == "rms_norm")
     assert entry.replacement is None
     assert "hidden_size is too odd" in entry.reason
