@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_ops
 from liger_ops import TokenStats, linear_cross_entropy
-from liger_ops.chunked_loss import default_chunk_size
+from liger_ops.chunked_loss import choose_chunk_size, default_chunk_size
 from lightning_liger import lazy_ops
 
 _NO_LABEL = -(2**62)
@@ -78,43 +79,81 @@ class HeadParameters:
         bias: ``[vocab_size]`` or None.
         compute_dtype: Dtype of the projection: the weight's, or autocast's where it was on.
         ledger: Where its losses are counted.
+        options: How the fused loss is computed: ``chunk_bytes`` and ``accumulate_dtype`` of
+            :func:`liger_ops.linear_cross_entropy`.
+        adapter: ``[vocab_size, rank]``, the second factor of a low-rank update, or None. The hidden states then end in
+            rank more columns, which it multiplies.
     """
 
-    __slots__ = ("bias", "compute_dtype", "ledger", "weight")
+    __slots__ = ("adapter", "bias", "compute_dtype", "ledger", "options", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype, ledger: LogitsLedger) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute_dtype: torch.dtype,
+        ledger: LogitsLedger,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        adapter: Tensor | None = None,
+    ) -> None:
         self.weight = weight
         self.bias = bias
         self.compute_dtype = compute_dtype
         self.ledger = ledger
+        self.options = options
+        self.adapter = adapter
 
     @property
     def requires_grad(self) -> bool:
-        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, self.adapter))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
-        """The same head with ``function`` applied to its weight and bias."""
-        bias = None if self.bias is None else function(self.bias)
-        return HeadParameters(function(self.weight), bias, self.compute_dtype, self.ledger)
+        """The same head with ``function`` applied to its tensors."""
+        bias, adapter = (None if tensor is None else function(tensor) for tensor in (self.bias, self.adapter))
+        return HeadParameters(function(self.weight), bias, self.compute_dtype, self.ledger, self.options, adapter)
 
     def cast(self) -> HeadParameters:
         """The same head with its parameters in ``compute_dtype``."""
         return self.map(lambda parameter: parameter.to(self.compute_dtype))
+
+    def with_adapter(self, weight: Tensor) -> HeadParameters:
+        """The same head with one more low-rank update, whose input comes behind all others."""
+        adapter = weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1)
+        return HeadParameters(self.weight, self.bias, self.compute_dtype, self.ledger, self.options, adapter)
+
+    def inputs(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the weight multiplies and what the adapter does, in ``compute_dtype``."""
+        hidden_states = hidden_states.to(self.compute_dtype)
+        if self.adapter is None:
+            return hidden_states, None
+        return hidden_states.split((self.weight.shape[1], self.adapter.shape[1]), dim=-1)
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """The real logits, ``[..., vocab_size]`` in ``compute_dtype``."""
         head = self.cast()
         # The head decided on its dtype when it was called; autocast may be over (or on) by now.
         with torch.autocast(hidden_states.device.type, enabled=False):
-            return F.linear(hidden_states.to(self.compute_dtype), head.weight, head.bias)
+            hidden_states, low_rank = head.inputs(hidden_states)
+            logits = F.linear(hidden_states, head.weight, head.bias)
+            return logits if low_rank is None else logits + F.linear(low_rank, head.adapter)
 
     def project_to(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """One real logit for each token, that of its label: ``[...]`` in ``compute_dtype``."""
         head = self.cast()
         with torch.autocast(hidden_states.device.type, enabled=False):
-            rows = F.embedding(labels, head.weight)
-            logits = torch.einsum("...h,...h->...", hidden_states.to(self.compute_dtype), rows)
+            logits = torch.zeros((), dtype=head.compute_dtype, device=labels.device)
+            for weight, input in zip((head.weight, head.adapter), head.inputs(hidden_states), strict=True):
+                if input is not None:
+                    logits = logits + torch.einsum("...h,...h->...", input, F.embedding(labels, weight))
             return logits if head.bias is None else logits + F.embedding(labels, head.bias[:, None]).squeeze(-1)
+
+    def chunk_size(self, num_tokens: int) -> int:
+        """Tokens a chunk of the loss."""
+        sizes = num_tokens, self.weight.shape[0], self.compute_dtype.itemsize
+        chunk_bytes = self.options.get("chunk_bytes")
+        if chunk_bytes is None:
+            return default_chunk_size(*sizes, self.weight.device)
+        return choose_chunk_size(*sizes, chunk_bytes)
 
 
 class LogitTransform(NamedTuple):
@@ -330,22 +369,24 @@ class LazyLogits:
             return_stats=return_stats,
         )
         head, num_tokens = self.head, target.numel()
-        element_size = head.compute_dtype.itemsize
-        chunk_size = default_chunk_size(num_tokens, self.vocab_size, element_size, self.device)
+        tokens_avoided = max(0, num_tokens - head.chunk_size(num_tokens))
         head.ledger.num_losses += 1
-        head.ledger.bytes_avoided += max(0, num_tokens - chunk_size) * self.vocab_size * element_size
+        head.ledger.bytes_avoided += tokens_avoided * self.vocab_size * head.compute_dtype.itemsize
         return result
 
     def _linear_cross_entropy(self, target: Tensor, **options: Any) -> Any:
         head = self.head.cast()
         with torch.autocast(self.device.type, enabled=False):
+            hidden_states, low_rank = head.inputs(self.tokens)
             return linear_cross_entropy(
-                self.tokens.to(head.compute_dtype),
+                hidden_states,
                 head.weight,
                 target,
                 linear_bias=head.bias,
+                adapter=None if low_rank is None else (low_rank, head.adapter),
                 **options,
                 **self.transform.loss_options(),
+                **head.options,
             )
 
     # Real logits
@@ -462,7 +503,8 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     if isinstance(first, LazyLogits):
         name_out_of_place = _name_out_of_place(name)
         result = NotImplemented
-        if not (_has_lazy((args[1:], kwargs)) or first._is_overwritten()):
+        is_alone = name_out_of_place in lazy_ops.OF_TWO or name in lazy_ops.OF_TWO or not _has_lazy((args[1:], kwargs))
+        if is_alone and not first._is_overwritten():
             result = lazy_ops.record(first, name_out_of_place or name, args[1:], kwargs)
         if name_out_of_place is None:
             if result is not NotImplemented:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Entry = Callable[..., Any]
 COMMUTATIVE = ("mul", "multiply", "__mul__", "__rmul__")
+OF_TWO = ("add", "__add__")
+"""Functions that take two lazy logits."""
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _table: dict[str, Entry] = {}
 
@@ -91,6 +93,25 @@ def _multiply(x: LazyLogits, other: Any) -> Any:
 @_entry("div", "divide", "true_divide", "__truediv__", "__div__")
 def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
     return NotImplemented if rounding_mode is not None else _scale(x, other, divide=True)
+
+
+@_entry(*OF_TWO)
+def _add(x: LazyLogits, other: Any) -> Any:
+    """A low-rank update, as LoRA makes it: its input follows the hidden states, its factor is folded into that."""
+    if isinstance(other, Tensor) or not hasattr(other, "transform"):
+        return NotImplemented
+    dtype = torch.promote_types(x.dtype, other.dtype)
+    updated = x.transform == x.transform._replace(dtype=x.dtype, scale=1.0, tanh_scale=None, normalized=False)
+    update = other.transform._replace(scale=1.0)
+    if not updated or update.tanh_scale is not None or update.normalized or other._is_overwritten():
+        return NotImplemented
+    if other.head.bias is not None or other.head.adapter is not None or other.shape != x.shape:
+        return NotImplemented
+    low_rank = other.tokens * other.transform.scale
+    if x.vocab_dim != -1 or low_rank.shape[-1] > x.hidden_states.shape[-1]:
+        return NotImplemented
+    hidden_states = torch.cat((x.hidden_states, low_rank.to(x.hidden_states.dtype)), dim=-1)
+    return _cast(x.changed(hidden_states=hidden_states, head=x.head.with_adapter(other.head.weight)), dtype)
 
 
 @_entry("tanh")

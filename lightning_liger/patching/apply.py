@@ -1,10 +1,11 @@
 """Walking over a model: plan every replacement first, then make them all."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
@@ -16,24 +17,46 @@ from lightning_liger.patching.verify import PROBE_ERRORS
 KERNELS = ("rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul", "relu_squared", "linear_cross_entropy")
 """The names that ``kernels=[...]`` takes."""
 
-KernelChoice = str | Sequence[str]
+KernelChoice = str | Sequence[str] | Mapping[str, Any]
+
+_LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype")
 
 
-def check_kernels(kernels: KernelChoice) -> frozenset[str]:
-    """The names that a user's choice of kernels stands for.
+def check_kernels(kernels: KernelChoice) -> dict[str, dict[str, Any]]:
+    """The kernels that a user's choice stands for, with their options.
 
     Raises:
-        ValueError: For a name that is none of them, listing those that are.
+        ValueError: For a name or an option that does not exist, listing those that do.
     """
-    if kernels in ("auto", "none"):
-        return frozenset(KERNELS if kernels == "auto" else ())
-    names = [kernels] if isinstance(kernels, str) else list(kernels)
-    unknown = [name for name in names if name not in KERNELS]
+    if isinstance(kernels, str):
+        choice = dict.fromkeys({"auto": KERNELS, "none": ()}.get(kernels, (kernels,)), True)
+    elif isinstance(kernels, Mapping):
+        choice = dict(kernels)
+    else:
+        choice = dict.fromkeys(kernels, True)
+    unknown = [name for name in choice if name not in KERNELS]
     if unknown:
         raise ValueError(
-            f"kernels must be 'auto', 'none' or a list of names out of {list(KERNELS)}; got unknown {unknown}"
+            f"kernels must be 'auto', 'none', or a list or dict of names out of {list(KERNELS)}; got unknown {unknown}"
         )
-    return frozenset(names)
+    return {name: _check_options(name, options) for name, options in choice.items() if options is not False}
+
+
+def _check_options(name: str, options: Any) -> dict[str, Any]:
+    if options is True or options is None:
+        return {}
+    known = _LOSS_OPTIONS if name == "linear_cross_entropy" else ()
+    if not isinstance(options, Mapping) or not set(options) <= set(known):
+        expected = f", or a dict with {' and '.join(known)}" if known else ""
+        raise ValueError(f"kernels[{name!r}] must be True or False{expected}; got {options!r}")
+    options = dict(options)
+    if not isinstance(options.get("chunk_bytes", 1), int) or options.get("chunk_bytes", 1) < 1:
+        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {options['chunk_bytes']!r}")
+    dtype = options.get("accumulate_dtype", torch.float32)
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"accumulate_dtype must be a floating-point dtype, got {options['accumulate_dtype']!r}")
+    return options | ({"accumulate_dtype": dtype} if "accumulate_dtype" in options else {})
 
 
 def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> PatchReport:
@@ -45,7 +68,9 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
 
     Args:
         model: Any module that holds a Hugging Face causal LM, or parts of one.
-        kernels: ``"auto"`` for all that fit, ``"none"``, or a list of names out of :data:`KERNELS`.
+        kernels: ``"auto"`` for all that fit, ``"none"``, a list of names out of :data:`KERNELS`, or a dict from such
+            names to True, False or options: ``linear_cross_entropy`` takes ``chunk_bytes`` and ``accumulate_dtype``
+            (see :func:`liger_ops.linear_cross_entropy`).
 
     Returns:
         A report that prints as a table and can undo the replacements.
@@ -57,7 +82,7 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
     chosen = check_kernels(kernels)
     plan = _plan(model, chosen)
     if kernels not in ("auto", "none"):
-        _check_all_found(chosen, plan)
+        _check_all_found(chosen.keys(), plan)
     report = PatchReport()
     for group in plan:
         report.entries.append(group.entry)
@@ -93,8 +118,9 @@ class _Group:
     replacement: Replacement | None
 
 
-def _plan(model: nn.Module, chosen: frozenset[str]) -> list[_Group]:
+def _plan(model: nn.Module, chosen: Mapping[str, dict[str, Any]]) -> list[_Group]:
     """What happens to which modules, verified, in the order in which structures appear."""
+    head_rule = HeadRule(chosen.get(HeadRule.kernels[0], {}))
     heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
     # Modules of one class with equal candidates and signature are verified once.
     found: dict[Hashable, tuple[str, Sequence[Replacement] | str, list[nn.Module]]] = {}
@@ -104,7 +130,7 @@ def _plan(model: nn.Module, chosen: frozenset[str]) -> list[_Group]:
             if kernel in chosen:
                 found.setdefault((type(module), kernel), (kernel, "already replaced", []))[2].append(module)
         else:
-            rules = (HeadRule(),) if id(module) in heads else RULES
+            rules = (head_rule,) if id(module) in heads else RULES
         for rule in rules:
             kernel, candidates = _candidates(rule, module, chosen)
             if candidates:
@@ -124,10 +150,10 @@ def _plan(model: nn.Module, chosen: frozenset[str]) -> list[_Group]:
 
 
 def _candidates(
-    rule: Rule, module: nn.Module, chosen: frozenset[str]
+    rule: Rule, module: nn.Module, chosen: Collection[str]
 ) -> tuple[str, tuple[Replacement, ...] | str | None]:
     """The kernel that ``module`` is reported under and what to try, or why there is nothing to."""
-    if chosen.isdisjoint(rule.kernels):
+    if not any(kernel in chosen for kernel in rule.kernels):
         return "", None
     candidates = rule.candidates(module)
     if candidates is None or isinstance(candidates, str):
@@ -157,7 +183,7 @@ def _choose(
     return PatchEntry(name, kernel, len(modules), None, reason=reason), None
 
 
-def _check_all_found(chosen: frozenset[str], plan: list[_Group]) -> None:
+def _check_all_found(chosen: Collection[str], plan: list[_Group]) -> None:
     for kernel in sorted(chosen):
         groups = [group for group in plan if group.entry.kernel == kernel]
         already = any(group.entry.reason == "already replaced" for group in groups)

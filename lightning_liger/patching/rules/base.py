@@ -103,6 +103,11 @@ def settings_of(module: nn.Module) -> Hashable:
     return plain, tuple((name, id(value)) for name, value in own if callable(value))
 
 
+def holds_buffers(module: nn.Module) -> bool:
+    """Whether ``module`` itself has buffers that a checkpoint may change, and with them what it computes."""
+    return not module._buffers.keys() <= module._non_persistent_buffers_set
+
+
 def takes_one_tensor(module: nn.Module) -> bool:
     """Whether ``module(x)`` is a complete call."""
     parameters = list(inspect.signature(module.forward).parameters.values())

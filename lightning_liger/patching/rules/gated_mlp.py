@@ -23,6 +23,7 @@ from lightning_liger.patching.rules.base import (
     Replacement,
     Rule,
     forward_of_one_tensor,
+    holds_buffers,
     probe_device,
     probe_of,
     settings_of,
@@ -151,7 +152,7 @@ class MLPRule(Rule):
         sizes = {name: _sizes(child) for name, child in children.items() if _sizes(child)}
         if len(sizes) not in (2, 3) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             return None
-        if module._parameters or module._buffers:
+        if module._parameters or holds_buffers(module):
             return None
         if not takes_one_tensor(module):
             return None

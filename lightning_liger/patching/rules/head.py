@@ -1,7 +1,8 @@
 """The LM head: a linear layer whose logits wait for what becomes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,12 +14,19 @@ from lightning_liger.patching.rules.base import Replacement, Rule
 
 @dataclass(frozen=True)
 class HeadReplacement(Replacement):
-    """A linear layer that returns :class:`LazyLogits` while gradients or a loss are wanted."""
+    """A linear layer that returns :class:`LazyLogits` while gradients or a loss are wanted.
 
+    Attributes:
+        options: Names and values of the fused loss's options.
+    """
+
+    options: tuple[tuple[str, Any], ...] = ()
     kernel = "linear_cross_entropy"
     description = "LazyLogits, linear_cross_entropy"
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        options = MappingProxyType(dict(self.options))
+
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
             if not (differentiable or is_loss_wanted()) or torch.compiler.is_compiling():
@@ -27,7 +35,8 @@ class HeadReplacement(Replacement):
             autocast = torch.is_autocast_enabled(device_type)
             dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
             ledger = self.__dict__.setdefault("logits_ledger", LogitsLedger())
-            return LazyLogits(input, HeadParameters(self.weight, self.bias, dtype, ledger), LogitTransform(dtype))
+            head = HeadParameters(self.weight, self.bias, dtype, ledger, options)
+            return LazyLogits(input, head, LogitTransform(dtype))
 
         return {"forward": forward}
 
@@ -40,7 +49,10 @@ class HeadRule(Rule):
 
     kernels = ("linear_cross_entropy",)
 
+    def __init__(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.options = tuple(sorted(options.items()))
+
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         if type(module).forward is not nn.Linear.forward:
             return f"the head is {type(module).__name__}, not torch.nn.Linear"
-        return [HeadReplacement()]
+        return [HeadReplacement(self.options)]

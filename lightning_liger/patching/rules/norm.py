@@ -14,6 +14,7 @@ from lightning_liger.patching.rules.base import (
     Replacement,
     Rule,
     forward_of_one_tensor,
+    holds_buffers,
     probe_device,
     probe_of,
 )
@@ -137,9 +138,8 @@ class NormRule(Rule):
             return None
         parameters = dict(module.named_parameters())
         shapes = {tuple(parameter.shape) for parameter in parameters.values()}
-        names = sorted(parameters, key=lambda name: "bias" in name)
-        weight, bias, *others = *names, None, None
-        if any(others) or module._buffers or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        weight, bias, *others = *parameters, None, None
+        if any(others) or holds_buffers(module) or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             return "its tensors are not one vector of weights and one of biases" if looks_like else None
         if len(inspect.signature(module.forward).parameters) != 1:
             return "its forward takes more than one input" if looks_like else None
@@ -163,7 +163,7 @@ def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> 
                 yield RMSNormReplacement(each, weight, None, 0.0, "gemma")
                 yield RMSNormReplacement(each, weight, None, 1.0, "llama")
             yield RMSNormReplacement(each, weight, None, 0.0, "none")
-        # Without a name that says so, either of two vectors may be the bias.
+        # Either of two vectors may be the bias.
         for order in dict.fromkeys([(weight, bias), (weight, bias) if bias is None else (bias, weight)]):
             yield LayerNormReplacement(each, *order, 0.0)
             if weight is not None:

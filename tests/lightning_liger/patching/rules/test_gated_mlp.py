@@ -114,6 +114,17 @@ class TwoLayers(nn.Module):
         return self.fc_out(self.act(self.fc_in(x)))
 
 
+class Sharpened(nn.Module):
+    """An activation that does not print its setting."""
+
+    def __init__(self, sharpness: float) -> None:
+        super().__init__()
+        self.sharpness = sharpness
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.sharpness * x)
+
+
 class DroppingMLP(MLP):
     """A dropout of its own before the last projection."""
 
@@ -437,8 +448,9 @@ def test_what_is_no_gated_mlp_is_not_reported(make: Callable[[], nn.Module]) -> 
         [partial(ClampedMLP, float("inf")), partial(ClampedMLP, 7.0)],
         [partial(DroppingMLP, 0.0), partial(DroppingMLP, 0.1)],
         [partial(MLP, F.silu), partial(MLP, F.mish)],
+        [lambda: MLP(Sharpened(1.0)), lambda: MLP(Sharpened(1.7))],
     ],
-    ids=["multiplier", "limit", "dropout", "activation"],
+    ids=["multiplier", "limit", "dropout", "activation", "child"],
 )
 @pytest.mark.parametrize("reverse", [False, True])
 def test_instance_that_differs_in_its_settings_is_judged_by_itself(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules import norm as norms
 from tests.lightning_liger.patching.rules.comparing import (
     assert_kept,
     assert_replaced,
@@ -210,6 +211,15 @@ class FixedShapeNorm(nn.Module):
         return F.layer_norm(x.float(), self.normalized_shape, None, None, eps=1e-5).to(x.dtype)
 
 
+class BufferedNorm(WeightedNorm):
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * rstd(x, self.eps) * self.weight * self.scale
+
+
 NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "llama": (LlamaForm, LLAMA),
     "power": (PowerNorm, LLAMA),
@@ -222,6 +232,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "eps_in_code": (EpsInCodeNorm, LLAMA),
     "eps_of_class": (EpsOfClassNorm, LLAMA),
     "two_small_floats": (TwoFloatsNorm, LLAMA),
+    "buffer_of_no_checkpoint": (lambda: BufferedNorm(persistent=False), LLAMA),
     "torch_rms": (lambda: nn.RMSNorm(HIDDEN_SIZE, eps=1e-5), None),
     "torch_rms_default_eps": (lambda: nn.RMSNorm(HIDDEN_SIZE), None),
     "torch_rms_weightless": (lambda: nn.RMSNorm(HIDDEN_SIZE, elementwise_affine=False), LLAMA),
@@ -276,10 +287,17 @@ def test_output_for_bfloat16_rows_and_float32_weights_has_the_dtype_of_the_origi
 @pytest.mark.parametrize(
     ("make", "name"), [(LlamaForm, "hidden_states"), (PowerNorm, "inputs"), (OnePlusLayerNorm, "input")]
 )
-def test_norm_takes_its_input_by_its_own_name_and_no_other(make: Callable[[], nn.Module], name: str) -> None:
+def test_norm_takes_its_input_by_its_own_name_and_no_other(
+    make: Callable[[], nn.Module], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     norm = fill(make())
     twin, _ = patched_twin(norm)
+    calls: list[None] = []
+    for function in ("rms_norm", "layer_norm"):
+        fused = getattr(norms, function)
+        monkeypatch.setattr(norms, function, lambda *args, fused=fused, **kw: calls.append(None) or fused(*args, **kw))
     assert_same(norm, twin, **{name: rows(2, 7)})
+    assert len(calls) == 1
     with pytest.raises(TypeError, match="another_name"):
         twin(another_name=rows(2, 7))
 
@@ -400,15 +418,6 @@ class ScalarGainNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * rstd(x, self.eps) * self.gain
-
-
-class BufferedNorm(WeightedNorm):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * rstd(x, self.eps) * self.weight * self.scale
 
 
 NO_VECTORS = "its tensors are not one vector of weights and one of biases"

@@ -266,6 +266,23 @@ def test_call_that_is_not_covered_reaches_the_original(
     assert num_fused() == 0
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "rotate(q, k, cos[0], sin[0], 1)",
+        "rotate(q[None], k[None], cos, sin, 1)",
+        "rotate(q[0], k[0], cos, sin, 2)",
+    ],
+    ids=["tables_of_2_dims", "queries_of_5_dims", "queries_of_3_dims"],
+)
+def test_number_of_dimensions_decides_where_sizes_do_not(call: str, num_fused: Callable[[], int]) -> None:
+    module = attention(half, call)
+    twin = assert_replaced(module, "apply_rotary")
+    num_fused()
+    assert_same(module, twin, *(torch.randn(4, 4, 4, 4) for _ in range(2)), *(torch.randn(4, 4, 4) for _ in range(2)))
+    assert num_fused() == 0
+
+
 def test_wrong_call_fails_as_the_original_does() -> None:
     for call in ("rotate(q, k, cos)", "rotate(q, k, cos, sin, 1, 2)", "rotate(q, k, cos, sin, unknown=1)"):
         module = attention(half, call)
