@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from liger_ops import layer_norm, rms_norm
 from lightning_liger.patching.rules.base import (
@@ -150,6 +151,8 @@ def _eps_names(module: nn.Module) -> list[str]:
     own = vars(module)
     if isinstance(module, nn.RMSNorm | nn.LayerNorm):
         return ["eps"]
+    if isinstance(module, _DropoutNd):
+        return []
     return [name for name, value in own.items() if isinstance(value, float) and 0 < value < _LARGEST_EPS]
 
 

@@ -1,6 +1,7 @@
 """``apply_liger_kernels``: what it takes, what it leaves, what survives copying, and the way back."""
 
 import copy
+import importlib
 import pickle
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from lightning_liger import LazyLogits, apply_liger_kernels
 from lightning_liger.patching import KERNELS, check_kernels
 from lightning_liger.patching.rules import Patched
-from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
+from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
 
@@ -79,9 +80,48 @@ def test_unknown_kernel_is_refused_with_the_known_ones(kernels: Any) -> None:
 
 
 def test_check_kernels_returns_the_names_that_are_meant() -> None:
-    assert check_kernels("auto") == set(KERNELS)
-    assert check_kernels("none") == check_kernels([]) == set()
-    assert check_kernels("rope") == check_kernels(["rope", "rope"]) == {"rope"}
+    assert list(check_kernels("auto")) == list(KERNELS)
+    assert check_kernels("none") == check_kernels([]) == check_kernels({}) == {}
+    assert check_kernels("rope") == check_kernels(["rope", "rope"]) == check_kernels({"rope": True}) == {"rope": {}}
+    assert check_kernels({"rope": False, "rms_norm": None}) == {"rms_norm": {}}
+
+
+def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    options = {"chunk_bytes": 3 * VOCAB_SIZE * 4, "accumulate_dtype": "float64"}
+    report = apply_liger_kernels(model, {"linear_cross_entropy": options, "rms_norm": True, "rope": False})
+    assert {entry.kernel for entry in report.entries} == {"linear_cross_entropy", "rms_norm"}
+    used: list[Any] = []
+    module = importlib.import_module("liger_ops.linear_cross_entropy")
+    driver = module.chunked_linear_loss
+    monkeypatch.setattr(
+        module, "chunked_linear_loss", lambda *args, **kwargs: (used.append(kwargs), driver(*args, **kwargs))[1]
+    )
+    torch.testing.assert_close(model(**tiny_batch()).loss, plain(**tiny_batch()).loss)
+    assert [(call["chunk_size"], call["accumulate_dtype"]) for call in used] == [(3, torch.float64)]
+    tokens_avoided = model.lm_head.logits_ledger.bytes_avoided // (4 * VOCAB_SIZE)
+    assert tokens_avoided == tiny_batch()["labels"].numel() - 3
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ({"linear_cross_entropy": {"chunk_size": 3}}, "True or False, or a dict with chunk_bytes and accumulate_dtype"),
+        ({"rope": {"chunk_bytes": 3}}, r"kernels\['rope'\] must be True or False; got"),
+        ({"linear_cross_entropy": 7}, "must be True or False, or a dict"),
+        ({"linear_cross_entropy": {"chunk_bytes": 0}}, "chunk_bytes must be a positive number of bytes, got 0"),
+        ({"linear_cross_entropy": {"chunk_bytes": 1.5}}, "chunk_bytes must be a positive number of bytes, got 1.5"),
+        ({"linear_cross_entropy": {"accumulate_dtype": "int8"}}, "must be a floating-point dtype, got 'int8'"),
+        ({"linear_cross_entropy": {"accumulate_dtype": "f32"}}, "must be a floating-point dtype, got 'f32'"),
+        ({"loss": True}, r"unknown \['loss'\]"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_anything_changes(kernels: Any, message: str) -> None:
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=message):
+        apply_liger_kernels(model, kernels)
+    assert replaced(model) == []
 
 
 @pytest.mark.parametrize(
