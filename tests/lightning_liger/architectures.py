@@ -11,6 +11,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -236,6 +237,8 @@ def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> 
     values = {name: value for name in names if (value := _shrunk_value(name, default[name])) is not None}
     if "kv_lora_rank" in values:  # multi-head latent attention has as many key heads as query heads
         values["num_key_value_heads"] = 4
+    if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
+        overrides = {"rope_parameters": _with_sections(default, values.get("head_dim", 8))} | overrides
     num_layers = {name: default[name] for name in names if _LAYERS.fullmatch(name)}
     # Lists with an entry for each layer keep one of each kind.
     kinds = {
@@ -247,6 +250,14 @@ def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> 
     values |= dict.fromkeys(num_layers, count)
     values |= {name: (each * count)[:count] for name, each in kinds.items()}
     return config_class(**values | parts | overrides)
+
+
+def _with_sections(default: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Rotary parameters whose sections for time, height and width fit ``head_dim``."""
+    rope = default.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
+    factor = rope.get("partial_rotary_factor", default.get("partial_rotary_factor")) or 1.0
+    num_pairs = int(head_dim * factor) // 2
+    return {**rope, "mrope_section": [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]}
 
 
 def _shrunk_value(name: str, default: Any) -> Any:
@@ -271,6 +282,32 @@ def tiny_causal_lm(model_type: str, seed: int = 0) -> PreTrainedModel:
                 nn.init.normal_(parameter, std=0.2)
             else:  # norms start as ones, biases and offsets from one as zeros, which would hide mistakes
                 parameter.data += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+IMAGE_TEXT_TYPES: tuple[str, ...] = (
+    "aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
+    "dots3_note", "exaone4_5", "fuyu", "gemma3", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe",
+    "glm_ocr", "glmga", "got_ocr2", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl",
+    "janus", "kimi_k25", "kosmos-2.5", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next",
+    "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl",
+    "mistral3", "mistral4", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paligemma", "pp_chart2table",
+    "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "smolvlm", "t5gemma2",
+    "video_llama_3", "video_llava", "vipllava"
+)  # fmt: skip
+"""Types of ``AutoModelForImageTextToText`` that can be built here and run on text alone."""
+
+
+def tiny_image_text_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A model of images and text on the CPU in float32, its matrices random and the same at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = tiny_config(model_type)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.2)
     return model
 
 
