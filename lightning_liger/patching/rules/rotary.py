@@ -218,6 +218,7 @@ class RotaryReplacement(Replacement):
 
 def _rebound(method: FunctionType, name: str, replacement: Callable[..., Any]) -> FunctionType:
     scope = {**method.__globals__, name: replacement}
+    scope.pop("__name__", None)  # by which the compiler would look the name up in the module itself
     rebound = FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
     rebound.__kwdefaults__ = method.__kwdefaults__
     return functools.update_wrapper(rebound, method)

@@ -1,0 +1,146 @@
+"""Patched models in the ways that models are used: attention, packing, checkpointing, compiling, casting."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_liger import apply_liger_kernels
+from tests.lightning_liger.tiny import tiny_batch, tiny_model
+
+FAMILIES = ["llama", "qwen3", "gemma3_text", "phi3", "glm4", "mixtral"]
+
+
+def pair(model_type: str = "llama", attention: str = "eager", **overrides: Any) -> tuple[nn.Module, nn.Module]:
+    """A model and its patched copy."""
+    model = tiny_model(model_type, **overrides)
+    model.set_attn_implementation(attention)
+    patched = copy.deepcopy(model)
+    apply_liger_kernels(patched)
+    return model, patched
+
+
+def assert_same(model: nn.Module, patched: nn.Module, batch: dict[str, Any], *, is_fused: bool = True) -> None:
+    losses = [each(**batch).loss for each in (model, patched)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    for (name, want), got in zip(model.named_parameters(), patched.parameters(), strict=True):
+        if want.grad is None:  # an expert that no token chose
+            assert got.grad is None, name
+            continue
+        tolerance = 1e-5 * want.grad.abs().max().item()
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    ledger = getattr(patched.get_output_embeddings(), "logits_ledger", None)
+    assert (ledger is not None and ledger.num_losses > 0 and ledger.num_materialized == 0) == is_fused
+
+
+def padded_batch() -> dict[str, Tensor]:
+    batch = tiny_batch()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, -3:] = 0
+    return batch
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_attention_gets_what_it_got_before(model_type: str, attention: str) -> None:
+    assert_same(*pair(model_type, attention), padded_batch())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_flex_attention_gets_what_it_got_before(model_type: str) -> None:
+    losses = [each(**padded_batch()).loss for each in pair(model_type, "flex_attention")]  # no backward on CPUs
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_documents_keep_their_positions(attention: str) -> None:
+    batch = tiny_batch(batch_size=1, seq_len=12)
+    batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+    model, patched = pair("llama", attention)
+    assert_same(model, patched, batch)
+    other = patched(**batch | {"position_ids": torch.arange(12)[None]}).loss
+    assert not torch.isclose(other, model(**batch).loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_of_hugging_face(use_reentrant: bool) -> None:
+    model, patched = pair("qwen3")
+    for each in (model, patched):
+        each.train()
+        each.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        each.enable_input_require_grads()
+    assert_same(model, patched, tiny_batch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_model_cast_after_patching_follows(dtype: torch.dtype) -> None:
+    model, patched = (each.to(dtype) for each in pair("olmo2"))
+    losses = [each(**tiny_batch()).loss for each in (model, patched)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)
+
+
+def test_tuple_outputs_and_logits_of_the_last_tokens_only() -> None:
+    model, patched = pair()
+    batch = tiny_batch()
+    loss, logits, *_ = model(**batch, return_dict=False)
+    fused_loss, fused_logits, *_ = patched(**batch, return_dict=False)
+    torch.testing.assert_close(fused_loss, loss)
+    torch.testing.assert_close(fused_logits[:, -1].materialize(), logits[:, -1])
+    for keep in (3, torch.tensor([1, 4])):
+        kept = [each(input_ids=batch["input_ids"], logits_to_keep=keep).logits for each in (model, patched)]
+        assert kept[1].shape == kept[0].shape
+        torch.testing.assert_close(kept[1] + 0.0, kept[0])
+
+
+def test_logits_stay_usable_after_the_loss() -> None:
+    model, patched = pair()
+    outputs = [each(**tiny_batch()) for each in (model, patched)]
+    assert outputs[1].logits.shape == outputs[0].logits.shape
+    assert torch.equal(outputs[1].logits.argmax(-1), outputs[0].logits.argmax(-1))
+    torch.testing.assert_close(outputs[1].logits.softmax(-1), outputs[0].logits.softmax(-1))
+
+
+class LossOutside(nn.Module):
+    """Computes its loss as people do around a model that they did not write."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(input_ids=input_ids).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def test_compiled_model_computes_the_same() -> None:
+    model, patched = (LossOutside(each) for each in pair("llama", "sdpa"))
+    torch._dynamo.reset()
+    compiled = torch.compile(patched, backend="aot_eager")
+    losses = [model(**tiny_batch()), compiled(**tiny_batch())]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for want, got in zip(model.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_model_in_a_device_context_of_meta_is_verified_on_the_cpu_and_filled_later() -> None:
+    model = tiny_model("mixtral")
+    with torch.device("meta"):
+        patched = type(model)(model.config)
+    report = apply_liger_kernels(patched)
+    assert {entry.kernel for entry in report.entries if entry.replacement} == {
+        "rms_norm", "rope", "silu_mul", "linear_cross_entropy"
+    }  # fmt: skip
+    patched.to_empty(device="cpu")
+    patched.load_state_dict(model.state_dict())
+    for module in patched.modules():  # not in the state
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = model.model.rotary_emb.inv_freq.clone()
+    assert_same(model, patched, tiny_batch())
