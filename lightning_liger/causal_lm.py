@@ -27,6 +27,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         betas: AdamW's averaging factors.
         warmup_steps: Steps in which the learning rate rises to its peak.
         min_lr_ratio: Share of the peak that is left at the last step; 1 keeps the learning rate constant.
+        loss_normalization: ``"tokens"``, the mean over all target tokens of an optimizer step, or ``"micro_batch"``,
+            the mean of the micro-batches' means.
         max_new_tokens: Tokens that ``predict`` adds to a prompt.
         temperature: Of sampling in ``predict``; 0 takes the likeliest token.
 
@@ -47,9 +49,11 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 0,
         min_lr_ratio: float = 0.1,
+        loss_normalization: str = "tokens",
         max_new_tokens: int = 64,
         temperature: float = 0.8,
     ) -> None:
+        self.loss_normalization = loss_normalization
         super().__init__()
         self.save_hyperparameters()
         if pretrained is not None and not (Path(pretrained) / "config.json").is_file():

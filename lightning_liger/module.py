@@ -1,5 +1,6 @@
 """What turns a LightningModule with a language model into one that trains on its fused loss."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from liger_ops import IGNORE_INDEX
 from lightning_liger.lazy_logits import LazyLogits, lazy_logits
 from lightning_liger.metrics import TokenMetrics
+from lightning_liger.token_mean import TokenMean
 
 _STAGES = ("train", "val", "test")
+_NORMALIZATIONS = ("tokens", "micro_batch")
 
 
 class LMLoss(NamedTuple):
@@ -19,6 +22,8 @@ class LMLoss(NamedTuple):
 
     loss: Tensor
     """Mean over the tokens that are not ignored, a differentiable scalar."""
+    loss_sum: Tensor
+    """Their sum, likewise."""
     num_tokens: Tensor
     """Tokens that are not ignored."""
     num_correct: Tensor
@@ -41,14 +46,20 @@ class LigerLMMixin:
             labels = batch.pop("labels")
             return self.lm_loss(self.model(**batch).logits, labels)
 
+    The training loss is the mean over the target tokens of a whole optimizer step: gradients do not depend on how
+    tokens were split over accumulated micro-batches and ranks. With ``loss_normalization = "micro_batch"`` in the class
+    they are the mean of the micro-batches' means, as those of a training step of your own.
+
     The loss is fused when the model's head was patched, which the ``liger`` strategies, ``LigerCallback`` and
     :func:`~lightning_liger.apply_liger_kernels` do; otherwise the steps work on whole logits.
 
     Raises:
         TypeError: When a class lists the mixin behind ``LightningModule``.
+        ValueError: For an unknown ``loss_normalization``.
     """
 
     model: nn.Module
+    loss_normalization: str = "tokens"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -61,6 +72,9 @@ class LigerLMMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.loss_normalization not in _NORMALIZATIONS:
+            raise ValueError(f"loss_normalization must be one of {_NORMALIZATIONS}, got {self.loss_normalization!r}")
+        self._token_mean = TokenMean()
         self.token_metrics = nn.ModuleDict({f"{stage}_metrics": TokenMetrics(stage) for stage in _STAGES})
 
     def lm_loss(self, logits: LazyLogits | Tensor, labels: Tensor) -> Tensor:
@@ -88,13 +102,15 @@ class LigerLMMixin:
         # Shifting the labels instead of the logits costs nothing, and the last token is ignored, not cut.
         targets = F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
         if isinstance(logits, LazyLogits):
-            loss, stats = logits.cross_entropy(targets, return_stats=True)
+            loss_sum, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
             predictions = stats.predictions
         else:
-            loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+            loss_sum = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
             predictions = logits.detach().argmax(dim=-1)
         kept = targets != IGNORE_INDEX
-        return LMLoss(loss, kept.sum(), ((predictions == targets) & kept).sum())
+        num_tokens = kept.sum()
+        loss = (loss_sum / num_tokens.clamp(min=1)).masked_fill(num_tokens == 0, math.nan)
+        return LMLoss(loss, loss_sum, num_tokens, ((predictions == targets) & kept).sum())
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         return self._lm_step("train", batch)
@@ -116,12 +132,44 @@ class LigerLMMixin:
         with lazy_logits():
             result = self.lm_loss_with_counts(self.model(**inputs).logits, batch["labels"])
         self._log_tokens(stage, result)
+        if stage == "train" and self._normalizes_steps():
+            return self._token_mean.add(result.loss_sum, result.num_tokens)
         return result.loss
+
+    def _normalizes_steps(self) -> bool:
+        """Whether gradients become those of the step's mean; not where engines keep them to themselves."""
+        return (
+            self.loss_normalization == "tokens"
+            and self._trainer is not None
+            and self.automatic_optimization
+            and not self.trainer.strategy.handles_gradient_accumulation
+        )
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self._token_mean.reset()
+
+    def on_after_backward(self) -> None:
+        super().on_after_backward()
+        # Here and not in a hook of the optimizer's step, where callbacks, which may look at gradients, come first.
+        if self._token_mean.is_empty or self.trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        loss = self._token_mean.normalize(
+            (parameter for group in groups for parameter in group["params"]),
+            num_micro_batches=self.trainer.accumulate_grad_batches,
+            num_ranks=self.trainer.world_size,
+            sum_over_ranks=lambda tensor: self.trainer.strategy.reduce(tensor, reduce_op="sum"),
+        )
+        self._log_step(loss)
+
+    def _log_step(self, loss: Tensor) -> None:
+        self.log("train_loss_step", loss, prog_bar=True, on_step=True, on_epoch=False)
 
     def _log_tokens(self, stage: str, result: LMLoss) -> None:
         metrics = self.token_metrics[f"{stage}_metrics"]
         metrics.update_tokens(result.loss, result.num_correct, result.num_tokens)
-        if stage == "train":
-            self.log("train_loss_step", result.loss.detach(), prog_bar=True, on_step=True, on_epoch=False)
+        if stage == "train" and not self._normalizes_steps():
+            self._log_step(result.loss.detach())
         for name, metric in metrics.items():
             self.log(name, metric, on_step=False, on_epoch=True, prog_bar=stage != "train" and not name.endswith("y"))

@@ -17,7 +17,7 @@ from lightning_liger.patching.verify import PROBE_ERRORS
 KERNELS = ("rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul", "relu_squared", "linear_cross_entropy")
 """The names that ``kernels=[...]`` takes."""
 
-KernelChoice = str | Sequence[str] | Mapping[str, Any]
+KernelChoice = str | list[str] | dict[str, Any]
 
 _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype")
 

@@ -98,7 +98,8 @@ def _patched_class(replacement: Replacement, original: type[nn.Module]) -> type[
 
 def settings_of(module: nn.Module) -> Hashable:
     """The numbers, strings and functions among a module's own attributes: instances of one class may differ in them."""
-    own = vars(module).items()
+    # A layer's index says where it is, not what it does.
+    own = [(name, value) for name, value in vars(module).items() if name != "layer_idx"]
     plain = tuple((name, value) for name, value in own if isinstance(value, bool | int | float | str))
     return plain, tuple((name, id(value)) for name, value in own if callable(value))
 

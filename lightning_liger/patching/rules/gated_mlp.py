@@ -248,4 +248,6 @@ class ExpertsRule(Rule):
         gate_up = getattr(module, "gate_up_proj", None)
         if not (isinstance(gate_up, Tensor) and gate_up.dim() == 3 and callable(getattr(module, "_apply_gate", None))):
             return None
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
+            return "its experts run one after another, by code of their own"
         return [ExpertsReplacement(activation) for activation in _GATES]

@@ -65,6 +65,15 @@ def make_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
     return batches
 
 
+def make_uneven_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
+    """The same where every third batch of the second rank has no labels."""
+    batches = make_batches(rank, num_batches)
+    for index in range(0, num_batches, 3):
+        if rank == 1:
+            batches[index]["labels"][:] = -100
+    return batches
+
+
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
 
@@ -156,18 +165,30 @@ class Reference(NamedTuple):
     parameters: dict[str, Tensor]
 
 
-def reference_training(tied: bool, device: str) -> Reference:
-    """One process, stock model, plain loop."""
+def reference_training(
+    tied: bool,
+    device: str,
+    of_tokens: bool,
+    make: Callable[[int], list[Batch]] = make_batches,
+    num_micro_batches: int = 1,
+) -> Reference:
+    """One process, stock model, plain loop; the mean is over a step's tokens, or over the means of ranks."""
     model = build_model(tied).to(device)
     optimizer = make_optimizer(model.parameters())
     losses: list[list[float]] = [[] for _ in range(NUM_RANKS)]
     squared_norms = []
-    for parts in zip(*(make_batches(rank) for rank in range(NUM_RANKS)), strict=True):
+    of_ranks = [make(rank) for rank in range(NUM_RANKS)]
+    for start in range(0, len(of_ranks[0]), num_micro_batches):
         optimizer.zero_grad()
-        for rank, batch in enumerate(parts):
+        parts = [
+            (rank, batch) for rank in range(NUM_RANKS) for batch in of_ranks[rank][start : start + num_micro_batches]
+        ]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for _, batch in parts]
+        for (rank, batch), count in zip(parts, counts, strict=True):
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
-            (loss / NUM_RANKS).backward()
-            losses[rank].append(loss.item())
+            losses[rank].append(loss.item() if count else 0.0)
+            if count:
+                (loss * (count / sum(counts) if of_tokens else 1 / len(parts))).backward()
         squared_norms.append(squared_gradient_norm(model.parameters()))
         optimizer.step()
     return Reference(losses, squared_norms, {name: tensor.cpu() for name, tensor in model.state_dict().items()})
@@ -208,7 +229,8 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 def _fit(strategy: Any, tied: bool, run: dict[str, Any], save_as: str | None = None, **options: Any) -> dict[str, Any]:
     recorder, module = Losses(), LM(tied)
     ckpt_path = options.pop("ckpt_path", None)
-    loader = make_loader(run["rank"], options.pop("num_batches", NUM_STEPS))
+    make = options.pop("make", make_batches)
+    loader = DataLoader(make(run["rank"], options.pop("num_batches", NUM_STEPS)), batch_size=None)
     trainer = make_trainer(
         recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
     )
@@ -250,6 +272,7 @@ def _run_rank(device: str, folder: Path) -> None:
         results[f"fabric-logits-{head}"] = _fabric(
             lambda model, batch: outside_loss(model(batch["input_ids"]).logits, batch["labels"]), tied, run
         )
+    results["uneven"] = _fit("liger_fsdp", False, run, make=make_uneven_batches, accumulate_grad_batches=2)
     # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
     epochs = {"tied": False, "run": run, "num_batches": 2}
     results["two-epochs"] = _fit(LigerStrategy(state_dict_type="sharded"), max_epochs=2, **epochs)
@@ -264,8 +287,8 @@ def _run_rank(device: str, folder: Path) -> None:
 # How ranks are started
 
 
-def launch(device: str, folder: Path, timeout: float = 240.0) -> list[dict[str, Any]]:
-    """The results of both ranks; if one fails, both end and the error shows what they wrote to stderr."""
+def launch(device: str, folder: Path, timeout: float = 240.0, worker: str = __name__) -> list[dict[str, Any]]:
+    """What ``worker`` saved on both ranks; if one fails, both end and the error shows what they wrote to stderr."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -278,7 +301,7 @@ def launch(device: str, folder: Path, timeout: float = 240.0) -> list[dict[str, 
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "liger-tests",
     }
-    command = [sys.executable, "-m", __name__, device, str(folder)]
+    command = [sys.executable, "-m", worker, device, str(folder)]
     processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(NUM_RANKS)]
     try:
         for rank, output in enumerate(outputs):

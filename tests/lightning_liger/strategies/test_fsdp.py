@@ -33,6 +33,7 @@ from tests.lightning_liger.strategies.distributed import (
     make_loader,
     make_optimizer,
     make_trainer,
+    make_uneven_batches,
     reference_training,
     wrapped_units,
 )
@@ -54,7 +55,11 @@ def ranks(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(ranks):
     device = ranks[0]
-    return {head: reference_training(tied, device) for head, tied in HEADS.items()}
+    return {
+        (head, of_tokens): reference_training(tied, device, of_tokens)
+        for head, tied in HEADS.items()
+        for of_tokens in (False, True)
+    }
 
 
 @pytest.mark.slow
@@ -62,7 +67,8 @@ def reference(ranks):
 @pytest.mark.parametrize("way", ["trainer", "no-kernels", "fabric-labels", "fabric-logits"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, way, head):
     device, _, results = ranks
-    losses, squared_norms, parameters = reference[head]
+    # The mixin's steps are of tokens; with Fabric each rank's loss is a mean of its own.
+    losses, squared_norms, parameters = reference[head, not way.startswith("fabric")]
     # What wrong gradients could not pass: the model learnt, from other batches on each rank.
     assert losses[0][-1] < losses[0][0] - 0.5
     assert losses[0][0] != losses[1][0]
@@ -80,13 +86,28 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, w
 
 
 @pytest.mark.slow
+def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
+    device, _, results = ranks
+    runs = [result["uneven"] for result in results]
+    losses, squared_norms, parameters = reference_training(False, device, True, make_uneven_batches, 2)
+    assert losses[1][0] == 0.0  # a rank without any label
+    found = [sum(parts) for parts in zip(*(run["squared_norms"] for run in runs), strict=True)]
+    torch.testing.assert_close(found, squared_norms, rtol=10 * RELATIVE_TOLERANCE[device], atol=0.0)
+    for rank, run in enumerate(runs):
+        # Lightning divides what it shows by the number of micro-batches.
+        found = [2 * loss for loss in run["losses"]]
+        torch.testing.assert_close(found, losses[rank], rtol=RELATIVE_TOLERANCE[device], atol=1e-7)
+        for name, parameter in run["whole"].items():
+            torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("way", ["trainer", "fabric-labels", "fabric-logits"])
-def test_two_ranks_have_the_losses_of_fsdp_without_kernels(ranks, way, head):
+def test_two_ranks_have_the_losses_of_fsdp_without_kernels(ranks, head):
     device, _, results = ranks
     for run in results:
         plain = run[f"no-kernels-{head}"]["losses"]
-        torch.testing.assert_close(run[f"{way}-{head}"]["losses"], plain, rtol=RELATIVE_TOLERANCE[device], atol=0.0)
+        torch.testing.assert_close(run[f"trainer-{head}"]["losses"], plain, rtol=RELATIVE_TOLERANCE[device], atol=0.0)
 
 
 @pytest.mark.slow

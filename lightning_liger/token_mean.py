@@ -1,0 +1,79 @@
+"""The mean over tokens of all micro-batches and ranks of an optimizer step, whatever way they were split.
+
+Micro-batches and ranks hold different numbers of target tokens, so the mean of their means is not the mean over tokens.
+Each therefore differentiates its sum, times a constant; once the step's tokens are counted, gradients are divided by
+their number, before anybody looks at them.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+_SUM_SCALE = 2.0**-12  # sums of thousands of tokens, brought near to means, so that float16 holds their gradients
+
+
+class TokenMean:
+    """Counts the tokens of one optimizer step and turns gradients of sums into those of their mean."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the micro-batches so far."""
+        self._sum_and_count: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no micro-batch was added since the last step."""
+        return self._sum_and_count is None
+
+    def add(self, loss_sum: Tensor, num_tokens: Tensor) -> Tensor:
+        """Adds a micro-batch.
+
+        Args:
+            loss_sum: The sum of its tokens' losses, a differentiable scalar.
+            num_tokens: How many they are, a scalar.
+
+        Returns:
+            A loss whose value is the micro-batch's mean (0 without tokens) and whose gradient is that of its sum, times
+            a constant that :meth:`normalize` takes out.
+        """
+        total = loss_sum.detach()
+        added = torch.stack((total.double(), num_tokens.double()))
+        self._sum_and_count = added if self._sum_and_count is None else self._sum_and_count + added
+        scaled = loss_sum * _SUM_SCALE
+        return scaled + (total / num_tokens.clamp(min=1) - scaled.detach())
+
+    def normalize(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        num_micro_batches: int,
+        num_ranks: int,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Makes the parameters' gradients those of the mean over all tokens since the last call.
+
+        Args:
+            parameters: Their gradients are scaled in place.
+            num_micro_batches: By how many the losses were divided before backward.
+            num_ranks: Over how many ranks gradients were averaged.
+            sum_over_ranks: Adds a tensor up over them.
+
+        Returns:
+            That mean, 0 without any token.
+        """
+        if self._sum_and_count is None:
+            raise RuntimeError("normalize needs the loss of at least one micro-batch first")
+        loss_sum, num_tokens = sum_over_ranks(self._sum_and_count)
+        self.reset()
+        factor = num_micro_batches * num_ranks / _SUM_SCALE / num_tokens.clamp(min=1)
+        gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, _), same in gradients.items():
+            torch._foreach_mul_(same, factor.to(device, torch.float32))
+        return loss_sum / num_tokens.clamp(min=1)
