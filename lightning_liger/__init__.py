@@ -1,6 +1,7 @@
 """Fused kernels and a loss without logits for PyTorch Lightning and Fabric.
 
-Importing this registers the strategy ``"liger_fsdp"`` for :class:`lightning.Trainer` and :class:`lightning.Fabric`.
+Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_fsdp"`` and ``"liger_model_parallel"``
+for :class:`lightning.Trainer` and :class:`lightning.Fabric`.
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -13,23 +14,45 @@ from lightning_liger.lazy_logits import LazyLogits
 from lightning_liger.module import LigerLMMixin
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
-from lightning_liger.strategies import FabricLigerStrategy, LigerStrategy
+from lightning_liger.strategies import (
+    FabricLigerDDPStrategy,
+    FabricLigerModelParallelStrategy,
+    FabricLigerSingleDeviceStrategy,
+    FabricLigerStrategy,
+    LigerDDPStrategy,
+    LigerModelParallelStrategy,
+    LigerSingleDeviceStrategy,
+    LigerStrategy,
+)
 
-LigerStrategy.register_strategies(StrategyRegistry)
-FabricLigerStrategy.register_strategies(STRATEGY_REGISTRY)
+for _strategy in (LigerSingleDeviceStrategy, LigerDDPStrategy, LigerStrategy, LigerModelParallelStrategy):
+    _strategy.register_strategies(StrategyRegistry)
+for _strategy in (
+    FabricLigerSingleDeviceStrategy,
+    FabricLigerDDPStrategy,
+    FabricLigerStrategy,
+    FabricLigerModelParallelStrategy,
+):
+    _strategy.register_strategies(STRATEGY_REGISTRY)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoLigerModelForCausalLM",
     "AutoLigerModelForImageTextToText",
+    "FabricLigerDDPStrategy",
+    "FabricLigerModelParallelStrategy",
     "FabricLigerPrecisionPlugin",
+    "FabricLigerSingleDeviceStrategy",
     "FabricLigerStrategy",
     "LazyLogits",
     "LigerCallback",
     "LigerCausalLM",
+    "LigerDDPStrategy",
     "LigerLMMixin",
+    "LigerModelParallelStrategy",
     "LigerPrecisionPlugin",
+    "LigerSingleDeviceStrategy",
     "LigerStrategy",
     "PatchReport",
     "TrainingSummary",

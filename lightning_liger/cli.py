@@ -21,7 +21,7 @@ class LigerCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` for any LightningModule and data module, named in the yaml.
 
     Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``) and lets ``trainer.devices: auto`` mean all GPUs
-    or, without any, two CPU processes; ``predict`` runs in one process unless told otherwise.
+    or, without any, two CPU processes; ``predict`` and the strategy ``liger`` take one device unless told otherwise.
     """
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class LigerCLI(LightningCLI):
         trainer = config.trainer
         if trainer.devices != "auto":
             return
-        if self.subcommand == "predict":
+        if self.subcommand == "predict" or _is_for_one_device(trainer.strategy):
             trainer.devices = 1
             if trainer.strategy == "liger_fsdp":  # one process has nothing to shard
                 trainer.strategy = "auto"
@@ -55,6 +55,10 @@ class LigerCLI(LightningCLI):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
             rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
+
+
+def _is_for_one_device(strategy: Any) -> bool:
+    return strategy == "liger" or getattr(strategy, "class_path", "").endswith(".LigerSingleDeviceStrategy")
 
 
 def _has_accelerator(flag: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _SUM_SCALE = 2.0**-12  # sums of thousands of tokens, brought near to means, so that float16 holds their gradients
 
@@ -71,8 +72,9 @@ class TokenMean:
         factor = num_micro_batches * num_ranks / _SUM_SCALE / num_tokens.clamp(min=1)
         gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
-            if parameter.grad is not None:
-                gradient = parameter.grad
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, _), same in gradients.items():
             torch._foreach_mul_(same, factor.to(device, torch.float32))

@@ -15,10 +15,18 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_liger.clipping import clip_gradient_norm
 from lightning_liger.patching import PatchReport, check_kernels
-from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
+from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.precision import (
+    FabricLigerPrecisionPlugin,
+    LigerPrecisionPlugin,
+    OnNonfiniteGrad,
+    check_on_nonfinite_grad,
+)
 from lightning_liger.strategies.policies import check_policy, decoder_layer_classes, resolve_policy
 
 _NAME = "liger_fsdp"
@@ -35,7 +43,7 @@ class _FusedFSDP:
 
     def __init__(
         self,
-        kernels: str | list[str] = "auto",
+        kernels: KernelChoice = "auto",
         auto_wrap_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
         activation_checkpointing_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
         **kwargs: Any,
@@ -88,22 +96,33 @@ class _FusedFSDP:
 class LigerStrategy(_FusedFSDP, pytorch_fsdp.FSDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
-    Also runs on CPUs (over gloo), and finds the layers to wrap by itself.
+    Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm, which it logs as
+    ``grad_norm``: over all ranks, before clipping.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, or a list of names; see :func:`~lightning_liger.apply_liger_kernels`.
+        kernels: ``"auto"``, ``"none"``, a list of names or a dict with options; see
+            :func:`~lightning_liger.apply_liger_kernels`.
         auto_wrap_policy: The layers to shard one by one: their classes or names of these (dotted, or bare if the model
             has such a layer), or any FSDP policy. By default the layers that the Hugging Face model in the module says
             must not be split; embeddings and LM head stay in the root unit, where the fused loss needs them.
         activation_checkpointing_policy: The layers to recompute in backward, named in the same way. By default none.
+        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN: ``"raise"`` ends training,
+            ``"skip"`` lets the optimizer change nothing, ``"ignore"`` lets it take them as they are. The first two
+            take the norm in every step, clipped or not, and wait for it. With precision ``"16-mixed"`` the scaler skips
+            such steps in any case.
         **kwargs: As in Lightning's strategy.
 
     Raises:
-        ValueError: For an unknown kernel or layer class.
+        ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``.
     """
 
     strategy_name = _NAME
     _registered_strategies: list[str] = []
+
+    def __init__(self, *args: Any, on_nonfinite_grad: OnNonfiniteGrad = "ignore", **kwargs: Any) -> None:
+        check_on_nonfinite_grad(on_nonfinite_grad)
+        self.on_nonfinite_grad = on_nonfinite_grad
+        super().__init__(*args, **kwargs)
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -113,13 +132,17 @@ class LigerStrategy(_FusedFSDP, pytorch_fsdp.FSDPStrategy):
     @property
     @override
     def precision_plugin(self) -> pytorch_precision.FSDPPrecision:
-        return self._precision_plugin or LigerPrecisionPlugin("32-true", kernels=self.kernels)
+        return self._precision_plugin or LigerPrecisionPlugin(
+            "32-true", kernels=self.kernels, on_nonfinite_grad=self.on_nonfinite_grad
+        )
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Any) -> None:
         if type(precision_plugin) is pytorch_precision.FSDPPrecision:
-            precision_plugin = LigerPrecisionPlugin.replacing(precision_plugin, self.kernels)
+            precision_plugin = LigerPrecisionPlugin.replacing(
+                precision_plugin, self.kernels, on_nonfinite_grad=self.on_nonfinite_grad
+            )
         pytorch_fsdp.FSDPStrategy.precision_plugin.fset(self, precision_plugin)
 
     @override
@@ -128,7 +151,10 @@ class LigerStrategy(_FusedFSDP, pytorch_fsdp.FSDPStrategy):
 
 
 class FabricLigerStrategy(_FusedFSDP, fabric_fsdp.FSDPStrategy):
-    """:class:`LigerStrategy` for Fabric; takes the same arguments."""
+    """:class:`LigerStrategy` for Fabric; takes the same arguments, except for ``on_nonfinite_grad``.
+
+    ``fabric.clip_gradients`` returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.
+    """
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -150,6 +176,22 @@ class FabricLigerStrategy(_FusedFSDP, fabric_fsdp.FSDPStrategy):
     @override
     def setup_module(self, module: Module) -> Module:
         return _average_while_reducing(super().setup_module(self._wrap(module, self._fsdp_kwargs)))
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Also for a module with several FSDP roots, and as Fabric documents ``error_if_nonfinite``."""
+        self.precision.unscale_gradients(optimizer)
+        norm = clip_gradient_norm(module, self.precision.main_params(optimizer), max_norm, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"error_if_nonfinite=True: the norm of the gradients is {norm.item()}, not finite")
+        return norm
 
 
 def _average_while_reducing(model: Module) -> Module:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_liger.lazy_logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
 from lightning_liger.patching.rules.base import Replacement, Rule
@@ -29,7 +30,8 @@ class HeadReplacement(Replacement):
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-            if not (differentiable or is_loss_wanted()) or torch.compiler.is_compiling():
+            wanted = differentiable or is_loss_wanted()
+            if not wanted or torch.compiler.is_compiling() or isinstance(self.weight, DTensor):
                 return original.forward(self, input)
             device_type = input.device.type
             autocast = torch.is_autocast_enabled(device_type)

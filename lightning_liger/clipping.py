@@ -1,0 +1,68 @@
+"""Clipping by the norm of gradients whose shards lie on several ranks."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn import Module
+
+
+@torch.no_grad()
+def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scales the gradients of ``parameters`` so that their norm over all ranks is at most ``max_norm``.
+
+    Args:
+        model: An FSDP root, or a module with one or several of them inside.
+        parameters: Those of an optimizer; other parameters' gradients neither count nor change.
+        max_norm: ``math.inf`` changes nothing.
+        norm_type: Of the p-norm.
+
+    Returns:
+        The norm before, the same on every rank. FSDP gives it the dtype of the gradients.
+
+    Raises:
+        ValueError: If ranks do not share a parameter's gradient, because it is in no FSDP unit.
+    """
+    parameters = list(parameters)
+    if dist.get_world_size() == 1:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+    units = {parameter for root in roots for parameter in root.parameters()}
+    _check_inside(model, parameters, units)
+    with _without_gradients(units.difference(parameters)):
+        if len(roots) == 1:
+            return roots[0].clip_grad_norm_(max_norm, norm_type)
+        norms = [root.clip_grad_norm_(math.inf, norm_type).float() for root in roots]
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _check_inside(model: Module, parameters: list[Tensor], units: set[Tensor]) -> None:
+    """Raises for parameters that FSDP does not manage: their gradients differ on each rank, and so would the norm."""
+    outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in units]
+    if outside:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        first = names.get(outside[0], "one of another model")
+        raise ValueError(
+            f"clipping by norm needs every trained parameter in an FSDP unit of {type(model).__name__}, but"
+            f" {len(outside)} of {len(parameters)} are in none, such as {first!r} of shape {tuple(outside[0].shape)}:"
+            " ranks do not average their gradients. Wrap or freeze them."
+        )
+
+
+@contextmanager
+def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Takes the gradients of ``parameters`` away for a while."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

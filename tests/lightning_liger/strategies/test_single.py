@@ -1,0 +1,90 @@
+"""``liger`` takes the one device that Trainer or Fabric has, and no more than one."""
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_liger import FabricLigerSingleDeviceStrategy, LigerSingleDeviceStrategy
+from lightning_liger.cli import LigerCLI
+from tests.lightning_liger.strategies.distributed import LM, Losses, logit_counts, make_loader, make_trainer
+
+ENGINES = {
+    "trainer": (lambda **options: L.Trainer(logger=False, **options), LigerSingleDeviceStrategy),
+    "fabric": (L.Fabric, FabricLigerSingleDeviceStrategy),
+}
+
+in_both = pytest.mark.parametrize(("engine", "strategy"), ENGINES.values(), ids=ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("registry", "strategy"),
+    [(StrategyRegistry, LigerSingleDeviceStrategy), (STRATEGY_REGISTRY, FabricLigerSingleDeviceStrategy)],
+)
+def test_strategy_is_registered_by_name(registry, strategy):
+    assert type(registry.get("liger")) is strategy
+    strategy.register_strategies(registry)  # the second time nothing happens
+    assert registry.available_strategies().count("liger") == 1
+
+
+@in_both
+def test_strategy_is_taken_by_name_and_gets_the_device(engine, strategy):
+    made = engine(strategy="liger", accelerator="cpu", devices=1).strategy
+    assert type(made) is strategy
+    assert made.root_device == torch.device("cpu")
+    assert made.world_size == 1
+
+
+@in_both
+@pytest.mark.parametrize("by_name", [True, False], ids=["name", "object"])
+def test_several_devices_are_refused_with_what_to_use_instead(engine, strategy, by_name):
+    with pytest.raises(ValueError, match="one device, got 2") as refused:
+        engine(strategy="liger" if by_name else strategy(), accelerator="cpu", devices=2)
+    assert all(part in str(refused.value) for part in ("devices=1", "liger_fsdp", "liger_ddp"))
+
+
+@in_both
+def test_device_that_the_user_gave_is_kept(engine, strategy):
+    made = engine(strategy=strategy(device="cpu")).strategy
+    assert made.root_device == torch.device("cpu")
+    assert made.parallel_devices == [torch.device("cpu")]
+
+
+@in_both
+def test_device_that_contradicts_the_accelerator_is_refused(engine, strategy):
+    with pytest.raises(Exception, match="choose one device type"):
+        engine(strategy=strategy(device="cuda:0"), accelerator="cpu")
+
+
+@in_both
+@pytest.mark.gpu
+def test_strategy_gets_the_gpu_that_was_chosen(engine, strategy):
+    last = torch.cuda.device_count() - 1
+    made = engine(strategy="liger", accelerator="gpu", devices=[last]).strategy
+    assert made.root_device == torch.device("cuda", last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
+def test_gpu_trains_fused_in_every_precision(tmp_path, precision):
+    recorder, module = Losses(), LM()
+    options = {"strategy": "liger", "accelerator": "gpu", "devices": 1, "precision": precision}
+    make_trainer(recorder, root=tmp_path, **options).fit(module, make_loader(0))
+    assert logit_counts(module) == (len(recorder.losses), 0)
+    assert recorder.losses[-1] < recorder.losses[0] - 0.5
+
+
+@pytest.mark.parametrize("strategy", ["liger", {"class_path": "lightning_liger.LigerSingleDeviceStrategy"}], ids=str)
+def test_devices_auto_of_the_command_line_is_one_device(tmp_path, monkeypatch, strategy):
+    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+    config = {
+        "trainer": {"strategy": strategy, "devices": "auto", "logger": False},
+        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
+        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer
+    assert type(made.strategy) is LigerSingleDeviceStrategy
+    assert made.num_devices == 1
