@@ -27,6 +27,7 @@ from lightning_liger.precision import (
     OnNonfiniteGrad,
     check_on_nonfinite_grad,
 )
+from lightning_liger.strategies.head_units import check_head_units, tied_pairs
 from lightning_liger.strategies.policies import check_policy, decoder_layer_classes, resolve_policy
 
 _NAME = "liger_fsdp"
@@ -65,7 +66,9 @@ class _FusedFSDP:
             layers = resolve_policy("activation_checkpointing_policy", self._layers_to_checkpoint, model)
             self._activation_checkpointing_kwargs = fabric_fsdp._activation_checkpointing_kwargs(None, layers)
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            check_head_units(model, tied_pairs(model))
             return model
+        pairs = tied_pairs(model)
         layers = resolve_policy("auto_wrap_policy", self._layers_to_wrap, model) or decoder_layer_classes(model)
         if not layers:
             rank_zero_warn(
@@ -80,6 +83,7 @@ class _FusedFSDP:
             sharding_strategy=self.sharding_strategy,
             **fabric_fsdp._auto_wrap_policy_kwargs(layers or None, dict(fsdp_kwargs)),
         )
+        check_head_units(model, pairs)
         if self.root_device.type == "cpu":
             # Full state dicts move parameters to the CPU and free what they moved, which on a CPU is the same memory.
             for module in FullyShardedDataParallel.fsdp_modules(model):

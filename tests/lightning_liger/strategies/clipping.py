@@ -105,6 +105,8 @@ class ClippedLM(L.LightningModule):
 
 def wrap_inside(model: nn.Module, names: tuple[str, ...]) -> None:
     """Makes FSDP roots of the named children."""
+    place = _on_this_device()
+    model.to(place.get("device_id"))
     for name in names:
         setattr(model, name, FullyShardedDataParallel(getattr(model, name), use_orig_params=True, **_on_this_device()))
 

@@ -231,6 +231,33 @@ def test_lower_precisions_train_fused(tmp_path, precision):
     assert recorder.losses[-1] < recorder.losses[0] - 0.5
 
 
+# The head's unit
+
+
+@pytest.mark.parametrize(
+    ("tied", "policy", "kernels", "message"),
+    [
+        (False, ["Linear"], "auto", "LM head 'model.lm_head' is in an FSDP unit of its own"),
+        (True, ["Embedding"], "auto", "'model.model.embed_tokens' and 'model.lm_head', which share their weight"),
+        (True, ["LlamaModel"], "none", "'model.model.embed_tokens' and 'model.lm_head', which share their weight"),
+    ],
+)
+def test_policy_that_takes_the_heads_weight_away_is_refused(tmp_path, tied, policy, kernels, message):
+    strategy = LigerStrategy(auto_wrap_policy=policy, kernels=kernels)
+    trainer = make_trainer(root=tmp_path, strategy=strategy)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(LM(tied), make_loader(0, 1))
+
+
+@pytest.mark.parametrize(("kernels", "tied", "policy"), [("none", False, ["Linear"]), ("auto", True, ["LlamaMLP"])])
+def test_policy_that_leaves_the_head_its_weight_trains(tmp_path, kernels, tied, policy):
+    recorder = Losses()
+    strategy = LigerStrategy(auto_wrap_policy=policy, kernels=kernels)
+    make_trainer(recorder, root=tmp_path, strategy=strategy).fit(LM(tied), make_loader(0, 2))
+    reference = reference_training(tied, "cpu", True, lambda rank: make_batches(0, 2))
+    torch.testing.assert_close(recorder.losses, reference.losses[0], rtol=1e-5, atol=0.0)
+
+
 # Names, arguments and plugins
 
 
