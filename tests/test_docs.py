@@ -26,3 +26,13 @@ def test_row_is_what_patching_finds(model_type: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert row(model_type) == ROWS[model_type] + "\n"
+
+
+def test_tests_that_the_page_on_strategies_names_exist() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "strategies.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", page)
+    assert len(named) > 20
+    for path, name in set(named):
+        folder = "" if path.startswith("tests/") else "tests/lightning_liger/strategies"
+        assert f"def {name}(" in (root / folder / path).read_text(encoding="utf-8"), (path, name)
