@@ -1,4 +1,4 @@
-"""Rotary embeddings: module-level functions of (q, k, cos, sin) that attention's methods call.
+"""Rotary embeddings: module-level functions of (q, k, cos, sin), or of complex numbers, that attention's methods call.
 
 A method that calls one is bound anew, with the same code and a copy of its globals in which that one name is exchanged:
 nobody else's globals change, and no method is rewritten. What a function computes (pairs of which columns, how its
@@ -27,6 +27,8 @@ _TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "one column a pair, for neighbours": lambda table: table.repeat_interleave(2, dim=-1),
 }
 _ONE_COLUMN_A_PAIR = "one column a pair"
+_COMPLEX = "freqs_cis"
+"""The parameter of functions that multiply by cos + i sin."""
 _PROBE_DIM = 16
 
 
@@ -103,9 +105,11 @@ def _part(x: Tensor, rotary_dim: int) -> Tensor:
 
 
 def _forms(names: Sequence[str]) -> Iterator[RotaryForm]:
-    tensors = tuple(names[:2]) if {"cos", "sin"}.isdisjoint(names[:2]) else tuple(names[:1])
+    tensors = tuple(names[:2]) if {"cos", "sin", _COMPLEX}.isdisjoint(names[:2]) else tuple(names[:1])
     for heads_dim, tables, interleaved, reverse, parts, keep_dtype in itertools.product(
-        (1,) if "unsqueeze_dim" in names else (1, 2), _TABLES, *[(False, True)] * 4
+        (1,) if "unsqueeze_dim" in names else (1, 2),
+        ("one column a pair, for neighbours",) if _COMPLEX in names else _TABLES,
+        *[(False, True)] * 4,
     ):
         if interleaved >= ("neighbours" in tables) and interleaved >= parts:
             yield RotaryForm(tensors, tables, interleaved, heads_dim, reverse, parts, keep_dtype)
@@ -131,22 +135,26 @@ def _compare(
     for name in ("cos", "sin"):
         arguments[name] = random(2, NUM_PROBE_TOKENS, width, dtype=table_dtype).detach()
     ordered = {name: arguments[name] for name in names if name in arguments}
+    if _COMPLEX in names:
+        ordered[_COMPLEX] = torch.complex(arguments["cos"].float(), arguments["sin"].float())
     return compare(lambda: function(**ordered), lambda: form(arguments), [arguments[name] for name in form.tensors])
 
 
 @functools.cache
 def _form_of(function: Callable[..., Any]) -> RotaryForm | str:
     """What ``function`` computes, or how it differs from the most usual form."""
-    reason = ""
+    mismatch, reason = "", ""
     for form in _forms(list(inspect.signature(function).parameters)):
         try:
             for table_dtype in (torch.float32, torch.bfloat16):
                 _compare(function, form, _PROBE_DIM, torch.float32, table_dtype, torch.device("cpu"))
             _compare(function, form, _PROBE_DIM, torch.bfloat16, torch.float32, torch.device("cpu"))
             return replace(form, partial=_is_partial(function, form))
+        except Mismatch as error:
+            mismatch = mismatch or str(error)
         except PROBE_ERRORS as error:
             reason = reason or str(error)
-    return reason
+    return mismatch or reason
 
 
 def _is_partial(function: Callable[..., Any], form: RotaryForm) -> bool:
@@ -172,9 +180,12 @@ def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) > len(names) or not arguments.keys() <= set(names) or not form.covers(arguments):
+        if len(args) > len(names) or not arguments.keys() <= set(names):
             return function(*args, **kwargs)
-        return form(arguments)
+        frequencies = arguments.pop(_COMPLEX, None)
+        if isinstance(frequencies, Tensor) and frequencies.is_complex():
+            arguments |= {"cos": frequencies.real, "sin": frequencies.imag}
+        return form(arguments) if form.covers(arguments) else function(*args, **kwargs)
 
     return apply
 
@@ -243,11 +254,12 @@ def _calls(module_class: type[nn.Module]) -> tuple[tuple[str, str, Callable[...,
 
 @functools.cache
 def _is_rotary(function: FunctionType) -> bool:
-    return {"cos", "sin"} <= inspect.signature(function).parameters.keys()
+    names = inspect.signature(function).parameters.keys()
+    return {"cos", "sin"} <= names or _COMPLEX in names
 
 
 class RotaryRule(Rule):
-    """Modules with a method that calls a function whose parameters include ``cos`` and ``sin``."""
+    """Modules with a method that calls a function of ``cos`` and ``sin``, or of ``freqs_cis``."""
 
     kernels = ("rope",)
 

@@ -103,6 +103,22 @@ def neighbours_parted(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     )
 
 
+def complex_numbers(xq, xk, freqs_cis):
+    def rotated(x):
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * freqs_cis[:, :, None, :]).flatten(3).type_as(x)
+
+    return rotated(xq), rotated(xk)
+
+
+def complex_numbers_of_the_negative_angle(xq, xk, freqs_cis):
+    return complex_numbers(xq, xk, freqs_cis.conj())
+
+
+def complex_numbers_scaled(xq, xk, freqs_cis):
+    return complex_numbers(xq, xk, 1.5 * freqs_cis)
+
+
 def without_sine(q, k, cos, sin, unsqueeze_dim=1):
     return q * cos.unsqueeze(unsqueeze_dim), k * cos.unsqueeze(unsqueeze_dim)
 
@@ -193,6 +209,18 @@ FORMS: dict[str, tuple[FunctionType, str, dict[str, Any], str]] = {
         {"table_dim": 8, "heads_dim": 2},
         NEIGHBOURS,
     ),
+    "complex": (
+        complex_numbers,
+        "rotate(q, k, cos.float() + 1j * sin.float())",
+        {"table_dim": 8, "heads_dim": 2},
+        NEIGHBOURS,
+    ),
+    "complex_backwards": (
+        complex_numbers_of_the_negative_angle,
+        "rotate(q, k, freqs_cis=cos.float() + 1j * sin.float())",
+        {"table_dim": 8, "heads_dim": 2},
+        NEIGHBOURS,
+    ),
     "parted": (neighbours_parted, "rotate(q, k, cos, sin)", {}, NEIGHBOURS),
     "parted_2": (neighbours_parted, "rotate(q, k, cos, sin, unsqueeze_dim=2)", {"heads_dim": 2}, NEIGHBOURS),
 }
@@ -227,6 +255,7 @@ LOOK_ALIKES: dict[str, tuple[FunctionType, str]] = {
     "without_sine": (without_sine, "rotate is not apply_rotary: output differs by"),
     "key_scaled": (key_scaled, "rotate is not apply_rotary: output differs by"),
     "key_detached": (key_detached, "rotate is not apply_rotary: gradient differs by"),
+    "complex_scaled": (complex_numbers_scaled, "rotate is not apply_rotary: output differs by"),
     "with_values": (with_values, "rotate is not apply_rotary: "),
 }
 
