@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_liger import FabricLigerDDPStrategy, LigerDDPStrategy
 from tests.lightning_liger.strategies.distributed import (
@@ -25,9 +26,9 @@ from tests.lightning_liger.strategies.distributed import (
     build_model,
     logit_counts,
     make_batches,
-    make_loader,
     make_optimizer,
     make_trainer,
+    make_uneven_batches,
     outside_loss,
 )
 
@@ -72,12 +73,14 @@ def _describe(model: nn.Module, losses: list[float], strategy: Any) -> dict[str,
     }
 
 
-def _fit(strategy: Any, module: LM, run: dict[str, Any]) -> dict[str, Any]:
+def _fit(
+    strategy: Any, module: LM, run: dict[str, Any], make: Callable[..., list[Batch]] = make_batches, **options: Any
+) -> dict[str, Any]:
     recorder = Losses()
     trainer = make_trainer(
-        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS
+        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
     )
-    trainer.fit(module, make_loader(run["rank"], NUM_STEPS))
+    trainer.fit(module, DataLoader(make(run["rank"], NUM_STEPS), batch_size=None))
     return _describe(module, recorder.losses, trainer.strategy)
 
 
@@ -134,6 +137,7 @@ def _run_rank(device: str, folder: Path) -> None:
             "labels": _fabric(FabricLigerDDPStrategy(**unused), loss_of_labels, run, change=change),
             "logits": _fabric(FabricLigerDDPStrategy(**unused), loss_of_logits, run, change=change),
         }
+    results["uneven"] = _fit("liger_ddp", LM(), run, make_uneven_batches, accumulate_grad_batches=2)
     torch.save(results, folder / f"rank{run['rank']}.pt")
     torch.distributed.destroy_process_group()
 
