@@ -503,9 +503,10 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     if isinstance(first, LazyLogits):
         name_out_of_place = _name_out_of_place(name)
         result = NotImplemented
-        is_alone = name_out_of_place in lazy_ops.OF_TWO or name in lazy_ops.OF_TWO or not _has_lazy((args[1:], kwargs))
-        if is_alone and not first._is_overwritten():
-            result = lazy_ops.record(first, name_out_of_place or name, args[1:], kwargs)
+        computed = name_out_of_place or name
+        takes_others = computed in lazy_ops.OF_TWO or not _has_lazy((args[1:], kwargs))
+        if takes_others and not first._is_overwritten():
+            result = lazy_ops.record(first, computed, args[1:], kwargs)
         if name_out_of_place is None:
             if result is not NotImplemented:
                 return _with_replay(result, lambda whole: func(whole, *args[1:], **kwargs))

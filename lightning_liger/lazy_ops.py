@@ -98,12 +98,10 @@ def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
 @_entry(*OF_TWO)
 def _add(x: LazyLogits, other: Any) -> Any:
     """A low-rank update, as LoRA makes it: its input follows the hidden states, its factor is folded into that."""
-    if isinstance(other, Tensor) or not hasattr(other, "transform"):
+    if type(other) is not type(x) or other._is_overwritten():
         return NotImplemented
-    dtype = torch.promote_types(x.dtype, other.dtype)
-    updated = x.transform == x.transform._replace(dtype=x.dtype, scale=1.0, tanh_scale=None, normalized=False)
-    update = other.transform._replace(scale=1.0)
-    if not updated or update.tanh_scale is not None or update.normalized or other._is_overwritten():
+    untouched = type(x.transform)
+    if x.transform != untouched(x.dtype) or other.transform._replace(scale=1.0) != untouched(other.dtype):
         return NotImplemented
     if other.head.bias is not None or other.head.adapter is not None or other.shape != x.shape:
         return NotImplemented
@@ -111,7 +109,8 @@ def _add(x: LazyLogits, other: Any) -> Any:
     if x.vocab_dim != -1 or low_rank.shape[-1] > x.hidden_states.shape[-1]:
         return NotImplemented
     hidden_states = torch.cat((x.hidden_states, low_rank.to(x.hidden_states.dtype)), dim=-1)
-    return _cast(x.changed(hidden_states=hidden_states, head=x.head.with_adapter(other.head.weight)), dtype)
+    updated = x.changed(hidden_states=hidden_states, head=x.head.with_adapter(other.head.weight))
+    return _cast(updated, torch.promote_types(x.dtype, other.dtype))
 
 
 @_entry("tanh")

@@ -29,6 +29,23 @@ class _FullySharded:
     _data_parallel_size: Any
     _tensor_parallel_size: int
 
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        auto_wrap_policy: list[str] | set[type[Module]] | None = None,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        self._layers_to_wrap = auto_wrap_policy
+        super().__init__(  # type: ignore[call-arg]
+            kernels=kernels,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **kwargs,
+        )
+
     def setup_environment(self) -> None:
         if self._data_parallel_size == "auto":
             self._data_parallel_size = max(1, self.num_nodes * self.num_processes // self._tensor_parallel_size)
@@ -61,23 +78,6 @@ class LigerModelParallelStrategy(_FullySharded, TrainerKernels, pytorch_model_pa
         ValueError: For an unknown kernel or layer class.
     """
 
-    def __init__(
-        self,
-        kernels: KernelChoice = "auto",
-        auto_wrap_policy: list[str] | set[type[Module]] | None = None,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        check_policy("auto_wrap_policy", auto_wrap_policy)
-        self._layers_to_wrap = auto_wrap_policy
-        super().__init__(
-            kernels=kernels,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            **kwargs,
-        )
-
     @override
     def model_to_device(self) -> None:
         super().model_to_device()
@@ -108,12 +108,12 @@ class FabricLigerModelParallelStrategy(_FullySharded, FabricKernels, fabric_mode
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        check_policy("auto_wrap_policy", auto_wrap_policy)
         super().__init__(
-            kernels=kernels,
+            kernels,
+            auto_wrap_policy,
+            data_parallel_size,
+            tensor_parallel_size,
             parallelize_fn=parallelize_fn or partial(_shard_whole, policy=auto_wrap_policy),
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
 

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm, whatever a model calls them: the roundings, the offset and eps are found by trying."""
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +48,9 @@ class NormReplacement(Replacement):
         weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
         return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
+    @abstractmethod
     def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What takes the place of ``module``'s forward."""
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         return {"forward": forward_of_one_tensor(original, self.normalize)}

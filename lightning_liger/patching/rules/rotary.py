@@ -216,7 +216,7 @@ class RotaryReplacement(Replacement):
         return methods
 
     def verify(self, module: nn.Module) -> float:
-        functions = {name: function for _, name, function in _calls(type(module))}
+        functions = _functions(type(module))
         head_dim = getattr(module, "head_dim", None)
         head_dim = head_dim if isinstance(head_dim, int) and head_dim % 2 == 0 else _PROBE_DIM
         dtypes = dict.fromkeys([torch.float32, next((p.dtype for p in module.parameters()), torch.float32)])
@@ -252,6 +252,11 @@ def _calls(module_class: type[nn.Module]) -> tuple[tuple[str, str, Callable[...,
     return tuple(found)
 
 
+def _functions(module_class: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The rotary functions that a class calls, by their global names."""
+    return {name: function for _, name, function in _calls(module_class)}
+
+
 @functools.cache
 def _is_rotary(function: FunctionType) -> bool:
     names = inspect.signature(function).parameters.keys()
@@ -264,7 +269,7 @@ class RotaryRule(Rule):
     kernels = ("rope",)
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
-        functions = {name: function for _, name, function in _calls(type(module))}
+        functions = _functions(type(module))
         if not functions:
             return None
         forms = {name: _form_of(function) for name, function in functions.items()}
