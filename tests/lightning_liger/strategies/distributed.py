@@ -1,4 +1,4 @@
-"""A tiny model and its data, and the worker that trains it on two processes in every way that the tests compare.
+"""A tiny model and its data, and the worker that trains it on several processes in every way that the tests compare.
 
 ``python -m tests.lightning_liger.strategies.distributed cpu OUT`` is one rank of ``launch``.
 """
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_liger import LigerLMMixin, LigerStrategy
 
 ROOT = Path(__file__).parents[3]
-NUM_RANKS = 2
+NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 NUM_STEPS = 20
 VOCAB_SIZE = 97
 HEADS = {"untied": False, "tied": True}
@@ -60,7 +60,7 @@ def make_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
     for _ in range(num_batches):
         input_ids = torch.randint(16, (2, 13), generator=generator)
         labels = input_ids.clone()
-        labels[:, : 1 + 5 * rank] = -100
+        labels[:, : 1 + 3 * rank] = -100
         batches.append({"input_ids": input_ids, "labels": labels})
     return batches
 
@@ -287,8 +287,10 @@ def _run_rank(device: str, folder: Path) -> None:
 # How ranks are started
 
 
-def launch(device: str, folder: Path, timeout: float = 240.0, worker: str = __name__) -> list[dict[str, Any]]:
-    """What ``worker`` saved on both ranks; if one fails, both end and the error shows what they wrote to stderr."""
+def launch(
+    device: str, folder: Path, timeout: float = 240.0, worker: str = __name__, num_ranks: int = NUM_RANKS
+) -> list[dict[str, Any]]:
+    """What ``worker`` saved on each rank; if one fails, all end and the error shows what they wrote to stderr."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -296,13 +298,13 @@ def launch(device: str, folder: Path, timeout: float = 240.0, worker: str = __na
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "WORLD_SIZE": str(NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "liger-tests",
     }
     command = [sys.executable, "-m", worker, device, str(folder)]
-    processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(NUM_RANKS)]
+    processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(num_ranks)]
     try:
         for rank, output in enumerate(outputs):
             environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -317,7 +319,7 @@ def launch(device: str, folder: Path, timeout: float = 240.0, worker: str = __na
     if any(codes):
         logs = "\n".join(f"--- rank {rank}\n{log.read_text()[-4000:]}" for rank, log in enumerate(outputs))
         raise AssertionError(f"ranks ended with {codes} (None: killed after another failed, or {timeout} s)\n{logs}")
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:

@@ -73,9 +73,10 @@ def test_two_ranks_train_as_with_lightnings_ddp_and_the_stock_model(ranks, train
         torch.testing.assert_close(ours["losses"], stock["losses"], rtol=tolerance, atol=0.0)
         # Six steps moved parameters by about 0.02.
         torch.testing.assert_close(ours["parameters"], stock["parameters"], rtol=tolerance, atol=tolerance)
-    first, second = (results[trained][way] for results in of_ranks)
-    assert first["losses"][0] != second["losses"][0]  # each rank has its own data
-    torch.testing.assert_close(first["parameters"], second["parameters"], rtol=0.0, atol=0.0)
+    first, *others = (results[trained][way] for results in of_ranks)
+    for other in others:
+        assert first["losses"][0] != other["losses"][0]  # each rank has its own data
+        torch.testing.assert_close(first["parameters"], other["parameters"], rtol=0.0, atol=0.0)
 
 
 @pytest.mark.slow
