@@ -72,7 +72,7 @@ def test_two_ranks_train_as_with_lightnings_ddp_and_the_stock_model(ranks, train
         assert ours["logit_counts"] == (NUM_STEPS, 0)
         torch.testing.assert_close(ours["losses"], stock["losses"], rtol=tolerance, atol=0.0)
         # Six steps moved parameters by about 0.02.
-        torch.testing.assert_close(ours["parameters"], stock["parameters"], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ours["parameters"], stock["parameters"], rtol=tolerance, atol=10 * tolerance)
     first, *others = (results[trained][way] for results in of_ranks)
     for other in others:
         assert first["losses"][0] != other["losses"][0]  # each rank has its own data
