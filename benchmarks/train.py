@@ -4,7 +4,10 @@
 
 The arms: ``liger_fsdp`` runs the yaml as it is; ``fsdp`` runs it with Lightning's own FSDPStrategy, the same layers
 wrapped and checkpointed, and plain Hugging Face code; ``liger_kernel`` is the latter with the published liger-kernel
-package's patches and loss.
+package's patches and loss; ``liger_model_parallel`` runs the yaml under FSDP2, with the same layers sharded and
+checkpointed.
+
+With ``--devices 1,2,4`` every arm is trained on each number of GPUs, with the same tokens a GPU.
 """
 
 import argparse
@@ -20,11 +23,11 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 
 from benchmarks.environment import environment
-from lightning_liger import LigerCausalLM, LigerStrategy, TrainingSummary
+from lightning_liger import LigerCausalLM, LigerModelParallelStrategy, TrainingSummary
 from lightning_liger.cli import LigerCLI
 from lightning_liger.strategies.policies import decoder_layer_classes
 
-ARMS = ("fsdp", "liger_kernel", "liger_fsdp")
+ARMS = ("fsdp", "liger_kernel", "liger_fsdp", "liger_model_parallel")
 
 
 class PlainFSDPStrategy(FSDPStrategy):
@@ -49,8 +52,15 @@ class HuggingFaceLossLM(LigerCausalLM):
 class ArmCLI(LigerCLI):
     arm: str
 
+    @property
+    def is_ours(self) -> bool:
+        return self.arm in ("liger_fsdp", "liger_model_parallel")
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        if self.arm != "liger_fsdp":
+        if self.arm == "liger_model_parallel":
+            layers = self.config.trainer.strategy.init_args.activation_checkpointing_policy
+            kwargs["strategy"] = LigerModelParallelStrategy(activation_checkpointing_policy=layers)
+        elif not self.is_ours:
             kwargs["strategy"] = PlainFSDPStrategy()
         return super().instantiate_trainer(**kwargs)
 
@@ -60,7 +70,7 @@ class ArmCLI(LigerCLI):
             from liger_kernel.transformers import apply_liger_kernel_to_llama
 
             apply_liger_kernel_to_llama()
-        if self.arm != "liger_fsdp":
+        if not self.is_ours:
             self.model.__class__ = HuggingFaceLossLM
 
 
@@ -88,8 +98,7 @@ def run_arm(arm: str, config: str, steps: int, out: Path, overrides: list[str]) 
     cli.trainer.fit(cli.model, cli.datamodule)
     if cli.trainer.is_global_zero:
         summary = next(c for c in cli.trainer.callbacks if isinstance(c, TrainingSummary))
-        is_ours = isinstance(cli.trainer.strategy, LigerStrategy)
-        report = cli.trainer.strategy.patch_report.as_dict() if is_ours else None
+        report = cli.trainer.strategy.patch_report.as_dict() if cli.is_ours else None
         result = {"arm": arm, **summary.results, "step_losses": torch.stack(losses).tolist(), "replaced": report}
         out.write_text(json.dumps(result))
 
@@ -97,7 +106,8 @@ def run_arm(arm: str, config: str, steps: int, out: Path, overrides: list[str]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the yaml to train")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"comma separated, out of {ARMS}")
+    parser.add_argument("--arms", default="fsdp,liger_kernel,liger_fsdp", help=f"comma separated, out of {ARMS}")
+    parser.add_argument("--devices", default="auto", help="numbers of devices, comma separated; the yaml's by default")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True, help="where to write the results, as JSON")
     parser.add_argument("--run-arm", help=argparse.SUPPRESS)
@@ -105,32 +115,45 @@ def main() -> None:
     if options.run_arm:
         run_arm(options.run_arm, options.config, options.steps, options.out, overrides)
         return
+    arms = options.arms.split(",")
+    if not set(arms) <= set(ARMS):
+        parser.error(f"--arms takes {ARMS}, got {options.arms!r}")
     results = []
-    for arm in options.arms.split(","):
-        if arm not in ARMS:
-            parser.error(f"--arms takes {ARMS}, got {arm!r}")
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "arm.json"
-            own = [f"--config={options.config}", f"--steps={options.steps}", f"--out={out}", f"--run-arm={arm}"]
-            code = subprocess.call([sys.executable, "-m", "benchmarks.train", *own, *overrides])
-            if code or not out.exists():
-                print(f"{arm}: failed with exit code {code}", file=sys.stderr)
-                continue
-            results.append(json.loads(out.read_text()))
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(
-            json.dumps({"environment": environment(), "config": options.config, "arms": results}, indent=1)
-        )
-    baseline = next((r for r in results if r["arm"] == "fsdp"), results[0] if results else None)
-    print(f"{'arm':14}{'tokens/s/device':>16}{'peak GiB':>10}{'speed':>8}{'memory':>8}{'loss':>8}")
+    for devices in options.devices.split(","):
+        for arm in arms:
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "arm.json"
+                own = [f"--config={options.config}", f"--steps={options.steps}", f"--out={out}", f"--run-arm={arm}"]
+                where = [] if devices == "auto" else [f"--trainer.devices={devices}"]
+                code = subprocess.call([sys.executable, "-m", "benchmarks.train", *own, *where, *overrides])
+                if code or not out.exists():
+                    print(f"{arm} on {devices}: failed with exit code {code}", file=sys.stderr)
+                    continue
+                results.append(json.loads(out.read_text()))
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(
+                json.dumps({"environment": environment(), "config": options.config, "arms": results}, indent=1)
+            )
+    _print_table(results)
+
+
+def _print_table(results: list[dict[str, Any]]) -> None:
+    """Speed and memory against the first arm on as many devices, and speed of a device against the arm's first run."""
+    print(f"{'arm':22}{'devices':>8}{'tokens/s/device':>16}{'peak GiB':>10}", end="")
+    print(f"{'speed':>8}{'memory':>8}{'scaling':>8}{'loss':>8}")
     for result in results:
-        speed = result["tokens_per_second"] / result["processes"]
-        memory = result["peak_memory_bytes"] / 2**30
+        peer = next(other for other in results if other["processes"] == result["processes"])
+        first = next(other for other in results if other["arm"] == result["arm"])
+        speed = _speed_of_device(result)
         print(
-            f"{result['arm']:14}{speed:16.0f}{memory:10.2f}"
-            f"{result['tokens_per_second'] / baseline['tokens_per_second']:7.3f}x"
-            f"{result['peak_memory_bytes'] / baseline['peak_memory_bytes']:7.3f}x{result['step_losses'][-1]:8.3f}"
+            f"{result['arm']:22}{result['processes']:8}{speed:16.0f}{result['peak_memory_bytes'] / 2**30:10.2f}"
+            f"{speed / _speed_of_device(peer):7.3f}x{result['peak_memory_bytes'] / peer['peak_memory_bytes']:7.3f}x"
+            f"{speed / _speed_of_device(first):8.3f}{result['step_losses'][-1]:8.3f}"
         )
+
+
+def _speed_of_device(result: dict[str, Any]) -> float:
+    return result["tokens_per_second"] / result["processes"]
 
 
 if __name__ == "__main__":

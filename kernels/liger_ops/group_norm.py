@@ -242,6 +242,11 @@ def _backward_kernel(
                 tl.store(grad_x_ptr + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
 
 
+def _launch_on(x: Tensor, num_rows: int, channels_per_group: int, num_positions: int) -> GroupLaunch:
+    multiprocessors, shared_memory = backend.num_multiprocessors(x.device), backend.shared_memory(x.device)
+    return choose_launch(num_rows, channels_per_group, num_positions, x.element_size(), multiprocessors, shared_memory)
+
+
 def _group_norm_forward_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -263,14 +268,7 @@ def _group_norm_forward(
         return y, statistics
     num_rows = statistics.shape[1]
     channels_per_group, num_positions = x.shape[1] // num_groups, math.prod(x.shape[2:])
-    launch = choose_launch(
-        num_rows,
-        channels_per_group,
-        num_positions,
-        x.element_size(),
-        backend.num_multiprocessors(x.device),
-        backend.shared_memory(x.device),
-    )
+    launch = _launch_on(x, num_rows, channels_per_group, num_positions)
     x = x.contiguous()
     weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
     shared = launch.num_slices > 1
@@ -344,14 +342,7 @@ def _group_norm_backward(
     num_samples, num_channels = x.shape[:2]
     num_rows, num_positions = statistics.shape[1], math.prod(x.shape[2:])
     channels_per_group = num_channels // num_groups
-    launch = choose_launch(
-        num_rows,
-        channels_per_group,
-        num_positions,
-        x.element_size(),
-        backend.num_multiprocessors(x.device),
-        backend.shared_memory(x.device),
-    )
+    launch = _launch_on(x, num_rows, channels_per_group, num_positions)
     needs_sums, shared = needs_grad_weight or needs_grad_bias, launch.num_slices > 1
     parts = None
     if needs_sums or shared:

@@ -25,3 +25,13 @@ def triton_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         yield device
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def device(
+    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> torch.device:
+    """Each test runs on the Triton path and on the PyTorch path of the same device."""
+    if request.param == "reference":
+        monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
+    return triton_device

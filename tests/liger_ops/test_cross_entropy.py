@@ -41,16 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def device(
-    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> torch.device:
-    """Each test runs on the Triton path and on the PyTorch path of the same device."""
-    if request.param == "reference":
-        monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
-    return triton_device
-
-
 def make_options(name: str, num_tokens: int, vocab_size: int, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Keyword arguments of cross_entropy; one of the random token weights is zero."""
     options = dict(OPTIONS[name])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops import TokenStats, backend, cross_entropy, linear_cross_entropy
+from liger_ops import TokenStats, cross_entropy, linear_cross_entropy
 from liger_ops.token_loss import REDUCTIONS, TokenLossOptions
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.test_cross_entropy import (
@@ -27,16 +27,6 @@ MODULE = importlib.import_module("liger_ops.linear_cross_entropy")  # the packag
 HIDDEN = 16
 NAMES = ("input", "linear_weight", "linear_bias")
 WHOLE = 1000  # stands for as many rows as there are, in one chunk
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def device(
-    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> torch.device:
-    """Each test runs on the Triton path and on the PyTorch path of the same device."""
-    if request.param == "reference":
-        monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
-    return triton_device
 
 
 def make_batch(

@@ -29,16 +29,6 @@ EXTRAS = {"softcap": 3.0, "logit_scale": 0.5, "z_loss_weight": 0.1}
 HEAD = {"in_features": 4, "num_classes": 7}
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def device(
-    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> torch.device:
-    """Each test runs on the Triton path and on the PyTorch path of the same device."""
-    if request.param == "reference":
-        monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
-    return triton_device
-
-
 def randomise(module: nn.Module) -> None:
     """So that no parameter is one or zero."""
     for parameter in module.parameters():

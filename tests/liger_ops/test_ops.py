@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import liger_ops
-from liger_ops import backend
 from tests.liger_ops.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -241,16 +240,6 @@ CASES = {
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def device(
-    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> torch.device:
-    """Each test runs on the Triton path and on the PyTorch path of the same device."""
-    if request.param == "reference":
-        monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
-    return triton_device
 
 
 # Running a case.

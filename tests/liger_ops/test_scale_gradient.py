@@ -11,17 +11,12 @@ BLOCK = 16
 FACTORS = [1.0, -2.5, 1 / 3, 0.0]
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def device(
-    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> torch.device:
-    """The Triton path, with small blocks and few programs, or the PyTorch path of the same device."""
+@pytest.fixture(autouse=True)
+def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks for each of few programs."""
     monkeypatch.setattr(scale_gradient, "_BLOCK_SIZE", BLOCK)
     monkeypatch.setattr(scale_gradient, "_PROGRAMS_PER_MULTIPROCESSOR", 1)
     monkeypatch.setattr(backend, "num_multiprocessors", lambda device: 2)
-    if request.param == "reference":
-        monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
-    return triton_device
 
 
 def rounded_product(gradient: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
