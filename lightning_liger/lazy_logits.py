@@ -9,6 +9,7 @@ logits first.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import sys
@@ -107,10 +108,29 @@ class HeadParameters:
     def requires_grad(self) -> bool:
         return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, self.adapter))
 
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its tensors hold the whole vocabulary, so that a part of it can be cut out."""
+        return True
+
+    def loss_options(self) -> Mapping[str, Any]:
+        """What ``linear_cross_entropy`` has to know of this head."""
+        return self.options
+
+    def _replaced(self, **tensors: Tensor | None) -> HeadParameters:
+        other = copy.copy(self)
+        for name, tensor in tensors.items():
+            setattr(other, name, tensor)
+        return other
+
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
         """The same head with ``function`` applied to its tensors."""
         bias, adapter = (None if tensor is None else function(tensor) for tensor in (self.bias, self.adapter))
-        return HeadParameters(function(self.weight), bias, self.compute_dtype, self.ledger, self.options, adapter)
+        return self._replaced(weight=function(self.weight), bias=bias, adapter=adapter)
 
     def cast(self) -> HeadParameters:
         """The same head with its parameters in ``compute_dtype``."""
@@ -118,8 +138,7 @@ class HeadParameters:
 
     def with_adapter(self, weight: Tensor) -> HeadParameters:
         """The same head with one more low-rank update, whose input comes behind all others."""
-        adapter = weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1)
-        return HeadParameters(self.weight, self.bias, self.compute_dtype, self.ledger, self.options, adapter)
+        return self._replaced(adapter=weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1))
 
     def inputs(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the weight multiplies and what the adapter does, in ``compute_dtype``."""
@@ -239,7 +258,7 @@ class LazyLogits:
 
     @property
     def vocab_size(self) -> int:
-        return self.head.weight.shape[0]
+        return self.head.vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -260,6 +279,11 @@ class LazyLogits:
     @property
     def is_cuda(self) -> bool:
         return self.hidden_states.is_cuda
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this stands for a plain tensor, not for one that is distributed over ranks."""
+        return True
 
     @property
     def mT(self) -> LazyLogits:
@@ -386,7 +410,7 @@ class LazyLogits:
                 adapter=None if low_rank is None else (low_rank, head.adapter),
                 **options,
                 **self.transform.loss_options(),
-                **head.options,
+                **head.loss_options(),
             )
 
     # Real logits
@@ -402,8 +426,11 @@ class LazyLogits:
         if differentiable:
             self.head.ledger.num_materialized += 1
             self._warn(operation)
-        self._whole = self.transform.apply(self.head.project(self.tokens)).movedim(-1, self.vocab_dim)
+        self._whole = self.transform.apply(self._project()).movedim(-1, self.vocab_dim)
         return self._whole
+
+    def _project(self) -> Tensor:
+        return self.head.project(self.tokens)
 
     def _warn(self, operation: str) -> None:
         operation, line = operation.strip("_"), _calling_line()

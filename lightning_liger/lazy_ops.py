@@ -24,6 +24,9 @@ Entry = Callable[..., Any]
 COMMUTATIVE = ("mul", "multiply", "__mul__", "__rmul__")
 OF_TWO = ("add", "__add__")
 """Functions that take two lazy logits."""
+_REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "logsumexp", "special_logsumexp")
+_OF_CHUNKS = ("gather", "take_along_dim", "topk", *_REDUCED)
+"""Functions of the values over the vocabulary, computed for a chunk of tokens at a time."""
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _table: dict[str, Entry] = {}
 
@@ -31,7 +34,7 @@ _table: dict[str, Entry] = {}
 def record(x: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the function ``name`` of lazy logits and other arguments returns, or ``NotImplemented``."""
     entry = _table.get(name)
-    if entry is None:
+    if entry is None or (name in _OF_CHUNKS and not x.is_local):
         return NotImplemented
     try:
         _signature(entry).bind(x, *args, **kwargs)
@@ -104,6 +107,8 @@ def _add(x: LazyLogits, other: Any) -> Any:
     if x.transform != untouched(x.dtype) or other.transform._replace(scale=1.0) != untouched(other.dtype):
         return NotImplemented
     if other.head.bias is not None or other.head.adapter is not None or other.shape != x.shape:
+        return NotImplemented
+    if not (x.head.is_whole and other.head.is_whole):
         return NotImplemented
     low_rank = other.tokens * other.transform.scale
     if x.vocab_dim != -1 or low_rank.shape[-1] > x.hidden_states.shape[-1]:
@@ -248,7 +253,7 @@ def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwar
         return NotImplemented
     derived = x.changed if function is torch.index_select else x.viewed
     if _is_vocab(x, dim):
-        if function not in (torch.narrow, torch.index_select) or x.transform.normalized:
+        if function not in (torch.narrow, torch.index_select) or x.transform.normalized or not x.head.is_whole:
             return NotImplemented
         # The head's vocabulary is its first dimension.
         kwargs |= {"dim": 0} if "dim" in kwargs else {}
@@ -300,7 +305,7 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
         return NotImplemented
     head = x.head
     if isinstance(columns, Tensor) or columns.indices(x.vocab_size) != (0, x.vocab_size, 1):
-        if x.transform.normalized:
+        if x.transform.normalized or not head.is_whole:
             return NotImplemented
         head = head.map(lambda parameter: parameter[columns])
     derived = x.changed if gathers or isinstance(columns, Tensor) else x.viewed
@@ -408,9 +413,8 @@ def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = Fal
     return type(result)([part.squeeze(x.vocab_dim) for part in result])
 
 
-for _name in ("argmax", "argmin", "max", "min", "amax", "amin", "logsumexp"):
-    _entry(_name)(partial(_reduce, getattr(torch, _name)))
-_entry("special_logsumexp")(partial(_reduce, torch.logsumexp))
+for _name in _REDUCED:
+    _entry(_name)(partial(_reduce, getattr(torch, _name.removeprefix("special_"))))
 
 
 @_entry("topk")

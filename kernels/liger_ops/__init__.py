@@ -12,10 +12,12 @@ from liger_ops.linear_cross_entropy import linear_cross_entropy
 from liger_ops.rms_norm import add_rms_norm, rms_norm
 from liger_ops.rope import apply_rotary
 from liger_ops.token_loss import IGNORE_INDEX, TokenStats
+from liger_ops.vocab_parallel import VocabShard
 
 __all__ = [
     "IGNORE_INDEX",
     "TokenStats",
+    "VocabShard",
     "add_rms_norm",
     "apply_rotary",
     "cross_entropy",

@@ -16,7 +16,8 @@ from torch import Tensor
 
 _TRITON_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _LIBRARY = torch.library.Library("liger_ops", "DEF")
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+# Tensors of other classes may hold no data (fake ones) or data that is still on its way (of collectives).
+_PLAIN_ARGUMENTS = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple, torch.dtype))
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -151,7 +152,7 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
     Returns:
         A function of the launcher's positional arguments, the first a tensor, that runs the op: through the dispatcher
-        while compiling, under a dispatch mode or on tensors without data, else directly.
+        while compiling, under a dispatch mode, on tensors without data or of classes of their own, else directly.
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +164,7 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
         @functools.wraps(launcher)
         def call(*arguments: Any) -> Any:
-            if is_traced() or type(arguments[0]) not in _PLAIN_TENSORS or arguments[0].is_meta:
+            if is_traced() or not _PLAIN_ARGUMENTS.issuperset(map(type, arguments)) or arguments[0].is_meta:
                 return op(*arguments)
             return launcher(*arguments)
 

@@ -8,7 +8,7 @@ arXiv:1805.02867), which meet only at the end of the row.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -648,6 +648,57 @@ def _gradient_kernel(
     )  # fmt: skip
 
 
+class GradientRows(NamedTuple):
+    """What the gradient of some rows of logits is made of, with every factor in it; see :func:`_gradient_factors`.
+
+    ``[num_rows]`` each, contiguous.
+    """
+
+    labels: Tensor
+    """int64, the column of the label, -1 where it is none of the row's."""
+    kept: Tensor
+    """bool, False for rows whose gradient is zero."""
+    lse: Tensor
+    """At least float32, as are the rest."""
+    lse_error: Tensor
+    of_probability: Tensor
+    """What multiplies the probabilities."""
+    of_label: Tensor
+    """What is taken away at the label."""
+    of_weight: Tensor
+    """What is taken away at every class, times the class's weight."""
+
+
+@backend.Kernel
+def _shard_gradient_kernel(
+    logits_ptr,  # [num_rows, num_columns], turned into its gradient
+    labels_ptr,  # [num_rows], as are the following; see GradientRows
+    kept_ptr,
+    lse_ptr,
+    lse_error_ptr,
+    of_probability_ptr,
+    of_label_ptr,
+    of_weight_ptr,
+    class_weight_ptr,  # [num_columns] or None
+    logits_row_stride,
+    num_columns,
+    label_smoothing,  # None for none, as the next two; see TokenLossOptions
+    softcap,
+    logit_scale,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program writes the gradient of one row, which is a part of a token's logits."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row_stride
+    _store_row_gradient(
+        row_ptr, row_ptr, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
+        tl.load(lse_ptr + row), tl.load(lse_error_ptr + row), tl.load(of_probability_ptr + row),
+        tl.load(of_label_ptr + row), tl.load(of_weight_ptr + row), num_columns, label_smoothing, softcap, logit_scale,
+        BLOCK_SIZE, NUM_STAGES,
+    )  # fmt: skip
+
+
 def _shared_arguments(
     logits: Tensor, grad_logits: Tensor | None, targets: Targets, grad_scale: Tensor | None, options: TokenLossOptions
 ) -> dict[str, Any]:
@@ -763,6 +814,37 @@ def launch_gradient(
         **_shared_arguments(logits, grad_logits, targets, grad_scale, options),
         lse_ptr=lse,
         lse_error_ptr=lse_error,
+        BLOCK_SIZE=launch.block_size,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+    )
+
+
+def launch_shard_gradient(
+    logits: Tensor, rows: GradientRows, class_weight: Tensor | None, options: TokenLossOptions
+) -> None:
+    """Overwrites some columns of logits with their gradient.
+
+    Args:
+        logits: ``[num_rows, num_columns]``, unit stride in the last dimension.
+        rows: What is known of each.
+        class_weight: Of these columns, ``[num_columns]``, or None.
+        options: What the loss is made of.
+    """
+    num_rows, num_columns = logits.shape
+    if logits.numel() == 0:
+        return
+    launch = choose_gradient_launch(num_rows, num_columns)
+    _shard_gradient_kernel.launch(
+        launch.num_programs,
+        logits_ptr=logits,
+        **{f"{name}_ptr": tensor for name, tensor in rows._asdict().items()},
+        class_weight_ptr=class_weight,
+        logits_row_stride=logits.stride(0),
+        num_columns=num_columns,
+        label_smoothing=options.label_smoothing or None,
+        softcap=options.softcap,
+        logit_scale=None if options.logit_scale == 1.0 else options.logit_scale,
         BLOCK_SIZE=launch.block_size,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,

@@ -9,6 +9,7 @@ Kernel (arXiv:2410.10989); see :mod:`liger_ops.cross_entropy` for the formula an
 """
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from liger_ops.token_loss import (
     flat_targets,
 )
 from liger_ops.token_plan import plan_tokens, reduce_losses
+from liger_ops.vocab_parallel import VocabShard, sharded_loss_and_gradient_in_place
 
 
 def linear_cross_entropy_reference(
@@ -91,15 +93,8 @@ def _fake_linear_cross_entropy(
     return [*outputs, *stats]
 
 
-@backend.register_op(
-    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
-    " Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
-    " ScalarType accumulate_dtype, SymInt? max_valid_tokens, bool[] needs_gradient, str reduction, bool with_stats,"
-    " int ignore_index,"
-    " float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
-    fake=_fake_linear_cross_entropy,
-)
-def _linear_cross_entropy(
+def _compute_loss(
+    shard: VocabShard | None,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -120,14 +115,15 @@ def _linear_cross_entropy(
     """The loss, the mean's factor, the gradients that ``needs_gradient`` names, and the stats.
 
     The gradients are those of ``sum(losses)``, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"``
-    takes ``grad_losses``.
+    takes ``grad_losses``. With a ``shard`` the loss is over the vocabulary of its whole group.
     """
     options = TokenLossOptions.from_scalars(*scalars)
     targets = Targets(labels, class_weight, token_weight)
     num_tokens = labels.shape[0]
     dtype = torch.promote_types(input.dtype, torch.float32)
     in_order = chunk_size >= num_tokens
-    plan = plan_tokens(targets, weight.shape[0], options.ignore_index, input, with_order=not in_order)
+    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+    plan = plan_tokens(targets, vocab_size, options.ignore_index, input, with_order=not in_order)
     stats = TokenStats.of_ignored(labels, dtype) if with_stats else None
     losses = torch.zeros_like(labels, dtype=dtype) if stats is None else stats.losses
     if in_order or (max_valid_tokens is None and input.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -136,8 +132,12 @@ def _linear_cross_entropy(
         losses.masked_fill_(labels != options.ignore_index, torch.nan)
     grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else grad_losses
 
+    of_logits = loss_and_gradient_in_place
+    if shard is not None:
+        of_logits = partial(sharded_loss_and_gradient_in_place, shard=shard)
+
     def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-        loss_and_gradient_in_place(
+        of_logits(
             logits,
             targets,
             grad_scale,
@@ -159,8 +159,22 @@ def _linear_cross_entropy(
         needs_gradient=needs_gradient,
         adapter=None if adapter_input is None else (adapter_input, adapter_weight),
     )
+    if shard is not None:
+        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
     loss = losses if reduction == "none" else reduce_losses(losses, plan.mean_scale if reduction == "mean" else None)
     return [loss, plan.mean_scale, *gradients, *(stats or ())[_FIRST_STAT[reduction] :]]
+
+
+@backend.register_op(
+    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
+    " Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
+    " ScalarType accumulate_dtype, SymInt? max_valid_tokens, bool[] needs_gradient, str reduction, bool with_stats,"
+    " int ignore_index,"
+    " float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    fake=_fake_linear_cross_entropy,
+)
+def _linear_cross_entropy(*arguments: Any) -> list[Tensor]:
+    return _compute_loss(None, *arguments)
 
 
 class _LinearCrossEntropyFunction(torch.autograd.Function):
@@ -173,9 +187,9 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *tensors, needs_gradient, settings = arguments
-        chunk_size, accumulate_dtype, max_valid_tokens, reduction, with_stats, options = settings
+        compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, with_stats, options = settings
         wait = reduction == "none"
-        loss, mean_scale, *others = _linear_cross_entropy(
+        loss, mean_scale, *others = compute(
             *tensors, None, chunk_size, accumulate_dtype, max_valid_tokens,
             [False] * _NUM_GRADIENTS if wait else needs_gradient, reduction, with_stats, *options.as_scalars(),
         )  # fmt: skip
@@ -190,9 +204,9 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @backend.once_differentiable
     def backward(ctx, grad_loss, *_):
-        chunk_size, accumulate_dtype, max_valid_tokens, reduction, _, options = ctx.settings
+        compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, _, options = ctx.settings
         if reduction == "none":
-            gradients = _linear_cross_entropy(
+            gradients = compute(
                 *ctx.saved_tensors, grad_loss, chunk_size, accumulate_dtype, max_valid_tokens, ctx.needs_gradient,
                 "none", False, *options.as_scalars(),
             )[2 : 2 + _NUM_GRADIENTS]  # fmt: skip
@@ -264,6 +278,7 @@ def linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     max_valid_tokens: int | None = None,
     adapter: tuple[Tensor, Tensor] | None = None,
+    vocab_shard: VocabShard | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStats]:
     """Cross entropy of ``input @ linear_weight.T + linear_bias``, call-compatible with PyTorch's function of that name.
@@ -293,6 +308,10 @@ def linear_cross_entropy(
             too small gives a NaN loss.
         adapter: A low-rank update of the logits, as LoRA makes it: ``[..., rank]``, already scaled, and ``[vocab_size,
             rank]``, in input's dtype; ``adapter[0] @ adapter[1].T`` is added to the logits before anything else.
+        vocab_shard: What of the vocabulary the head holds that is given here, where each rank of a process group holds
+            a part: ``linear_weight``, ``linear_bias`` and the adapter's weight have its rows only, everything else is
+            the same on all ranks, ``weight`` and the labels being of the whole vocabulary. All ranks get the same loss
+            and stats; logits are never gathered. Every rank has to call, and with ``reduction="none"`` to run backward.
         return_stats: Whether to also return :class:`~liger_ops.token_loss.TokenStats`.
 
     Returns:
@@ -315,8 +334,9 @@ def linear_cross_entropy(
                 "input must be [num_tokens, hidden_size] for class probabilities and heads of more than two dimensions,"
                 f" got shape {tuple(input.shape)}"
             )
-        if adapter is not None:
-            raise ValueError("adapter must be None for class probabilities and heads of more than two dimensions")
+        for name, value in (("adapter", adapter), ("vocab_shard", vocab_shard)):
+            if value is not None:
+                raise ValueError(f"{name} must be None for class probabilities and heads of more than two dimensions")
         return linear_cross_entropy_reference(
             input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,
@@ -324,8 +344,12 @@ def linear_cross_entropy(
         )  # fmt: skip
     token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     _check_arguments(input, linear_weight, target, linear_bias, max_valid_tokens)
-    check_weights(weight, token_weight, target, linear_weight.shape[0])
-    check_labels("target", target, linear_weight.shape[0], ignore_index)
+    vocab_size = linear_weight.shape[0]
+    if vocab_shard is not None:
+        vocab_shard.check(vocab_size)
+        vocab_size = vocab_shard.vocab_size
+    check_weights(weight, token_weight, target, vocab_size)
+    check_labels("target", target, vocab_size, ignore_index)
 
     low_rank_input, low_rank_weight = adapter or (None, None)
     if low_rank_input is not None:
@@ -341,7 +365,9 @@ def linear_cross_entropy(
     elif linear_weight.dtype != input.dtype:
         raise ValueError(f"linear_weight must have input's dtype {input.dtype}, got {linear_weight.dtype}")
 
-    sizes = target.numel(), linear_weight.shape[0], tensors[0].element_size()
+    # Ranks must cut the same chunks, whose collectives meet, so the size is that of a mean shard.
+    num_columns = vocab_size if vocab_shard is None else -(-vocab_size // vocab_shard.group.size())
+    sizes = target.numel(), num_columns, tensors[0].element_size()
     chunk_size = getattr(options, "batch_chunk_size", None)
     if chunk_size is None and chunk_bytes is not None:
         chunk_size = choose_chunk_size(*sizes, chunk_bytes)
@@ -353,7 +379,8 @@ def linear_cross_entropy(
         or choose_accumulate_dtype(tensors[1].dtype, -(-sizes[0] // chunk_size))
     )
     targets = flat_targets(target, weight, token_weight)
-    settings = (chunk_size, accumulate_dtype, max_valid_tokens, reduction, return_stats, token_options)
+    compute = _linear_cross_entropy if vocab_shard is None else partial(_compute_loss, vocab_shard)
+    settings = (compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, return_stats, token_options)
     with torch.autocast(device_type, enabled=False) if is_autocast else contextlib.nullcontext():
         loss, *stats = _LinearCrossEntropyFunction.apply(*tensors, *targets, needs_gradient, settings)
     if reduction == "none":

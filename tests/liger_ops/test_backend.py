@@ -399,6 +399,16 @@ def test_subclasses_go_through_the_dispatcher(
     assert getattr(y, "held", y).tolist() == [-3.0, -3.0]
 
 
+def test_subclasses_behind_the_first_argument_go_through_the_dispatcher() -> None:
+    # Collectives return tensors that hold nothing themselves, and such a one may be a gradient.
+    grad_y, x, weight = torch.randn(3, 8), torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    found = torch.autograd.grad(rms_norm(x, (8,), weight), (x, weight), Wrapper(grad_y))
+    expected = torch.autograd.grad(F.rms_norm(x, (8,), weight), (x, weight), grad_y)
+    torch.testing.assert_close([getattr(gradient, "held", gradient) for gradient in found], list(expected))
+    y = rms_norm(x.detach(), (8,), Wrapper(weight.detach()))
+    assert isinstance(y, Wrapper)
+
+
 def test_compiler_sees_one_operator(route: Callable[[Tensor, float], Tensor]) -> None:
     graphs = []
 

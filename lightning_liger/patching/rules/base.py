@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_liger.patching.verify import random_like
 
@@ -129,6 +130,8 @@ def forward_of_one_tensor(
         if len(args) + len(kwargs) != 1 or (kwargs and list(kwargs) != first):
             return original.forward(self, *args, **kwargs)
         (x,) = args or kwargs.values()
+        if isinstance(x, DTensor):  # operators of our own do not say how they are distributed
+            return original.forward(self, x)
         return function(self, x)
 
     return forward

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_liger.lazy_logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
 from lightning_liger.patching.rules.base import Replacement, Rule
+from lightning_liger.vocab_parallel import distributed_logits
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,16 @@ class HeadReplacement(Replacement):
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
             wanted = differentiable or is_loss_wanted()
-            if not wanted or torch.compiler.is_compiling() or isinstance(self.weight, DTensor):
+            if not wanted or torch.compiler.is_compiling():
                 return original.forward(self, input)
             device_type = input.device.type
             autocast = torch.is_autocast_enabled(device_type)
             dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
             ledger = self.__dict__.setdefault("logits_ledger", LogitsLedger())
+            if isinstance(self.weight, DTensor):
+                # A forward of the instance's own, such as that of transformers' tensor parallelism, takes tensors only.
+                logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, ledger, options)
+                return original.forward(self, input) if logits is None else logits
             head = HeadParameters(self.weight, self.bias, dtype, ledger, options)
             return LazyLogits(input, head, LogitTransform(dtype))
 
