@@ -1,0 +1,401 @@
+"""``liger_deepspeed_stage_2`` and ``_3``: two processes under DeepSpeed against one with the stock model."""
+
+import subprocess
+import sys
+
+import lightning.fabric.strategies.deepspeed as fabric_deepspeed
+import pytest
+import torch
+import yaml
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+from lightning_liger import (
+    FabricLigerDeepSpeedStrategy,
+    LazyLogits,
+    LigerDeepSpeedStrategy,
+    LigerSingleDeviceStrategy,
+    apply_liger_kernels,
+)
+from lightning_liger.cli import LigerCLI
+from lightning_liger.strategies.deepspeed import _whole_parameters
+from tests.lightning_liger.strategies.distributed import (
+    HEADS,
+    LM,
+    NUM_RANKS,
+    ROOT,
+    Losses,
+    build_model,
+    launch,
+    make_batches,
+    make_loader,
+    make_optimizer,
+    make_trainer,
+    make_uneven_batches,
+    reference_training,
+)
+
+NAMES = [f"liger_deepspeed_stage_{stage}" for stage in ("2", "2_offload", "3", "3_offload")]
+STRATEGIES = {"trainer": LigerDeepSpeedStrategy, "fabric": FabricLigerDeepSpeedStrategy}
+TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
+needs_deepspeed = pytest.mark.skipif(not fabric_deepspeed._DEEPSPEED_AVAILABLE, reason="needs deepspeed")
+of_each_stage = pytest.mark.parametrize("stage", [2, 3])
+
+
+# Two processes
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def launched(request, tmp_path_factory):
+    """The device, the folder, what both ranks got out of every run, and the module that ran them."""
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    from tests.lightning_liger.strategies import deepspeed as worker
+
+    folder = tmp_path_factory.mktemp("ranks")
+    build_model().save_pretrained(folder / worker.PRETRAINED)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DS_ACCELERATOR", request.param)
+        results = launch(request.param, folder, timeout=280.0, worker=worker.__name__)
+    return request.param, folder, results, worker
+
+
+@pytest.fixture(scope="module")
+def reference(launched):
+    """One process with the stock model, trained as asked, once."""
+    device, _, _, worker = launched
+    found = {}
+
+    def trained(tied=False, of_tokens=True, make=make_batches, num_micro_batches=1):
+        key = (tied, of_tokens, make, num_micro_batches)
+        if key not in found:
+            batches = lambda rank: make(rank, worker.NUM_STEPS)  # noqa: E731
+            found[key] = reference_training(tied, device, of_tokens, batches, num_micro_batches)
+        return found[key]
+
+    return trained
+
+
+def assert_as_in(reference, launched, stage, way, num_micro_batches=1):
+    device, _, results, _ = launched
+    for rank, result in enumerate(results):
+        run = result[stage][way]
+        found = [num_micro_batches * loss for loss in run["losses"]]
+        torch.testing.assert_close(found, reference.losses[rank], rtol=TOLERANCE[device], atol=1e-7)
+        assert run["whole"].keys() == reference.parameters.keys()
+        for name, parameter in run["whole"].items():
+            torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * TOLERANCE[device])
+
+
+def assert_fused(launched, stage, way, num_losses):
+    for result in launched[2]:
+        assert result[stage][way]["num_replaced"] == 10
+        assert result[stage][way]["logit_counts"] == (num_losses, 0)
+
+
+@pytest.mark.slow
+@of_each_stage
+@pytest.mark.parametrize("way", [*HEADS, "by-name"])
+def test_two_ranks_train_as_one_process_with_the_stock_model(launched, reference, stage, way):
+    assert_as_in(reference(HEADS.get(way, False)), launched, stage, way)
+    assert_fused(launched, stage, way, launched[3].NUM_STEPS)
+
+
+@pytest.mark.slow
+@of_each_stage
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("loss_of", ["labels", "logits"])
+def test_fabric_trains_as_one_process_with_the_stock_model(launched, reference, stage, head, loss_of):
+    assert_as_in(reference(HEADS[head], of_tokens=False), launched, stage, f"fabric-{loss_of}-{head}")
+    assert_fused(launched, stage, f"fabric-{loss_of}-{head}", launched[3].NUM_STEPS)
+
+
+@pytest.mark.slow
+@of_each_stage
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("loss_of", ["labels", "logits"])
+def test_heads_gradient_is_the_mean_over_ranks(launched, stage, head, loss_of):
+    device, _, results, _ = launched
+    model = build_model(HEADS[head]).to(device)
+    for rank in range(NUM_RANKS):
+        (batch,) = make_batches(rank, 1)
+        loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+        (loss / NUM_RANKS).backward()
+    for result in results:
+        found = result[stage][f"fabric-{loss_of}-{head}"]["head_gradients"][0]
+        torch.testing.assert_close(found, model.lm_head.weight.grad.cpu(), rtol=TOLERANCE[device], atol=1e-6)
+
+
+@pytest.mark.slow
+@of_each_stage
+def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(launched, reference, stage):
+    expected = reference(make=make_uneven_batches, num_micro_batches=2)
+    assert_as_in(expected, launched, stage, "uneven", num_micro_batches=2)
+    for result in launched[2]:
+        assert result[stage]["uneven"]["loss_scale"] == 1.0
+
+
+@pytest.mark.slow
+def test_step_that_an_epoch_leaves_unfinished_counts_its_tokens_in_the_next(launched, reference):
+    expected = reference(make=of_two_epochs, num_micro_batches=2)
+    assert_as_in(expected, launched, 2, "unfinished", num_micro_batches=2)
+
+
+def of_two_epochs(rank, num_batches):
+    return 2 * make_batches(rank, num_batches // 2)
+
+
+@pytest.mark.slow
+@of_each_stage
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(launched, stage):
+    device, _, results, worker = launched
+    model = build_model().to(device)
+    optimizer = make_optimizer(model.parameters())
+    of_ranks = [make_batches(rank, worker.NUM_STEPS) for rank in range(NUM_RANKS)]
+    for start in range(0, worker.NUM_STEPS, 2):
+        optimizer.zero_grad()
+        parts = [batch for batches in of_ranks for batch in batches[start : start + 2]]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in parts]
+        for batch, count in zip(parts, counts, strict=True):
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            (loss * (count / sum(counts))).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), worker.MAX_NORM)
+        assert norm > worker.MAX_NORM
+        optimizer.step()
+    for result in results:
+        run = result[stage]["clipped"]
+        assert run["metrics"]["grad_norm"] == pytest.approx(norm.item(), rel=10 * TOLERANCE[device])
+        for name, parameter in model.state_dict().items():
+            torch.testing.assert_close(run["whole"][name], parameter.cpu(), rtol=0.0, atol=10 * TOLERANCE[device])
+
+
+@pytest.mark.slow
+@of_each_stage
+def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(launched, stage):
+    for result in launched[2]:
+        lazy = dict.fromkeys(("train", "val", "test"), LazyLogits)
+        assert result[stage]["stages"]["kinds"] == {**lazy, "predict": torch.Tensor}
+        assert result[stage]["stages"]["logit_counts"] == (6, 0)
+
+
+@pytest.mark.slow
+@of_each_stage
+def test_lower_precisions_train_fused(launched, stage):
+    for precision in launched[3].PRECISIONS[stage]:
+        assert_fused(launched, stage, precision, 12)
+        for result in launched[2]:
+            run = result[stage][precision]
+            assert run["losses"][-1] < run["losses"][0] - 0.3
+            assert run["loss_scale"] == (2.0**16 if precision == "16-mixed" else 1.0)
+
+
+@pytest.mark.slow
+@of_each_stage
+def test_checkpoint_resumes(launched, stage):
+    for result in launched[2]:
+        runs = result[stage]
+        assert runs["first-epoch"]["losses"] == runs["two-epochs"]["losses"][:2]
+        assert runs["second-epoch"]["losses"] == pytest.approx(runs["two-epochs"]["losses"][2:], rel=1e-6)
+        torch.testing.assert_close(runs["second-epoch"]["whole"], runs["two-epochs"]["whole"], rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.slow
+@of_each_stage
+def test_checkpoint_becomes_one_file_that_the_stock_model_loads(launched, tmp_path, stage):
+    _, folder, results, _ = launched
+    convert_zero_checkpoint_to_fp32_state_dict(folder / f"stage-{stage}.ckpt", tmp_path / "whole.ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
+    model = build_model()
+    model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    for name, parameter in results[0][stage]["first-epoch"]["whole"].items():
+        torch.testing.assert_close(model.state_dict()[name], parameter, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.slow
+@of_each_stage
+def test_fabric_saves_and_loads(launched, stage):
+    for result in launched[2]:
+        run = result[stage]["fabric-logits-tied"]
+        assert run["loaded_step"] == launched[3].NUM_STEPS
+        torch.testing.assert_close(run["loaded"], run["whole"], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_parameters_that_are_partitioned_as_they_are_made_train_alike(launched, reference, head):
+    assert_as_in(reference(HEADS[head]), launched, "partitioned", f"partitioned-{head}")
+    assert_fused(launched, "partitioned", f"partitioned-{head}", launched[3].NUM_STEPS)
+
+
+@pytest.mark.slow
+def test_transformers_initializes_partitioned_parameters(launched):
+    first, *others = (result["partitioned"]["from-config"]["whole"] for result in launched[2])
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0.0, atol=0.0)
+    expected = build_model().state_dict()
+    assert first.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert first[name].shape == parameter.shape
+        if parameter.ndim == 1:
+            assert torch.equal(first[name], parameter)
+        else:
+            assert first[name].std().item() == pytest.approx(0.02, rel=0.15)
+
+
+@pytest.mark.slow
+def test_transformers_loads_a_checkpoint_into_partitioned_parameters(launched):
+    for result in launched[2]:
+        torch.testing.assert_close(
+            result["partitioned"]["from-pretrained"]["whole"], dict(build_model().state_dict()), rtol=0.0, atol=0.0
+        )
+
+
+@pytest.mark.slow
+def test_heads_weight_is_there_in_the_loss_and_free_after_the_step(launched, reference):
+    assert_as_in(reference(of_tokens=False), launched, "partitioned", "own-step")
+    assert_fused(launched, "partitioned", "own-step", launched[3].NUM_STEPS)
+    for result in launched[2]:
+        assert result["partitioned"]["own-step"]["is_free"] == [True] * launched[3].NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["frozen-backbone", "frozen-head", "adapted-untied", "adapted-tied", "whole-logits"])
+def test_partitioned_models_train_as_without_kernels(launched, way):
+    tolerance = TOLERANCE[launched[0]]
+    for result in launched[2]:
+        ours, stock = (result["partitioned"][name] for name in (way, f"stock-{way}"))
+        assert stock["num_replaced"] == 0
+        assert ours["num_replaced"] >= 10
+        assert ours["logit_counts"] == ((0, 4) if way == "whole-logits" else (4, 0))
+        torch.testing.assert_close(ours["losses"], stock["losses"], rtol=tolerance, atol=0.0)
+        torch.testing.assert_close(ours["whole"], stock["whole"], rtol=0.0, atol=10 * tolerance)
+
+
+# One process
+
+
+@pytest.mark.parametrize("registry", [StrategyRegistry, STRATEGY_REGISTRY], ids=["trainer", "fabric"])
+def test_strategies_are_registered_by_name(registry):
+    strategy = STRATEGIES["trainer" if registry is StrategyRegistry else "fabric"]
+    assert [registry[name]["strategy"] for name in NAMES] == [strategy] * len(NAMES)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("registry", [StrategyRegistry, STRATEGY_REGISTRY], ids=["trainer", "fabric"])
+def test_names_stand_for_stages_and_offloading(registry):
+    for name in NAMES:
+        zero = registry.get(name).config["zero_optimization"]
+        stage, *offload = name.removeprefix("liger_deepspeed_stage_").split("_")
+        assert zero["stage"] == int(stage)
+        assert ("offload_optimizer" in zero) == bool(offload)
+        assert ("offload_param" in zero) == (bool(offload) and stage == "3")
+
+
+@pytest.mark.parametrize("engine", STRATEGIES)
+def test_strategy_names_the_extra_where_deepspeed_is_not_installed(monkeypatch, engine):
+    monkeypatch.setattr(fabric_deepspeed, "_DEEPSPEED_AVAILABLE", False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install lightning-liger\[deepspeed\]"):
+        STRATEGIES[engine]()
+
+
+@pytest.mark.slow
+def test_package_imports_without_deepspeed():
+    program = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "import lightning as L, lightning_liger\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "assert 'liger_deepspeed_stage_3' in StrategyRegistry"
+    )
+    path = [str(ROOT), str(ROOT / "kernels")]
+    program = f"import sys; sys.path[:0] = {path}\n{program}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("engine", STRATEGIES)
+def test_unknown_kernel_is_refused_at_once(engine):
+    with pytest.raises(ValueError, match=r"unknown \['foo'\]"):
+        STRATEGIES[engine](kernels=["foo"])
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("engine", STRATEGIES)
+def test_device_that_deepspeed_does_not_run_on_is_refused(monkeypatch, engine):
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda self, index=None: "xpu")
+    strategy = STRATEGIES[engine](parallel_devices=[torch.device("cpu")])
+    with pytest.raises(RuntimeError, match=r"choose \['cpu'\], but DeepSpeed has chosen 'xpu': .* DS_ACCELERATOR"):
+        strategy.setup_environment()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("engine", STRATEGIES)
+def test_users_config_is_not_written_to(engine):
+    config = {"zero_optimization": {"stage": 3}}
+    STRATEGIES[engine](config=config).config["zero_optimization"]["stage"] = 2
+    assert config == {"zero_optimization": {"stage": 3}}
+
+
+@needs_deepspeed
+def test_fabric_clips_only_if_the_config_says_so():
+    assert FabricLigerDeepSpeedStrategy().config["gradient_clipping"] == 0.0
+    assert FabricLigerDeepSpeedStrategy(config={"gradient_clipping": 0.5}).config["gradient_clipping"] == 0.5
+
+
+@needs_deepspeed
+def test_yaml_gives_the_strategy_its_arguments(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+    strategy = {"class_path": "lightning_liger.LigerDeepSpeedStrategy", "init_args": {"kernels": ["rope"], "stage": 3}}
+    config = {
+        "trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 1, "logger": False},
+        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
+        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer.strategy
+    assert type(made) is LigerDeepSpeedStrategy
+    assert made.kernels == ["rope"]
+    assert made.zero_stage_3
+
+
+def test_engine_that_keeps_gradients_to_itself_trains_on_means_of_micro_batches_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(LigerSingleDeviceStrategy, "handles_gradient_accumulation", True)
+    recorder, module = Losses(), LM()
+    trainer = make_trainer(recorder, root=tmp_path, strategy="liger")
+    with pytest.warns(UserWarning, match="LigerSingleDeviceStrategy keeps gradients to itself"):
+        trainer.fit(module, make_loader(0, 2))
+    assert recorder.losses[0] == pytest.approx(build_model()(**make_batches(0, 1)[0]).loss.item(), rel=1e-5)
+    assert not module._normalizes_steps()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_rules_see_partitioned_parameters_whole_and_in_the_engines_dtype(tied, dtype):
+    whole, partitioned = build_model(tied), build_model(tied)
+    for parameter in partitioned.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    before = dict(partitioned.named_parameters())
+    with _whole_parameters(partitioned, dtype, torch.device("cpu")):
+        shown = dict(partitioned.named_parameters())
+        report = apply_liger_kernels(partitioned)
+    assert {parameter.dtype for parameter in shown.values()} == {dtype or torch.float32}
+    assert {name: parameter.shape for name, parameter in shown.items()} == {
+        name: parameter.shape for name, parameter in whole.named_parameters()
+    }
+    after = dict(partitioned.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    if dtype is not None:
+        whole.to(dtype)
+    assert report.as_dict() == apply_liger_kernels(whole).as_dict()
+
+
+def test_parameters_are_back_when_a_rule_fails():
+    model = build_model()
+    before = dict(model.named_parameters())
+    with pytest.raises(ZeroDivisionError), _whole_parameters(model, None, torch.device("cpu")):
+        1 / 0  # noqa: B018
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
