@@ -1,0 +1,98 @@
+"""Every yaml in ``examples/`` trains as the command at its top says, on a model and text of test size."""
+
+import pytest
+import torch
+import yaml
+
+from tests.lightning_liger.example_runs import (
+    EXAMPLES,
+    NUM_STEPS,
+    OF_DEEPSPEED,
+    OF_ONE_PROCESS,
+    OF_SEVERAL_PROCESSES,
+    STRATEGIES,
+    run,
+    write_text,
+)
+from tests.lightning_liger.strategies.distributed import launch
+
+WORKER = "tests.lightning_liger.example_runs"
+CLASSES = {
+    "tiny.yaml": "LigerStrategy",
+    "llama3_8b.yaml": "LigerStrategy",
+    "strategies/context_parallel.yaml": "LigerStrategy",
+    "strategies/liger.yaml": "LigerSingleDeviceStrategy",
+    "strategies/liger_ddp.yaml": "LigerDDPStrategy",
+    "strategies/liger_deepspeed_stage_2.yaml": "LigerDeepSpeedStrategy",
+    "strategies/liger_deepspeed_stage_3.yaml": "LigerDeepSpeedStrategy",
+    "strategies/liger_fsdp.yaml": "LigerStrategy",
+    "strategies/liger_fsdp_cpu_offload.yaml": "LigerStrategy",
+    "strategies/liger_model_parallel.yaml": "LigerModelParallelStrategy",
+}
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def ranks(request, tmp_path_factory):
+    """What every rank got out of every example for several processes: two on CPUs, else as many as there are GPUs."""
+    num_ranks = 2 if request.param == "cpu" else torch.cuda.device_count()
+    folder = tmp_path_factory.mktemp("ranks")
+    write_text(folder)
+    return launch(request.param, folder, worker=WORKER, num_ranks=num_ranks)
+
+
+def assert_trained(result, example):
+    assert result["strategy"] == CLASSES[example]
+    assert result["steps"] == NUM_STEPS
+    assert all(0 < loss < result["log_vocab_size"] + 1 for loss in result["losses"])
+    assert result["num_replaced"] >= 10
+    num_losses, num_materialized = result["logit_counts"]
+    assert num_losses > result["num_batches"]  # and those of validation
+    assert num_materialized == 0
+    assert result["saved"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", OF_SEVERAL_PROCESSES)
+def test_example_trains_on_several_processes(ranks, example):
+    for result in ranks:
+        assert_trained(result[example], example)
+    first, *others = (result[example]["losses"] for result in ranks)
+    assert others == [first] * len(others)  # they are means over all ranks
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("example", OF_ONE_PROCESS)
+def test_example_trains_on_one_process(example, accelerator, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+    write_text(tmp_path)
+    assert_trained(run(example, tmp_path, f"--trainer.accelerator={accelerator}"), example)
+
+
+@pytest.mark.slow
+@pytest.mark.multi_gpu
+def test_examples_of_deepspeed_train_on_several_gpus(tmp_path):
+    pytest.importorskip("deepspeed")
+    folder = tmp_path / "deepspeed"
+    folder.mkdir()
+    write_text(folder)
+    for result in launch("cuda", folder, worker=WORKER, num_ranks=torch.cuda.device_count()):
+        for example in OF_DEEPSPEED:
+            assert_trained(result[example], example)
+
+
+def test_every_yaml_is_run_and_every_name_of_a_strategy_has_one():
+    found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.y*ml")}
+    assert found == set(OF_SEVERAL_PROCESSES + OF_ONE_PROCESS + OF_DEEPSPEED) == set(CLASSES)
+    names = ["liger", "liger_ddp", "liger_fsdp", "liger_fsdp_cpu_offload", "liger_model_parallel"]
+    for name in [*names, "liger_deepspeed_stage_2", "liger_deepspeed_stage_3"]:
+        assert f"strategies/{name}.yaml" in found
+
+
+@pytest.mark.parametrize("example", STRATEGIES)
+def test_yaml_of_a_strategy_names_the_command_and_holds_what_differs(example):
+    text = (EXAMPLES / example).read_text(encoding="utf-8")
+    command = f"#   lightning-liger fit --config examples/tiny.yaml --config examples/{example}\n"
+    assert command in text
+    assert len(text.splitlines()) < 25
+    assert "strategy" in yaml.safe_load(text)["trainer"]
