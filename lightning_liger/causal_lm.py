@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_liger.module import LigerLMMixin
+from lightning_liger.pretrained import load_pretrained
 
 
 class LigerCausalLM(LigerLMMixin, L.LightningModule):
     """A causal language model with AdamW and a warm-up and cosine schedule.
+
+    Under ``liger_fsdp`` and ``liger_model_parallel`` the model need not fit one device: it gets its weights when it is
+    sharded, see :func:`~lightning_liger.load_pretrained`.
 
     Args:
         pretrained: Folder of a Hugging Face checkpoint to start from. None starts from random weights.
@@ -74,19 +78,42 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             self.config = AutoConfig.from_pretrained(pretrained, **(config or {}))
 
     def configure_model(self) -> None:
-        """Builds the model once, on the device it will train on."""
+        """Builds the model once: on the meta device for strategies that shard it there, else where it will train.
+
+        Without a Trainer, on torch's default device.
+
+        Raises:
+            ValueError: For an architecture that the meta device is not for, and weights that do not fit.
+        """
         if getattr(self, "model", None) is not None:
             return
+        pretrained, strategy = self.hparams.pretrained, None if self._trainer is None else self.trainer.strategy
+        device = torch.get_default_device() if strategy is None else strategy.root_device
+        if getattr(strategy, "materializes", False):
+            device = torch.device("meta")
         settings = {"attn_implementation": self.hparams.attn_implementation, "dtype": torch.get_default_dtype()}
-        with self.trainer.strategy.root_device:
-            if self.hparams.pretrained is None:
+        with device:
+            if pretrained is None or device.type == "meta":
                 self.model = AutoModelForCausalLM.from_config(self.config, **settings)
             else:
                 self.model = AutoModelForCausalLM.from_pretrained(
-                    self.hparams.pretrained, config=self.config, local_files_only=True, **settings
+                    pretrained, config=self.config, local_files_only=True, **settings
                 )
-        self.model.config.use_cache = False
+        if device.type == "meta":
+            self._leave_weights_to_strategy()
+        if strategy is not None:  # an exported config keeps what it was
+            self.model.config.use_cache = False
         self.model.train()
+
+    def _leave_weights_to_strategy(self) -> None:
+        if self.hparams.pretrained is not None:
+            load_pretrained(self.model, self.hparams.pretrained)
+        elif not all(parameter.is_meta for parameter in self.model.parameters()):
+            # Made by constructors that heed no device, and left without values.
+            raise ValueError(
+                f"model_type={self.config.model_type!r} cannot be built on the meta device with random weights, as"
+                " strategies that shard do: expected weights by pretrained, or strategy='liger_ddp'"
+            )
 
     def configure_optimizers(self) -> dict[str, Any]:
         hparams = self.hparams

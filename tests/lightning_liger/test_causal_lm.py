@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerCausalLM, apply_liger_kernels
+from tests.lightning_liger.architectures import tiny_causal_lm, tiny_config
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
 pytestmark = [
@@ -46,6 +47,16 @@ class LearningRates(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
         self.values.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class Losses(L.Callback):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.values.append(float(outputs["loss"]))
 
 
 @pytest.mark.parametrize(
@@ -199,3 +210,48 @@ def test_predict_step_continues_prompts(temperature: float) -> None:
     assert all(draw.shape == (2, 11 + 5) and torch.equal(draw[:, :11], prompts) for draw in draws)
     is_greedy = all(torch.equal(draw, draws[0]) for draw in draws)
     assert is_greedy == (temperature == 0.0)
+
+
+@pytest.mark.parametrize("source", ["folder", "random"])
+@pytest.mark.parametrize("strategy", ["liger", "liger_fsdp", "liger_model_parallel"])
+def test_strategies_that_shard_build_the_model_on_the_meta_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, source: str
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    devices = []
+    build = LigerCausalLM.configure_model
+
+    def noting(module: LigerCausalLM) -> None:
+        build(module)
+        devices.append({parameter.device.type for parameter in module.model.parameters()})
+
+    monkeypatch.setattr(LigerCausalLM, "configure_model", noting)
+    start = {"pretrained": str(tmp_path)} if source == "folder" else {"config": TINY_CONFIG}
+    module = LigerCausalLM(**start, learning_rate=0.01)
+    losses = Losses()
+    trainer = make_trainer(strategy=strategy, max_steps=8, callbacks=[losses])
+    trainer.fit(module, DataLoader([tiny_batch()] * 8, batch_size=None))
+    assert devices == [{"cpu" if strategy == "liger" else "meta"}]
+    assert not module.model.config.use_cache
+    if source == "folder":
+        assert losses.values[0] == pytest.approx(tiny_llama()(**tiny_batch()).loss.item(), rel=1e-5)
+    else:
+        assert losses.values[0] == pytest.approx(math.log(TINY_CONFIG["vocab_size"]), rel=0.02)
+    assert losses.values[-1] < losses.values[0] - 0.5
+
+
+def test_model_is_built_on_the_default_device_without_a_trainer(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    module = LigerCausalLM(pretrained=str(tmp_path))
+    module.configure_model()
+    assert torch.equal(module.model.lm_head.weight, tiny_llama().lm_head.weight)
+
+
+def test_architecture_that_does_not_heed_the_meta_device_is_refused_without_weights(tmp_path: Path) -> None:
+    config = tiny_config("xlnet").to_diff_dict()
+    config.pop("model_type")
+    trainer = make_trainer(strategy="liger_fsdp")
+    with pytest.raises(ValueError, match="model_type='xlnet' cannot be built on the meta device with random weights"):
+        make_module(trainer, model_type="xlnet", config=config, attn_implementation="eager")
+    tiny_causal_lm("xlnet").save_pretrained(tmp_path)
+    make_module(trainer, config=None, pretrained=str(tmp_path), attn_implementation="eager")

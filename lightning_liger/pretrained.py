@@ -1,0 +1,291 @@
+"""Weights of a Hugging Face folder for a model, read tensor by tensor, or the part of one that a rank holds."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+Index = tuple[slice, ...]
+_ATTRIBUTE = "_pretrained_weights"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_NUM_NAMED = 5
+# Buffers that older checkpoints hold and models make themselves.
+_OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+
+
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Gives ``model`` the weights of a Hugging Face checkpoint folder.
+
+    Tensors that have memory get them at once. Those on the meta device get them when a ``liger*`` strategy has given
+    them memory, after it sharded the model: each rank then reads what it holds, so a model need not fit one device, nor
+    the host::
+
+        def configure_model(self):
+            with torch.device("meta"):
+                self.model = AutoModelForCausalLM.from_config(config)
+            load_pretrained(self.model, folder)
+
+    Names and layouts are converted as ``from_pretrained`` does, and ``generation_config.json`` is read.
+
+    Args:
+        model: Any module. One that is not of transformers needs tensors of its own names in the folder.
+        folder: Has ``model.safetensors`` or ``pytorch_model.bin``, in one file or several with an index.
+
+    Raises:
+        FileNotFoundError: If the folder has no weights, or lacks a file that its index names.
+        ValueError: If tensors of the model are not in the folder or have another shape there, and for a quantized
+            checkpoint; the message names them. Nothing is loaded then.
+    """
+    weights = PretrainedWeights(model, Path(folder))
+    for module, name, tensor in weights.tensors():
+        if not tensor.is_meta:
+            weights.fill(module, name)
+    if any(tensor.is_meta for _, _, tensor in weights.tensors()):
+        setattr(model, _ATTRIBUTE, weights)
+    if isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def take_pretrained(root: nn.Module) -> "list[PretrainedWeights]":
+    """What :func:`load_pretrained` left for later in ``root`` and its modules; they then hold it no longer."""
+    return [vars(module).pop(_ATTRIBUTE) for module in root.modules() if _ATTRIBUTE in vars(module)]
+
+
+class PretrainedWeights:
+    """The tensors of a folder under the names of a model.
+
+    Args:
+        model: Whose tensors are looked for, by their names at this time.
+        folder: See :func:`load_pretrained`.
+
+    Raises:
+        FileNotFoundError: As there.
+        ValueError: As there.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        self.folder = folder
+        self._converted: tuple[_Conversion, dict[str, Tensor]] | None = None
+        if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+            raise ValueError(f"{folder} holds quantized weights, which cannot be trained: expected floating-point ones")
+        places = _places(model)
+        wanted = {name: _tensor(*place) for name, place in places.items()}
+        found, unexpected = _sources(model, wanted, _open(folder))
+        _check_shapes(folder, wanted, found)
+        # Tied tensors are one object with several names, and a checkpoint may have it under any of them.
+        names_of: dict[int, list[str]] = {}
+        for name, tensor in wanted.items():
+            names_of.setdefault(id(tensor), []).append(name)
+        available = {key: [name for name in names if name in found] for key, names in names_of.items()}
+        missing = [name for name in wanted if not available[id(wanted[name])]]
+        _check_missing(model, folder, missing)
+        _warn_unexpected(model, folder, unexpected)
+        self._places: dict[tuple[nn.Module, str], list[tuple[str, Source]]] = {
+            place: [(each, found[each]) for each in available[id(wanted[name])]]
+            for name, place in places.items()
+            if available[id(wanted[name])]
+        }
+
+    def __contains__(self, place: tuple[nn.Module, str]) -> bool:
+        return place in self._places
+
+    def tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Modules, the names in them and the tensors that the folder has weights for."""
+        for module, name in self._places:
+            yield module, name, _tensor(module, name)
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, name: str) -> None:
+        """Reads a tensor, or this rank's part of it, into ``module``'s tensor of that name.
+
+        Raises:
+            ValueError: If the folder has different weights for tensors that the model ties.
+        """
+        local, index = own_part(_tensor(module, name))
+        if not local.numel():
+            return
+        (first, source), *others = self._places[module, name]
+        value = self._read(first, source, index)
+        for other, source in others:
+            if not torch.equal(value, self._read(other, source, index)):
+                raise ValueError(
+                    f"{self.folder} has different weights for {first!r} and {other!r}, which the model ties: expected"
+                    " equal ones, or tie_word_embeddings=False in its config"
+                )
+        local.copy_(value)
+
+    def _read(self, name: str, source: "Source", index: Index) -> Tensor:
+        if not isinstance(source, _Conversion):
+            return source[index] if index else source[...]
+        if self._converted is None or self._converted[0] is not source:
+            self._converted = None  # not two of them at a time
+            self._converted = source, source.convert(lambda part: part[...])
+        return self._converted[1][name][index]
+
+
+@dataclass(eq=False)
+class _Conversion:
+    """Tensors of a folder that transformers makes one or several of the model's tensors of."""
+
+    model: PreTrainedModel
+    name: str
+    converter: WeightConverter
+    dtype: torch.dtype
+    parts: list[tuple[str, str, Any]] = field(default_factory=list)
+    """Each with its key in the folder and the pattern that it matched."""
+
+    def convert(self, read: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+        converter = deepcopy(self.converter)
+        for key, pattern, part in self.parts:
+            # What is called by the converter when it needs it.
+            converter.add_tensor(self.name, key, pattern, lambda part=part: read(part).to(self.dtype))
+        converted = converter.convert(self.name, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+Source = Any
+"""A tensor of a file that is read when it is indexed, or a :class:`_Conversion`."""
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, Index]:
+    """The memory that this rank has of ``tensor``, and where that is in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.detach().to_local()
+    return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=False))
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether ``folder`` has weights that :func:`load_pretrained` can read."""
+    return any((Path(folder) / f"{name}{suffix}").is_file() for name in _WEIGHTS for suffix in ("", ".index.json"))
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Module and name in it of each tensor of the state dict."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (module, name)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """The tensors in the files, unread, by their names there."""
+    for name in _WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [folder / file for file in sorted(set(weight_map.values()))]
+        else:
+            files = [folder / name]
+            if not files[0].is_file():
+                continue
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"{index} names {file.name!r}, which is not there")
+        return {key: tensor for file in files for key, tensor in _open_file(file).items()}
+    raise FileNotFoundError(f"{folder} has no weights: expected one of {list(_WEIGHTS)}, or their index")
+
+
+def _open_file(file: Path) -> dict[str, Any]:
+    if file.suffix == ".safetensors":
+        opened = safe_open(file, framework="pt")
+        return {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 - is no mapping
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _shape(source: Any) -> tuple[int, ...]:
+    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+
+
+def _sources(
+    model: nn.Module, wanted: dict[str, Tensor], tensors: dict[str, Any]
+) -> tuple[dict[str, Source], list[str]]:
+    """What in a folder has the names of the model, after transformers' conversion, and the names of the rest."""
+    if not isinstance(model, PreTrainedModel):
+        return {name: tensor for name, tensor in tensors.items() if name in wanted}, sorted(tensors.keys() - wanted)
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    found: dict[str, Source] = {}
+    conversions: dict[str, _Conversion] = {}
+    unexpected = []
+    for key in sorted(tensors, key=dot_natural_key):  # the order in which groups of renamings expect them
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            unexpected.append(key)
+        elif pattern is None:
+            found[name] = tensors[key]
+        else:
+            conversion = conversions.get(name)
+            if conversion is None:
+                conversion = conversions[name] = _Conversion(model, name, of_pattern[pattern], wanted[name].dtype)
+            conversion.parts.append((key, pattern, tensors[key]))
+    for conversion in conversions.values():
+        found |= dict.fromkeys(conversion.convert(_without_values), conversion)
+    return found, unexpected
+
+
+def _without_values(source: Any) -> Tensor:
+    return torch.empty(_shape(source), device="meta")
+
+
+def _check_shapes(folder: Path, wanted: dict[str, Tensor], found: dict[str, Source]) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, source in found.items():
+        if not isinstance(source, _Conversion):
+            shapes[name] = _shape(source)
+        elif name not in shapes:
+            shapes |= {each: tuple(value.shape) for each, value in source.convert(_without_values).items()}
+    wrong = [
+        f"{name} {shapes[name]} instead of {tuple(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in shapes and shapes[name] != tuple(tensor.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{folder} has tensors of other shapes than the model: {_shortened(wrong)}")
+
+
+def _check_missing(model: nn.Module, folder: Path, missing: list[str]) -> None:
+    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    if missing:
+        raise ValueError(f"{folder} lacks tensors of the model: {_shortened(missing)}")
+
+
+def _warn_unexpected(model: nn.Module, folder: Path, unexpected: list[str]) -> None:
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = _without(unexpected, (*ignored, *_OUTDATED))
+    if unexpected:
+        rank_zero_warn(f"{folder} has tensors that the model has no place for: {_shortened(unexpected)}")
+
+
+def _without(names: list[str], patterns: Any) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _shortened(items: list[str]) -> str:
+    rest = len(items) - _NUM_NAMED
+    return ", ".join(items[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
