@@ -1,4 +1,4 @@
-"""Clipping by the norm of gradients whose shards lie on several ranks."""
+"""Clipping by the norm of gradients, whole on each rank or in shards on several."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
+
+
+@torch.no_grad()
+def clip_whole_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scales the gradients of ``parameters`` so that their norm is at most ``max_norm``.
+
+    Args:
+        parameters: With gradients that are the same on every rank, or ``DTensor`` on any device meshes.
+        max_norm: ``math.inf`` changes nothing.
+        norm_type: Of the p-norm.
+
+    Returns:
+        The norm before, a plain tensor, the same on every rank; 0 without any gradient.
+    """
+    on_meshes: dict[object, list[Tensor]] = {}  # PyTorch takes no norm over several, and scales none together
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        on_meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(parameter)
+    norms = [
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in group], norm_type)
+        for group in on_meshes.values()
+    ]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = torch.nn.utils.get_total_norm(norms, norm_type)
+    for group in on_meshes.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
 @torch.no_grad()

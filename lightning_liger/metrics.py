@@ -58,6 +58,16 @@ class TokenMetrics(MetricCollection):
             compute_groups=False,
         )
 
+    def sums(self) -> Tensor:
+        """A copy of the metrics' sums and numbers of tokens, ``[3, 2]`` in float64, of this rank."""
+        return torch.stack([torch.stack((metric.total, metric.num_tokens)) for metric in self.values()])
+
+    def load_sums(self, sums: Tensor) -> None:
+        """Goes on from what :meth:`sums` returned."""
+        for metric, (total, num_tokens) in zip(self.values(), sums, strict=True):
+            metric.total = total.to(metric.total.device, copy=True)
+            metric.num_tokens = num_tokens.to(metric.num_tokens.device, copy=True)
+
     def update_tokens(self, loss: Tensor, num_correct: Tensor, num_tokens: Tensor) -> None:
         """Adds the tokens of one batch.
 

@@ -53,6 +53,7 @@ class TokenMean:
         num_micro_batches: int,
         num_ranks: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
+        scale: Callable[[Iterable[nn.Parameter], Tensor], None] | None = None,
     ) -> Tensor:
         """Makes the parameters' gradients those of the mean over all tokens since the last call.
 
@@ -61,6 +62,7 @@ class TokenMean:
             num_micro_batches: By how many the losses were divided before backward.
             num_ranks: Over how many ranks gradients were averaged.
             sum_over_ranks: Adds a tensor up over them.
+            scale: Multiplies the parameters' gradients by a number, where an engine keeps them to itself.
 
         Returns:
             That mean, 0 without any token.
@@ -70,12 +72,16 @@ class TokenMean:
         loss_sum, num_tokens = sum_over_ranks(self._sum_and_count)
         self.reset()
         factor = num_micro_batches * num_ranks / _SUM_SCALE / num_tokens.clamp(min=1)
-        gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, _), same in gradients.items():
-            torch._foreach_mul_(same, factor.to(device, torch.float32))
+        (scale or _scale_gradients)(parameters, factor)
         return loss_sum / num_tokens.clamp(min=1)
+
+
+def _scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), same in gradients.items():
+        torch._foreach_mul_(same, factor.to(device, torch.float32))

@@ -33,6 +33,7 @@ from lightning_liger.data.tokenizer import (
     tokenizer_files,
     write_tokens,
 )
+from lightning_liger.resumable import resumable
 
 Split = Literal["train", "validation"]
 
@@ -43,15 +44,17 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     """Rows of ``block_size`` consecutive tokens from a flat file of token ids, without the incomplete last row.
 
     A row is ``{"input_ids": [block_size], "labels": [block_size]}`` in int64. Labels equal the inputs: causal language
-    models shift them in the loss.
+    models shift them in the loss. With ``last_token``, which ends a document, it also has ``position_ids`` of the same
+    shape, which start again with each document.
     """
 
-    def __init__(self, file: Path, dtype: str, block_size: int) -> None:
-        self.file, self.dtype, self.block_size = file, dtype, block_size
+    def __init__(self, file: Path, dtype: str, block_size: int, last_token: int | None = None) -> None:
+        self.file, self.dtype, self.block_size, self.last_token = file, dtype, block_size, last_token
         self.tokens = np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedTokens, (self.file, self.dtype, self.block_size)  # a pickled memmap would hold the whole file
+        # A pickled memmap would hold the whole file.
+        return PackedTokens, (self.file, self.dtype, self.block_size, self.last_token)
 
     def __len__(self) -> int:
         return len(self.tokens) // self.block_size
@@ -59,7 +62,12 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.tokens[index * self.block_size : (index + 1) * self.block_size]
         input_ids = torch.from_numpy(row.astype(np.int64))
-        return {"input_ids": input_ids, "labels": input_ids}  # collating copies both
+        found = {"input_ids": input_ids, "labels": input_ids}  # collating copies both
+        if self.last_token is not None:
+            places = np.arange(self.block_size)
+            starts = np.append(0, np.where(row[:-1] == self.last_token, places[1:], 0))
+            found["position_ids"] = torch.from_numpy(places - np.maximum.accumulate(starts))
+        return found
 
 
 class TextDataModule(L.LightningDataModule):
@@ -83,6 +91,8 @@ class TextDataModule(L.LightningDataModule):
         seed: Decides which documents are held out and the order of the training rows.
         text_field: The key of the text in the lines of a .jsonl file.
         num_workers: Processes that load batches, for each training process. 0 loads them in the training process.
+        separate_documents: Whether batches have ``position_ids`` too, ``[batch_size, block_size]`` in int64, that start
+            again with each document: then attention sees no other document, and no token is to predict another's first.
         cache_dir: Where tokenized text is kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
         max_documents: Read only so many documents of the corpus. By default all.
         prompt: Text for ``predict`` to continue.
@@ -100,6 +110,7 @@ class TextDataModule(L.LightningDataModule):
         seed: int = 42,
         text_field: str = "text",
         num_workers: int = 0,
+        separate_documents: bool = False,
         cache_dir: str | Path | None = None,
         max_documents: int | None = None,
         prompt: str | None = None,
@@ -118,6 +129,7 @@ class TextDataModule(L.LightningDataModule):
             tokenizer_files(tokenizer)  # likewise
         self.path, self.tokenizer, self.vocab_size = path, tokenizer, vocab_size
         self.block_size, self.batch_size, self.num_workers = block_size, batch_size, num_workers
+        self.separate_documents = separate_documents
         self.validation_fraction, self.seed = validation_fraction, seed
         self.text_field, self.max_documents, self.prompt = text_field, max_documents, prompt
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
@@ -157,13 +169,14 @@ class TextDataModule(L.LightningDataModule):
             raise RuntimeError(f"{folder} does not exist: call prepare_data() first, and leave the corpus as it was.")
         dtype = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["dtype"]
         self.text_tokenizer = load_tokenizer(folder / "tokenizer")
-        self.train_data = PackedTokens(folder / "train.bin", dtype, self.block_size)
+        last_token = self.text_tokenizer.eos_token_id if self.separate_documents else None
+        self.train_data = PackedTokens(folder / "train.bin", dtype, self.block_size, last_token)
         if stage in (None, "fit"):
             num_shards = self._shard()["num_replicas"]
             needed_for = f"one batch of data.batch_size={self.batch_size} rows for each of {num_shards} processes"
             self._require_rows("train", self.train_data, self.batch_size * num_shards, needed_for)
         if self.validation_fraction:
-            self.validation_data = PackedTokens(folder / "validation.bin", dtype, self.block_size)
+            self.validation_data = PackedTokens(folder / "validation.bin", dtype, self.block_size, last_token)
             needed_for = f"one row (data.validation_fraction={self.validation_fraction})"
             self._require_rows("validation", self.validation_data, 1, needed_for)
 
@@ -171,7 +184,7 @@ class TextDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         # Lightning keeps a DistributedSampler and tells it the epoch. Its own would take the seed from the environment.
         sampler = DistributedSampler(self.train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True)
-        return self._dataloader(self.train_data, sampler=sampler, drop_last=True)
+        return resumable(self._dataloader(self.train_data, sampler=sampler, drop_last=True))
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:

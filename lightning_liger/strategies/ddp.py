@@ -4,16 +4,17 @@ from typing import Any
 
 import lightning.fabric.strategies.ddp as fabric_ddp
 import lightning.pytorch.strategies.ddp as pytorch_ddp
-import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import _StrategyRegistry
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from lightning_liger.lazy_logits import LazyLogits
+from lightning_liger.strategies.clipping import TrainerClipping
+from lightning_liger.strategies.context_parallel import SharesSequences
+from lightning_liger.strategies.head_units import connected_hidden_states
 from lightning_liger.strategies.kernels import FabricKernels, TrainerKernels
 
 _NAME = "liger_ddp"
@@ -36,16 +37,19 @@ class _FusedDDP:
         )
 
 
-class LigerDDPStrategy(_FusedDDP, TrainerKernels, pytorch_ddp.DDPStrategy):
+class LigerDDPStrategy(_FusedDDP, SharesSequences, TrainerKernels, TrainerClipping, pytorch_ddp.DDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.DDPStrategy` with fused kernels and a fused loss.
 
     Args:
         kernels: ``"auto"``, ``"none"``, a list of names or a dict with options; see
             :func:`~lightning_liger.apply_liger_kernels`.
+        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
+            :class:`~lightning_liger.LigerStrategy`. The norm before clipping is logged as ``grad_norm``.
+        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
         **kwargs: As in Lightning's strategy.
 
     Raises:
-        ValueError: For an unknown kernel.
+        ValueError: For an unknown kernel or ``on_nonfinite_grad``.
     """
 
     strategy_name = _NAME
@@ -85,7 +89,9 @@ class _LazyLogitsDDP(DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         leaves, structure = tree_flatten(output)
         leaves = [_real_if_overwritten(leaf) for leaf in leaves]
-        tensors = super()._post_forward([_tensor_of(leaf) for leaf in leaves])
+        tensors = super()._post_forward(
+            [connected_hidden_states(leaf) if isinstance(leaf, LazyLogits) else leaf for leaf in leaves]
+        )
         leaves = [
             leaf.changed(hidden_states=tensor) if isinstance(leaf, LazyLogits) else tensor
             for leaf, tensor in zip(leaves, tensors, strict=True)
@@ -95,26 +101,3 @@ class _LazyLogitsDDP(DistributedDataParallel):
 
 def _real_if_overwritten(leaf: Any) -> Any:
     return leaf.materialize() if isinstance(leaf, LazyLogits) and leaf._is_overwritten() else leaf
-
-
-def _tensor_of(leaf: Any) -> Any:
-    """The hidden states of lazy logits, connected to everything that the logits depend on."""
-    if not isinstance(leaf, LazyLogits):
-        return leaf
-    head = leaf.head
-    parameters = [tensor for tensor in (head.weight, head.bias, head.adapter) if tensor is not None]
-    return _Connected.apply(leaf.hidden_states, *parameters)
-
-
-class _Connected(torch.autograd.Function):
-    """The first tensor, with the others behind it in the graph too, though it gives them no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.num_parameters = len(parameters)
-        return hidden_states.view_as(hidden_states)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grad_output, *(None for _ in range(ctx.num_parameters))

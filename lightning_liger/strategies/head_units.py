@@ -1,9 +1,25 @@
-"""Which FSDP units the LM head and the embeddings tied to it are in."""
+"""Which FSDP units the LM head and the embeddings tied to it are in, and what engines see of the graph behind it."""
 
-from torch.distributed.fsdp import FullyShardedDataParallel
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
+from lightning_liger.lazy_logits import LazyLogits
 from lightning_liger.patching.rules import Patched
+
+
+def patched_heads(model: Module) -> list[Module]:
+    """The layers of ``model`` that return lazy logits."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Patched) and module.liger_replacement.kernel == "linear_cross_entropy"
+    ]
 
 
 def tied_pairs(model: Module) -> list[tuple[Module, Module]]:
@@ -39,15 +55,14 @@ def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
                 f"auto_wrap_policy puts {names[embeddings]!r} and {names[head]!r}, which share their weight, into"
                 " different FSDP units: leave both in the root unit"
             )
-    for module, around in units.items():
-        if isinstance(module, Patched) and module.liger_replacement.kernel == "linear_cross_entropy":
-            is_alone = bool(around) and around[-1].module is module
-            if len(around) > 1 or is_alone:
-                raise ValueError(
-                    f"the LM head {names[module]!r} is in an FSDP unit of its own, whose weight is gone again when the"
-                    " fused loss needs it: leave it in the root unit, or choose kernels without"
-                    " 'linear_cross_entropy'"
-                )
+    for head in patched_heads(model):
+        around = units[head]
+        is_alone = bool(around) and around[-1].module is head
+        if len(around) > 1 or is_alone:
+            raise ValueError(
+                f"the LM head {names[head]!r} is in an FSDP unit of its own, whose weight is gone again when the"
+                " fused loss needs it: leave it in the root unit, or choose kernels without 'linear_cross_entropy'"
+            )
 
 
 def _units(model: Module) -> dict[Module, list[FullyShardedDataParallel]]:
@@ -62,3 +77,80 @@ def _units(model: Module) -> dict[Module, list[FullyShardedDataParallel]]:
 
     walk(model, [])
     return found
+
+
+def detach_frozen_heads(model: Module) -> None:
+    """Spares the loss the gradients of heads that are frozen when they run; call it before ``model`` is wrapped.
+
+    In an FSDP unit with trained parameters, frozen ones become views of what is trained.
+    """
+    for head in patched_heads(model):
+        head.register_forward_hook(partial(_detach_frozen, dict(head.named_parameters(recurse=False))))
+
+
+def _detach_frozen(parameters: dict[str, Tensor], head: Module, args: Any, output: Any) -> Any:
+    if not isinstance(output, LazyLogits):
+        return output
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    detached = {name: getattr(output.head, name).detach() for name in frozen}
+    return output.changed(head=output.head._replaced(**detached))
+
+
+def enter_backward_at_heads(model: Module) -> None:
+    """Lets FSDP2 see backward enter ``model`` where all layers before the head are frozen.
+
+    It waits for the gradients of what its modules return, which before PyTorch 2.12 it takes from tensors in containers
+    only: its hooks get the tensors of lazy logits beside the output.
+    """
+    heads = patched_heads(model)
+    units = [
+        module
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and not set(heads).isdisjoint(module.modules())
+    ]
+    for head in heads:
+        if _connect not in head._forward_hooks.values():
+            head.register_forward_hook(_connect)
+    for unit in units:
+        if _show_tensors not in unit._forward_hooks.values():
+            unit.register_forward_hook(_show_tensors, prepend=True)
+            unit.register_forward_hook(_hide_tensors)
+
+
+_SHOWN = object()
+
+
+def _show_tensors(module: Module, args: Any, output: Any) -> Any:
+    tensors = [leaf.hidden_states for leaf in tree_leaves(output) if isinstance(leaf, LazyLogits)]
+    return (_SHOWN, output, tensors) if tensors else output
+
+
+def _hide_tensors(module: Module, args: Any, output: Any) -> Any:
+    return output[1] if isinstance(output, tuple) and output and output[0] is _SHOWN else output
+
+
+def _connect(head: Module, args: Any, output: Any) -> Any:
+    if not isinstance(output, LazyLogits) or not output.requires_grad:
+        return output
+    return output.changed(hidden_states=connected_hidden_states(output))
+
+
+def connected_hidden_states(logits: LazyLogits) -> Tensor:
+    """The hidden states of lazy logits, connected to everything that the logits depend on."""
+    head = logits.head
+    parameters = [tensor for tensor in (head.weight, head.bias, head.adapter) if tensor is not None]
+    return _Connected.apply(logits.hidden_states, *parameters)
+
+
+class _Connected(torch.autograd.Function):
+    """The first tensor, with the others behind it in the graph too, though it gives them no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.num_parameters = len(parameters)
+        return hidden_states.detach()  # shares its memory, and is no view, of which FSDP2 would warn
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grad_output, *(None for _ in range(ctx.num_parameters))

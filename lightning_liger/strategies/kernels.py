@@ -5,8 +5,10 @@ from typing import Any
 from torch.nn import Module
 
 from lightning_liger.lazy_logits import lazy_logits
+from lightning_liger.materialize import materialize
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
+from lightning_liger.strategies.checkpoints import FabricCheckpoints, TrainerCheckpoints
 
 
 class _Kernels:
@@ -27,13 +29,14 @@ class _Kernels:
         self._patch_report = apply_and_announce(model, self.kernels, self._patch_report)
 
 
-class TrainerKernels(_Kernels):
+class TrainerKernels(TrainerCheckpoints, _Kernels):
     """Placed before a strategy of the Trainer's, lets it apply kernels and skip the logits in steps with a loss."""
 
     model: Any
 
     def model_to_device(self) -> None:
         """Then applies the kernels: parameters have their dtype and device, and nothing was wrapped yet."""
+        materialize(self.model, self.root_device)  # type: ignore[attr-defined]
         super().model_to_device()  # type: ignore[misc]
         self._apply_kernels(self.model)
 
@@ -46,8 +49,12 @@ class TrainerKernels(_Kernels):
             return super().test_step(*args, **kwargs)  # type: ignore[misc]
 
 
-class FabricKernels(_Kernels):
+class FabricKernels(FabricCheckpoints, _Kernels):
     """Placed before a strategy of Fabric's, lets it apply kernels before it wraps a module."""
+
+    def module_to_device(self, module: Module) -> None:
+        materialize(module, self.root_device)  # type: ignore[attr-defined]
+        super().module_to_device(module)  # type: ignore[misc]
 
     def setup_module(self, module: Module) -> Module:
         self._apply_kernels(module)

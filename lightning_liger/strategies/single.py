@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.strategies import _StrategyRegistry
 
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.strategies.clipping import TrainerClipping
 from lightning_liger.strategies.kernels import FabricKernels, TrainerKernels
 
 _NAME = "liger"
@@ -48,17 +49,19 @@ class _OneDevice:
             strategy_registry.register(_NAME, cls, description=_DESCRIPTION)
 
 
-class LigerSingleDeviceStrategy(_OneDevice, TrainerKernels, pytorch_single.SingleDeviceStrategy):
+class LigerSingleDeviceStrategy(_OneDevice, TrainerKernels, TrainerClipping, pytorch_single.SingleDeviceStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.SingleDeviceStrategy` with fused kernels and a fused loss.
 
     Args:
         kernels: ``"auto"``, ``"none"``, a list of names or a dict with options; see
             :func:`~lightning_liger.apply_liger_kernels`.
         device: By default the one that ``accelerator`` and ``devices`` choose.
+        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
+            :class:`~lightning_liger.LigerStrategy`. The norm before clipping is logged as ``grad_norm``.
         **kwargs: As in Lightning's strategy.
 
     Raises:
-        ValueError: For an unknown kernel, and when the Trainer has several devices.
+        ValueError: For an unknown kernel or ``on_nonfinite_grad``, and when the Trainer has several devices.
     """
 
     strategy_name = _NAME

@@ -14,13 +14,22 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_liger import FabricLigerStrategy, LigerPrecisionPlugin, LigerStrategy
+from lightning_liger import (
+    FabricLigerStrategy,
+    LigerDDPStrategy,
+    LigerModelParallelStrategy,
+    LigerPrecisionPlugin,
+    LigerStrategy,
+)
 from tests.lightning_liger.strategies.distributed import (
     NUM_RANKS,
     Batch,
@@ -28,7 +37,6 @@ from tests.lightning_liger.strategies.distributed import (
     make_optimizer,
     make_trainer,
     outside_loss,
-    squared_gradient_norm,
 )
 
 NUM_BATCHES = 4
@@ -45,12 +53,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "unused": {"unused": True},
     "partly-optimized": {"optimized": ".layers."},
 }
+ENGINES = {"ddp": LigerDDPStrategy, "model_parallel": LigerModelParallelStrategy}
+"""Beside FSDP, which has the most ways of its own."""
+MODELS_OF_ENGINES = ("untied", "frozen", "partly-optimized")
 POLICIES = ("raise", "skip", "ignore")
 CLIPPING: dict[str, dict[str, Any]] = {
     "unclipped": {},
     "norm": {"gradient_clip_val": MAX_NORM},
     "value": {"gradient_clip_val": MAX_VALUE, "gradient_clip_algorithm": "value"},
 }
+CLIPPING_OF_ENGINES = ("unclipped", "norm")
+"""With gradients that are not finite."""
 
 
 class ClippedLM(L.LightningModule):
@@ -96,24 +109,22 @@ class ClippedLM(L.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
-        parameters = self.optimized_parameters()
+        gradients = [parameter.grad for parameter in self.optimized_parameters() if parameter.grad is not None]
+        gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         self.norms.append(float(self.trainer.callback_metrics.get("grad_norm", math.nan)))
-        self.local_squared_norms.append(squared_gradient_norm(parameters))
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.numel()]
-        self.largest_gradients.append(max((gradient.abs().max().item() for gradient in gradients), default=0.0))
+        self.local_squared_norms.append(sum(gradient.square().sum().item() for gradient in gradients))
+        largest = (gradient.abs().max().item() for gradient in gradients if gradient.numel())
+        self.largest_gradients.append(max(largest, default=0.0))
 
 
 def wrap_inside(model: nn.Module, names: tuple[str, ...]) -> None:
     """Makes FSDP roots of the named children."""
-    place = _on_this_device()
-    model.to(place.get("device_id"))
+    over_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if over_nccl else torch.device("cpu")
+    if names:
+        model.to(device)
     for name in names:
-        setattr(model, name, FullyShardedDataParallel(getattr(model, name), use_orig_params=True, **_on_this_device()))
-
-
-def _on_this_device() -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {"device_id": torch.device(device, int(os.environ["LOCAL_RANK"]) if device == "cuda" else None)}
+        setattr(model, name, FullyShardedDataParallel(getattr(model, name), use_orig_params=True, device_id=device))
 
 
 def make_scaled_batches(rank: int, broken: bool = False) -> list[Batch]:
@@ -142,22 +153,32 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
         for root in FullyShardedDataParallel.fsdp_modules(model, root_only=True):
             stack.enter_context(FullyShardedDataParallel.summon_full_params(root, writeback=False))
         return {
-            name.replace("_fsdp_wrapped_module.", "").removeprefix("model."): parameter.detach().cpu().clone()
+            name.replace("_fsdp_wrapped_module.", "").removeprefix("module.").removeprefix("model."): _whole(parameter)
             for name, parameter in model.named_parameters()
         }
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
 # What one rank does
 
 
 def _fit(
-    run: dict[str, Any], strategy: dict[str, Any], module: dict[str, Any], broken: bool = False, **options: Any
+    run: dict[str, Any],
+    strategy: dict[str, Any],
+    module: dict[str, Any],
+    broken: bool = False,
+    engine: type[Strategy] = LigerStrategy,
+    **options: Any,
 ) -> dict[str, Any]:
     lm = ClippedLM(**module)
     loader = DataLoader(make_scaled_batches(run["rank"], broken), batch_size=None)
     trainer = make_trainer(
         root=run["folder"],
-        strategy=LigerStrategy(**strategy),
+        strategy=engine(**strategy),
         accelerator=run["accelerator"],
         devices=NUM_RANKS,
         **options,
@@ -233,6 +254,16 @@ def _run_rank(device: str, folder: Path) -> None:
     for policy in POLICIES:
         for clipping, options in CLIPPING.items():
             results[f"{policy}-{clipping}"] = _fit(run, {"on_nonfinite_grad": policy}, {}, broken=True, **options)
+    for name, engine in ENGINES.items():
+        for model in MODELS_OF_ENGINES:
+            results[f"{name}-{model}"] = _fit(run, {}, MODELS[model], engine=engine, **by_norm)
+        results[f"{name}-accumulated"] = _fit(run, {}, {}, engine=engine, accumulate_grad_batches=2, **by_norm)
+        results[f"{name}-value"] = _fit(run, {}, {}, engine=engine, **by_value)
+        for policy in POLICIES:
+            for clipping in CLIPPING_OF_ENGINES:
+                options = {"engine": engine, **CLIPPING[clipping]}
+                broken = _fit(run, {"on_nonfinite_grad": policy}, {}, broken=True, **options)
+                results[f"{name}-{policy}-{clipping}"] = broken
     results["fabric"] = _fabric(run, max_norm=MAX_NORM)
     results["fabric-flat"] = _fabric(run, use_orig_params=False, max_norm=MAX_NORM)
     results["fabric-roots"] = _fabric(run, wrap=("model", "lm_head"), max_norm=MAX_NORM)

@@ -3,6 +3,7 @@
 ``python -m tests.lightning_liger.strategies.distributed cpu OUT`` is one rank of ``launch``.
 """
 
+import itertools
 import os
 import signal
 import socket
@@ -48,7 +49,7 @@ def build_model(tied: bool = False) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # GPUs draw other numbers
         torch.manual_seed(7)
         return LlamaForCausalLM(config).train()
 
@@ -286,18 +287,45 @@ def _run_rank(device: str, folder: Path) -> None:
 
 # How ranks are started
 
+_PORTS_PER_WORKER = 400
+
+
+def python_path() -> str:
+    """For processes that tests start: this project first, then what the tests themselves were started with."""
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *([inherited] if inherited else [])])
+
+
+def free_port() -> int:
+    """A port below those of outgoing connections, and out of the way of tests in other processes."""
+    first = 20000 + _PORTS_PER_WORKER * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for _ in range(_PORTS_PER_WORKER):
+        port = first + (os.getpid() + next(_port_numbers)) % _PORTS_PER_WORKER
+        with socket.socket() as candidate:
+            if candidate.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RuntimeError(f"no free port in {first} to {first + _PORTS_PER_WORKER - 1}")
+
+
+_port_numbers = itertools.count()
+
 
 def launch(
-    device: str, folder: Path, timeout: float = 240.0, worker: str = __name__, num_ranks: int = NUM_RANKS
+    device: str,
+    folder: Path,
+    timeout: float = 240.0,
+    worker: str = __name__,
+    num_ranks: int = NUM_RANKS,
+    environment_of: Callable[[int], dict[str, str]] = lambda rank: {},
 ) -> list[dict[str, Any]]:
-    """What ``worker`` saved on each rank; if one fails, all end and the error shows what they wrote to stderr."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    """What ``worker`` saved on each rank; if one fails, all end and the error shows what they wrote to stderr.
+
+    ``environment_of`` a rank changes what torchrun would set for it on one node; empty values are not set at all.
+    """
     shared = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "PYTHONPATH": python_path(),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
@@ -307,7 +335,8 @@ def launch(
     processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(num_ranks)]
     try:
         for rank, output in enumerate(outputs):
-            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment_of(rank)}
+            environment = {**os.environ, **{name: value for name, value in of_rank.items() if value}}
             with output.open("w") as log:
                 processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
         codes = _wait(processes, timeout)
@@ -317,7 +346,7 @@ def launch(
                 process.send_signal(signal.SIGKILL)
             process.wait()
     if any(codes):
-        logs = "\n".join(f"--- rank {rank}\n{log.read_text()[-4000:]}" for rank, log in enumerate(outputs))
+        logs = "\n".join(f"--- rank {rank}\n{log.read_text()[-12000:]}" for rank, log in enumerate(outputs))
         raise AssertionError(f"ranks ended with {codes} (None: killed after another failed, or {timeout} s)\n{logs}")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
@@ -44,6 +44,20 @@ class ShardedByItsUser(LM):
         fully_shard(self.model, mesh=mesh)
 
 
+class CountsForwards(LM):
+    """Counts how often the MLP of the first layer runs."""
+
+    num_forwards = 0
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            super().configure_model()
+            self.model.model.layers[0].mlp.register_forward_pre_hook(self._count)
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self.num_forwards += 1
+
+
 def _whole(module: LM) -> dict[str, Tensor]:
     parameters = module.model.named_parameters(remove_duplicate=False)
     return {name: parameter.full_tensor().detach().cpu().clone() for name, parameter in parameters}
@@ -63,6 +77,7 @@ def _fit(run: dict[str, Any], module: LM, make: Any = make_batches, **options: A
         "logit_counts": logit_counts(module),
         "units": [type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule)],
         "whole": _whole(module),
+        "num_forwards": getattr(module, "num_forwards", None),
     }
     (result["validation"],) = trainer.validate(module, loader, verbose=False)
     result["counts_after_validation"] = logit_counts(module)
@@ -95,6 +110,8 @@ def _run_rank(device: str, folder: Path) -> None:
         results[head] = _fit(run, LM(tied))
         results[f"fabric-{head}"] = _fabric(run, tied)
     results["no-kernels"] = _fit(run, LM(), strategy=LigerModelParallelStrategy(kernels="none"))
+    recompute = LigerModelParallelStrategy(activation_checkpointing_policy=["LlamaDecoderLayer"])
+    results["recomputed"] = _fit(run, CountsForwards(), strategy=recompute)
     results["by-its-user"] = _fit(run, ShardedByItsUser())
     results["uneven"] = _fit(run, LM(), make_uneven_batches, accumulate_grad_batches=2)
     results["clipped"] = _fit(run, LM(), gradient_clip_val=MAX_NORM)

@@ -1,4 +1,4 @@
-"""Gradients of ``liger_fsdp`` are clipped as those of one process, by their norm over all ranks."""
+"""Gradients are clipped as those of one process, by their norm over all ranks, under every engine."""
 
 import math
 from collections.abc import Iterator
@@ -7,17 +7,23 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerPrecisionPlugin, LigerStrategy
+from lightning_liger import LigerDDPStrategy, LigerPrecisionPlugin, LigerSingleDeviceStrategy, LigerStrategy
+from lightning_liger.cli import LigerCLI
 from tests.lightning_liger.strategies.clipping import (
     BROKEN_BATCH,
     CLIPPING,
+    CLIPPING_OF_ENGINES,
+    ENGINES,
     MAX_NORM,
     MAX_VALUE,
     MODELS,
+    MODELS_OF_ENGINES,
     NUM_BATCHES,
     SHARDING,
     ClippedLM,
@@ -42,7 +48,21 @@ WAYS = [
     *(pytest.param(name, name, id=name) for name in MODELS),
     pytest.param("accumulated", "accumulated", id="accumulated"),
     pytest.param("roots", "untied", id="several-roots"),
+    *(
+        pytest.param(f"{engine}-{name}", name, id=f"{engine}-{name}")
+        for engine in ENGINES
+        for name in (*MODELS_OF_ENGINES, "accumulated")
+    ),
 ]
+PREFIXES = ["", *(f"{engine}-" for engine in ENGINES)]
+"""Of results; those of FSDP have none."""
+ONE_PROCESS = ["liger", "liger_ddp", "liger_fsdp", "liger_model_parallel"]
+
+under_each = pytest.mark.parametrize("prefix", PREFIXES, ids=["fsdp", *ENGINES])
+broken_under_each = pytest.mark.parametrize(
+    ("prefix", "clipping"),
+    [(prefix, clipping) for prefix in PREFIXES for clipping in (CLIPPING_OF_ENGINES if prefix else CLIPPING)],
+)
 
 
 class PlainLM(ClippedLM):
@@ -94,19 +114,22 @@ def test_two_ranks_clip_by_the_norm_of_one_process_with_the_whole_batch(ranks, w
         torch.testing.assert_close(run["norms"], reference.norms_before, rtol=rtol, atol=0.0)
         assert_same_parameters(run["whole"], reference, rtol)
     # AdamW hardly notices the scale of gradients. Without sharding, each rank holds all of them.
-    parts = [result[way]["local_squared_norms"] for result in results][: 1 if way == "NO_SHARD" else NUM_RANKS]
+    whole = way == "NO_SHARD" or way.startswith("ddp")
+    parts = [result[way]["local_squared_norms"] for result in results][: 1 if whole else NUM_RANKS]
     clipped = [math.sqrt(sum(squares)) for squares in zip(*parts, strict=True)]
     torch.testing.assert_close(clipped, [MAX_NORM] * len(reference.norms_before), rtol=10 * rtol, atol=0.0)
 
 
 @pytest.mark.slow
-def test_two_ranks_clip_by_value_as_one_process(ranks):
+@under_each
+def test_two_ranks_clip_by_value_as_one_process(ranks, prefix):
     device, results = ranks
     reference = train_plainly(whole_batches(), **CLIPPING["value"])
-    for run in (result["value"] for result in results):
+    runs = [result[f"{prefix}value"] for result in results]
+    for run in runs:
         assert_same_parameters(run["whole"], reference, RELATIVE_TOLERANCE[device])
         assert all(math.isnan(norm) for norm in run["norms"])  # nothing logged
-    largest = [max(steps) for steps in zip(*(result["value"]["largest_gradients"] for result in results), strict=True)]
+    largest = [max(steps) for steps in zip(*(run["largest_gradients"] for run in runs), strict=True)]
     assert largest == pytest.approx([MAX_VALUE] * NUM_BATCHES)
 
 
@@ -141,22 +164,22 @@ def test_parameters_in_no_unit_are_an_error_that_names_one(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clipping", CLIPPING)
-def test_gradients_that_are_not_finite_raise_on_every_rank(ranks, clipping):
-    for run in (result[f"raise-{clipping}"] for result in ranks[1]):
+@broken_under_each
+def test_gradients_that_are_not_finite_raise_on_every_rank(ranks, prefix, clipping):
+    for run in (result[f"{prefix}raise-{clipping}"] for result in ranks[1]):
         assert run["error"] == ("RuntimeError: on_nonfinite_grad='raise': the norm of the gradients is nan, not finite")
         assert len(run["norms"]) == BROKEN_BATCH
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clipping", CLIPPING)
-def test_skipped_step_leaves_training_as_if_it_had_not_been(ranks, clipping):
+@broken_under_each
+def test_skipped_step_leaves_training_as_if_it_had_not_been(ranks, prefix, clipping):
     device, results = ranks
     batches = whole_batches()
     del batches[BROKEN_BATCH]
     reference = train_plainly(batches, **CLIPPING[clipping])
     rtol = RELATIVE_TOLERANCE[device]
-    for run in (result[f"skip-{clipping}"] for result in results):
+    for run in (result[f"{prefix}skip-{clipping}"] for result in results):
         assert run["error"] is None
         assert math.isnan(run["norms"].pop(BROKEN_BATCH))
         torch.testing.assert_close(run["norms"], reference.norms_before, rtol=rtol, atol=0.0)
@@ -164,9 +187,9 @@ def test_skipped_step_leaves_training_as_if_it_had_not_been(ranks, clipping):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clipping", CLIPPING)
-def test_ignored_gradients_that_are_not_finite_reach_the_parameters(ranks, clipping):
-    for run in (result[f"ignore-{clipping}"] for result in ranks[1]):
+@broken_under_each
+def test_ignored_gradients_that_are_not_finite_reach_the_parameters(ranks, prefix, clipping):
+    for run in (result[f"{prefix}ignore-{clipping}"] for result in ranks[1]):
         assert run["error"] is None
         assert run["whole"]["lm_head.weight"].isnan().any()
 
@@ -186,16 +209,48 @@ def test_fabric_raises_on_every_rank_unless_told_otherwise(ranks):
 # One process
 
 
+@pytest.mark.parametrize("name", ONE_PROCESS)
 @pytest.mark.parametrize("clipping", ["norm", "value"])
-def test_one_process_clips_as_lightning_does(clipping):
+def test_one_process_clips_as_lightning_does(name, clipping):
     lm = ClippedLM()
-    trainer = make_trainer(root=None, strategy="liger_fsdp", **CLIPPING[clipping])
+    trainer = make_trainer(root=None, strategy=name, **CLIPPING[clipping])
     trainer.fit(lm, DataLoader(whole_batches(), batch_size=None))
     reference = train_plainly(whole_batches(), **CLIPPING[clipping])
     if clipping == "norm":
         torch.testing.assert_close(lm.norms, reference.norms_before, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(lm.local_squared_norms, reference.local_squared_norms, rtol=1e-5, atol=0.0)
     assert_same_parameters(whole_parameters(trainer.strategy.model), reference, 1e-5)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+def test_one_device_acts_on_gradients_that_are_not_finite(policy):
+    batches = make_scaled_batches(1, broken=True)
+    lm, strategy = ClippedLM(), LigerSingleDeviceStrategy(on_nonfinite_grad=policy)
+    trainer = make_trainer(root=None, strategy=strategy)
+    if policy == "raise":
+        with pytest.raises(RuntimeError, match="on_nonfinite_grad='raise': the norm of the gradients is nan"):
+            trainer.fit(lm, DataLoader(batches, batch_size=None))
+        return
+    trainer.fit(lm, DataLoader(batches, batch_size=None))
+    if policy == "ignore":
+        assert lm.model.lm_head.weight.isnan().any()
+        return
+    del batches[BROKEN_BATCH]
+    reference = train_plainly(batches)
+    assert math.isnan(lm.norms.pop(BROKEN_BATCH))
+    torch.testing.assert_close(lm.norms, reference.norms_before, rtol=1e-5, atol=0.0)
+    assert_same_parameters(whole_parameters(lm), reference, 1e-5)
+
+
+def test_plugin_that_several_trainers_share_does_as_the_last_strategy_says():
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    for policy in ("ignore", "skip"):
+        lm = ClippedLM()
+        strategy = LigerSingleDeviceStrategy(on_nonfinite_grad=policy)
+        trainer = make_trainer(root=None, strategy=strategy, plugins=[plugin], **CLIPPING["norm"])
+        trainer.fit(lm, DataLoader(make_scaled_batches(1, broken=True), batch_size=None))
+        assert trainer.precision_plugin is plugin
+        assert lm.model.lm_head.weight.isnan().any() == (policy == "ignore")
 
 
 def test_norm_in_manual_optimization_is_of_the_optimizer_that_is_clipped():
@@ -249,7 +304,7 @@ def test_fabric_clips_on_one_process(clipping):
 # Arguments
 
 
-@pytest.mark.parametrize("made", [LigerStrategy, LigerPrecisionPlugin])
+@pytest.mark.parametrize("made", [LigerStrategy, *ENGINES.values(), LigerSingleDeviceStrategy, LigerPrecisionPlugin])
 def test_unknown_on_nonfinite_grad_is_refused_with_the_known_ones(made):
     with pytest.raises(ValueError, match=r"on_nonfinite_grad must be one of .*'skip'.*, got 'stop'"):
         made(on_nonfinite_grad="stop")
@@ -262,10 +317,44 @@ def test_strategy_hands_its_choice_to_the_plugin_it_makes():
     assert strategy.precision_plugin.on_nonfinite_grad == "skip"
 
 
-def test_raising_is_refused_where_a_scaler_needs_overflows():
-    strategy = LigerStrategy(on_nonfinite_grad="raise")
+@pytest.mark.parametrize(
+    ("engine", "plugin"),
+    [
+        (LigerStrategy, lambda: FSDPPrecision("16-mixed")),
+        (LigerDDPStrategy, lambda: MixedPrecision("16-mixed", "cpu")),
+        (LigerSingleDeviceStrategy, lambda: MixedPrecision("16-mixed", "cpu")),
+    ],
+)
+def test_raising_is_refused_where_a_scaler_needs_overflows(engine, plugin):
+    strategy = engine(on_nonfinite_grad="raise")
     with pytest.raises(ValueError, match="on_nonfinite_grad='raise' would end training with precision='16-mixed'"):
-        strategy.precision_plugin = FSDPPrecision("16-mixed")
+        strategy.precision_plugin = plugin()
+
+
+def test_plugin_with_a_way_of_its_own_to_clip_keeps_it_or_is_refused():
+    class Own(Precision):
+        def clip_grad_by_norm(self, optimizer, clip_val):
+            raise NotImplementedError
+
+    plugin = Own()
+    assert LigerDDPStrategy(precision_plugin=plugin).precision_plugin is plugin
+    assert type(plugin) is Own
+    with pytest.raises(ValueError, match=r"on_nonfinite_grad='skip' needs a precision plugin .* got Own with a"):
+        LigerDDPStrategy(precision_plugin=plugin, on_nonfinite_grad="skip")
+
+
+def test_fused_optimizer_is_clipped_in_mixed_precision_without_a_scaler():
+    class Fused(ClippedLM):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.optimized_parameters(), lr=3e-3, fused=True)
+
+    lm = Fused()
+    trainer = make_trainer(root=None, strategy="liger", precision="bf16-mixed", **CLIPPING["norm"])
+    trainer.fit(lm, DataLoader(whole_batches(), batch_size=None))
+    reference = train_plainly(whole_batches(), **CLIPPING["norm"])
+    torch.testing.assert_close(lm.norms, reference.norms_before, rtol=2e-2, atol=0.0)
+    clipped = [math.sqrt(squares) for squares in lm.local_squared_norms]
+    assert clipped == pytest.approx([MAX_NORM] * NUM_BATCHES, rel=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -273,3 +362,18 @@ def test_fused_optimizer_is_refused_where_gradients_would_be_clipped_scaled(algo
     optimizer = torch.optim.AdamW(build_model().parameters(), fused=True)
     with pytest.raises(RuntimeError, match=r"gradient_clip_val=0.5 with precision='16-mixed'.*AdamW with fused=True"):
         LigerPrecisionPlugin("16-mixed").clip_gradients(optimizer, MAX_NORM, algorithm)
+
+
+@pytest.mark.parametrize("engine", [LigerStrategy, *ENGINES.values(), LigerSingleDeviceStrategy])
+def test_yaml_gives_the_strategy_its_choice(tmp_path, monkeypatch, engine):
+    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+    strategy = {"class_path": f"lightning_liger.{engine.__name__}", "init_args": {"on_nonfinite_grad": "skip"}}
+    config = {
+        "trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 1, "logger": False},
+        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
+        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer.strategy
+    assert type(made) is engine
+    assert made.precision_plugin.on_nonfinite_grad == "skip"

@@ -41,7 +41,7 @@ def assert_as_in(reference: Reference, device: str, runs: list[dict], num_micro_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*HEADS, "no-kernels", "by-its-user"])
+@pytest.mark.parametrize("way", [*HEADS, "no-kernels", "recomputed", "by-its-user"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, way):
     device, results = ranks
     runs = [result[way] for result in results]
@@ -70,6 +70,12 @@ def test_layers_are_sharded_one_by_one_and_what_is_around_them(ranks):
     run = ranks[1][0]
     assert sorted(run["untied"]["units"]) == ["FSDPLlamaDecoderLayer"] * 2 + ["FSDPLlamaForCausalLM"]
     assert sorted(run["by-its-user"]["units"]) == ["FSDPLlamaForCausalLM"] + ["FSDPLlamaMLP"] * 2
+
+
+@pytest.mark.slow
+def test_layers_of_the_checkpointing_policy_run_again_in_backward(ranks):
+    for result in ranks[1]:
+        assert result["recomputed"]["num_forwards"] == 2 * NUM_STEPS
 
 
 @pytest.mark.slow
@@ -111,8 +117,9 @@ def test_strategy_is_registered_by_name_and_checks_its_arguments(tmp_path):
     assert "liger_model_parallel" in StrategyRegistry
     with pytest.raises(ValueError, match=r"unknown \['foo'\]"):
         LigerModelParallelStrategy(kernels=["foo"])
-    strategy = LigerModelParallelStrategy(auto_wrap_policy=["NoSuchLayer"])
-    trainer = make_trainer(root=tmp_path, strategy=strategy, devices=1)
-    with pytest.raises(ValueError, match="auto_wrap_policy names the layer class 'NoSuchLayer'"):
-        trainer.fit(LM(), [make_batches(0, 1)[0]])
+    for argument in ("auto_wrap_policy", "activation_checkpointing_policy"):
+        strategy = LigerModelParallelStrategy(**{argument: ["NoSuchLayer"]})
+        trainer = make_trainer(root=tmp_path, strategy=strategy, devices=1)
+        with pytest.raises(ValueError, match=f"{argument} names the layer class 'NoSuchLayer'"):
+            trainer.fit(LM(), [make_batches(0, 1)[0]])
     torch.distributed.destroy_process_group()

@@ -1,0 +1,128 @@
+"""Models with frozen parts, and adapters, train under every engine as the stock model does in one process."""
+
+import functools
+
+import pytest
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_liger import FabricLigerStrategy, LigerPrecisionPlugin, LigerStrategy
+from tests.lightning_liger.strategies.distributed import make_batches
+from tests.lightning_liger.strategies.frozen import (
+    HAS_PEFT,
+    MAX_NORM,
+    NUM_BATCHES,
+    OFFLOAD,
+    RUNS,
+    Reference,
+    build_changed,
+    reference_training,
+)
+
+TOLERANCE = {"cpu": 1e-5, "cuda": 2e-4}
+HEAD_IS_TRAINED = {"whole": True, "head-only": True, "mixed": True}
+
+needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="needs PEFT")
+in_each_run = pytest.mark.parametrize(
+    ("engine", "change"), [pytest.param(*run, marks=needs_peft if "lora" in run[1] else ()) for run in RUNS]
+)
+
+reference_of = functools.cache(reference_training)
+
+
+def assert_as_in(reference: Reference, device: str, runs: list[dict]) -> None:
+    rtol = TOLERANCE[device]
+    assert min(reference.norms) > MAX_NORM
+    for losses, run in zip(reference.losses, runs, strict=True):
+        torch.testing.assert_close(run["losses"], losses, rtol=rtol, atol=1e-7)
+        torch.testing.assert_close(run["norms"], reference.norms, rtol=10 * rtol, atol=0.0)
+        assert run["whole"].keys() == reference.parameters.keys()
+        for name, parameter in run["whole"].items():
+            # Each step moves a parameter by up to 3e-3.
+            torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * rtol)
+
+
+@pytest.mark.slow
+@in_each_run
+def test_two_ranks_train_as_one_process_with_the_stock_model(engine_runs, engine, change):
+    reference, runs = reference_of(change, engine_runs.device), engine_runs.of(f"{engine}-{change}")
+    assert reference.losses[1][0] == 0.0  # a rank without any label
+    assert_as_in(reference, engine_runs.device, runs)
+    for run in runs:
+        assert run["logit_counts"] == (NUM_BATCHES, 0)
+
+
+@pytest.mark.slow
+@in_each_run
+def test_frozen_parameters_stay_and_trained_ones_do_not(engine_runs, engine, change):
+    before = build_changed(change)
+    for run in engine_runs.of(f"{engine}-{change}"):
+        for name, parameter in before.named_parameters():
+            assert parameter.requires_grad != run["whole"][name].equal(parameter.detach()), name
+
+
+@pytest.mark.slow
+@in_each_run
+def test_gradient_of_the_heads_weight_is_computed_only_if_it_is_trained(engine_runs, engine, change):
+    for run in engine_runs.of(f"{engine}-{change}"):
+        assert run["head_needs_gradient"] == {HEAD_IS_TRAINED.get(change, False)}
+
+
+@pytest.mark.slow
+def test_offloaded_parameters_and_states_lie_in_the_memory_of_the_cpu(engine_runs):
+    for run in engine_runs.of(f"{OFFLOAD}-whole"):
+        assert run["devices"] == {"cpu"}
+    for run in engine_runs.of("liger_fsdp-whole"):
+        assert run["devices"] == {engine_runs.device}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["whole", pytest.param("lora-head", marks=needs_peft)])
+def test_checkpoint_of_offloaded_parameters_loads_into_the_stock_model(engine_runs, change):
+    path = engine_runs.folder / f"{OFFLOAD}-{change}.ckpt"
+    saved = torch.load(path, weights_only=False, map_location="cpu")["state_dict"]
+    saved = {name.removeprefix("model."): value for name, value in saved.items()}
+    stock = build_changed(change)
+    stock.load_state_dict(saved)
+    for run in engine_runs.of(f"{OFFLOAD}-{change}"):
+        torch.testing.assert_close(dict(stock.named_parameters()), run["whole"], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.slow
+def test_fabric_offloads_clips_and_trains_as_one_process(engine_runs):
+    reference = reference_training("whole", engine_runs.device, False, make_batches, num_micro_batches=1)
+    parameters = {name.removeprefix("model."): value for name, value in reference.parameters.items()}
+    assert_as_in(reference._replace(parameters=parameters), engine_runs.device, engine_runs.of(f"fabric-{OFFLOAD}"))
+
+
+def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last():
+    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    model = torch.nn.ParameterList([used, unused])
+    buffer = torch.zeros(3)
+
+    class Module:
+        def backward(self, loss):
+            (gradient,) = torch.autograd.grad(loss, used)
+            used.grad = buffer.copy_(gradient)  # as FSDP does on its way to the CPU
+
+    plugin = LigerPrecisionPlugin()
+    plugin.offloaded_model = model
+    unused.grad = torch.full((3,), 5.0)
+    for factor in (1.0, 2.0, 4.0):
+        plugin.backward((factor * used).sum(), Module(), None)
+    assert used.grad.tolist() == [7.0] * 3
+    assert unused.grad.tolist() == [5.0] * 3
+    used.grad = None
+    plugin.backward(used.sum(), Module(), None)
+    assert used.grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("registry", "strategy"), [(StrategyRegistry, LigerStrategy), (STRATEGY_REGISTRY, FabricLigerStrategy)]
+)
+def test_offloading_strategy_is_registered_by_name(registry, strategy):
+    found = registry.get(OFFLOAD)
+    assert type(found) is strategy
+    assert found.cpu_offload.offload_params
+    assert not registry.get("liger_fsdp").cpu_offload.offload_params
