@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,19 +47,28 @@ def test_sigterm_saves_and_the_exit_code_tells(tmp_path):
 # Several processes
 
 
-def _run_program(folder: Path, device: str, fault: str) -> subprocess.CompletedProcess[str]:
+class Ended(NamedTuple):
+    returncode: int
+    output: str
+
+
+def _run_program(folder: Path, device: str, fault: str) -> Ended:
     """One command, whose other processes Lightning starts."""
     environment = {name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     command = [sys.executable, "-m", WORKER, device, str(folder), fault]
-    return subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, text=True, capture_output=True)
+    with (folder / f"{fault}.log").open("w") as log:
+        ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, stdout=log, stderr=log)
+    return Ended(ended.returncode, (folder / f"{fault}.log").read_text())
 
 
-def _wait_until(is_so: Callable[[], bool]) -> None:
+def _wait_until_ended(folder: Path, fault: str) -> None:
+    """Waits for every process of a program."""
     deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    for rank in range(NUM_RANKS):
+        while _is_running(int((folder / f"{fault}-{rank}.pid").read_text())):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def _is_running(pid: int) -> bool:
@@ -72,7 +82,9 @@ def _is_running(pid: int) -> bool:
 def programs(request, tmp_path_factory):
     """The device, the folder, and how each program ended."""
     folder = tmp_path_factory.mktemp("faults")
-    return request.param, folder, {fault: _run_program(folder, request.param, fault) for fault in FAULTS}
+    with ThreadPoolExecutor() as pool:
+        running = {fault: pool.submit(_run_program, folder, request.param, fault) for fault in FAULTS}
+    return request.param, folder, {fault: program.result() for fault, program in running.items()}
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +98,8 @@ def ranks(programs):
 @pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
 def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
     _, folder, ended = programs
-    assert ended[fault].returncode != 0, ended[fault].stderr
-    for rank in range(NUM_RANKS):
-        pid = int((folder / f"{fault}-{rank}.pid").read_text())
-        _wait_until(lambda: not _is_running(pid))  # noqa: B023
+    assert ended[fault].returncode != 0, ended[fault].output
+    _wait_until_ended(folder, fault)
     # Whole checkpoints only, and nothing that was begun.
     assert sorted(path.name for path in (folder / fault).iterdir()) == ["last.ckpt", "step=4.ckpt"]
     assert torch.load(folder / fault / "last.ckpt", weights_only=True)["global_step"] == 4
@@ -98,9 +108,8 @@ def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
 @pytest.mark.slow
 def test_sigterm_to_the_program_ends_all_of_its_processes_with_a_checkpoint(programs):
     _, folder, ended = programs
-    assert ended["sigterm"].returncode == 128 + signal.SIGTERM, ended["sigterm"].stderr
-    for rank in range(NUM_RANKS):
-        assert not _is_running(int((folder / f"sigterm-{rank}.pid").read_text()))
+    assert ended["sigterm"].returncode == 128 + signal.SIGTERM, ended["sigterm"].output
+    _wait_until_ended(folder, "sigterm")
     checkpoint = torch.load(folder / "sigterm" / "last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == FAULT_AT[0]
     # The step whose first micro-batch it ended after starts again.
