@@ -22,7 +22,7 @@ predict: $(VENV)/.complete
 	$(BIN)/lightning-liger predict --config examples/tiny.yaml --ckpt_path runs/tiny/checkpoints/last.ckpt --data.prompt "import os"
 
 test: $(VENV)/.complete
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .

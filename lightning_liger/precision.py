@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -125,8 +125,8 @@ class _KernelConversion:
 
     kernels: KernelChoice
     patch_report: PatchReport | None
-    offloaded_model: Module | None = None
-    """The wrapped model, if its gradients come to the CPU."""
+    _with_gradients: set[Parameter] | None = None
+    """If gradients come to the CPU, parameters that had one before every forward since the last backward."""
 
     def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
         super().__init__(precision)  # type: ignore[call-arg]
@@ -149,11 +149,19 @@ class _KernelConversion:
         self.patch_report = apply_and_announce(module, self.kernels, self.patch_report)
         return module
 
+    def add_up_offloaded(self, model: Module) -> None:
+        """Tells that FSDP brings the gradients of ``model``, which it wraps, to the CPU: each over the last."""
+        model.register_forward_pre_hook(self._note_gradients)
+
+    def _note_gradients(self, model: Module, args: Any) -> None:
+        # Before forward, which shows gradients of earlier steps again that were set to None.
+        found = {p for p in model.parameters() if p.grad is not None and p.grad.device.type == "cpu"}
+        self._with_gradients = found if self._with_gradients is None else self._with_gradients & found
+
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Adds up the gradients of several micro-batches that FSDP brings to the CPU, each over the last."""
-        parameters = [] if self.offloaded_model is None else self.offloaded_model.parameters()
-        # Those that lie elsewhere are of Fabric's no_backward_sync, where FSDP adds them up itself.
-        gradients = {p: p.grad for p in parameters if p.grad is not None and p.grad.device.type == "cpu"}
+        """Adds up the gradients of several micro-batches that FSDP brings to the CPU."""
+        gradients = {p: p.grad for p in self._with_gradients or () if p.grad is not None}
+        self._with_gradients = None
         earlier = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
         for gradient in gradients.values():
             gradient.zero_()  # of units that this backward does not reach

@@ -1,10 +1,12 @@
 """What strategies do to stop and go on: atomic checkpoints, all that a process needs to resume, and SIGTERM."""
 
+import ctypes
 import signal
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_liger.checkpoint_io import AtomicCheckpointIO, fail_together, of_all_ranks, save_on_all_ranks
 from lightning_liger.resumable import STATE_KEY, ResumableDataLoader, random_state, resumable, set_random_state
 
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _KEY = "lightning_liger"  # of a checkpoint: what each rank needs for itself
 
 
@@ -232,6 +235,8 @@ class TrainerCheckpoints(_AtomicIO):
         # Lightning's own starts a collective in the handler, in the middle of others, and waits forever if the ranks
         # were not signalled alike. It takes this method when it registers its handlers, after this hook.
         trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
+        if self._is_launched and self.local_rank > 0:  # type: ignore[attr-defined]
+            _end_with_launcher()
 
     def _on_sigterm(self, *_: Any) -> None:
         if not self._received_sigterm and self.launcher is not None:  # type: ignore[attr-defined]
@@ -254,9 +259,20 @@ class TrainerCheckpoints(_AtomicIO):
         """Lets a process that was told to end tell so by its exit code; Lightning's is 0."""
         super().on_exception(exception)  # type: ignore[misc]
         # Lightning's launcher takes another code of one of its processes for a failure, and kills the first.
-        is_launched = isinstance(getattr(self, "cluster_environment", None), LightningEnvironment)
-        if isinstance(exception, SIGTERMException) and not (is_launched and self.local_rank > 0):  # type: ignore[attr-defined]
+        if isinstance(exception, SIGTERMException) and not (self._is_launched and self.local_rank > 0):  # type: ignore[attr-defined]
             exception.code = 128 + signal.SIGTERM
+
+    @property
+    def _is_launched(self) -> bool:
+        """Whether the first process of this machine starts the others, unless somebody else does by hand."""
+        return isinstance(getattr(self, "cluster_environment", None), LightningEnvironment)
+
+
+def _end_with_launcher() -> None:
+    """Has Linux kill this process when the one that started it is gone, for which NCCL would wait half an hour."""
+    prctl, parent = getattr(ctypes.CDLL(None), "prctl", None), psutil.Process().parent()
+    if prctl is not None and parent is not None and parent.name().startswith("python"):
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _epoch_is_over(loops: dict[str, Any]) -> bool:

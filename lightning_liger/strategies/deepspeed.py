@@ -53,6 +53,8 @@ class _FusedDeepSpeed:
             )
         super().__init__(kernels=kernels, **kwargs)  # type: ignore[call-arg]
         self.config = copy.deepcopy(self.config)  # Lightning writes into the user's
+        # With offloaded states DeepSpeed would refuse optimizers other than its own, which needs a compiler.
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         self._hooks: list[Any] = []
 
     @property

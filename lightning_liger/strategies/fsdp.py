@@ -312,7 +312,7 @@ def _connect_gradients(model: Module, precision: Any) -> Module:
     """Lets NCCL average gradients as it sums them, where FSDP would divide each in passes of its own; and tells the
     precision plugin of those that FSDP brings to the CPU."""
     if any(unit.cpu_offload.offload_params for unit in FullyShardedDataParallel.fsdp_modules(model)):
-        precision.offloaded_model = model
+        precision.add_up_offloaded(model)
     sharded = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if (
         isinstance(model, FullyShardedDataParallel)

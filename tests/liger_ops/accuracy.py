@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 
-def assert_as_accurate(name: str, actual: Tensor, eager: Tensor, truth: Tensor, *, factor: float = 2.0) -> None:
+def assert_as_accurate(
+    name: str, actual: Tensor, eager: Tensor, truth: Tensor, *, factor: float = 2.0, magnitude: float = 0.0
+) -> None:
     """Fails if ``actual`` is further from ``truth`` than ``factor`` times eager's largest error plus rounding.
 
     Args:
@@ -13,6 +15,7 @@ def assert_as_accurate(name: str, actual: Tensor, eager: Tensor, truth: Tensor, 
         eager: What plain PyTorch gives in the tested dtype.
         truth: The same computed in float64 from the same rounded inputs.
         factor: How many times eager's error is allowed.
+        magnitude: Of what the result is a difference of, whose rounding it cannot be without.
     """
     if actual.shape != truth.shape:
         raise AssertionError(f"{name}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}")
@@ -21,7 +24,7 @@ def assert_as_accurate(name: str, actual: Tensor, eager: Tensor, truth: Tensor, 
     truth = truth.double().cpu()
     error = (actual.detach().double().cpu() - truth).abs().max().item()
     eager_error = (eager.detach().double().cpu() - truth).abs().max().item()
-    rounding = 2 * torch.finfo(actual.dtype).eps * truth.abs().max().item()
+    rounding = 2 * torch.finfo(actual.dtype).eps * max(magnitude, truth.abs().max().item())
     allowed = factor * eager_error + rounding
     if not error <= allowed:  # also catches NaN
         raise AssertionError(f"{name}: error {error:.3e}, eager's {eager_error:.3e}, allowed {allowed:.3e}")

@@ -15,6 +15,7 @@ from lightning_liger import LigerCausalLM, LigerStrategy, TrainingSummary, cli
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli import LigerCLI, main
 from lightning_liger.data import TextDataModule
+from tests.lightning_liger.strategies.distributed import python_path
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.yaml"
@@ -168,7 +169,7 @@ def test_unknown_layer_in_a_yaml_ends_fit_with_its_name(tiny_arguments):
 
 
 def test_module_is_a_command_with_help():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "lightning_liger", "--help"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

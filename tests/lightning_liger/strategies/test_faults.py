@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.lightning_liger.strategies.distributed import NUM_RANKS, ROOT, launch
+from tests.lightning_liger.strategies.distributed import NUM_RANKS, ROOT, launch, python_path
 from tests.lightning_liger.strategies.faults import FAULT_AT, FAULTS, SIGTERMS, STRATEGIES, Signalled
 from tests.lightning_liger.strategies.resume import NUM_BATCHES, Run, fit, num_left
 from tests.lightning_liger.strategies.test_resume import TOLERANCE, assert_goes_on
@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 def _run_program(folder: Path, device: str, fault: str) -> Ended:
     """One command, whose other processes Lightning starts."""
     environment = {name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment["PYTHONPATH"] = python_path()
     command = [sys.executable, "-m", WORKER, device, str(folder), fault]
     with (folder / f"{fault}.log").open("w") as log:
         ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, stdout=log, stderr=log)

@@ -96,26 +96,42 @@ def test_fabric_offloads_clips_and_trains_as_one_process(engine_runs):
     assert_as_in(reference._replace(parameters=parameters), engine_runs.device, engine_runs.of(f"fabric-{OFFLOAD}"))
 
 
-def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last():
-    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    model = torch.nn.ParameterList([used, unused])
-    buffer = torch.zeros(3)
+class BroughtToTheCPU(torch.nn.Module):
+    """Treats gradients as FSDP does on their way to the CPU: each over the last, which forward shows again."""
 
-    class Module:
-        def backward(self, loss):
-            (gradient,) = torch.autograd.grad(loss, used)
-            used.grad = buffer.copy_(gradient)  # as FSDP does on its way to the CPU
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        self.gradient: torch.Tensor | None = None
 
-    plugin = LigerPrecisionPlugin()
-    plugin.offloaded_model = model
-    unused.grad = torch.full((3,), 5.0)
-    for factor in (1.0, 2.0, 4.0):
-        plugin.backward((factor * used).sum(), Module(), None)
-    assert used.grad.tolist() == [7.0] * 3
-    assert unused.grad.tolist() == [5.0] * 3
-    used.grad = None
-    plugin.backward(used.sum(), Module(), None)
-    assert used.grad.tolist() == [1.0] * 3
+    def forward(self, factor):
+        self.used.grad = self.gradient
+        return (factor * self.used).sum()
+
+    def backward(self, loss):
+        (gradient,) = torch.autograd.grad(loss, self.used)
+        self.gradient = gradient if self.gradient is None else self.gradient.copy_(gradient)
+        self.used.grad = self.gradient
+
+
+@pytest.mark.parametrize("cleared", ["before forward", "after forward"])
+def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last(cleared):
+    model, plugin = BroughtToTheCPU(), LigerPrecisionPlugin()
+    plugin.add_up_offloaded(model)
+    model.unused.grad = torch.full((3,), 5.0)
+    for _ in range(2):
+        for step, factor in enumerate((1.0, 2.0, 4.0)):
+            if step == 0 and cleared == "before forward":
+                model.used.grad = None
+            loss = model(factor)
+            if step == 0 and cleared == "after forward":
+                model.used.grad = None
+            with torch.no_grad():
+                if step == 1:
+                    model(8.0)  # of an evaluation
+            plugin.backward(loss, model, None)
+        assert model.used.grad.tolist() == [7.0] * 3
+        assert model.unused.grad.tolist() == [5.0] * 3
 
 
 @pytest.mark.parametrize(

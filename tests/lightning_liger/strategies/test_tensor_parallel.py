@@ -172,7 +172,7 @@ def test_ranks_hold_parts_of_what_the_plan_names_and_equal_copies_of_the_rest(ra
         if placement.startswith("R"):
             assert torch.equal(first["own"][name], second["own"][name]), name
         else:
-            assert first["own"][name].numel() <= -(-first["whole"][name].numel() // 2)
+            assert first["own"][name].numel() < 0.6 * first["whole"][name].numel()
     norms = {"input_layernorm", "post_attention_layernorm", "norm"} | (
         {"q_norm", "k_norm"} if way == "qwen3" else set()
     )
