@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import lightning as L
+import torch
 import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -232,6 +233,7 @@ class LigerLMMixin:
     def _log_step(self, loss: Tensor) -> None:
         self.log("train_loss_step", loss, prog_bar=True, on_step=True, on_epoch=False)
 
+    @torch.compiler.disable  # Lightning looks at signatures of hooks, which the compiler cannot
     def _log_tokens(self, stage: str, result: LMLoss) -> None:
         metrics = self.token_metrics[f"{stage}_metrics"]
         metrics.update_tokens(result.loss, result.num_correct, result.num_tokens)

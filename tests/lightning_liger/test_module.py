@@ -67,8 +67,11 @@ def expected_metrics(stage: str) -> dict[str, float]:
     return {f"{stage}_loss": loss, f"{stage}_perplexity": math.exp(loss), f"{stage}_accuracy": accuracy}
 
 
-def run(stage: str, module: L.LightningModule, data: list[Batch], callbacks: list[L.Callback]) -> dict[str, float]:
+def run(
+    stage: str, module: L.LightningModule, data: list[Batch], callbacks: list[L.Callback], strategy: str = "auto"
+) -> dict[str, float]:
     trainer = L.Trainer(
+        strategy=strategy,
         accelerator="cpu",
         devices=1,
         max_epochs=1,
@@ -217,3 +220,12 @@ def test_step_leaves_the_batch_and_the_wish_for_a_loss_as_they_were() -> None:
 def test_metrics_add_nothing_to_the_checkpoint() -> None:
     module = make_module(patched=True)
     assert all(name.startswith("model.") for name in module.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "liger"])
+def test_compiled_module_trains_and_logs_as_it_does_without(strategy: str) -> None:
+    module = LM()
+    module.configure_model()
+    compiled = run("train", torch.compile(module, backend="eager"), batches(), [], strategy=strategy)
+    assert compiled == pytest.approx(run("train", LM(), batches(), [], strategy=strategy), rel=1e-5)
