@@ -1,5 +1,6 @@
 """Which FSDP units the LM head and the embeddings tied to it are in, and what engines see of the graph behind it."""
 
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -44,17 +45,9 @@ def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
     Raises:
         ValueError: Naming the module and what to do.
     """
-    units = _units(model)
-    names = {
-        module: ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
-        for name, module in model.named_modules()
-    }
-    for embeddings, head in pairs:
-        if units[embeddings][-1:] != units[head][-1:]:
-            raise ValueError(
-                f"auto_wrap_policy puts {names[embeddings]!r} and {names[head]!r}, which share their weight, into"
-                " different FSDP units: leave both in the root unit"
-            )
+    units = _units(model, lambda module: isinstance(module, FullyShardedDataParallel))
+    names = _names(model)
+    _check_tied(units, names, pairs)
     for head in patched_heads(model):
         around = units[head]
         is_alone = bool(around) and around[-1].module is head
@@ -65,13 +58,41 @@ def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
             )
 
 
-def _units(model: Module) -> dict[Module, list[FullyShardedDataParallel]]:
-    """The FSDP units around each module, from the outermost to its own."""
-    found: dict[Module, list[FullyShardedDataParallel]] = {}
+def check_tied_units(model: Module, units: Collection[Module]) -> None:
+    """Raises if ``units``, to be sharded one by one inside of ``model``, would take one of two tied weights away.
 
-    def walk(module: Module, around: list[FullyShardedDataParallel]) -> None:
-        found[module] = around
-        inside = [*around, module] if isinstance(module, FullyShardedDataParallel) else around
+    Raises:
+        ValueError: Naming both modules and what to do.
+    """
+    _check_tied(_units(model, units.__contains__), _names(model), tied_pairs(model))
+
+
+def _check_tied(
+    units: dict[Module, list[Module]], names: dict[Module, str], pairs: list[tuple[Module, Module]]
+) -> None:
+    for embeddings, head in pairs:
+        if units[embeddings][-1:] != units[head][-1:]:
+            raise ValueError(
+                f"auto_wrap_policy puts {names[embeddings]!r} and {names[head]!r}, which share their weight, into"
+                " different FSDP units: leave both in the root unit"
+            )
+
+
+def _names(model: Module) -> dict[Module, str]:
+    return {
+        module: ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
+        for name, module in model.named_modules()
+    }
+
+
+def _units(model: Module, is_unit: Callable[[Module], bool]) -> dict[Module, list[Module]]:
+    """The FSDP units around each module, from the outermost to its own."""
+    found: dict[Module, list[Module]] = {}
+
+    def walk(module: Module, around: list[Module]) -> None:
+        inside = [*around, module] if is_unit(module) else around
+        # FSDP's wrappers are no part of the units they are.
+        found[module] = around if isinstance(module, FullyShardedDataParallel) else inside
         for child in module.children():
             walk(child, inside)
 
@@ -100,7 +121,8 @@ def enter_backward_at_heads(model: Module) -> None:
     """Lets FSDP2 see backward enter ``model`` where all layers before the head are frozen.
 
     It waits for the gradients of what its modules return, which before PyTorch 2.12 it takes from tensors in containers
-    only: its hooks get the tensors of lazy logits beside the output.
+    only: its hooks get the tensors of lazy logits beside the output. A head's weight stays gathered until then, also
+    where the head is a unit of its own.
     """
     heads = patched_heads(model)
     units = [
@@ -112,6 +134,7 @@ def enter_backward_at_heads(model: Module) -> None:
         if _connect not in head._forward_hooks.values():
             head.register_forward_hook(_connect)
     for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
         if _show_tensors not in unit._forward_hooks.values():
             unit.register_forward_hook(_show_tensors, prepend=True)
             unit.register_forward_hook(_hide_tensors)

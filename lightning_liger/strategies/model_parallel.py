@@ -19,7 +19,7 @@ from lightning_liger.materialize import has_meta_tensors, materialize
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.clipping import TrainerClipping
 from lightning_liger.strategies.context_parallel import SharesSequences
-from lightning_liger.strategies.head_units import enter_backward_at_heads
+from lightning_liger.strategies.head_units import check_tied_units, enter_backward_at_heads
 from lightning_liger.strategies.kernels import FabricKernels, TrainerKernels
 from lightning_liger.strategies.policies import check_policy, decoder_layer_classes, resolve_policy
 from lightning_liger.strategies.tensor_parallel import is_distributed, parallelize
@@ -71,6 +71,8 @@ class _FullySharded:
         Of the data-parallel one it shards the layers of ``auto_wrap_policy`` one by one, and ``roots`` around them.
         """
         layers = self._layer_classes(model)
+        units = [module for module in model.modules() if isinstance(module, layers)] + roots
+        check_tied_units(model, set(units))
         to_checkpoint = ()
         if self._layers_to_checkpoint is not None:
             to_checkpoint = resolve_policy("activation_checkpointing_policy", self._layers_to_checkpoint, model)
@@ -78,8 +80,8 @@ class _FullySharded:
             parallelize(model, mesh["tensor_parallel"])
         for module in [module for module in model.modules() if isinstance(module, tuple(to_checkpoint))]:
             checkpoint(module)
-        for module in [module for module in model.modules() if isinstance(module, layers)] + roots:
-            fully_shard(module, mesh=mesh["data_parallel"])
+        for unit in units:
+            fully_shard(unit, mesh=mesh["data_parallel"])
 
     def _layer_classes(self, model: Module) -> tuple[type[Module], ...]:
         return tuple(resolve_policy("auto_wrap_policy", self._layers_to_wrap, model) or decoder_layer_classes(model))

@@ -112,6 +112,8 @@ def _run_rank(device: str, folder: Path) -> None:
     results["no-kernels"] = _fit(run, LM(), strategy=LigerModelParallelStrategy(kernels="none"))
     recompute = LigerModelParallelStrategy(activation_checkpointing_policy=["LlamaDecoderLayer"])
     results["recomputed"] = _fit(run, CountsForwards(), strategy=recompute)
+    # The head among them, whose weight the loss needs after the head has run.
+    results["each-linear"] = _fit(run, LM(), strategy=LigerModelParallelStrategy(auto_wrap_policy=["Linear"]))
     results["by-its-user"] = _fit(run, ShardedByItsUser())
     results["uneven"] = _fit(run, LM(), make_uneven_batches, accumulate_grad_batches=2)
     results["clipped"] = _fit(run, LM(), gradient_clip_val=MAX_NORM)

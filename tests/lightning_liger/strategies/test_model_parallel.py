@@ -41,7 +41,7 @@ def assert_as_in(reference: Reference, device: str, runs: list[dict], num_micro_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*HEADS, "no-kernels", "recomputed", "by-its-user"])
+@pytest.mark.parametrize("way", [*HEADS, "no-kernels", "recomputed", "each-linear", "by-its-user"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, way):
     device, results = ranks
     runs = [result[way] for result in results]
@@ -69,6 +69,7 @@ def test_fabric_trains_as_one_process_with_the_stock_model(ranks, head):
 def test_layers_are_sharded_one_by_one_and_what_is_around_them(ranks):
     run = ranks[1][0]
     assert sorted(run["untied"]["units"]) == ["FSDPLlamaDecoderLayer"] * 2 + ["FSDPLlamaForCausalLM"]
+    assert "FSDPLinear" in run["each-linear"]["units"]
     assert sorted(run["by-its-user"]["units"]) == ["FSDPLlamaForCausalLM"] + ["FSDPLlamaMLP"] * 2
 
 
@@ -111,6 +112,15 @@ def test_ranks_agree_on_the_validation_loss(ranks):
     first, *others = (result["untied"]["validation"] for result in ranks[1])
     assert others == [first] * (NUM_RANKS - 1)
     assert first["val_loss"] == pytest.approx(ranks[1][0]["no-kernels"]["validation"]["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layer", ["Linear", "Embedding"])
+def test_policy_that_splits_a_tied_pair_is_refused(tmp_path, layer):
+    strategy = LigerModelParallelStrategy(auto_wrap_policy=[layer])
+    trainer = make_trainer(root=tmp_path, strategy=strategy, devices=1)
+    with pytest.raises(ValueError, match=r"puts 'model.model.embed_tokens' and 'model.lm_head', which share"):
+        trainer.fit(LM(tied=True), [make_batches(0, 1)[0]])
+    torch.distributed.destroy_process_group()
 
 
 def test_strategy_is_registered_by_name_and_checks_its_arguments(tmp_path):
