@@ -7,14 +7,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import yaml
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerDDPStrategy, LigerPrecisionPlugin, LigerSingleDeviceStrategy, LigerStrategy
-from lightning_liger.cli import LigerCLI
 from tests.lightning_liger.strategies.clipping import (
     BROKEN_BATCH,
     CLIPPING,
@@ -365,15 +363,8 @@ def test_fused_optimizer_is_refused_where_gradients_would_be_clipped_scaled(algo
 
 
 @pytest.mark.parametrize("engine", [LigerStrategy, *ENGINES.values(), LigerSingleDeviceStrategy])
-def test_yaml_gives_the_strategy_its_choice(tmp_path, monkeypatch, engine):
-    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+def test_yaml_gives_the_strategy_its_choice(made_by_yaml, engine):
     strategy = {"class_path": f"lightning_liger.{engine.__name__}", "init_args": {"on_nonfinite_grad": "skip"}}
-    config = {
-        "trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 1, "logger": False},
-        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
-        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer.strategy
+    made = made_by_yaml(strategy)
     assert type(made) is engine
     assert made.precision_plugin.on_nonfinite_grad == "skip"

@@ -6,7 +6,6 @@ import sys
 import lightning.fabric.strategies.deepspeed as fabric_deepspeed
 import pytest
 import torch
-import yaml
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
@@ -18,7 +17,6 @@ from lightning_liger import (
     LigerSingleDeviceStrategy,
     apply_liger_kernels,
 )
-from lightning_liger.cli import LigerCLI
 from lightning_liger.strategies.deepspeed import _whole_parameters
 from tests.lightning_liger.strategies.distributed import (
     HEADS,
@@ -345,16 +343,9 @@ def test_fabric_clips_only_if_the_config_says_so():
 
 
 @needs_deepspeed
-def test_yaml_gives_the_strategy_its_arguments(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+def test_yaml_gives_the_strategy_its_arguments(made_by_yaml):
     strategy = {"class_path": "lightning_liger.LigerDeepSpeedStrategy", "init_args": {"kernels": ["rope"], "stage": 3}}
-    config = {
-        "trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 1, "logger": False},
-        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
-        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer.strategy
+    made = made_by_yaml(strategy)
     assert type(made) is LigerDeepSpeedStrategy
     assert made.kernels == ["rope"]
     assert made.zero_stage_3

@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from lightning_liger import (
@@ -13,7 +12,6 @@ from lightning_liger import (
     LigerDDPStrategy,
     LigerSingleDeviceStrategy,
 )
-from lightning_liger.cli import LigerCLI
 from lightning_liger.lazy_logits import is_loss_wanted
 from lightning_liger.patching import KERNELS
 from tests.lightning_liger.strategies.distributed import (
@@ -201,17 +199,10 @@ def test_patch_report_is_there_once_fabric_has_set_the_model_up(name, kernels, r
     ["none", ["rope", "silu_mul"], {"linear_cross_entropy": {"chunk_bytes": 4096}, "rope": False}],
     ids=["name", "list", "dict"],
 )
-def test_yaml_gives_the_strategy_its_kernels(tmp_path, monkeypatch, name, kernels):
-    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+def test_yaml_gives_the_strategy_its_kernels(made_by_yaml, name, kernels):
     options = {"process_group_backend": "gloo", "find_unused_parameters": True} if name == "liger_ddp" else {}
     strategy = {"class_path": f"lightning_liger.{TRAINER[name].__name__}", "init_args": {"kernels": kernels, **options}}
-    config = {
-        "trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 1, "logger": False},
-        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
-        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer.strategy
+    made = made_by_yaml(strategy)
     assert type(made) is TRAINER[name]
     assert made.kernels == kernels
     assert getattr(made, "process_group_backend", "gloo") == "gloo"
