@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from benchmarks.environment import environment
 from lightning_liger import LigerCausalLM, LigerModelParallelStrategy, TrainingSummary
 from lightning_liger.cli import LigerCLI
-from lightning_liger.strategies.policies import decoder_layer_classes
+from lightning_liger.strategies.parts.policies import decoder_layer_classes
 
 ARMS = ("fsdp", "liger_kernel", "liger_fsdp", "liger_model_parallel")
 

@@ -8,17 +8,12 @@ and :class:`lightning.Fabric`.
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_liger.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
-from lightning_liger.causal_lm import LigerCausalLM
-from lightning_liger.context_parallel import ContextParallel
-from lightning_liger.export import export_pretrained
-from lightning_liger.lazy_logits import LazyLogits
-from lightning_liger.module import LigerLMMixin
+from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.patching import PatchReport, apply_liger_kernels
-from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
-from lightning_liger.pretrained import load_pretrained
-from lightning_liger.sequences import shift_labels, split_sequence
+from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.sequences.context_parallel import ContextParallel
+from lightning_liger.sequences.labels import shift_labels, split_sequence
 from lightning_liger.strategies import (
     FabricLigerDDPStrategy,
     FabricLigerDeepSpeedStrategy,
@@ -31,6 +26,11 @@ from lightning_liger.strategies import (
     LigerSingleDeviceStrategy,
     LigerStrategy,
 )
+from lightning_liger.strategies.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
+from lightning_liger.training.causal_lm import LigerCausalLM
+from lightning_liger.training.mixin import LigerLMMixin
+from lightning_liger.weights.export import export_pretrained
+from lightning_liger.weights.pretrained import load_pretrained
 
 for _strategy in (
     LigerSingleDeviceStrategy,

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
-from lightning_liger.export import export_pretrained
+from lightning_liger.weights.export import export_pretrained
 
 MAX_CPU_PROCESSES = 2
 """Processes of ``devices: auto`` without an accelerator: enough to shard, and each keeps some cores."""

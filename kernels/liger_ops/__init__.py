@@ -4,15 +4,15 @@ Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewher
 ``torch.nn.functional`` are call-compatible with it; ``liger_ops.nn`` has modules to match.
 """
 
-from liger_ops.cross_entropy import cross_entropy
 from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
-from liger_ops.group_norm import group_norm
-from liger_ops.layer_norm import layer_norm
-from liger_ops.linear_cross_entropy import linear_cross_entropy
-from liger_ops.rms_norm import add_rms_norm, rms_norm
+from liger_ops.loss.cross_entropy import cross_entropy
+from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
+from liger_ops.loss.options import IGNORE_INDEX, TokenStats
+from liger_ops.loss.vocab_parallel import VocabShard
+from liger_ops.norm.group_norm import group_norm
+from liger_ops.norm.layer_norm import layer_norm
+from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
 from liger_ops.rope import apply_rotary
-from liger_ops.token_loss import IGNORE_INDEX, TokenStats
-from liger_ops.vocab_parallel import VocabShard
 
 __all__ = [
     "IGNORE_INDEX",

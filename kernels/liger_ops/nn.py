@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_ops.cross_entropy import cross_entropy
 from liger_ops.gated_linear_unit import gelu_mul, silu_mul
-from liger_ops.group_norm import group_norm
-from liger_ops.layer_norm import layer_norm
-from liger_ops.linear_cross_entropy import linear_cross_entropy
-from liger_ops.rms_norm import CASTINGS, Casting, rms_norm
+from liger_ops.loss.cross_entropy import cross_entropy
+from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
+from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions, TokenStats, check_reduction
+from liger_ops.norm.group_norm import group_norm
+from liger_ops.norm.layer_norm import layer_norm
+from liger_ops.norm.rms_norm import CASTINGS, Casting, rms_norm
 from liger_ops.rope import apply_rotary
-from liger_ops.token_loss import IGNORE_INDEX, TokenLossOptions, TokenStats, check_reduction
 
 __all__ = [
     "CrossEntropyLoss",

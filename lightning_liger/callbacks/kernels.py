@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from lightning_liger.lazy_logits import lazy_logits
+from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
 

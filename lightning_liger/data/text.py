@@ -33,7 +33,7 @@ from lightning_liger.data.tokenizer import (
     tokenizer_files,
     write_tokens,
 )
-from lightning_liger.resumable import resumable
+from lightning_liger.resuming.dataloader import resumable
 
 Split = Literal["train", "validation"]
 

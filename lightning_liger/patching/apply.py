@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_liger.lazy_logits import _loss_wanted
+from lightning_liger.lazy.logits import _loss_wanted
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
 from lightning_liger.patching.verify import PROBE_ERRORS

@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from lightning_liger.lazy_logits import LazyLogits
-from lightning_liger.strategies.clipping import TrainerClipping
-from lightning_liger.strategies.context_parallel import SharesSequences
-from lightning_liger.strategies.head_units import connected_hidden_states
-from lightning_liger.strategies.kernels import FabricKernels, TrainerKernels
+from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.strategies.parts.clipping import TrainerClipping
+from lightning_liger.strategies.parts.head_units import connected_hidden_states
+from lightning_liger.strategies.parts.kernels import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.shared_sequences import SharesSequences
 
 _NAME = "liger_ddp"
 _DESCRIPTION = "Distributed Data Parallel (DDP) with fused kernels and a loss without logits"

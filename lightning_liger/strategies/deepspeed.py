@@ -21,10 +21,10 @@ from transformers.integrations.deepspeed import (
 )
 from typing_extensions import override
 
-from lightning_liger.lazy_logits import LazyLogits
+from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.patching.rules import Patched
-from lightning_liger.strategies.kernels import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.kernels import FabricKernels, TrainerKernels
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -28,16 +28,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_liger.clipping import clip_gradient_norm
-from lightning_liger.materialize import Materializer, has_meta_tensors
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
-from lightning_liger.strategies.checkpoints import FabricCheckpoints, TrainerCheckpoints
-from lightning_liger.strategies.clipping import TrainerClipping
-from lightning_liger.strategies.context_parallel import SharesSequences
-from lightning_liger.strategies.head_units import check_head_units, detach_frozen_heads, tied_pairs
-from lightning_liger.strategies.policies import check_policy, decoder_layer_classes, resolve_policy
+from lightning_liger.resuming.rank_state import FabricCheckpoints, TrainerCheckpoints
+from lightning_liger.strategies.parts.clipping import TrainerClipping
+from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
+from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
+from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
+from lightning_liger.strategies.parts.shared_sequences import SharesSequences
+from lightning_liger.strategies.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
+from lightning_liger.weights.materialize import Materializer, has_meta_tensors
 
 _NAME = "liger_fsdp"
 _DESCRIPTION = "Fully Sharded Data Parallel (FSDP) with fused kernels and a loss without logits"

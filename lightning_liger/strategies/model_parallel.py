@@ -15,14 +15,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_liger.materialize import has_meta_tensors, materialize
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.strategies.clipping import TrainerClipping
-from lightning_liger.strategies.context_parallel import SharesSequences
-from lightning_liger.strategies.head_units import check_tied_units, enter_backward_at_heads
-from lightning_liger.strategies.kernels import FabricKernels, TrainerKernels
-from lightning_liger.strategies.policies import check_policy, decoder_layer_classes, resolve_policy
-from lightning_liger.strategies.tensor_parallel import is_distributed, parallelize
+from lightning_liger.strategies.parts.clipping import TrainerClipping
+from lightning_liger.strategies.parts.head_units import check_tied_units, enter_backward_at_heads
+from lightning_liger.strategies.parts.kernels import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
+from lightning_liger.strategies.parts.shared_sequences import SharesSequences
+from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
+from lightning_liger.weights.materialize import has_meta_tensors, materialize
 
 _NAME = "liger_model_parallel"
 _DESCRIPTION = "Fully sharded data parallelism by FSDP2 with fused kernels and a loss without logits"

@@ -8,8 +8,8 @@ import torch
 from lightning.fabric.strategies import _StrategyRegistry
 
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.strategies.clipping import TrainerClipping
-from lightning_liger.strategies.kernels import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.clipping import TrainerClipping
+from lightning_liger.strategies.parts.kernels import FabricKernels, TrainerKernels
 
 _NAME = "liger"
 _DESCRIPTION = "One device with fused kernels and a loss without logits"

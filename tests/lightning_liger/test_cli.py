@@ -15,7 +15,7 @@ from lightning_liger import LigerCausalLM, LigerStrategy, TrainingSummary, cli
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli import LigerCLI, main
 from lightning_liger.data import TextDataModule
-from tests.lightning_liger.strategies.distributed import python_path
+from tests.lightning_liger.strategies.workers.distributed import python_path
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.yaml"

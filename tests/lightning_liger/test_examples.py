@@ -4,7 +4,8 @@ import pytest
 import torch
 import yaml
 
-from tests.lightning_liger.example_runs import (
+from tests.lightning_liger.strategies.workers.distributed import launch
+from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
     NUM_STEPS,
     OF_DEEPSPEED,
@@ -14,9 +15,8 @@ from tests.lightning_liger.example_runs import (
     run,
     write_text,
 )
-from tests.lightning_liger.strategies.distributed import launch
 
-WORKER = "tests.lightning_liger.example_runs"
+WORKER = "tests.lightning_liger.workers.example_runs"
 CLASSES = {
     "tiny.yaml": "LigerStrategy",
     "llama3_8b.yaml": "LigerStrategy",

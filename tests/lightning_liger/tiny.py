@@ -67,7 +67,7 @@ class TensorSizes(TorchDispatchMode):
         super().__init__()
         self.largest = 0
         self.largest_in_loss = 0
-        module = importlib.import_module("liger_ops.linear_cross_entropy")  # the package has a function of that name
+        module = importlib.import_module("liger_ops.loss.linear_cross_entropy")  # not the function
         driver = module.chunked_linear_loss
 
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_liger.lazy_logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
+from lightning_liger.lazy.distributed import distributed_logits
+from lightning_liger.lazy.logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
 from lightning_liger.patching.rules.base import Replacement, Rule
-from lightning_liger.vocab_parallel import distributed_logits
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_liger import LazyLogits, LigerCallback
-from lightning_liger.lazy_logits import is_loss_wanted
+from lightning_liger.lazy.logits import is_loss_wanted
 from lightning_liger.patching import KERNELS
-from tests.lightning_liger.strategies.distributed import (
+from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     KindsOfLogits,
     Losses,

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_liger.callbacks.predictions import PredictionPrinter
-from tests.lightning_liger.strategies.distributed import LM, make_trainer
+from tests.lightning_liger.strategies.workers.distributed import LM, make_trainer
 
 EOS = 0
 

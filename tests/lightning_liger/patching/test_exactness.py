@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels
-from lightning_liger.lazy_logits import lazy_logits
+from lightning_liger.lazy.logits import lazy_logits
 from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama, tiny_model
 
 Batch = dict[str, Tensor]

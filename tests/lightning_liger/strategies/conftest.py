@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_liger.cli import LigerCLI
-from tests.lightning_liger.strategies.distributed import launch
+from tests.lightning_liger.strategies.workers.distributed import launch
 
 
 class EngineRuns(NamedTuple):
@@ -34,7 +34,7 @@ def engine_runs(request, tmp_path_factory, started_engines) -> EngineRuns:
     device = request.param
     if device not in started_engines:
         folder = tmp_path_factory.mktemp("engines")
-        ranks = launch(device, folder, worker="tests.lightning_liger.strategies.engines")
+        ranks = launch(device, folder, worker="tests.lightning_liger.strategies.workers.engines")
         started_engines[device] = EngineRuns(device, folder, ranks)
     return started_engines[device]
 

@@ -8,14 +8,14 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_liger import FabricLigerDDPStrategy, LazyLogits, LigerDDPStrategy
-from tests.lightning_liger.strategies.distributed import (
+from tests.lightning_liger.strategies.workers.distributed import (
     build_model,
     launch,
     make_batches,
     make_uneven_batches,
     reference_training,
 )
-from tests.lightning_liger.strategies.distributed_ddp import NUM_STEPS
+from tests.lightning_liger.strategies.workers.distributed_ddp import NUM_STEPS
 
 RUNS = {
     **dict.fromkeys(("trainer-untied", "trainer-tied"), ("name", "find-unused", "static-graph")),
@@ -37,7 +37,9 @@ RELATIVE_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 def launched(request, tmp_path_factory):
     """The device and what both ranks got out of every run."""
     folder = tmp_path_factory.mktemp("ranks")
-    return request.param, launch(request.param, folder, worker="tests.lightning_liger.strategies.distributed_ddp")
+    return request.param, launch(
+        request.param, folder, worker="tests.lightning_liger.strategies.workers.distributed_ddp"
+    )
 
 
 @pytest.fixture(scope="module")

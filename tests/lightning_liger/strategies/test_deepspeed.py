@@ -18,7 +18,7 @@ from lightning_liger import (
     apply_liger_kernels,
 )
 from lightning_liger.strategies.deepspeed import _whole_parameters
-from tests.lightning_liger.strategies.distributed import (
+from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,

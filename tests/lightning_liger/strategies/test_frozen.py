@@ -8,8 +8,8 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_liger import FabricLigerStrategy, LigerPrecisionPlugin, LigerStrategy
-from tests.lightning_liger.strategies.distributed import make_batches
-from tests.lightning_liger.strategies.frozen import (
+from tests.lightning_liger.strategies.workers.distributed import make_batches
+from tests.lightning_liger.strategies.workers.frozen import (
     HAS_PEFT,
     MAX_NORM,
     NUM_BATCHES,

@@ -19,7 +19,7 @@ from lightning_liger import (
     LigerStrategy,
 )
 from lightning_liger.patching import KERNELS
-from tests.lightning_liger.strategies.distributed import (
+from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,

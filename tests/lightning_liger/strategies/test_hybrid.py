@@ -7,8 +7,8 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 
 from lightning_liger import FabricLigerStrategy, LigerStrategy
-from tests.lightning_liger.strategies.distributed import LM, launch, make_loader, make_trainer
-from tests.lightning_liger.strategies.hybrid import HYBRID, NUM_RANKS, NUM_STEPS
+from tests.lightning_liger.strategies.workers.distributed import LM, launch, make_loader, make_trainer
+from tests.lightning_liger.strategies.workers.hybrid import HYBRID, NUM_RANKS, NUM_STEPS
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-3}
 """After 50 steps of AdamW; GPUs do not add in the same order each time."""
@@ -29,7 +29,7 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 1e-3}
 )
 def ranks(request, tmp_path_factory) -> tuple[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    worker = "tests.lightning_liger.strategies.hybrid"
+    worker = "tests.lightning_liger.strategies.workers.hybrid"
     return request.param, launch(request.param, folder, worker=worker, num_ranks=NUM_RANKS)
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lightning_liger.strategies.distributed import (
+from tests.lightning_liger.strategies.workers.distributed import (
     NUM_RANKS,
     Batch,
     build_model,
     make_optimizer,
     make_uneven_batches,
 )
-from tests.lightning_liger.strategies.engines import ENGINES
-from tests.lightning_liger.strategies.lifecycle import MOVES, NUM_BATCHES, live, move
+from tests.lightning_liger.strategies.workers.engines import ENGINES
+from tests.lightning_liger.strategies.workers.lifecycle import MOVES, NUM_BATCHES, live, move
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 

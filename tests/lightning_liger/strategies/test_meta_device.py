@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lightning_liger.export import export_pretrained
-from lightning_liger.materialize import materialize
-from tests.lightning_liger.strategies.distributed import (
+from lightning_liger.weights.export import export_pretrained
+from lightning_liger.weights.materialize import materialize
+from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     NUM_RANKS,
     VOCAB_SIZE,
@@ -18,7 +18,7 @@ from tests.lightning_liger.strategies.distributed import (
     make_batches,
     reference_training,
 )
-from tests.lightning_liger.strategies.meta_device import ENGINES, NUM_BF16_STEPS, NUM_PRETRAINED_STEPS, OnMeta
+from tests.lightning_liger.strategies.workers.meta_device import ENGINES, NUM_BF16_STEPS, NUM_PRETRAINED_STEPS, OnMeta
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 NUM_DEEP_LAYERS = 12
@@ -53,7 +53,11 @@ def ranks(request, tmp_path_factory):
         build_model(tied).save_pretrained(folder / head, max_shard_size="20KB")
         assert len(list((folder / head).glob("*.safetensors"))) > 2
     build_deep_model().save_pretrained(folder / "deep", max_shard_size="500KB")
-    return request.param, launch(request.param, folder, worker="tests.lightning_liger.strategies.meta_device"), folder
+    return (
+        request.param,
+        launch(request.param, folder, worker="tests.lightning_liger.strategies.workers.meta_device"),
+        folder,
+    )
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_liger import LigerModelParallelStrategy
-from tests.lightning_liger.strategies.distributed import (
+from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
@@ -19,7 +19,7 @@ from tests.lightning_liger.strategies.distributed import (
     make_uneven_batches,
     reference_training,
 )
-from tests.lightning_liger.strategies.model_parallel import MAX_NORM
+from tests.lightning_liger.strategies.workers.model_parallel import MAX_NORM
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 
@@ -28,7 +28,9 @@ TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 def ranks(request, tmp_path_factory):
     """What both ranks got out of every run, with the device."""
     folder = tmp_path_factory.mktemp("ranks")
-    return request.param, launch(request.param, folder, worker="tests.lightning_liger.strategies.model_parallel")
+    return request.param, launch(
+        request.param, folder, worker="tests.lightning_liger.strategies.workers.model_parallel"
+    )
 
 
 def assert_as_in(reference: Reference, device: str, runs: list[dict], num_micro_batches: int = 1) -> None:

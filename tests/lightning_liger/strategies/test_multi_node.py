@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from tests.lightning_liger.strategies.distributed import NUM_RANKS, launch, make_uneven_batches, reference_training
-from tests.lightning_liger.strategies.multi_node import (
+from tests.lightning_liger.strategies.workers.distributed import (
+    NUM_RANKS,
+    launch,
+    make_uneven_batches,
+    reference_training,
+)
+from tests.lightning_liger.strategies.workers.multi_node import (
     NUM_DEVICES,
     NUM_STEPS,
     STRATEGIES,
@@ -18,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
 def train(device, tmp_path_factory, environment_of):
-    worker = "tests.lightning_liger.strategies.multi_node"
+    worker = "tests.lightning_liger.strategies.workers.multi_node"
     return launch(device, tmp_path_factory.mktemp("ranks"), worker=worker, environment_of=environment_of)
 
 

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.lightning_liger.strategies.distributed import (
+from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     Reference,
     logit_counts,
@@ -15,8 +15,8 @@ from tests.lightning_liger.strategies.distributed import (
     make_uneven_batches,
     reference_training,
 )
-from tests.lightning_liger.strategies.engines import ENGINES
-from tests.lightning_liger.strategies.precisions import (
+from tests.lightning_liger.strategies.workers.engines import ENGINES
+from tests.lightning_liger.strategies.workers.precisions import (
     BROKEN_BATCH,
     NUM_BATCHES,
     NUM_MICRO_BATCHES,

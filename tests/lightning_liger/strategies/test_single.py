@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_liger import FabricLigerSingleDeviceStrategy, LigerSingleDeviceStrategy
 from lightning_liger.cli import LigerCLI
-from tests.lightning_liger.strategies.distributed import LM, Losses, logit_counts, make_loader, make_trainer
+from tests.lightning_liger.strategies.workers.distributed import LM, Losses, logit_counts, make_loader, make_trainer
 
 ENGINES = {
     "trainer": (lambda **options: L.Trainer(logger=False, **options), LigerSingleDeviceStrategy),

@@ -1,0 +1,1 @@
+"""Cross entropy of logits, and of a linear head whose logits are never materialized."""

@@ -1,0 +1,389 @@
+"""Cross entropy of a linear head's logits that are never whole: ``cross_entropy(input @ linear_weight.T + bias)``.
+
+Chunks of tokens are projected, turned into their loss and gradient in place, and reduced to the gradients of the
+hidden states and the head at once, so a training step costs the three matrix products it would cost anyway and the
+memory of one chunk. Forward therefore saves gradients, not activations, and the mean's 1 / n is in them already (not in
+float16's, which could underflow); ``reduction="none"``, whose upstream gradient
+is not known in forward, projects once more in backward. The idea of taking the gradient in forward is from Liger
+Kernel (arXiv:2410.10989); see :mod:`liger_ops.loss.cross_entropy` for the formula and its options.
+"""
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.loss.chunked_loss import (
+    KeptTokens,
+    choose_accumulate_dtype,
+    choose_chunk_size,
+    chunked_linear_loss,
+    default_chunk_size,
+)
+from liger_ops.loss.cross_entropy import cross_entropy, loss_and_gradient_in_place
+from liger_ops.loss.options import (
+    IGNORE_INDEX,
+    Targets,
+    TokenLossOptions,
+    TokenStats,
+    check_labels,
+    check_reduction,
+    check_weights,
+    flat_targets,
+)
+from liger_ops.loss.scale_gradient import scale_gradient
+from liger_ops.loss.token_plan import plan_tokens, reduce_losses
+from liger_ops.loss.vocab_parallel import VocabShard, sharded_loss_and_gradient_in_place
+
+
+def linear_cross_entropy_reference(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    """The same through whole logits: class probabilities and several sets of classes for each token work too."""
+    bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, linear_weight.shape[:-1])
+    return cross_entropy(logits, target, **kwargs)
+
+
+# Without a reduction the losses of the stats are the loss itself, which an op may return only once.
+_FIRST_STAT = {"none": 1, "sum": 0, "mean": 0}
+
+
+_NUM_GRADIENTS = 5  # of input, weight and bias, and of the adapter's input and weight
+
+
+def _is_mean_in_gradient(reduction: str, dtype: torch.dtype) -> bool:
+    return reduction == "mean" and dtype != torch.float16
+
+
+def _fake_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter_input: Tensor | None,
+    adapter_weight: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    grad_losses: Tensor | None,
+    chunk_size: int,
+    accumulate_dtype: torch.dtype,
+    max_valid_tokens: int | None,
+    needs_gradient: list[bool],
+    reduction: str,
+    with_stats: bool,
+    *scalars: float,
+) -> list[Tensor]:
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    needs_input, needs_weight, needs_bias, needs_adapter_input, needs_adapter_weight = needs_gradient
+    outputs = [
+        labels.new_empty(labels.shape if reduction == "none" else (), dtype=dtype),
+        labels.new_empty((), dtype=dtype),
+        input.new_empty(input.shape if needs_input else 0),
+        weight.new_empty(weight.shape if needs_weight else 0, dtype=accumulate_dtype),
+        weight.new_empty(weight.shape[0] if needs_bias else 0, dtype=accumulate_dtype),
+        input.new_empty(adapter_input.shape if needs_adapter_input else 0),
+        weight.new_empty(adapter_weight.shape if needs_adapter_weight else 0, dtype=accumulate_dtype),
+    ]
+    stats = TokenStats.of_ignored(labels, dtype)[_FIRST_STAT[reduction] :] if with_stats else ()
+    return [*outputs, *stats]
+
+
+def _compute_loss(
+    shard: VocabShard | None,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter_input: Tensor | None,
+    adapter_weight: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    grad_losses: Tensor | None,
+    chunk_size: int,
+    accumulate_dtype: torch.dtype,
+    max_valid_tokens: int | None,
+    needs_gradient: list[bool],
+    reduction: str,
+    with_stats: bool,
+    *scalars: float,
+) -> list[Tensor]:
+    """The loss, the mean's factor, the gradients that ``needs_gradient`` names, and the stats.
+
+    The gradients are those of ``sum(losses)``, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"``
+    takes ``grad_losses``. With a ``shard`` the loss is over the vocabulary of its whole group.
+    """
+    options = TokenLossOptions.from_scalars(*scalars)
+    targets = Targets(labels, class_weight, token_weight)
+    num_tokens = labels.shape[0]
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    in_order = chunk_size >= num_tokens
+    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+    plan = plan_tokens(targets, vocab_size, options.ignore_index, input, with_order=not in_order)
+    stats = TokenStats.of_ignored(labels, dtype) if with_stats else None
+    losses = torch.zeros_like(labels, dtype=dtype) if stats is None else stats.losses
+    if in_order or (max_valid_tokens is None and input.is_cuda and torch.cuda.is_current_stream_capturing()):
+        max_valid_tokens = num_tokens
+    elif max_valid_tokens is not None:  # tokens that the bound leaves out by mistake must not look like ignored ones
+        losses.masked_fill_(labels != options.ignore_index, torch.nan)
+    grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else grad_losses
+
+    of_logits = loss_and_gradient_in_place
+    if shard is not None:
+        of_logits = partial(sharded_loss_and_gradient_in_place, shard=shard)
+
+    def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
+        of_logits(
+            logits,
+            targets,
+            grad_scale,
+            options,
+            token_index=index,
+            with_gradient=any(needs_gradient),
+            losses=losses,
+            stats=stats,
+        )
+
+    gradients = chunked_linear_loss(
+        input,
+        weight,
+        bias,
+        KeptTokens(plan, max_valid_tokens),
+        chunk_loss,
+        chunk_size=chunk_size,
+        accumulate_dtype=accumulate_dtype,
+        needs_gradient=needs_gradient,
+        adapter=None if adapter_input is None else (adapter_input, adapter_weight),
+    )
+    if shard is not None:
+        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
+    loss = losses if reduction == "none" else reduce_losses(losses, plan.mean_scale if reduction == "mean" else None)
+    return [loss, plan.mean_scale, *gradients, *(stats or ())[_FIRST_STAT[reduction] :]]
+
+
+@backend.register_op(
+    "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
+    " Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
+    " ScalarType accumulate_dtype, SymInt? max_valid_tokens, bool[] needs_gradient, str reduction, bool with_stats,"
+    " int ignore_index,"
+    " float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    fake=_fake_linear_cross_entropy,
+)
+def _linear_cross_entropy(*arguments: Any) -> list[Tensor]:
+    return _compute_loss(None, *arguments)
+
+
+class _LinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss, then the stats.
+
+    A sum or a mean has its gradients from forward and only scales them in backward; losses of single tokens wait for
+    backward to bring each token's factor.
+    """
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *tensors, needs_gradient, settings = arguments
+        compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, with_stats, options = settings
+        wait = reduction == "none"
+        loss, mean_scale, *others = compute(
+            *tensors, None, chunk_size, accumulate_dtype, max_valid_tokens,
+            [False] * _NUM_GRADIENTS if wait else needs_gradient, reduction, with_stats, *options.as_scalars(),
+        )  # fmt: skip
+        gradients, stats = others[:_NUM_GRADIENTS], others[_NUM_GRADIENTS:]
+        ctx.save_for_backward(*(tensors if wait else (mean_scale, *gradients)))
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors[:_NUM_GRADIENTS]]
+        ctx.needs_gradient = needs_gradient
+        ctx.settings = settings
+        ctx.mark_non_differentiable(*stats)
+        return loss, *stats
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx, grad_loss, *_):
+        compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, _, options = ctx.settings
+        if reduction == "none":
+            gradients = compute(
+                *ctx.saved_tensors, grad_loss, chunk_size, accumulate_dtype, max_valid_tokens, ctx.needs_gradient,
+                "none", False, *options.as_scalars(),
+            )[2 : 2 + _NUM_GRADIENTS]  # fmt: skip
+            scaled = (gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True))
+        else:
+            mean_scale, *gradients = ctx.saved_tensors
+            if reduction == "mean" and not _is_mean_in_gradient(reduction, ctx.dtypes[0]):
+                grad_loss = grad_loss * mean_scale
+            # A graph that ends with this pass needs no second buffer of the head's size.
+            in_place = backend.graph_ends()
+            scaled = (
+                scale_gradient(gradient, grad_loss, dtype, in_place=in_place) if needed else None
+                for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
+            )
+        needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))
+        return *needed, None, None, None, None, None
+
+
+def _check_arguments(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, max_valid_tokens: int | None
+) -> None:
+    vocab_size, hidden_size = linear_weight.shape
+    if input.dim() == 0 or input.shape[-1] != hidden_size:
+        raise ValueError(
+            f"input must end in linear_weight's hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target must hold one label for each token of input: input has {tuple(input.shape[:-1])} tokens, target"
+            f" has shape {tuple(target.shape)}"
+        )
+    if linear_bias is not None and linear_bias.shape != (vocab_size,):
+        raise ValueError(f"linear_bias must have shape {(vocab_size,)}, got {tuple(linear_bias.shape)}")
+    if max_valid_tokens is not None and max_valid_tokens < 0:
+        raise ValueError(f"max_valid_tokens must not be negative, got {max_valid_tokens}")
+
+
+def _check_adapter(input: Tensor, linear_weight: Tensor, adapter_input: Tensor, adapter_weight: Tensor) -> None:
+    rank = adapter_input.shape[-1]
+    if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
+        raise ValueError(
+            f"adapter must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
+            f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
+        )
+    if {adapter_input.dtype, adapter_weight.dtype} != {input.dtype} and not torch.is_autocast_enabled(
+        input.device.type
+    ):
+        raise ValueError(
+            f"adapter must have input's dtype {input.dtype}, got {adapter_input.dtype} and {adapter_weight.dtype}"
+        )
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+    token_weight: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss_weight: float = 0.0,
+    chunk_bytes: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    max_valid_tokens: int | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
+    vocab_shard: VocabShard | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, TokenStats]:
+    """Cross entropy of ``input @ linear_weight.T + linear_bias``, call-compatible with PyTorch's function of that name.
+
+    Args:
+        input: Hidden states, ``[..., hidden_size]``.
+        linear_weight: The head, ``[vocab_size, hidden_size]``.
+        target: Class indices, int64, ``[...]`` as ``input`` without its last dimension. Class probabilities, and heads
+            of more dimensions, are computed through whole logits, as PyTorch does, without regard to chunks.
+        linear_bias: The head's bias, ``[vocab_size]``.
+        weight: Class weights, ``[vocab_size]``; not differentiable.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by their weight.
+        ignore_index: Label of tokens that contribute nothing and cost nothing; None means -100.
+        label_smoothing: Share of the target that is spread over all classes, between 0 and 1.
+        options: PyTorch's ``LinearCrossEntropyOptions``; its ``batch_chunk_size`` and ``acc_dtype`` are followed.
+        token_weight: Factor of each token's loss, ``target``'s shape; the mean divides by its sum (times the labels'
+            class weights). Not differentiable.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
+        logit_scale: Factor of the logits.
+        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss.
+        chunk_bytes: Budget for one chunk of logits, which never holds all tokens; by default 512 MiB to 2 GiB on a GPU
+            (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`) and 8 MiB on a CPU.
+        accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
+            bfloat16 over at most 4 chunks, everything else in at least float32.
+        max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows. On a GPU the host then
+            need not wait, once the first of several chunks is queued, for the device to count them. A bound that is
+            too small gives a NaN loss.
+        adapter: A low-rank update of the logits, as LoRA makes it: ``[..., rank]``, already scaled, and ``[vocab_size,
+            rank]``, in input's dtype; ``adapter[0] @ adapter[1].T`` is added to the logits before anything else.
+        vocab_shard: What of the vocabulary the head holds that is given here, where each rank of a process group holds
+            a part: ``linear_weight``, ``linear_bias`` and the adapter's weight have its rows only, everything else is
+            the same on all ranks, ``weight`` and the labels being of the whole vocabulary. All ranks get the same loss
+            and stats; logits are never gathered. Every rank has to call, and with ``reduction="none"`` to run backward.
+        return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
+
+    Returns:
+        The loss in at least float32, with the stats (shaped as ``target``) on request. Under autocast the products run
+        in the autocast dtype, as a linear layer's would.
+
+    Raises:
+        ValueError: For shapes, dtypes or options that do not fit; for labels out of range if they are on the CPU (on
+            the GPU the loss is NaN instead).
+    """
+    check_reduction(reduction)
+    ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
+    if linear_weight.dim() < 2:
+        raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes}")
+    if target.is_floating_point() or linear_weight.dim() > 2:
+        if input.dim() > 2 or input.dim() < min(linear_weight.dim() - 1, 2):
+            raise ValueError(
+                "input must be [num_tokens, hidden_size] for class probabilities and heads of more than two dimensions,"
+                f" got shape {tuple(input.shape)}"
+            )
+        for name, value in (("adapter", adapter), ("vocab_shard", vocab_shard)):
+            if value is not None:
+                raise ValueError(f"{name} must be None for class probabilities and heads of more than two dimensions")
+        return linear_cross_entropy_reference(
+            input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,
+            logit_scale=logit_scale, z_loss_weight=z_loss_weight, return_stats=return_stats,
+        )  # fmt: skip
+    token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
+    _check_arguments(input, linear_weight, target, linear_bias, max_valid_tokens)
+    vocab_size = linear_weight.shape[0]
+    if vocab_shard is not None:
+        vocab_shard.check(vocab_size)
+        vocab_size = vocab_shard.vocab_size
+    check_weights(weight, token_weight, target, vocab_size)
+    check_labels("target", target, vocab_size, ignore_index)
+
+    low_rank_input, low_rank_weight = adapter or (None, None)
+    if low_rank_input is not None:
+        _check_adapter(input, linear_weight, low_rank_input, low_rank_weight)
+        low_rank_input = low_rank_input.reshape(-1, low_rank_input.shape[-1])
+    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, low_rank_input, low_rank_weight]
+    needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
+    device_type = input.device.type
+    is_autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
+    if is_autocast:
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    elif linear_weight.dtype != input.dtype:
+        raise ValueError(f"linear_weight must have input's dtype {input.dtype}, got {linear_weight.dtype}")
+
+    # Ranks must cut the same chunks, whose collectives meet, so the size is that of a mean shard.
+    num_columns = vocab_size if vocab_shard is None else -(-vocab_size // vocab_shard.group.size())
+    sizes = target.numel(), num_columns, tensors[0].element_size()
+    chunk_size = getattr(options, "batch_chunk_size", None)
+    if chunk_size is None and chunk_bytes is not None:
+        chunk_size = choose_chunk_size(*sizes, chunk_bytes)
+    elif chunk_size is None:
+        chunk_size = default_chunk_size(*sizes, input.device)
+    accumulate_dtype = (
+        accumulate_dtype
+        or getattr(options, "acc_dtype", None)
+        or choose_accumulate_dtype(tensors[1].dtype, -(-sizes[0] // chunk_size))
+    )
+    targets = flat_targets(target, weight, token_weight)
+    compute = _linear_cross_entropy if vocab_shard is None else partial(_compute_loss, vocab_shard)
+    settings = (compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, return_stats, token_options)
+    with torch.autocast(device_type, enabled=False) if is_autocast else contextlib.nullcontext():
+        loss, *stats = _LinearCrossEntropyFunction.apply(*tensors, *targets, needs_gradient, settings)
+    if reduction == "none":
+        stats = [loss.detach(), *stats]
+        loss = loss.view(target.shape)
+    return (loss, TokenStats(*(stat.view(target.shape) for stat in stats))) if return_stats else loss

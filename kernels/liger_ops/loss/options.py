@@ -1,0 +1,119 @@
+"""What every loss over class indices shares: options, targets, statistics and the checks of arguments."""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class TokenLossOptions:
+    """What turns one token's logits into its loss; see :mod:`liger_ops.loss.cross_entropy` for the formula.
+
+    Raises:
+        ValueError: If an option is out of its range.
+    """
+
+    ignore_index: int = IGNORE_INDEX
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be between 0 and 1, got {self.label_smoothing}")
+        if self.softcap is not None and not self.softcap > 0.0:
+            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
+        if not self.z_loss_weight >= 0.0:
+            raise ValueError(f"z_loss_weight must not be negative, got {self.z_loss_weight}")
+
+    def as_scalars(self) -> tuple[int, float, float, float, float]:
+        """The options as an op's schema takes them, ``softcap`` 0 for none."""
+        return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
+
+    @classmethod
+    @functools.cache
+    def from_scalars(
+        cls, ignore_index: int, label_smoothing: float, softcap: float, logit_scale: float, z_loss_weight: float
+    ) -> "TokenLossOptions":
+        """The inverse of :meth:`as_scalars`."""
+        return cls(ignore_index, label_smoothing, softcap or None, logit_scale, z_loss_weight)
+
+
+class Targets(NamedTuple):
+    """What is to be predicted, and how much it matters."""
+
+    labels: Tensor
+    """``[num_tokens]``, int64: class indices, or ``ignore_index``."""
+    class_weight: Tensor | None
+    """``[vocab_size]`` or None."""
+    token_weight: Tensor | None
+    """``[num_tokens]`` or None."""
+
+
+class TokenStats(NamedTuple):
+    """What the loss knew about each token; none of it carries gradients. Zero or False at ignored tokens."""
+
+    losses: Tensor
+    """``[num_tokens]``, float32: each token's loss before reduction, weights included."""
+    log_probabilities: Tensor
+    """``[num_tokens]``, float32: logarithm of the label's probability, whatever else the loss is made of."""
+    lse: Tensor
+    """``[num_tokens]``, float32: log-sum-exp of the token's scaled and capped logits."""
+    entropy: Tensor
+    """``[num_tokens]``, float32: entropy of the predicted distribution, in nats."""
+    predictions: Tensor
+    """``[num_tokens]``, int64: the class with the largest logit (the first of equals), ``ignore_index`` at ignored
+    tokens."""
+    correct: Tensor
+    """``[num_tokens]``, bool: whether the prediction is the label."""
+
+    @classmethod
+    def of_ignored(cls, labels: Tensor, dtype: torch.dtype) -> "TokenStats":
+        """What is known of ``labels`` that are all ignored: room for those that are not."""
+        losses, log_probabilities, lse, entropy = (torch.zeros_like(labels, dtype=dtype) for _ in range(4))
+        return cls(losses, log_probabilities, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
+
+
+def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raises a ValueError for labels of a wrong dtype, and on the CPU for labels that are no class."""
+    if labels.dtype != torch.int64:
+        raise ValueError(f"{name} must hold class indices of dtype torch.int64, got {labels.dtype}")
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)]
+        if wrong.numel():
+            raise ValueError(
+                f"{name} must be between 0 and vocab_size - 1 = {vocab_size - 1}, or ignore_index = {ignore_index};"
+                f" got {wrong[0].item()} ({wrong.numel()} of {labels.numel()} labels are out of range)"
+            )
+
+
+def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int) -> None:
+    """Raises a ValueError for weights that do not fit."""
+    if weight is not None and weight.shape != (vocab_size,):
+        raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise ValueError(
+            f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
+        )
+
+
+def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | None) -> Targets:
+    """One row of labels and weights, contiguous and free of gradients."""
+    return Targets(
+        target.reshape(-1).contiguous(),
+        None if weight is None else weight.detach().contiguous(),
+        None if token_weight is None else token_weight.detach().reshape(-1).contiguous(),
+    )
+
+
+def check_reduction(reduction: str) -> None:
+    """Raises a ValueError that lists the known reductions."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")

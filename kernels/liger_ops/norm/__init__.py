@@ -1,0 +1,1 @@
+"""RMSNorm, LayerNorm and GroupNorm."""

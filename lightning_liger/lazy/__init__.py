@@ -1,0 +1,1 @@
+"""Logits that are not computed until something needs all of them at once."""

@@ -1,0 +1,1 @@
+"""Rows of tokens: documents packed into a row, and rows split over ranks."""

@@ -1,0 +1,1 @@
+"""What the strategies are made of."""

@@ -1,0 +1,249 @@
+"""Tensor parallelism of a whole Hugging Face model, by the plan that the model carries.
+
+Projections become DTensors by PyTorch's own styles; the embeddings and the LM head are spread over the vocabulary, so
+that the loss is too. Every other parameter becomes a replicated DTensor, whose local tensor its module computes with:
+optimizers and FSDP2 then find all parameters on the same device mesh, and broadcasting makes replicas equal.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from lightning_liger.strategies.parts.head_units import tied_pairs
+
+
+class Replicated(ParallelStyle):
+    """Each rank has all of a module's own parameters, and computes with plain tensors.
+
+    Args:
+        sums_gradients: Whether ranks give the module different parts of the activations, such as each its attention
+            heads, so that a parameter's gradient is the sum of theirs. Otherwise ranks find the same gradient.
+    """
+
+    def __init__(self, sums_gradients: bool = False) -> None:
+        super().__init__()
+        self.sums_gradients = sums_gradients
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+
+        def local(parameter: DTensor) -> Tensor:
+            tensor = parameter.to_local()
+            return _SumGradient.apply(tensor, device_mesh.get_group()) if self.sums_gradients else tensor
+
+        _compute_locally(module, local)
+        return module
+
+
+class VocabParallelEmbedding(ParallelStyle):
+    """Each rank has some rows of an embedding and looks up the tokens that are among them; the results are added up."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        start = _rows_per_rank(module, device_mesh.size()) * device_mesh.get_local_rank()
+        _distribute(module, device_mesh, Shard(0))
+        num_rows = module.weight.to_local().shape[0]
+        padding = module.padding_idx
+        is_own = padding is not None and start <= padding < start + num_rows
+        others: list[Tensor] = []  # of the call that is under way, the tokens of other ranks
+
+        def look_up_own(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            rows = args[0] - start
+            others.append((rows < 0) | (rows >= num_rows))
+            return rows.masked_fill(others[-1], 0), *args[1:]
+
+        def add_up(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            own = output.masked_fill(others.pop()[..., None], 0.0)
+            return DTensor.from_local(own, device_mesh, [Partial()], run_check=False).full_tensor()
+
+        module.register_forward_pre_hook(look_up_own)
+        module.register_forward_hook(add_up)
+        _compute_locally(module, DTensor.to_local, padding_idx=padding - start if is_own else None)
+        return module
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": VocabParallelEmbedding,
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "replicated_with_grad_allreduce": lambda: Replicated(sums_gradients=True),
+    "replicate": Replicated,
+}
+"""What transformers calls its styles, in PyTorch's or our own."""
+
+_SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
+"""Styles with which a rank sees its part of what a layer puts out or takes in, which must be as large as the others."""
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether ``model`` has a DTensor among its parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
+    """Spreads the Hugging Face models in ``model`` over the ranks of a mesh, by their own plans.
+
+    Args:
+        model: Whole on each rank, and not wrapped in FSDP.
+        device_mesh: Of one dimension.
+
+    Raises:
+        ValueError: If a model has no plan, a plan has a style that is not supported, or a size cannot be divided by the
+            number of ranks. The model is then unchanged.
+    """
+    styles: dict[nn.Module, str] = {}
+    for owner in _owners(model):
+        styles |= _planned(owner, device_mesh.size())
+    if not styles:
+        raise ValueError(
+            f"tensor_parallel_size={device_mesh.size()} needs a Hugging Face model with a tensor-parallel plan"
+            " (base_model_tp_plan in its configuration), which is not in the module: parallelize your model in"
+            ' configure_model, on self.device_mesh["tensor_parallel"]'
+        )
+    pairs = tied_pairs(model)
+    for module, style in styles.items():
+        parallelize_module(module, device_mesh, _STYLES[style]())
+    for embeddings, head in pairs:
+        head.weight = embeddings.weight
+    replicas: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        _replicate_rest(module, device_mesh, replicas)
+
+
+def _owners(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with a plan, which has those of the modules inside."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and isinstance(getattr(module, "_tp_plan", None), dict):
+            inside.update(module.modules())
+            yield module
+
+
+def _planned(owner: Any, num_ranks: int) -> dict[nn.Module, str]:
+    """The style of each module that the plan of a Hugging Face model names, checked."""
+    plan = owner._tp_plan
+    for name, _ in owner.named_parameters():
+        if _generic(name) in plan:
+            raise ValueError(_unsupported(num_ranks, owner, name, plan[_generic(name)]))
+    names = {module: name for name, module in owner.named_modules()}
+    styles = {module: plan[_generic(name)] for module, name in names.items() if _generic(name) in plan}
+    embeddings, head = owner.get_input_embeddings(), owner.get_output_embeddings()
+    if not styles.keys() - {embeddings, head}:
+        return {}
+    if isinstance(embeddings, nn.Embedding):
+        styles[embeddings] = "embedding_rowwise"
+    if isinstance(head, nn.Linear):
+        styles[head] = "colwise_gather_output"
+    for module, style in styles.items():
+        _check(owner, names[module], module, style, num_ranks)
+    if "colwise" in styles.values():
+        config = owner.config.get_text_config()
+        for setting in ("num_attention_heads", "num_key_value_heads"):
+            count = getattr(config, setting, None)
+            if isinstance(count, int) and count % num_ranks:
+                raise ValueError(
+                    f"tensor_parallel_size={num_ranks} must divide the model's {setting}, got {count}: each rank takes"
+                    " whole attention heads"
+                )
+    return styles
+
+
+def _generic(name: str) -> str:
+    """A module's name as plans spell it, with stars for numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _check(owner: nn.Module, name: str, module: nn.Module, style: str, num_ranks: int) -> None:
+    expected = nn.Embedding if style.startswith("embedding") else nn.Linear
+    shards = style.startswith(("colwise", "rowwise", "embedding"))
+    if style not in _STYLES or (shards and not isinstance(module, expected)):
+        raise ValueError(_unsupported(num_ranks, owner, name, f"{style} of {type(module).__name__}"))
+    size = getattr(module, _SPLIT[style]) if style in _SPLIT else 0
+    if size % num_ranks:
+        raise ValueError(f"tensor_parallel_size={num_ranks} must divide {_SPLIT[style]} of {name!r}, which is {size}")
+    if style == "embedding_rowwise" and _rows_per_rank(module, num_ranks) * (num_ranks - 1) >= module.num_embeddings:
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks} leaves a rank without any of the {module.num_embeddings} rows of"
+            f" {name!r}; expected fewer ranks"
+        )
+
+
+def _rows_per_rank(embeddings: nn.Embedding, num_ranks: int) -> int:
+    """Rows that each rank has but for the last, which may have fewer."""
+    return -(-embeddings.num_embeddings // num_ranks)
+
+
+def _unsupported(num_ranks: int, owner: nn.Module, name: str, style: str) -> str:
+    return (
+        f"tensor_parallel_size={num_ranks}: the plan of {type(owner).__name__} has {style!r} for {name!r}; expected one"
+        f" of {sorted(_STYLES)} for linear layers and embeddings. Parallelize the model in configure_model, on"
+        ' self.device_mesh["tensor_parallel"]'
+    )
+
+
+def _distribute(module: nn.Module, device_mesh: DeviceMesh, placement: Placement) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        distributed = distribute_tensor(parameter.detach(), device_mesh, [placement])
+        module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+
+
+def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh, replicas: dict[Tensor, nn.Parameter]) -> None:
+    """Makes a module's own parameters replicas if they are plain; those that were shared still are."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if not own or any(isinstance(parameter, DTensor) for parameter in own.values()):
+        return
+    Replicated()._apply(module, device_mesh)
+    for name, parameter in own.items():
+        module.register_parameter(name, replicas.setdefault(parameter, module._parameters[name]))
+
+
+def _compute_locally(module: nn.Module, local: Callable[[DTensor], Tensor], **settings: Any) -> None:
+    """Has a module's forward find ``local`` of its own parameters, which are DTensors before and after it.
+
+    Args:
+        module: The module.
+        local: What becomes of each parameter.
+        **settings: Attributes that have other values there too.
+    """
+    outside: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of the calls that are under way
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        outside.append((parameters, {name: getattr(module, name) for name in settings}))
+        module._parameters.update({name: local(parameter) for name, parameter in parameters.items()})
+        vars(module).update(settings)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if outside:
+            parameters, others = outside.pop()
+            module._parameters.update(parameters)
+            vars(module).update(others)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+class _SumGradient(torch.autograd.Function):
+    """The tensor itself, whose gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,1 @@
+"""LightningModules of causal language models, their loss and their metrics."""

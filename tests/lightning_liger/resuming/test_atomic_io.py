@@ -1,0 +1,256 @@
+"""A checkpoint is whole or not there, whatever happens while it is saved."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor
+
+from lightning_liger import LigerDDPStrategy, LigerSingleDeviceStrategy, LigerStrategy
+from lightning_liger.resuming import atomic_io
+from lightning_liger.resuming.atomic_io import AtomicCheckpointIO, save_on_all_ranks
+from tests.lightning_liger.strategies.workers.distributed import (
+    LM,
+    build_model,
+    make_loader,
+    make_optimizer,
+    make_trainer,
+)
+
+OLD, NEW = {"weight": torch.zeros(3)}, {"weight": torch.arange(300_000.0), "epoch": 4}
+
+
+def load(path: Path) -> dict[str, Any]:
+    return torch.load(path / "data" if path.is_dir() else path, weights_only=True)
+
+
+def save_folder(value: dict[str, Tensor]) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        folder.mkdir()
+        with (folder / "data").open("wb") as file:
+            torch.save(value, file)
+
+    return save
+
+
+def save_in(kind: str, path: Path, value: dict[str, Any]) -> None:
+    if kind == "file":
+        AtomicCheckpointIO().save_checkpoint(value, path)
+    else:
+        save_on_all_ranks(path, save_folder(value))
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_then_die(value: Any, file: Any) -> None:
+    file = file.open("wb") if isinstance(file, Path) else file
+    file.write(b"half a checkpoint")
+    file.flush()
+    die()
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Writing more to one file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("before", [None, "file", "folder", "link"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_new_checkpoint_replaces_what_is_there_and_leaves_nothing_else(tmp_path, kind, before):
+    path, other = tmp_path / "saved" / "last.ckpt", tmp_path / "other.ckpt"
+    if before in ("file", "folder"):
+        save_in(before, path, OLD)
+    elif before == "link":
+        save_in("file", other, OLD)
+        path.parent.mkdir()
+        path.symlink_to(other)
+    save_in(kind, path, NEW)
+    assert path.is_dir() == (kind == "folder")
+    assert not path.is_symlink()
+    torch.testing.assert_close(load(path), NEW)
+    assert list(path.parent.iterdir()) == [path]
+    if before == "link":
+        torch.testing.assert_close(load(other), OLD)
+
+
+@pytest.mark.parametrize("before", ["file", "folder"])
+def test_folders_are_replaced_where_the_file_system_cannot_exchange_names(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(atomic_io, "_exchange", lambda *_: False)
+    path = tmp_path / "last.ckpt"
+    save_in(before, path, OLD)
+    save_in("folder", path, NEW)
+    torch.testing.assert_close(load(path), NEW)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_names_are_exchanged_at_once(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.write_text("file")
+    assert atomic_io._exchange(one, other)
+    assert other.is_dir()
+    assert one.read_text() == "file"
+    assert not atomic_io._exchange(one, tmp_path / "not there")
+
+
+@pytest.mark.parametrize("when", ["writing", "renaming"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_killed_process_leaves_the_checkpoint_before_and_the_next_one_clears_up(tmp_path, monkeypatch, kind, when):
+    path = tmp_path / "last.ckpt"
+    save_in(kind, path, OLD)
+    with monkeypatch.context() as patches:
+        if when == "writing":
+            patches.setattr(torch, "save", half_then_die)
+        else:
+            patches.setattr(atomic_io, "put_in_place", die)
+        child = os.fork()
+        if not child:
+            save_in(kind, path, NEW)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    torch.testing.assert_close(load(path), OLD)
+    (left,) = (entry for entry in tmp_path.iterdir() if entry != path)
+    assert left.name.startswith(".incomplete-")
+    save_in(kind, path, NEW)
+    torch.testing.assert_close(load(path), NEW)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("is_there", [True, False], ids=["before", "first"])
+def test_full_disk_is_an_error_that_names_the_path_and_leaves_the_checkpoint_before(tmp_path, kind, is_there):
+    path = tmp_path / "last.ckpt"
+    if is_there:
+        save_in(kind, path, OLD)
+    with files_of_at_most(2**16), pytest.raises(OSError, match="cannot save the checkpoint") as error:
+        save_in(kind, path, NEW)
+    message = str(error.value)
+    assert error.value.errno == errno.EFBIG
+    assert error.value.filename == str(path)
+    assert "are free" in message
+    assert ("about 1,200,000 bytes are needed" in message) == (kind == "file")
+    assert ("the one that was there before is as it was" in message) == is_there
+    assert list(tmp_path.iterdir()) == [path] * is_there
+    if is_there:
+        torch.testing.assert_close(load(path), OLD)
+
+
+def test_full_disk_is_told_where_pytorch_does_not(tmp_path, monkeypatch):
+    def fail(_: Path) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    with pytest.raises(RuntimeError, match="iostream error"):
+        save_on_all_ranks(tmp_path / "last.ckpt", fail)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
+    with pytest.raises(OSError, match=r"No space left.*4,096 are free.*last.ckpt") as error:
+        save_on_all_ranks(tmp_path / "last.ckpt", fail)
+    assert error.value.errno == errno.ENOSPC
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        AtomicCheckpointIO().save_checkpoint(OLD, tmp_path / "file" / "last.ckpt")
+    with pytest.raises(AttributeError, match="local"):
+        AtomicCheckpointIO().save_checkpoint({"unpicklable": lambda: None}, tmp_path / "last.ckpt")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint(OLD, tmp_path / "last.ckpt", storage_options={})
+
+
+def test_paths_on_other_file_systems_are_left_to_lightning():
+    io, path = AtomicCheckpointIO(), "memory://checkpoints/last.ckpt"
+    io.save_checkpoint(NEW, path)
+    torch.testing.assert_close(io.load_checkpoint(path, weights_only=True), NEW)
+    io.remove_checkpoint(path)
+    assert not fsspec.filesystem("memory").exists("checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_removed_folder_loses_its_name_first(tmp_path, monkeypatch, kind):
+    path = tmp_path / "last.ckpt"
+    if kind == "link":
+        path.symlink_to(tmp_path)
+    else:
+        save_in(kind, path, OLD)
+    names: list[list[str]] = []
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda folder: (names.append(os.listdir(tmp_path)), remove(folder)))
+    AtomicCheckpointIO().remove_checkpoint(path)
+    assert os.listdir(tmp_path) == []
+    assert [name[:12] for listed in names for name in listed] == [".incomplete-"] * (kind == "folder")
+    AtomicCheckpointIO().remove_checkpoint(path)  # nothing there
+
+
+# Strategies
+
+
+@pytest.mark.parametrize("strategy", [LigerSingleDeviceStrategy, LigerDDPStrategy, LigerStrategy])
+def test_strategies_write_atomically_unless_told_otherwise(strategy):
+    assert type(strategy().checkpoint_io) is AtomicCheckpointIO
+    own = TorchCheckpointIO()
+    assert strategy(checkpoint_io=own).checkpoint_io is own
+    wrapping = AsyncCheckpointIO()
+    assert strategy(checkpoint_io=wrapping).checkpoint_io is wrapping
+    assert type(wrapping.checkpoint_io) is AtomicCheckpointIO
+    around = AsyncCheckpointIO(own)
+    assert strategy(checkpoint_io=around).checkpoint_io.checkpoint_io is own
+
+
+def test_trainers_plugin_wins():
+    class Own(TorchCheckpointIO):
+        pass
+
+    trainer = make_trainer(root=None, strategy="liger_fsdp", plugins=[Own()])
+    assert type(trainer.strategy.checkpoint_io) is Own
+
+
+def test_asynchronous_saving_is_atomic_too(tmp_path):
+    trainer = make_trainer(root=tmp_path, strategy="liger", plugins=[AsyncCheckpointIO()], max_steps=1)
+    trainer.fit(LM(), make_loader(0, 1))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    trainer.strategy.teardown()  # waits for what is being written
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("name", ["liger", "liger_fsdp", "liger_model_parallel"])
+def test_fabric_writes_atomically(tmp_path, name):
+    fabric = L.Fabric(strategy=name, accelerator="cpu", devices=1)
+    fabric.launch()
+    model = fabric.setup_module(build_model())
+    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
+    batch = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}
+    fabric.backward(model(**batch).loss)
+    optimizer.step()
+    path, state = tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer, "step": 1}
+    fabric.save(path, state)
+    before = sorted(tmp_path.rglob("*"))
+    with files_of_at_most(2**12), pytest.raises((OSError, RuntimeError)):
+        fabric.save(path, {**state, "step": 2})
+    assert sorted(tmp_path.rglob("*")) == before
+    loaded = {**state, "step": 0}
+    fabric.load(path, loaded)
+    assert loaded["step"] == 1
+    states = optimizer.state_dict()["state"].values()
+    assert not any(torch.equal(moments["exp_avg"], moments["exp_avg_sq"]) for moments in states)

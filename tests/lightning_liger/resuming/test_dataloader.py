@@ -1,0 +1,198 @@
+"""Random states, and data loaders that go on in the middle of an epoch."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+
+from lightning_liger.data import TextDataModule
+from lightning_liger.resuming.dataloader import ResumableDataLoader, random_state, resumable, set_random_state
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int = 10) -> None:
+        self.length = length
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+def draw() -> list[float]:
+    return [torch.rand(()).item(), float(np.random.rand()), float(np.random.randn()), random.random(), random.gauss()]
+
+
+def take(iterator: Any, num: int) -> list[Any]:
+    return [next(iterator).tolist() for _ in range(num)]
+
+
+def resumed(loader: Any, other: Any, tmp_path: Path) -> list[Any]:
+    """What is left of ``other`` with the state of ``loader``, after a round trip through a file."""
+    torch.save(loader.state_dict(), tmp_path / "state")
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    return [batch.tolist() for batch in other]
+
+
+def test_random_states_come_back(tmp_path):
+    random.gauss()  # keeps a second number
+    np.random.randn()  # likewise
+    torch.save(random_state(), tmp_path / "state")
+    first = draw()
+    assert draw() != first
+    set_random_state(torch.load(tmp_path / "state", weights_only=True))
+    assert draw() == first
+
+
+@pytest.mark.gpu
+def test_random_state_of_the_gpu_comes_back():
+    torch.cuda.init()
+    state = random_state()
+    first = torch.rand(3, device="cuda")
+    set_random_state(state)
+    torch.testing.assert_close(torch.rand(3, device="cuda"), first, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_shuffled_loader_goes_on_and_yields_what_the_plain_one_does(tmp_path, options):
+    def make() -> DataLoader[int]:
+        return DataLoader(Numbers(), batch_size=2, shuffle=True, **options)
+
+    torch.manual_seed(0)
+    plain = [[batch.tolist() for batch in loader] for loader in [make()] for _ in range(1)]
+    torch.manual_seed(0)
+    loader = resumable(make())
+    iterator = iter(loader)
+    seen = take(iterator, 2)
+    torch.manual_seed(9)
+    other = resumable(make())
+    before = torch.get_rng_state()
+    left = resumed(loader, other, tmp_path)
+    assert [seen + left] == plain
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_was_seen_is_not_loaded_again(tmp_path):
+    loader, other = (resumable(DataLoader(Numbers(), batch_size=2, shuffle=True)) for _ in range(2))
+    take(iter(loader), 3)
+    assert len(resumed(loader, other, tmp_path)) == 2
+    assert len(other.dataset.loaded) == 4
+
+
+@pytest.mark.parametrize("kind", ["batch_sampler", "batch_size_none", "iterable"])
+def test_all_kinds_of_loaders_go_on(tmp_path, kind):
+    class Stream(IterableDataset[int]):
+        def __iter__(self):
+            yield from torch.arange(10)
+
+    def make() -> Any:
+        numbers = Numbers()
+        if kind == "batch_sampler":
+            sampler = BatchSampler(SequentialSampler(numbers), 3, drop_last=False)
+            return resumable(DataLoader(numbers, batch_sampler=sampler))
+        if kind == "batch_size_none":
+            return resumable(DataLoader(torch.arange(10), batch_size=None, shuffle=True))
+        return resumable(DataLoader(Stream(), batch_size=3))
+
+    loader = make()
+    iterator = iter(loader)
+    take(iterator, 2)
+    left = resumed(loader, make(), tmp_path)
+    assert left == [batch.tolist() for batch in iterator]
+    assert len(left) == (8 if kind == "batch_size_none" else 2)
+
+
+def test_state_of_another_epoch_and_of_a_whole_one_start_at_the_first_batch(tmp_path):
+    def make(epoch: int) -> Any:
+        sampler = DistributedSampler(Numbers(), num_replicas=2, rank=1)
+        sampler.set_epoch(epoch)
+        return resumable(DataLoader(Numbers(), sampler=sampler))
+
+    loader = make(1)
+    iterator = iter(loader)
+    take(iterator, 2)
+    assert len(resumed(loader, make(1), tmp_path)) == 3
+    assert len(resumed(loader, make(2), tmp_path)) == 5
+    take(iterator, 3)
+    assert len(resumed(loader, make(1), tmp_path)) == 5
+    other = make(1)
+    other.load_state_dict({**loader.state_dict(), "num_batches": 2, "is_done": True})
+    assert len(list(other)) == 5
+
+
+def test_sampler_gets_its_epoch_before_workers_ask_for_batches():
+    sampler = DistributedSampler(Numbers(), num_replicas=1, rank=0)
+    loader = resumable(DataLoader(Numbers(), sampler=sampler, num_workers=1))
+    iterator = iter(loader)
+    sampler.set_epoch(3)
+    assert [batch.item() for batch in iterator] == list(sampler)
+
+
+def test_state_stays_the_loaded_one_until_a_batch_is_asked_for():
+    loader, other = (resumable(DataLoader(Numbers(), shuffle=True)) for _ in range(2))
+    take(iter(loader), 4)
+    other.load_state_dict(loader.state_dict())
+    iterator = iter(other)
+    assert other.state_dict()["num_batches"] == 4
+    take(iterator, 1)
+    assert other.state_dict()["num_batches"] == 5
+
+
+def test_loader_keeps_its_class_and_the_original_stays_as_it_was():
+    class Own(DataLoader[int]):
+        def twice(self) -> int:
+            return 2 * len(self)
+
+    loader = Own(Numbers(), batch_size=2)
+    copy = resumable(loader)
+    assert isinstance(copy, Own)
+    assert isinstance(copy, ResumableDataLoader)
+    assert copy.twice() == 10
+    assert type(loader) is Own
+    assert resumable(copy) is copy
+    assert type(resumable(DataLoader(Numbers()))) is ResumableDataLoader
+
+
+def test_what_has_a_state_of_its_own_is_left_alone():
+    class StatefulNumbers(Numbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    loader = DataLoader(StatefulNumbers())
+    assert resumable(loader) is loader
+    batches = [1, 2]
+    assert resumable(batches) is batches
+
+
+def test_state_of_another_loader_is_refused():
+    with pytest.raises(ValueError, match=r"expected the state of a ResumableDataLoader, got .* \['_snapshot'\]"):
+        resumable(DataLoader(Numbers())).load_state_dict({"_snapshot": 1})
+
+
+def test_text_is_loaded_resumably(tmp_path):
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten " * 200)
+    data = TextDataModule(
+        path=tmp_path / "text.txt", cache_dir=tmp_path, vocab_size=300, block_size=8, batch_size=4, num_workers=1
+    )
+    data.prepare_data()
+    data.setup("fit")
+    loader, other = data.train_dataloader(), data.train_dataloader()
+    assert type(loader) is ResumableDataLoader
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    other.load_state_dict(loader.state_dict())
+    left = list(other)
+    assert len(left) == len(loader) - 3
+    for batch, expected in zip(left, iterator, strict=True):
+        torch.testing.assert_close(batch, expected)

@@ -1,0 +1,152 @@
+"""Processes that are told to end or killed, and full disks, leave checkpoints from which training goes on."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tests.lightning_liger.resuming.test_rank_state import TOLERANCE, assert_goes_on
+from tests.lightning_liger.resuming.workers.faults import FAULT_AT, FAULTS, SIGTERMS, STRATEGIES, Signalled
+from tests.lightning_liger.resuming.workers.resume import NUM_BATCHES, Run, fit, num_left
+from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, ROOT, launch, python_path
+
+WORKER = "tests.lightning_liger.resuming.workers.faults"
+SECONDS = 200
+SIGNALLED = ("batch", FAULT_AT[0], FAULT_AT[1] + 1)
+"""Where several ranks end of which one is told to: after the next batch, in the middle of a step."""
+SAVED = ("batch", 0, NUM_BATCHES - 1)
+"""The last checkpoint before the fault: after the fourth optimizer step, the last of the first epoch."""
+
+
+# One process
+
+
+def test_sigterm_saves_and_the_exit_code_tells(tmp_path):
+    uninterrupted = fit(tmp_path, strategy="liger")
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="sigterm", save_on_exception=True)
+    callbacks = [saves, Signalled(signal.SIGTERM, [0], at=SIGNALLED[1:])]
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SIGTERMException) as error:
+        fit(tmp_path, strategy="liger", callbacks=callbacks, enable_checkpointing=True)
+    assert error.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == handler
+    run = fit(tmp_path, strategy="liger", seed=90, ckpt_path=tmp_path / "sigterm.ckpt")
+    assert_goes_on(run, uninterrupted, num_left(SIGNALLED))
+
+
+# Several processes
+
+
+class Ended(NamedTuple):
+    returncode: int
+    output: str
+
+
+def _run_program(folder: Path, device: str, fault: str) -> Ended:
+    """One command, whose other processes Lightning starts."""
+    environment = {name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name}
+    environment["PYTHONPATH"] = python_path()
+    command = [sys.executable, "-m", WORKER, device, str(folder), fault]
+    with (folder / f"{fault}.log").open("w") as log:
+        ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, stdout=log, stderr=log)
+    return Ended(ended.returncode, (folder / f"{fault}.log").read_text())
+
+
+def _wait_until_ended(folder: Path, fault: str) -> None:
+    """Waits for every process of a program."""
+    deadline = time.monotonic() + SECONDS
+    for rank in range(NUM_RANKS):
+        while _is_running(int((folder / f"{fault}-{rank}.pid").read_text())):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def programs(request, tmp_path_factory):
+    """The device, the folder, and how each program ended."""
+    folder = tmp_path_factory.mktemp("faults")
+    with ThreadPoolExecutor() as pool:
+        running = {fault: pool.submit(_run_program, folder, request.param, fault) for fault in FAULTS}
+    return request.param, folder, {fault: program.result() for fault, program in running.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(programs):
+    """What all ranks got out of every run, after the programs."""
+    device, folder, _ = programs
+    return device, launch(device, folder, worker=WORKER), folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
+def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
+    _, folder, ended = programs
+    assert ended[fault].returncode != 0, ended[fault].output
+    _wait_until_ended(folder, fault)
+    # Whole checkpoints only, and nothing that was begun.
+    assert sorted(path.name for path in (folder / fault).iterdir()) == ["last.ckpt", "step=4.ckpt"]
+    assert torch.load(folder / fault / "last.ckpt", weights_only=True)["global_step"] == 4
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_program_ends_all_of_its_processes_with_a_checkpoint(programs):
+    _, folder, ended = programs
+    assert ended["sigterm"].returncode == 128 + signal.SIGTERM, ended["sigterm"].output
+    _wait_until_ended(folder, "sigterm")
+    checkpoint = torch.load(folder / "sigterm" / "last.ckpt", weights_only=True)
+    assert checkpoint["epoch"] == FAULT_AT[0]
+    # The step whose first micro-batch it ended after starts again.
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    assert progress["completed"] == progress["processed"] == FAULT_AT[1] + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
+def test_training_goes_on_from_the_last_checkpoint_of_a_killed_program(ranks, fault):
+    device, results, _ = ranks
+    for result in results:
+        uninterrupted = Run(**result["liger_fsdp"]["uninterrupted"])
+        assert_goes_on(Run(**result[fault]), uninterrupted, num_left(SAVED), TOLERANCE[device])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "to"), [(way, to) for way, to, _ in SIGTERMS])
+def test_sigterm_to_any_rank_ends_all_at_the_same_batch_and_training_goes_on(ranks, way, to):
+    device, results, _ = ranks
+    for result in results:
+        run = result[way][f"sigterm-{to}"]
+        assert (run["error"], run["exit_code"]) == (SIGTERMException, 128 + signal.SIGTERM)
+        uninterrupted = Run(**result[way]["uninterrupted"])
+        assert_goes_on(Run(**run["resumed"]), uninterrupted, num_left(SIGNALLED), TOLERANCE[device])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_full_disk_of_one_rank_is_an_error_on_all_and_the_checkpoint_before_is_whole(ranks, way):
+    _, results, folder = ranks
+    for result in results:
+        error = result[way]["full-disk"]
+        assert isinstance(error, OSError)
+        assert error.errno == errno.ENOSPC
+        assert "last.ckpt" in str(error)
+        assert result[way]["after-full-disk"] == ["last.ckpt", "step=4.ckpt", "step=8.ckpt"]
+    path = folder / way / "last.ckpt"
+    checkpoint = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True)
+    assert checkpoint["global_step"] == 8

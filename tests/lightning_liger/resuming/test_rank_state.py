@@ -1,0 +1,326 @@
+"""A run that is interrupted anywhere and goes on comes to what the uninterrupted one does, bit for bit on CPUs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from lightning_liger import TrainingSummary
+from tests.lightning_liger.resuming.workers.resume import (
+    EXCHANGES,
+    MICRO_BATCHES,
+    NUM_BATCHES,
+    NUM_EPOCHS,
+    POINTS,
+    ROWS,
+    STRATEGIES,
+    DropoutLM,
+    Rows,
+    Run,
+    fit,
+    num_left,
+    shuffled_loader,
+)
+from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, launch
+
+TOLERANCE = {"cpu": 0.0, "cuda": 1e-5}
+
+
+def assert_goes_on(run: Run, uninterrupted: Run, left: int, tolerance: float = 0.0) -> None:
+    """``run`` is the last ``left`` batches of ``uninterrupted``."""
+    assert run.global_step == uninterrupted.global_step
+    assert run.learning_rates == pytest.approx(uninterrupted.learning_rates[-left:], rel=1e-12)
+    exact = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(run.losses, uninterrupted.losses[-left:], **exact)
+    torch.testing.assert_close(run.parameters, uninterrupted.parameters, **exact)
+    for epoch, metrics in run.metrics.items():
+        expected = uninterrupted.metrics[epoch]  # validation before the interruption is not run again
+        torch.testing.assert_close(metrics, {name: expected[name] for name in metrics}, **exact)
+        assert {"train_loss", "train_perplexity", "train_accuracy"} <= metrics.keys()
+    assert run.metrics.keys() >= {NUM_EPOCHS - 1}
+
+
+# One process
+
+ANYWHERE = {
+    "first": ("batch", 0, 0),
+    "boundary": ("batch", 0, 1),
+    "window": ("batch", 0, 2),
+    "last-batch": ("batch", 0, NUM_BATCHES - 1),
+    "epoch": ("epoch", 0, NUM_BATCHES - 1),
+    "second": ("batch", 1, 0),
+    "second-window": ("batch", 1, 4),
+}
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """The rows in the order of a shuffle with global random numbers, of a length that is not known."""
+
+    def __init__(self) -> None:
+        self.rows = Rows(NUM_BATCHES * ROWS, is_random=False)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index in torch.randperm(len(self.rows)).tolist():
+            yield self.rows[index]
+
+
+def generator_loader() -> DataLoader[Any]:
+    rows, generator = Rows(NUM_BATCHES * ROWS), torch.Generator().manual_seed(5)
+    return DataLoader(rows, batch_size=ROWS, sampler=RandomSampler(rows, generator=generator))
+
+
+def fixed_workers(**options: Any) -> DataLoader[Any]:
+    # Random numbers of workers start anew when they do.
+    return shuffled_loader(is_random=False, num_workers=2, **options)
+
+
+WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "shuffled": ({}, list(ANYWHERE)),
+    "liger_fsdp": ({"strategy": "liger_fsdp"}, ["window", "epoch"]),
+    "not-accumulated": ({"accumulate_grad_batches": 1}, ["second-window"]),
+    "three-accumulated": ({"accumulate_grad_batches": 3}, ["second-window"]),
+    "generator": ({"loader": generator_loader}, ["epoch", "second-window"]),
+    "stream": ({"loader": lambda: DataLoader(Stream(), batch_size=ROWS)}, ["epoch", "second-window"]),
+    "max-steps": ({"max_steps": 8, "max_epochs": -1}, ["last-batch", "epoch"]),
+    "limited": (
+        {"limit_train_batches": NUM_BATCHES, "loader": lambda: shuffled_loader(num_ranks=2)},
+        ["epoch", "second-window"],
+    ),
+    "validated": ({"val_check_interval": 3}, ["window", "second-window"]),
+}
+"""Options of a run, and after which of the points it goes on."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process_goes_on_from_anywhere(way, tmp_path):
+    options, names = WAYS[way]
+    options = {"strategy": "liger", **options}
+    uninterrupted = fit(tmp_path, points=ANYWHERE, **options)
+    for name in names:
+        run = fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options)
+        left = num_left(ANYWHERE[name], options.get("accumulate_grad_batches", MICRO_BATCHES))
+        assert_goes_on(run, uninterrupted, left)
+
+
+def test_epochs_differ_and_dropout_is_random(tmp_path):
+    one, other = fit(tmp_path, strategy="liger"), fit(tmp_path, strategy="liger", seed=1)
+    assert len(set(one.losses) | set(other.losses)) == 2 * NUM_EPOCHS * NUM_BATCHES
+
+
+@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "new"])
+def test_loading_in_workers_goes_on_from_anywhere(persistent, tmp_path):
+    options = {"strategy": "liger", "loader": lambda: fixed_workers(persistent_workers=persistent)}
+    points = {name: ANYWHERE[name] for name in ("window", "epoch", "second-window")}
+    uninterrupted = fit(tmp_path, points=points, **options)
+    for name, point in points.items():
+        assert_goes_on(fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options), uninterrupted, num_left(point))
+
+
+def test_checkpoint_of_validation_goes_on_after_it(tmp_path):
+    options = {"strategy": "liger", "val_check_interval": 3}
+    # Validation after the third batch is in the middle of a step, the one after the sixth is not.
+    points = {"middle": ("validation", 1, 2), "boundary": ("validation", 0, 5)}
+    uninterrupted = fit(tmp_path, points=points, **options)
+    for name, point in points.items():
+        assert_goes_on(fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options), uninterrupted, num_left(point))
+
+
+def test_checkpoint_of_an_exception_starts_with_the_step_that_it_interrupted(tmp_path):
+    # In the second micro-batch of a step, after its first was processed.
+    class FailsInStep(DropoutLM):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.current_epoch == 1 and batch_idx == 3:
+                raise InterruptedError("once")
+            return super().training_step(batch, batch_idx)
+
+    uninterrupted = fit(tmp_path, strategy="liger")
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="exception", save_on_exception=True)
+    with pytest.raises(InterruptedError, match="once"):
+        fit(tmp_path, strategy="liger", module=FailsInStep(), callbacks=[saves], enable_checkpointing=True)
+    run = fit(tmp_path, strategy="liger", seed=90, ckpt_path=tmp_path / "exception.ckpt")
+    assert_goes_on(run, uninterrupted, num_left(("batch", 1, 1)))
+
+
+def test_epoch_that_was_stopped_is_over(tmp_path):
+    class Stops(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.fit_loop.batch_idx == 2
+
+    points = {"stopped": ("epoch", 0, 2)}
+    fit(tmp_path, strategy="liger", points=points, callbacks=[Stops()], limit_val_batches=0)
+    run = fit(tmp_path, strategy="liger", seed=90, ckpt_path=tmp_path / "stopped")
+    assert len(run.losses) == (NUM_EPOCHS - 1) * NUM_BATCHES
+
+
+def test_models_checkpoints_hold_everything_and_symbolic_links_work(tmp_path):
+    def saves() -> ModelCheckpoint:
+        return ModelCheckpoint(
+            dirpath=tmp_path / "saved", monitor="train_loss_step", save_top_k=2, save_last="link", every_n_train_steps=3
+        )
+
+    uninterrupted = fit(tmp_path, strategy="liger", callbacks=[saves()], enable_checkpointing=True)
+    last = tmp_path / "saved" / "last.ckpt"
+    assert last.is_symlink()
+    assert torch.load(last, weights_only=True)["global_step"] == 6
+    assert len(list((tmp_path / "saved").iterdir())) == 3
+    run = fit(tmp_path, strategy="liger", seed=90, ckpt_path=str(last), callbacks=[saves()], enable_checkpointing=True)
+    assert_goes_on(run, uninterrupted, num_left(("batch", 1, 3)))
+
+
+def test_summary_of_a_resumed_run_has_the_metrics_of_the_whole_epoch(tmp_path):
+    summaries = [TrainingSummary(), TrainingSummary()]
+    fit(tmp_path, strategy="liger", points={"point": ANYWHERE["second-window"]}, callbacks=[summaries[0]])
+    fit(tmp_path, strategy="liger", seed=90, ckpt_path=tmp_path / "point", callbacks=[summaries[1]])
+    for name in ("steps", "train_loss", "train_perplexity", "train_accuracy", "train_loss_step"):
+        assert summaries[1].results[name] == summaries[0].results[name]
+
+
+def test_lightnings_checkpoint_goes_on_with_the_batches_not_yet_seen(tmp_path):
+    seen: list[list[int]] = []
+
+    class Notes(DropoutLM):
+        def training_step(self, batch, batch_idx):
+            seen[-1] += batch["input_ids"][:, 0].tolist()
+            return super().training_step(batch, batch_idx)
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(NUM_BATCHES * ROWS, is_random=False), batch_size=ROWS)
+
+    options = {"loader": loader, "max_epochs": 1}
+    for strategy, more in (
+        ("auto", {"points": {"point": ("batch", 0, 3)}}),
+        ("liger", {"ckpt_path": tmp_path / "point"}),
+    ):
+        seen.append([])
+        fit(tmp_path, strategy=strategy, module=Notes(dropout=0.0), **options, **more)
+    assert len(seen[1]) == (NUM_BATCHES - 4) * ROWS
+    assert seen[1] == seen[0][4 * ROWS :]
+
+
+@pytest.mark.parametrize("name", ["epoch", "second-window"])
+def test_checkpoint_loads_in_lightnings_strategy(tmp_path, name):
+    options = {"loader": lambda: shuffled_loader(is_random=False), "limit_val_batches": 0}
+    points = {name: ANYWHERE[name]}
+    uninterrupted = fit(tmp_path, strategy="liger", points=points, module=DropoutLM(0.0), **options)
+    run = fit(tmp_path, strategy="auto", ckpt_path=tmp_path / name, module=DropoutLM(0.0), **options)
+    # In another order, for Lightning neither keeps random states nor skips what was seen.
+    assert len(run.losses) == num_left(ANYWHERE[name])
+    assert run.learning_rates == pytest.approx(uninterrupted.learning_rates[-len(run.losses) :])
+    assert run.global_step == uninterrupted.global_step
+    assert isinstance(DropoutLM.load_from_checkpoint(tmp_path / name, strict=True), L.LightningModule)
+
+
+class OwnLoader:
+    """A data loader that keeps its state itself."""
+
+    def __init__(self) -> None:
+        self.batches = list(shuffled_loader(is_random=False))
+        self.start = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.start %= len(self.batches)
+        while self.start < len(self.batches):
+            self.start += 1
+            yield self.batches[self.start - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["start"]
+
+
+def test_other_stateful_loaders_go_on_and_steps_that_they_cannot_repeat_are_told(tmp_path):
+    options = {"strategy": "liger", "loader": OwnLoader}
+    points = {"boundary": ("batch", 1, 3)}
+    uninterrupted = fit(tmp_path, points=points, **options)
+    run = fit(tmp_path, ckpt_path=tmp_path / "boundary", **options)
+    assert_goes_on(run, uninterrupted, num_left(points["boundary"]))
+    with pytest.warns(UserWarning, match="between the micro-batches of an optimizer step, with a stateful data"):
+        fit(tmp_path, points={"window": ("batch", 1, 4)}, **options)
+
+
+# Several processes
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def ranks(request, tmp_path_factory):
+    """What all ranks got out of every run, with the device and their folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    results = launch(request.param, folder, worker="tests.lightning_liger.resuming.workers.resume")
+    return request.param, results, folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("way", STRATEGIES)
+def test_ranks_go_on_as_if_they_had_not_been_interrupted(ranks, way, point):
+    device, results, _ = ranks
+    for result in results:
+        run, uninterrupted = Run(**result[way][point]), Run(**result[way]["uninterrupted"])
+        assert_goes_on(run, uninterrupted, num_left(POINTS[point]), TOLERANCE[device])
+
+
+@pytest.mark.slow
+def test_random_states_of_ranks_differ_and_are_saved(ranks):
+    _, results, folder = ranks
+    losses = [tuple(result["liger_ddp"]["uninterrupted"]["losses"]) for result in results]
+    assert len(set(losses)) == NUM_RANKS
+    saved = torch.load(folder / "liger_ddp" / "window.ckpt", weights_only=True)["lightning_liger"]["ranks"]
+    assert len({tuple(state["random_state"]["torch"].tolist()) for state in saved}) == NUM_RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_by", "resumed_by"), EXCHANGES)
+def test_other_engines_go_on_from_a_whole_checkpoint(ranks, saved_by, resumed_by):
+    for result in ranks[1]:
+        run = Run(**result[f"{saved_by} to {resumed_by}"])
+        expected = Run(**result[f"fixed-{resumed_by}"])
+        assert len(run.losses) == NUM_BATCHES
+        torch.testing.assert_close(run.losses, expected.losses[-NUM_BATCHES:], rtol=1e-5, atol=1e-5)
+
+
+def _losses_after(path: Path, strategy: Any, folder: Path) -> list[float]:
+    """Of one process that goes on after the first epoch, the same for each strategy."""
+
+    def loader() -> DataLoader[Any]:
+        rows = Rows(NUM_BATCHES * ROWS, is_random=False)
+        return DataLoader(rows, batch_size=ROWS, sampler=DistributedSampler(rows, num_replicas=1, rank=0))
+
+    options = {"module": DropoutLM(0.0), "loader": loader, "limit_val_batches": 0}
+    losses = fit(folder, strategy=strategy, ckpt_path=path, **options).losses
+    assert len(losses) == NUM_BATCHES
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved_by", ["liger_fsdp", "liger_model_parallel-full"])
+def test_one_process_goes_on_from_the_whole_checkpoint_of_several(ranks, saved_by, tmp_path):
+    path = ranks[2] / f"fixed-{saved_by}" / "epoch.ckpt"
+    expected = _losses_after(path, "auto", tmp_path)
+    for strategy in ("liger", "liger_ddp", "liger_fsdp"):
+        torch.testing.assert_close(_losses_after(path, strategy, tmp_path), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved_by", ["liger_fsdp-sharded", "liger_model_parallel"])
+def test_one_process_goes_on_from_the_shards_of_several(ranks, saved_by, tmp_path):
+    expected = _losses_after(ranks[2] / "liger_ddp" / "epoch.ckpt", "auto", tmp_path)
+    losses = _losses_after(ranks[2] / saved_by / "epoch.ckpt", STRATEGIES[saved_by](), tmp_path)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,326 @@
+"""Documents packed into a row train as in rows of their own, and labels shifted beforehand as those that are not."""
+
+import pickle
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_liger import LigerLMMixin, apply_liger_kernels, shift_labels, split_sequence
+from lightning_liger.data import TextDataModule
+from lightning_liger.data.text import PackedTokens
+from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_model
+
+Batch = dict[str, Tensor]
+
+PAGE = (Path(__file__).parents[3] / "docs" / "sequences.md").read_text(encoding="utf-8")
+PAGE_BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+LENGTHS = [7, 1, 4, 6]
+"""Of the documents in a row: one of a single token, which predicts nothing."""
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {"sliding_window": 3},
+}
+"""With their settings: Gemma 2 caps its logits, in attention and in the loss; windows are shorter than documents."""
+
+
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed(num_rows: int = 1) -> Batch:
+    """All documents in each row, in another order in the second, with an ignored label in the middle of one."""
+    rows = [documents(), documents()[::-1]][:num_rows]
+    input_ids = torch.stack([torch.cat(row) for row in rows])
+    labels = input_ids.clone()
+    labels[:, 3] = -100
+    position_ids = torch.stack([torch.cat([torch.arange(len(document)) for document in row]) for row in rows])
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def apart(batch: Batch) -> list[Batch]:
+    """Each document of a packed batch as a batch of its own, without positions."""
+    found = []
+    for input_ids, labels, positions in zip(
+        *(batch[key] for key in ("input_ids", "labels", "position_ids")), strict=True
+    ):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        for start, end in pairwise(starts):
+            found.append({"input_ids": input_ids[None, start:end], "labels": labels[None, start:end]})
+    return found
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    """The optimizer moves nothing, and gradients stay until they are read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.gradients: dict[str, Tensor] = {}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+
+def model_of(architecture: str, patched: bool = True) -> nn.Module:
+    model = tiny_model(architecture, **ARCHITECTURES[architecture])
+    if architecture != "gemma2":  # which has eager attention only
+        model.set_attn_implementation("sdpa")
+    if patched:
+        assert apply_liger_kernels(model).num_replaced > 5
+    return model
+
+
+def train(model: nn.Module, batches: list[Batch]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """What one optimizer step over all batches logs, and its gradients."""
+    module = LM(model)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=len(batches),
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}, module.gradients
+
+
+def ledger(model: nn.Module) -> tuple[int, int]:
+    return model.lm_head.logits_ledger.num_losses, model.lm_head.logits_ledger.num_materialized
+
+
+# Packing
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_documents_train_as_in_rows_of_their_own(architecture: str, num_rows: int) -> None:
+    batch = packed(num_rows)
+    whole = model_of(architecture)
+    logged, gradients = train(whole, [batch])
+    assert ledger(whole) == (1, 0)
+    wanted, wanted_gradients = train(model_of(architecture, patched=False), apart(batch))
+    assert logged == pytest.approx(wanted, rel=1e-5)
+    assert logged.keys() >= {"train_loss", "train_perplexity", "train_accuracy", "train_loss_step"}
+    largest = max(gradient.abs().max().item() for gradient in wanted_gradients.values())
+    torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sum_and_counts_of_a_packed_row_are_those_of_its_documents(architecture: str) -> None:
+    batch = packed()
+    module = LM(model_of(architecture, patched=False).double())
+    module.model.config.use_cache = False
+
+    def result(batch: Batch) -> Any:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = module.model(**inputs).logits
+        return module.lm_loss_with_counts(logits, batch["labels"], position_ids=batch.get("position_ids"))
+
+    whole, parts = result(batch), [result(part) for part in apart(batch)]
+    assert whole.num_tokens.item() == sum(part.num_tokens.item() for part in parts) == sum(LENGTHS) - len(LENGTHS) - 1
+    assert whole.num_correct.item() == sum(part.num_correct.item() for part in parts)
+    torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts), rtol=1e-6, atol=0.0)
+    (gradient,) = torch.autograd.grad(whole.loss_sum, module.model.lm_head.weight)
+    (wanted,) = torch.autograd.grad(sum(part.loss_sum for part in parts), module.model.lm_head.weight)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_labels_that_cross_documents_are_another_loss() -> None:
+    module, batch = LM(model_of("llama")), packed()
+    logits = module.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    crossing = module.lm_loss_with_counts(logits, batch["labels"])
+    assert crossing.num_tokens.item() == sum(LENGTHS) - 2
+    within = module.lm_loss(logits, batch["labels"], position_ids=batch["position_ids"])
+    assert abs(crossing.loss.item() - within.item()) > 1e-3
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_loss_of_the_model_itself_is_the_same_where_first_labels_are_ignored(patched: bool) -> None:
+    """Hugging Face's own loss does not look at positions, and its attention only where it keeps no cache."""
+    model, batch = model_of("llama", patched), packed()
+    model.config.use_cache = False
+    batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
+    module, parts = LM(model_of("llama", patched=False)), apart(packed())
+    results = [module.lm_loss_with_counts(module.model(part["input_ids"]).logits, part["labels"]) for part in parts]
+    wanted = sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
+    torch.testing.assert_close(model(**batch).loss, wanted, rtol=1e-5, atol=0.0)
+    if patched:
+        assert ledger(model) == (1, 0)
+
+
+def test_positions_of_images_and_text_say_nothing_about_documents() -> None:
+    class OfThreeAxes(nn.Module):
+        """Takes positions as models of images do."""
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Any:
+            assert position_ids.shape == (3, *input_ids.shape)
+            return type("Output", (), {"logits": torch.zeros(*input_ids.shape, VOCAB_SIZE)})
+
+    module, batch = LM(OfThreeAxes()), packed()
+    logged: dict[str, Any] = {}
+    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
+    module.validation_step({**batch, "position_ids": batch["position_ids"].expand(3, -1, -1)}, 0)
+    assert logged["val_loss"].num_tokens.item() == sum(LENGTHS) - 2
+
+
+def test_several_packed_rows_are_refused_under_flash_attention_which_would_join_their_documents() -> None:
+    module = LM(model_of("llama", patched=False))
+    module.model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"'flash_attention_2' tells documents apart only in a batch of one row, got"):
+        module.validation_step(packed(2), 0)
+
+
+# Shifted labels
+
+
+def test_shift_labels_gives_each_token_the_next_of_its_document() -> None:
+    labels = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, -100, 11, 12]])
+    assert shift_labels(labels).tolist() == [[2, 3, 4, 5, 6, -100], [8, 9, -100, 11, 12, -100]]
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [4, 5, 6, 7, 0, 1]])
+    expected = [[2, 3, -100, -100, 6, -100], [8, 9, -100, -100, 12, -100]]
+    assert shift_labels(labels, positions).tolist() == expected
+    assert shift_labels(labels, positions[:1]).tolist()[0] == expected[0]
+    assert shift_labels(labels[0], positions[0]).tolist() == expected[0]
+    assert labels[0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (3, 6), (1, 2, 6), (5,), ()])
+def test_positions_that_do_not_fit_the_labels_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"position_ids must hold one position for each of \(2, 6\) tokens, got shape"):
+        shift_labels(torch.zeros(2, 6, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_shifted_labels_train_as_labels_do(patched: bool) -> None:
+    batch = packed(2)
+    shifted = {key: value for key, value in batch.items() if key != "labels"}
+    shifted["shift_labels"] = shift_labels(batch["labels"], batch["position_ids"])
+    logged, gradients = train(model_of("llama", patched), [shifted])
+    wanted, wanted_gradients = train(model_of("llama", patched), [batch])
+    assert logged == wanted
+    torch.testing.assert_close(gradients, wanted_gradients, rtol=0.0, atol=0.0)
+
+
+def test_loss_of_the_model_itself_takes_shifted_labels_fused() -> None:
+    model, batch = model_of("llama"), packed(2)
+    targets = shift_labels(batch.pop("labels"), batch["position_ids"])
+    loss = model(**batch, labels=targets, shift_labels=targets).loss
+    logits = model_of("llama", patched=False)(**batch).logits
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    assert ledger(model) == (1, 0)
+
+
+@pytest.mark.parametrize("keys", [(), ("labels", "shift_labels")], ids=["neither", "both"])
+@pytest.mark.parametrize(("step", "stage"), [("training_step", "train"), ("test_step", "test")])
+def test_batch_with_neither_or_both_labels_is_refused(keys: tuple[str, ...], step: str, stage: str) -> None:
+    batch = {key: torch.ones(1, 3, dtype=torch.int64) for key in ("input_ids", *keys)}
+    found = str(sorted(batch)).replace("[", r"\[")
+    with pytest.raises(ValueError, match=rf"'shift_labels' and 'labels' for the default {stage} step, got {found}"):
+        getattr(LM(model_of("llama")), step)(batch, 0)
+
+
+def test_code_of_the_page_on_sequences_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shifting, trainer, _ = PAGE_BLOCKS  # the last runs on several ranks, in strategies/context_parallel.py
+    exec(shifting, {})
+    scope: dict[str, Any] = {}
+    monkeypatch.setattr(L, "Trainer", lambda **options: options)  # this may be a machine with one device
+    exec(trainer, scope)
+    assert scope["trainer"]["strategy"].context_parallel_size == 2
+
+
+# Pieces of rows
+
+
+def test_pieces_together_are_the_rows() -> None:
+    batch = packed(2)
+    pieces = [split_sequence(batch, rank, 3) for rank in range(3)]
+    whole = {key: torch.cat([piece[key] for piece in pieces], dim=1) for key in pieces[0]}
+    assert whole.keys() == {"input_ids", "position_ids", "shift_labels"}
+    assert whole["input_ids"].equal(batch["input_ids"])
+    assert whole["position_ids"].equal(batch["position_ids"])
+    assert whole["shift_labels"].equal(shift_labels(batch["labels"], batch["position_ids"]))
+    assert all(value.is_contiguous() for value in pieces[1].values())
+    assert "labels" in batch
+
+
+def test_piece_has_the_positions_of_the_row_and_what_is_given_as_it_is() -> None:
+    lengths = torch.tensor([0, 4, 8], dtype=torch.int32)
+    batch = {
+        "input_ids": None,
+        "inputs_embeds": torch.randn(2, 8, 5),
+        "shift_labels": torch.arange(16).view(2, 8),
+        "cu_seq_lens_q": lengths,
+        "max_length_q": 4,
+    }
+    piece = split_sequence(batch, 1, 2)
+    assert piece.keys() == {"inputs_embeds", "shift_labels", "cu_seq_lens_q", "max_length_q", "position_ids"}
+    assert piece["inputs_embeds"].equal(batch["inputs_embeds"][:, 4:])
+    assert piece["shift_labels"].tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
+    assert piece["position_ids"].tolist() == [[4, 5, 6, 7]]
+    assert piece["cu_seq_lens_q"] is lengths
+    assert split_sequence({"input_ids": torch.zeros(1, 4)}, 0, 1).keys() == {"input_ids", "position_ids"}
+
+
+IDS = torch.zeros(2, 6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rank", "size", "message"),
+    [
+        ({"input_ids": IDS}, 2, 2, "rank must be at least 0 and below size, got rank=2 and size=2"),
+        ({"input_ids": IDS}, 0, 4, "size=4 ranks cannot have equal pieces of rows of 6 tokens"),
+        ({"labels": IDS}, 0, 2, r"needs 'input_ids' or 'inputs_embeds', got \['labels'\]"),
+        ({"input_ids": IDS, "attention_mask": IDS}, 0, 2, r"has \['attention_mask'\], which cannot be split"),
+        ({"input_ids": IDS, "labels": IDS, "shift_labels": IDS}, 0, 2, "both 'labels' and 'shift_labels'"),
+        ({"input_ids": IDS, "shift_labels": IDS[:, 1:]}, 0, 2, r"shift_labels must hold 6 tokens a row .* \(2, 5\)"),
+        ({"input_ids": IDS, "position_ids": IDS[:, 1:]}, 0, 2, r"each of \(2, 6\) tokens, got shape \(2, 5\)"),
+    ],
+    ids=["rank", "length", "no_tokens", "unknown_key", "both", "labels_shape", "positions_shape"],
+)
+def test_batch_that_cannot_be_split_is_refused(batch: Batch, rank: int, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_sequence(batch, rank, size)
+
+
+# Rows of TextDataModule
+
+
+def test_positions_of_text_start_again_after_each_end_of_a_document(tmp_path: Path) -> None:
+    tokens = np.array([5, 6, 9, 7, 9, 9, 8, 5, 6, 7, 9, 8], dtype="uint16")
+    tokens.tofile(tmp_path / "train.bin")
+    rows = PackedTokens(tmp_path / "train.bin", "uint16", block_size=6, last_token=9)
+    assert [row["position_ids"].tolist() for row in (rows[0], rows[1])] == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0]]
+    assert rows[0]["position_ids"].dtype == torch.int64
+    assert pickle.loads(pickle.dumps(rows))[1]["position_ids"].equal(rows[1]["position_ids"])
+    assert PackedTokens(tmp_path / "train.bin", "uint16", block_size=6)[0].keys() == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("separate_documents", [True, False])
+def test_text_data_module_tells_documents_apart_if_it_is_told_to(tmp_path: Path, separate_documents: bool) -> None:
+    (tmp_path / "text.jsonl").write_text("\n".join(f'{{"text": "document {index}"}}' for index in range(60)))
+    data = TextDataModule(
+        path=tmp_path / "text.jsonl", vocab_size=300, block_size=64, batch_size=1, cache_dir=tmp_path / "cache",
+        separate_documents=separate_documents, validation_fraction=0.3,
+    )  # fmt: skip
+    data.prepare_data()
+    data.setup()
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        batch = next(iter(loader))
+        assert ("position_ids" in batch) == separate_documents
+        if separate_documents:
+            ends = batch["input_ids"][:, :-1] == data.text_tokenizer.eos_token_id
+            assert ends.any()
+            assert ((batch["position_ids"][:, 1:] == 0) == ends).all()

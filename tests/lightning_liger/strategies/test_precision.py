@@ -1,0 +1,113 @@
+"""The precision plugin applies kernels after the dtype conversion, and keeps losses lazy in evaluation."""
+
+import pytest
+import torch
+from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
+from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from lightning_liger import FabricLigerPrecisionPlugin, LazyLogits, LigerPrecisionPlugin
+from lightning_liger.patching import KERNELS
+from tests.lightning_liger.strategies.workers.distributed import build_model
+
+PLUGINS = [
+    pytest.param(LigerPrecisionPlugin, FSDPPrecision, id="trainer"),
+    pytest.param(FabricLigerPrecisionPlugin, FabricFSDPPrecision, id="fabric"),
+]
+INPUT_IDS = torch.arange(6).view(1, 6)
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
+def test_plugin_of_lightning_is_replaced_with_its_settings(plugin_class, base, precision):
+    given = base(precision)
+    replacement = plugin_class.replacing(given, ["rms_norm"])
+    assert isinstance(replacement, base)
+    assert replacement.precision == precision
+    assert replacement.kernels == ["rms_norm"]
+    assert replacement.scaler is given.scaler
+    assert (replacement.scaler is None) == (precision != "16-mixed")
+    assert replacement.mixed_precision_config == given.mixed_precision_config
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+def test_users_gradient_scaler_survives_the_replacement(plugin_class, base):
+    given, scaler = base("16-mixed"), ShardedGradScaler(init_scale=8.0)
+    given.scaler = scaler  # Lightning 2.6 refuses it as an argument
+    assert plugin_class.replacing(given, "auto").scaler is scaler
+    assert plugin_class("16-mixed", scaler).scaler is scaler
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+def test_gradient_scaler_is_refused_for_other_precisions(plugin_class, base):
+    with pytest.raises(ValueError, match="scaler is for precision '16-mixed' only, got precision='bf16-mixed'"):
+        plugin_class("bf16-mixed", ShardedGradScaler())
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+def test_unknown_kernel_is_refused_with_the_known_ones(plugin_class, base):
+    with pytest.raises(ValueError, match="'foo'") as refused:
+        plugin_class("32-true", kernels=["foo"])
+    assert all(name in str(refused.value) for name in KERNELS)
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+def test_unknown_precision_is_refused(plugin_class, base):
+    with pytest.raises(ValueError, match="precision='64-true'"):
+        plugin_class("64-true")
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", torch.float32), ("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)]
+)
+def test_module_is_cast_and_then_patched(plugin_class, base, precision, dtype):
+    plugin = plugin_class(precision)
+    assert plugin.patch_report is None
+    model = plugin.convert_module(build_model())
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert plugin.patch_report.num_replaced == 10
+    assert isinstance(model(INPUT_IDS).logits, LazyLogits)
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+def test_kernels_none_leaves_the_classes_of_the_model(plugin_class, base):
+    model = build_model()
+    classes = [type(module) for module in model.modules()]
+    plugin = plugin_class("32-true", kernels="none")
+    plugin.convert_module(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert plugin.patch_report.num_replaced == 0
+
+
+def test_report_of_the_first_conversion_stays_when_a_patched_module_is_converted_again():
+    plugin = LigerPrecisionPlugin("32-true")
+    model = plugin.convert_module(build_model())
+    plugin.convert_module(model)  # as when fit is followed by test
+    assert plugin.patch_report.num_replaced == 10
+
+
+@pytest.mark.parametrize(
+    ("context", "kind"),
+    [
+        ("val_step_context", LazyLogits),
+        ("test_step_context", LazyLogits),
+        ("predict_step_context", torch.Tensor),
+    ],
+)
+def test_head_is_lazy_without_gradients_where_a_loss_follows(context, kind):
+    plugin = LigerPrecisionPlugin("32-true")
+    model = plugin.convert_module(build_model())
+    with torch.no_grad():
+        with getattr(plugin, context)():
+            assert type(model(INPUT_IDS).logits) is kind
+        assert type(model(INPUT_IDS).logits) is torch.Tensor
+
+
+def test_head_is_not_left_lazy_by_a_failing_step():
+    plugin = LigerPrecisionPlugin("32-true")
+    model = plugin.convert_module(build_model())
+    with pytest.raises(RuntimeError, match="boom"), plugin.val_step_context():
+        raise RuntimeError("boom")
+    with torch.no_grad():
+        assert type(model(INPUT_IDS).logits) is torch.Tensor

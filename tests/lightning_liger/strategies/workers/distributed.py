@@ -1,0 +1,367 @@
+"""A tiny model and its data, and the worker that trains it on several processes in every way that the tests compare.
+
+``python -m`` this module with ``cpu OUT`` is one rank of ``launch``.
+"""
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_liger import LigerLMMixin, LigerStrategy
+
+ROOT = Path(__file__).parents[4]
+NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
+NUM_STEPS = 20
+VOCAB_SIZE = 97
+HEADS = {"untied": False, "tied": True}
+"""Whether the LM head shares its weight with the embeddings."""
+
+Batch = dict[str, Tensor]
+
+
+def build_model(tied: bool = False) -> LlamaForCausalLM:
+    """A Llama whose layers have an odd number of parameters, so shards are uneven; the same one each time."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=33,
+        head_dim=8,
+        intermediate_size=45,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # GPUs draw other numbers
+        torch.manual_seed(7)
+        return LlamaForCausalLM(config).train()
+
+
+def make_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
+    """Batches of one rank: different on each, with a different number of ignored labels, few tokens to be learnt."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    batches = []
+    for _ in range(num_batches):
+        input_ids = torch.randint(16, (2, 13), generator=generator)
+        labels = input_ids.clone()
+        labels[:, : 1 + 3 * rank] = -100
+        batches.append({"input_ids": input_ids, "labels": labels})
+    return batches
+
+
+def make_uneven_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
+    """The same where every third batch of the second rank has no labels."""
+    batches = make_batches(rank, num_batches)
+    for index in range(0, num_batches, 3):
+        if rank == 1:
+            batches[index]["labels"][:] = -100
+    return batches
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+
+
+def make_loader(rank: int, num_batches: int = NUM_STEPS) -> DataLoader[Batch]:
+    return DataLoader(make_batches(rank, num_batches), batch_size=None)
+
+
+def outside_loss(logits: Any, labels: Tensor) -> Tensor:
+    """The loss of next tokens, as a user writes it by hand."""
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB_SIZE), labels[:, 1:].reshape(-1))
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    """The tiny model with the mixin's own steps."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tied = tied
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            self.model = build_model(self.tied)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+class KindsOfLogits(LM):
+    """Notes what the head returns in each stage, in steps without the mixin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[str, type] = {}
+
+    def _note(self, stage, batch):
+        logits = self.model(batch["input_ids"]).logits
+        self.kinds[stage] = type(logits)
+        return outside_loss(logits, batch["labels"])
+
+    def training_step(self, batch, batch_idx):
+        return self._note("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        return self._note("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        return self._note("test", batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self._note("predict", batch)
+
+
+class Losses(L.Callback):
+    """Keeps the loss of each step, of this rank, and the squared norm of its shard of the gradients."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.squared_norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.squared_norms.append(squared_gradient_norm(pl_module.parameters()))
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def make_trainer(*callbacks: L.Callback, root: Path, **options: Any) -> L.Trainer:
+    """A silent Trainer; on one CPU process unless told otherwise."""
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    return L.Trainer(
+        callbacks=list(callbacks),
+        default_root_dir=root,
+        **{**defaults, **dict.fromkeys(quiet, False), **options},
+    )
+
+
+def squared_gradient_norm(parameters: Iterable[Tensor]) -> float:
+    """What AdamW does not see: the scale of the gradients."""
+    return sum(parameter.grad.square().sum().item() for parameter in parameters if parameter.grad is not None)
+
+
+class Reference(NamedTuple):
+    """What training comes to: the losses of each rank's batches, squared gradient norms, trained parameters."""
+
+    losses: list[list[float]]
+    squared_norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+def reference_training(
+    tied: bool,
+    device: str,
+    of_tokens: bool,
+    make: Callable[[int], list[Batch]] = make_batches,
+    num_micro_batches: int = 1,
+) -> Reference:
+    """One process, stock model, plain loop; the mean is over a step's tokens, or over the means of ranks."""
+    model = build_model(tied).to(device)
+    optimizer = make_optimizer(model.parameters())
+    losses: list[list[float]] = [[] for _ in range(NUM_RANKS)]
+    squared_norms = []
+    of_ranks = [make(rank) for rank in range(NUM_RANKS)]
+    for start in range(0, len(of_ranks[0]), num_micro_batches):
+        optimizer.zero_grad()
+        parts = [
+            (rank, batch) for rank in range(NUM_RANKS) for batch in of_ranks[rank][start : start + num_micro_batches]
+        ]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for _, batch in parts]
+        for (rank, batch), count in zip(parts, counts, strict=True):
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            losses[rank].append(loss.item() if count else 0.0)
+            if count:
+                (loss * (count / sum(counts) if of_tokens else 1 / len(parts))).backward()
+        squared_norms.append(squared_gradient_norm(model.parameters()))
+        optimizer.step()
+    return Reference(losses, squared_norms, {name: tensor.cpu() for name, tensor in model.state_dict().items()})
+
+
+def wrapped_units(model: nn.Module) -> dict[str, str]:
+    """Name and class of each FSDP unit of ``model``; the root's name is empty."""
+    return {
+        name.replace("_fsdp_wrapped_module.", "").removeprefix("_forward_module."): type(module.module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    }
+
+
+def logit_counts(model: nn.Module) -> tuple[int, int]:
+    """How often the loss came without whole logits, and how often whole logits were needed."""
+    ledgers = [vars(module)["logits_ledger"] for module in model.modules() if "logits_ledger" in vars(module)]
+    return sum(ledger.num_losses for ledger in ledgers), sum(ledger.num_materialized for ledger in ledgers)
+
+
+# What one rank does
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """What this rank holds of a trained FSDP model, and the whole of it."""
+    (model,) = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    prefix = "model." if isinstance(model.module, LM) else ""
+    shards = [unit._handle.flat_param.detach().cpu().clone() for unit in units]
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        whole = {
+            name.replace("_fsdp_wrapped_module.", "").removeprefix(prefix): parameter.detach().cpu().clone()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+    return {"shards": shards, "whole": whole, "units": wrapped_units(model), "logit_counts": logit_counts(model)}
+
+
+def _fit(strategy: Any, tied: bool, run: dict[str, Any], save_as: str | None = None, **options: Any) -> dict[str, Any]:
+    recorder, module = Losses(), LM(tied)
+    ckpt_path = options.pop("ckpt_path", None)
+    make = options.pop("make", make_batches)
+    loader = DataLoader(make(run["rank"], options.pop("num_batches", NUM_STEPS)), batch_size=None)
+    trainer = make_trainer(
+        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
+    )
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    result = {"losses": recorder.losses, "squared_norms": recorder.squared_norms}
+    result["num_replaced"] = trainer.strategy.patch_report.num_replaced
+    result |= _describe(trainer.strategy.model)
+    if save_as is not None:
+        trainer.save_checkpoint(run["folder"] / save_as)
+        result["whole_after_saving"] = _describe(trainer.strategy.model)["whole"]
+    return result
+
+
+def _fabric(loss_of: Callable[[nn.Module, Batch], Tensor], tied: bool, run: dict[str, Any]) -> dict[str, Any]:
+    fabric = L.Fabric(strategy="liger_fsdp", accelerator=run["accelerator"], devices=NUM_RANKS)
+    fabric.launch()
+    model = fabric.setup_module(build_model(tied))
+    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
+    losses, squared_norms = [], []
+    for batch in make_batches(run["rank"]):
+        optimizer.zero_grad()
+        loss = loss_of(model, {name: tensor.to(fabric.device) for name, tensor in batch.items()})
+        fabric.backward(loss)
+        squared_norms.append(squared_gradient_norm(model.parameters()))
+        optimizer.step()
+        losses.append(loss.item())
+    num_replaced = fabric.strategy.patch_report.num_replaced
+    return {"losses": losses, "squared_norms": squared_norms, "num_replaced": num_replaced, **_describe(model)}
+
+
+def _run_rank(device: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    run = {"rank": int(os.environ["RANK"]), "folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device)}
+    results: dict[str, Any] = {}
+    for head, tied in HEADS.items():
+        results[f"trainer-{head}"] = _fit("liger_fsdp", tied, run, save_as=f"{head}.ckpt")
+        results[f"no-kernels-{head}"] = _fit(LigerStrategy(kernels="none"), tied, run)
+        results[f"fabric-labels-{head}"] = _fabric(lambda model, batch: model(**batch).loss, tied, run)
+        results[f"fabric-logits-{head}"] = _fabric(
+            lambda model, batch: outside_loss(model(batch["input_ids"]).logits, batch["labels"]), tied, run
+        )
+    results["uneven"] = _fit("liger_fsdp", False, run, make=make_uneven_batches, accumulate_grad_batches=2)
+    # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
+    epochs = {"tied": False, "run": run, "num_batches": 2}
+    results["two-epochs"] = _fit(LigerStrategy(state_dict_type="sharded"), max_epochs=2, **epochs)
+    results["first-epoch"] = _fit(LigerStrategy(state_dict_type="sharded"), save_as="sharded.ckpt", **epochs)
+    results["second-epoch"] = _fit(
+        LigerStrategy(state_dict_type="sharded"), max_epochs=2, ckpt_path=folder / "sharded.ckpt", **epochs
+    )
+    torch.save(results, folder / f"rank{run['rank']}.pt")
+    torch.distributed.destroy_process_group()
+
+
+# How ranks are started
+
+_PORTS_PER_WORKER = 400
+
+
+def python_path() -> str:
+    """For processes that tests start: this project first, then what the tests themselves were started with."""
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *([inherited] if inherited else [])])
+
+
+def free_port() -> int:
+    """A port below those of outgoing connections, and out of the way of tests in other processes."""
+    first = 20000 + _PORTS_PER_WORKER * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for _ in range(_PORTS_PER_WORKER):
+        port = first + (os.getpid() + next(_port_numbers)) % _PORTS_PER_WORKER
+        with socket.socket() as candidate:
+            if candidate.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RuntimeError(f"no free port in {first} to {first + _PORTS_PER_WORKER - 1}")
+
+
+_port_numbers = itertools.count()
+
+
+def launch(
+    device: str,
+    folder: Path,
+    timeout: float = 240.0,
+    worker: str = __name__,
+    num_ranks: int = NUM_RANKS,
+    environment_of: Callable[[int], dict[str, str]] = lambda rank: {},
+) -> list[dict[str, Any]]:
+    """What ``worker`` saved on each rank; if one fails, all end and the error shows what they wrote to stderr.
+
+    ``environment_of`` a rank changes what torchrun would set for it on one node; empty values are not set at all.
+    """
+    shared = {
+        "PYTHONPATH": python_path(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "liger-tests",
+    }
+    command = [sys.executable, "-m", worker, device, str(folder)]
+    processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(num_ranks)]
+    try:
+        for rank, output in enumerate(outputs):
+            of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment_of(rank)}
+            environment = {**os.environ, **{name: value for name, value in of_rank.items() if value}}
+            with output.open("w") as log:
+                processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
+        codes = _wait(processes, timeout)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+    if any(codes):
+        logs = "\n".join(f"--- rank {rank}\n{log.read_text()[-12000:]}" for rank, log in enumerate(outputs))
+        raise AssertionError(f"ranks ended with {codes} (None: killed after another failed, or {timeout} s)\n{logs}")
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Exit codes once all have ended well, or one has not, or time is up."""
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            return codes
+        if time.monotonic() > deadline:
+            return [code if code is not None else -signal.SIGKILL for code in codes]
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1], Path(sys.argv[2]))

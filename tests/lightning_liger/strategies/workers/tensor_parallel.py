@@ -1,0 +1,311 @@
+"""The worker that trains on pairs of tensor-parallel ranks in every way that ``test_tensor_parallel.py`` compares.
+
+``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``; with
+four ranks two pairs are data-parallel.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from lightning_liger import FabricLigerModelParallelStrategy, LigerModelParallelStrategy, apply_liger_kernels
+from tests.lightning_liger.strategies.workers.distributed import (
+    LM,
+    VOCAB_SIZE,
+    Batch,
+    Losses,
+    logit_counts,
+    make_batches,
+    make_optimizer,
+    make_trainer,
+    make_uneven_batches,
+)
+
+TP_SIZE = 2
+NUM_STEPS = 6
+MAX_NORM = 0.5
+_SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 36, "head_dim": 8, "intermediate_size": 46, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "untied": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False)),
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)),
+    # Norms of the queries and keys see the heads of one rank only; the padding token's embedding is not trained.
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=False, pad_token_id=52)),
+}
+"""Models whose vocabulary is odd, so that ranks have shards of two sizes."""
+
+
+def build_tp_model(name: str) -> PreTrainedModel:
+    """A tiny model; the same one each time."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(7)
+        return MODELS[name]().train()
+
+
+def make_tp_batches(
+    rank: int, num_batches: int = NUM_STEPS, make: Callable[[int, int], list[Batch]] = make_batches
+) -> list[Batch]:
+    """The usual batches, of tokens that are on both sides of where the vocabulary is cut."""
+    batches = make(rank, num_batches)
+    for batch in batches:
+        batch["input_ids"] += 40
+        batch["labels"] += 40 * (batch["labels"] >= 0)
+    return batches
+
+
+make_uneven_tp_batches = partial(make_tp_batches, make=make_uneven_batches)
+
+
+class TPModule(LM):
+    """One of the models with the mixin's own steps, left whole for the strategy."""
+
+    def __init__(self, name: str = "untied") -> None:
+        super().__init__()
+        self.name = name
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            self.model = build_tp_model(self.name)
+
+
+def user_plan(model: PreTrainedModel) -> dict[str, Any]:
+    """A plan of PyTorch's own styles."""
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for index in range(model.config.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        plan |= {f"{layer}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {f"{layer}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        plan |= {f"{layer}.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    return plan
+
+
+class BuiltOnMeta(TPModule):
+    """Has neither memory nor values when the strategy sees it."""
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            with torch.device("meta"):
+                self.model = MODELS[self.name]()
+
+
+class ParallelizedByItsUser(TPModule):
+    """Is tensor-parallel when the strategy sees it, but not data-parallel."""
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            super().configure_model()
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], user_plan(self.model))
+
+
+class ShardedByItsUser(ParallelizedByItsUser):
+    """Is both."""
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            super().configure_model()
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+def _parameters(model: nn.Module) -> dict[str, Any]:
+    """The whole of each parameter, and what this rank holds of it."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        "whole": {name: parameter.full_tensor().detach().cpu().clone() for name, parameter in named.items()},
+        "own": {name: parameter.to_local().detach().cpu().clone() for name, parameter in named.items()},
+        "placements": {name: str(parameter.placements[-1]) for name, parameter in named.items()},
+        "logit_counts": logit_counts(model),
+    }
+
+
+def _fit(run: dict[str, Any], module: LM, make: Any = make_tp_batches, **options: Any) -> dict[str, Any]:
+    recorder = Losses()
+    strategy = LigerModelParallelStrategy(
+        tensor_parallel_size=TP_SIZE, save_distributed_checkpoint=False, **options.pop("strategy", {})
+    )
+    save_as = options.pop("save_as", None)
+    trainer = make_trainer(
+        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=run["size"], **options
+    )
+    loader = DataLoader(make(run["data_rank"], NUM_STEPS), batch_size=None)
+    trainer.fit(module, loader)
+    result = {"losses": recorder.losses, "num_replaced": trainer.strategy.patch_report.num_replaced}
+    result |= _parameters(module.model)
+    if save_as is not None:
+        trainer.save_checkpoint(run["folder"] / save_as)
+    (result["validation"],) = trainer.validate(module, loader, verbose=False)
+    result["counts_after_validation"] = logit_counts(module)
+    return result
+
+
+def _fabric(run: dict[str, Any], name: str) -> dict[str, Any]:
+    strategy = FabricLigerModelParallelStrategy(tensor_parallel_size=TP_SIZE)
+    fabric = L.Fabric(strategy=strategy, accelerator=run["accelerator"], devices=run["size"])
+    fabric.launch()
+    model = fabric.setup_module(build_tp_model(name))
+    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
+    losses = []
+    for batch in make_tp_batches(run["data_rank"]):
+        optimizer.zero_grad()
+        loss = model(**{name: tensor.to(fabric.device) for name, tensor in batch.items()}).loss
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    num_replaced = fabric.strategy.patch_report.num_replaced
+    return {"losses": losses, "num_replaced": num_replaced, **_parameters(model.module)}
+
+
+# What a head's output goes through, without a Trainer
+
+HIDDEN = 6
+
+
+class ReplicatedHead(ParallelStyle):
+    """Each rank has the whole head, as a DTensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
+            output_fn=lambda _, output, mesh: output.to_local(),
+        )
+
+
+LAYOUTS: dict[str, Callable[[], ParallelStyle]] = {
+    "gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "from-sequence-shards": lambda: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    "gathered-dtensor": lambda: ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+    "sharded-dtensor": lambda: ColwiseParallel(use_local_output=False),
+    "replicated": ReplicatedHead,
+}
+OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "loss": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+    "capped loss": lambda logits, labels: F.cross_entropy((logits / 3.0).tanh().flatten(0, 1) * 3.0, labels.flatten()),
+    "nll": lambda logits, labels: F.nll_loss(logits.log_softmax(-1).flatten(0, 1), labels.flatten()),
+    "square": lambda logits, labels: logits.square().sum(),
+    "part of the vocabulary": lambda logits, labels: logits[..., :50].square().sum(),
+    "at labels": lambda logits, labels: logits.gather(-1, labels.clamp(min=0)[..., None]).sum(),
+    "log-probabilities": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).sum(),
+    "logsumexp": lambda logits, labels: logits.logsumexp(-1).sum(),
+    "maximum": lambda logits, labels: logits.amax(-1).sum(),
+    "predictions": lambda logits, labels: logits.argmax(-1).float().sum() + 0.0 * logits.float().mean(),
+}
+PLAIN_LABELS = {"capped loss", "nll"}
+"""Losses whose labels are plain tensors also where logits are a DTensor; other operations' are DTensors as well."""
+
+CASES = [
+    (layout, operation)
+    for layout in LAYOUTS
+    for operation in OPERATIONS
+    # A DTensor that is sharded over the vocabulary fails in gather itself, PyTorch's own as well.
+    if layout != "sharded-dtensor" or operation not in ("at labels", "log-probabilities")
+]
+
+
+class TinyHead(nn.Module):
+    """Embeddings and a head with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.embeddings = nn.Embedding(VOCAB_SIZE, HIDDEN)
+            self.head = nn.Linear(HIDDEN, VOCAB_SIZE)
+
+
+def make_hidden_states() -> tuple[Tensor, Tensor]:
+    """``[2, 4, HIDDEN]``, a leaf, and labels of which some are ignored."""
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(VOCAB_SIZE, (2, 4), generator=generator)
+    labels[0, 1] = -100
+    return torch.randn(2, 4, HIDDEN, generator=generator).requires_grad_(), labels
+
+
+def _gathered(value: Any) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
+
+
+def _layouts(device: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """For each layout and operation its value, the gradients of hidden states and head, and the ledger's counts."""
+    results: dict[str, Any] = {}
+    for layout, operation in CASES:
+        compute = OPERATIONS[operation]
+        model = TinyHead().to(device)
+        apply_liger_kernels(model, ["linear_cross_entropy"])
+        parallelize_module(model.head, mesh, LAYOUTS[layout]())
+        hidden_states, labels = (tensor.detach().to(device) for tensor in make_hidden_states())
+        if layout.endswith("dtensor") and operation not in PLAIN_LABELS:
+            labels = DTensor.from_local(labels, mesh, [Replicate()])
+        is_split = layout == "from-sequence-shards"
+        own = hidden_states.chunk(TP_SIZE, 1)[mesh.get_local_rank()] if is_split else hidden_states
+        own = own.clone().requires_grad_()
+        value = compute(model.head(own), labels)
+        value.backward()
+        gradient = DTensor.from_local(own.grad, mesh, [Shard(1)]) if is_split else own.grad
+        results[layout, operation] = {
+            "value": _gathered(value),
+            "gradients": [_gathered(x) for x in (gradient, model.head.weight.grad, model.head.bias.grad)],
+            "counts": logit_counts(model),
+        }
+    return results
+
+
+def _local_shard(device: str, mesh: DeviceMesh) -> Tensor:
+    """The logits of a head whose user wants those of this rank's classes."""
+    model = TinyHead().to(device)
+    apply_liger_kernels(model, ["linear_cross_entropy"])
+    parallelize_module(model.head, mesh, ColwiseParallel())
+    logits = model.head(make_hidden_states()[0].detach().to(device))
+    assert isinstance(logits, Tensor)
+    return logits.detach().cpu()
+
+
+def _run_rank(device: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run: dict[str, Any] = {"folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device), "size": size}
+    run["data_rank"] = rank // TP_SIZE
+    results: dict[str, Any] = {
+        "untied": _fit(run, TPModule("untied"), save_as="untied.ckpt"),
+        "tied": _fit(run, TPModule("tied"), save_as="tied.ckpt"),
+        "qwen3": _fit(run, TPModule("qwen3")),
+        "no-kernels": _fit(run, TPModule("untied"), strategy={"kernels": "none"}),
+        "by-its-user": _fit(run, ParallelizedByItsUser(), gradient_clip_val=MAX_NORM),
+        "sharded-by-its-user": _fit(run, ShardedByItsUser()),
+        "clipped": _fit(run, TPModule("qwen3"), gradient_clip_val=MAX_NORM),
+        "meta": _fit(run, BuiltOnMeta("qwen3"), max_steps=2),
+        "bf16-mixed": _fit(run, TPModule("untied"), precision="bf16-mixed", max_steps=2),
+        "bf16-true": _fit(run, TPModule("untied"), precision="bf16-true", max_steps=2),
+        "uneven": _fit(run, TPModule("tied"), make_uneven_tp_batches, accumulate_grad_batches=2),
+        "fabric": _fabric(run, "tied"),
+    }
+    mesh = init_device_mesh(device, (size // TP_SIZE, TP_SIZE), mesh_dim_names=("data", "tensor"))["tensor"]
+    results |= {"layouts": _layouts(device, mesh), "local-shard": _local_shard(device, mesh)}
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,230 @@
+"""``LigerLMMixin``: what its default steps log, against numbers computed by hand, and what they refuse."""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_liger import LazyLogits, LigerCallback, LigerLMMixin, apply_liger_kernels
+from lightning_liger.lazy.logits import lazy_logits
+from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama
+
+Batch = dict[str, Tensor]
+
+unattached = pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but the `self.trainer` reference")
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    """A tiny Llama whose optimizer moves nothing, so that every batch of an epoch sees the same model."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = tiny_llama()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class LMWithOwnStep(LM):
+    """As in the README."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.lm_loss(self.model(**batch).logits, batch["labels"])
+
+
+def batches(all_ignored: bool = False) -> list[Batch]:
+    """Two batches of unequal size with ignored labels, every second label the likeliest; a third without labels."""
+    result = [tiny_batch(2, 11, num_ignored=4, seed=1), tiny_batch(1, 7, num_ignored=3, seed=2)]
+    for batch in result:
+        with torch.no_grad():
+            likeliest = tiny_llama()(input_ids=batch["input_ids"]).logits.argmax(-1)[:, :-1]
+        targets = batch["labels"][:, 1:]
+        targets[:, ::2] = torch.where(targets[:, ::2] == -100, -100, likeliest[:, ::2])
+    return result + [tiny_batch(1, 9, num_ignored=9, seed=3)] * all_ignored
+
+
+def expected_metrics(stage: str) -> dict[str, float]:
+    """Over the tokens of all batches, from the unpatched model's whole logits."""
+    losses, correct = [], []
+    for batch in batches():
+        with torch.no_grad():
+            logits = tiny_llama()(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1).double()
+        targets = batch["labels"][:, 1:].flatten()
+        kept = targets != -100
+        losses.append(F.cross_entropy(logits[kept], targets[kept], reduction="none"))
+        correct.append(logits[kept].argmax(-1) == targets[kept])
+    assert len(losses[0]) != len(losses[1])
+    loss, accuracy = torch.cat(losses).mean().item(), torch.cat(correct).double().mean().item()
+    assert 0.2 < accuracy < 0.8
+    return {f"{stage}_loss": loss, f"{stage}_perplexity": math.exp(loss), f"{stage}_accuracy": accuracy}
+
+
+def run(
+    stage: str, module: L.LightningModule, data: list[Batch], callbacks: list[L.Callback], strategy: str = "auto"
+) -> dict[str, float]:
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(data, batch_size=None)
+    if stage == "train":
+        trainer.fit(module, loader, loader)
+    else:
+        (trainer.validate if stage == "val" else trainer.test)(module, loader, verbose=False)
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_trainer() -> Iterator[None]:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        warnings.filterwarnings("ignore", message=".*is smaller than the logging interval")
+        yield
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+
+
+@pytest.mark.parametrize("all_ignored", [False, True], ids=["labels", "a_batch_without_labels"])
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+@pytest.mark.parametrize("stage", ["train", "val", "test"])
+def test_default_step_logs_metrics_over_all_tokens_of_the_epoch(stage: str, patched: bool, all_ignored: bool) -> None:
+    module = LM()
+    logged = run(stage, module, batches(all_ignored), [LigerCallback()] if patched else [])
+    expected = expected_metrics(stage) | (expected_metrics("val") if stage == "train" else {})
+    assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert logged.keys() - expected.keys() == ({"train_loss_step"} if stage == "train" else set())
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    if patched:
+        ledger = module.model.lm_head.logits_ledger
+        num_batches = len(batches(all_ignored)) * (2 if stage == "train" else 1)
+        num_sanity_checks = 2 if stage == "train" else 0
+        assert (ledger.num_losses, ledger.num_materialized) == (num_batches + num_sanity_checks, 0)
+
+
+def test_own_training_step_is_fused_too() -> None:
+    module = LMWithOwnStep()
+    run("train", module, batches(), [LigerCallback()])
+    ledger = module.model.lm_head.logits_ledger
+    # The model computes a loss of its own when it gets labels: 2 batches of 2, and 4 validation steps of one.
+    assert (ledger.num_losses, ledger.num_materialized) == (2 * 2 + 4, 0)
+
+
+def make_module(patched: bool) -> LM:
+    module = LM()
+    module.configure_model()
+    if patched:
+        apply_liger_kernels(module)
+    return module
+
+
+@unattached
+@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step"])
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_no_step_of_a_patched_model_makes_a_tensor_of_the_logits_size(
+    step: str, patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_module(patched)
+    batch = tiny_batch(batch_size=8, seq_len=16)
+    logits_size = batch["labels"].numel() * VOCAB_SIZE
+    sizes = TensorSizes(monkeypatch)
+    with sizes, torch.set_grad_enabled(step == "training_step"):
+        loss = getattr(module, step)(batch, 0)
+        if step == "training_step":
+            loss.backward()
+    assert (sizes.largest < logits_size) == patched
+    assert (sizes.largest_in_loss > 0) == patched
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_lm_loss_counts_tokens_and_correct_predictions(patched: bool) -> None:
+    module, batch = make_module(patched), batches()[0]
+    result = module.lm_loss_with_counts(module.model(input_ids=batch["input_ids"]).logits, batch["labels"])
+    logits = tiny_llama()(input_ids=batch["input_ids"]).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
+    kept = targets != -100
+    assert result.num_tokens.item() == kept.sum().item() == 17
+    assert result.num_correct.item() == (logits.argmax(-1)[kept] == targets[kept]).sum().item() > 0
+    torch.testing.assert_close(result.loss, F.cross_entropy(logits[kept], targets[kept]), rtol=1e-5, atol=0)
+
+
+def test_lm_loss_without_labels_is_nan_but_its_gradients_are_zero() -> None:
+    module, batch = make_module(patched=True), tiny_batch(1, 9, num_ignored=9)
+    loss = module.lm_loss(module.model(input_ids=batch["input_ids"]).logits, batch["labels"])
+    loss.backward()
+    assert loss.isnan()
+    assert all((parameter.grad == 0).all() for parameter in module.parameters())
+
+
+def test_mixin_behind_lightning_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"class Wrong\(LigerLMMixin, L\.LightningModule\)"):
+        type("Wrong", (L.LightningModule, LigerLMMixin), {})
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "mask": None}, r"\['input_ids', 'mask'\]"),
+        ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "labels": None}, r"\['input_ids', 'labels'\]"),
+        ((torch.ones(1, 3), torch.ones(1, 3)), "tuple"),
+    ],
+    ids=["no_labels", "labels_none", "tuple"],
+)
+@pytest.mark.parametrize(("step", "stage"), [("training_step", "train"), ("validation_step", "val")])
+def test_batch_without_labels_is_refused_with_what_it_holds(batch: Any, found: str, step: str, stage: str) -> None:
+    with pytest.raises(ValueError, match=rf"'labels' for the default {stage} step, got {found}"):
+        getattr(make_module(patched=True), step)(batch, 0)
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_labels_for_another_number_of_tokens_are_refused(patched: bool) -> None:
+    module, batch = make_module(patched), tiny_batch()
+    logits = module.model(input_ids=batch["input_ids"]).logits
+    with pytest.raises(ValueError, match=r"logits have \(2, 11\) tokens, labels have shape \(2, 10\)"):
+        module.lm_loss(logits, batch["labels"][:, 1:])
+
+
+@pytest.mark.parametrize("label", [VOCAB_SIZE, -1])
+def test_label_out_of_range_is_refused_with_the_range(label: int) -> None:
+    module, batch = make_module(patched=True), tiny_batch()
+    batch["labels"][1, 5] = label
+    with pytest.raises(ValueError, match=rf"between 0 and vocab_size - 1 = 130, .*; got {label} \(1 of 22"):
+        module.lm_loss(module.model(input_ids=batch["input_ids"]).logits, batch["labels"])
+
+
+@unattached
+def test_step_leaves_the_batch_and_the_wish_for_a_loss_as_they_were() -> None:
+    module, batch = make_module(patched=True), tiny_batch()
+    with torch.no_grad():
+        module.validation_step(batch, 0)
+        assert sorted(batch) == ["input_ids", "labels"]
+        assert isinstance(module.model(input_ids=batch["input_ids"]).logits, Tensor)
+        with lazy_logits():
+            assert isinstance(module.model(input_ids=batch["input_ids"]).logits, LazyLogits)
+
+
+def test_metrics_add_nothing_to_the_checkpoint() -> None:
+    module = make_module(patched=True)
+    assert all(name.startswith("model.") for name in module.state_dict())
+
+
+@pytest.mark.slow
+def test_compiled_module_trains_and_logs_as_it_does_without() -> None:
+    module = LM()
+    module.configure_model()
+    compiled = run("train", torch.compile(module, backend="eager"), batches()[:1], [], strategy="liger")
+    assert compiled == pytest.approx(run("train", LM(), batches()[:1], [], strategy="liger"), rel=1e-5)
