@@ -27,6 +27,7 @@ test: $(VENV)/.complete
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 docs: $(VENV)/.complete
 	$(BIN)/python -m tests.lightning_liger.models_table docs/models.md
