@@ -51,7 +51,6 @@ def assert_trained(result, example):
     assert result["saved"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("example", OF_SEVERAL_PROCESSES)
 def test_example_trains_on_several_processes(ranks, example):
     for result in ranks:
@@ -69,7 +68,6 @@ def test_example_trains_on_one_process(example, accelerator, tmp_path, monkeypat
     assert_trained(run(example, tmp_path, f"--trainer.accelerator={accelerator}"), example)
 
 
-@pytest.mark.slow
 @pytest.mark.multi_gpu
 def test_examples_of_deepspeed_train_on_several_gpus(tmp_path):
     pytest.importorskip("deepspeed")

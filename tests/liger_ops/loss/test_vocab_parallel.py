@@ -34,7 +34,6 @@ def whole_logits(tensors: list[Tensor]) -> Tensor:
     return logits + F.linear(*tensors[3:]) if tensors[3:] else logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_loss_stats_and_gradients_are_those_of_the_whole_head(ranks, name):
     _, results = ranks
@@ -69,7 +68,6 @@ def test_loss_stats_and_gradients_are_those_of_the_whole_head(ranks, name):
         assert_stats_match_plain(TokenStats(*results[0]["stats"]), whole_logits(tensors), labels, **loss_options)
 
 
-@pytest.mark.slow
 def test_hidden_states_gradient_can_be_summed_by_the_caller(ranks):
     _, results = ranks
     parts = [result["part"]["gradients"][0] for result in results]

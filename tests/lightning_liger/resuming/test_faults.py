@@ -94,7 +94,6 @@ def ranks(programs):
     return device, launch(device, folder, worker=WORKER), folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
 def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
     _, folder, ended = programs
@@ -105,7 +104,6 @@ def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
     assert torch.load(folder / fault / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
-@pytest.mark.slow
 def test_sigterm_to_the_program_ends_all_of_its_processes_with_a_checkpoint(programs):
     _, folder, ended = programs
     assert ended["sigterm"].returncode == 128 + signal.SIGTERM, ended["sigterm"].output
@@ -117,7 +115,6 @@ def test_sigterm_to_the_program_ends_all_of_its_processes_with_a_checkpoint(prog
     assert progress["completed"] == progress["processed"] == FAULT_AT[1] + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
 def test_training_goes_on_from_the_last_checkpoint_of_a_killed_program(ranks, fault):
     device, results, _ = ranks
@@ -126,7 +123,6 @@ def test_training_goes_on_from_the_last_checkpoint_of_a_killed_program(ranks, fa
         assert_goes_on(Run(**result[fault]), uninterrupted, num_left(SAVED), TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "to"), [(way, to) for way, to, _ in SIGTERMS])
 def test_sigterm_to_any_rank_ends_all_at_the_same_batch_and_training_goes_on(ranks, way, to):
     device, results, _ = ranks
@@ -137,7 +133,6 @@ def test_sigterm_to_any_rank_ends_all_at_the_same_batch_and_training_goes_on(ran
         assert_goes_on(Run(**run["resumed"]), uninterrupted, num_left(SIGNALLED), TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_full_disk_of_one_rank_is_an_error_on_all_and_the_checkpoint_before_is_whole(ranks, way):
     _, results, folder = ranks

@@ -267,7 +267,6 @@ def ranks(request, tmp_path_factory):
     return request.param, results, folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_ranks_go_on_as_if_they_had_not_been_interrupted(ranks, way, point):
@@ -277,7 +276,6 @@ def test_ranks_go_on_as_if_they_had_not_been_interrupted(ranks, way, point):
         assert_goes_on(run, uninterrupted, num_left(POINTS[point]), TOLERANCE[device])
 
 
-@pytest.mark.slow
 def test_random_states_of_ranks_differ_and_are_saved(ranks):
     _, results, folder = ranks
     losses = [tuple(result["liger_ddp"]["uninterrupted"]["losses"]) for result in results]
@@ -286,7 +284,6 @@ def test_random_states_of_ranks_differ_and_are_saved(ranks):
     assert len({tuple(state["random_state"]["torch"].tolist()) for state in saved}) == NUM_RANKS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "resumed_by"), EXCHANGES)
 def test_other_engines_go_on_from_a_whole_checkpoint(ranks, saved_by, resumed_by):
     for result in ranks[1]:
@@ -309,7 +306,6 @@ def _losses_after(path: Path, strategy: Any, folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved_by", ["liger_fsdp", "liger_model_parallel-full"])
 def test_one_process_goes_on_from_the_whole_checkpoint_of_several(ranks, saved_by, tmp_path):
     path = ranks[2] / f"fixed-{saved_by}" / "epoch.ckpt"
@@ -318,7 +314,6 @@ def test_one_process_goes_on_from_the_whole_checkpoint_of_several(ranks, saved_b
         torch.testing.assert_close(_losses_after(path, strategy, tmp_path), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved_by", ["liger_fsdp-sharded", "liger_model_parallel"])
 def test_one_process_goes_on_from_the_shards_of_several(ranks, saved_by, tmp_path):
     expected = _losses_after(ranks[2] / "liger_ddp" / "epoch.ckpt", "auto", tmp_path)

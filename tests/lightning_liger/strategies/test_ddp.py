@@ -50,7 +50,6 @@ def ranks(launched):
     return RELATIVE_TOLERANCE[device], compared
 
 
-@pytest.mark.slow
 def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(launched):
     device, results = launched
     reference = reference_training(False, device, True, lambda rank: make_uneven_batches(rank, NUM_STEPS), 2)
@@ -63,7 +62,6 @@ def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(launche
             torch.testing.assert_close(parameter, want, rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("trained", "way"), [(trained, way) for trained, ways in RUNS.items() for way in ways])
 def test_two_ranks_train_as_with_lightnings_ddp_and_the_stock_model(ranks, trained, way):
     tolerance, of_ranks = ranks
@@ -81,7 +79,6 @@ def test_two_ranks_train_as_with_lightnings_ddp_and_the_stock_model(ranks, train
         torch.testing.assert_close(first["parameters"], other["parameters"], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("trained", RUNS)
 def test_every_way_that_was_trained_is_compared(ranks, trained):
     for results in ranks[1]:

@@ -91,7 +91,6 @@ def assert_fused(launched, stage, way, num_losses):
         assert result[stage][way]["logit_counts"] == (num_losses, 0)
 
 
-@pytest.mark.slow
 @of_each_stage
 @pytest.mark.parametrize("way", [*HEADS, "by-name"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(launched, reference, stage, way):
@@ -99,7 +98,6 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(launched, reference
     assert_fused(launched, stage, way, launched[3].NUM_STEPS)
 
 
-@pytest.mark.slow
 @of_each_stage
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("loss_of", ["labels", "logits"])
@@ -108,7 +106,6 @@ def test_fabric_trains_as_one_process_with_the_stock_model(launched, reference, 
     assert_fused(launched, stage, f"fabric-{loss_of}-{head}", launched[3].NUM_STEPS)
 
 
-@pytest.mark.slow
 @of_each_stage
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("loss_of", ["labels", "logits"])
@@ -124,7 +121,6 @@ def test_heads_gradient_is_the_mean_over_ranks(launched, stage, head, loss_of):
         torch.testing.assert_close(found, model.lm_head.weight.grad.cpu(), rtol=TOLERANCE[device], atol=1e-6)
 
 
-@pytest.mark.slow
 @of_each_stage
 def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(launched, reference, stage):
     expected = reference(make=make_uneven_batches, num_micro_batches=2)
@@ -133,7 +129,6 @@ def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(launche
         assert result[stage]["uneven"]["loss_scale"] == 1.0
 
 
-@pytest.mark.slow
 def test_step_that_an_epoch_leaves_unfinished_counts_its_tokens_in_the_next(launched, reference):
     expected = reference(make=of_two_epochs, num_micro_batches=2)
     assert_as_in(expected, launched, 2, "unfinished", num_micro_batches=2)
@@ -143,7 +138,6 @@ def of_two_epochs(rank, num_batches):
     return 2 * make_batches(rank, num_batches // 2)
 
 
-@pytest.mark.slow
 @of_each_stage
 def test_gradients_are_clipped_by_their_norm_over_all_ranks(launched, stage):
     device, _, results, worker = launched
@@ -167,7 +161,6 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks(launched, stage):
             torch.testing.assert_close(run["whole"][name], parameter.cpu(), rtol=0.0, atol=10 * TOLERANCE[device])
 
 
-@pytest.mark.slow
 @of_each_stage
 def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(launched, stage):
     for result in launched[2]:
@@ -176,7 +169,6 @@ def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(launche
         assert result[stage]["stages"]["logit_counts"] == (6, 0)
 
 
-@pytest.mark.slow
 @of_each_stage
 def test_lower_precisions_train_fused(launched, stage):
     for precision in launched[3].PRECISIONS[stage]:
@@ -187,7 +179,6 @@ def test_lower_precisions_train_fused(launched, stage):
             assert run["loss_scale"] == (2.0**16 if precision == "16-mixed" else 1.0)
 
 
-@pytest.mark.slow
 @of_each_stage
 def test_checkpoint_resumes(launched, stage):
     for result in launched[2]:
@@ -197,7 +188,6 @@ def test_checkpoint_resumes(launched, stage):
         torch.testing.assert_close(runs["second-epoch"]["whole"], runs["two-epochs"]["whole"], rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.slow
 @of_each_stage
 def test_checkpoint_becomes_one_file_that_the_stock_model_loads(launched, tmp_path, stage):
     _, folder, results, _ = launched
@@ -209,7 +199,6 @@ def test_checkpoint_becomes_one_file_that_the_stock_model_loads(launched, tmp_pa
         torch.testing.assert_close(model.state_dict()[name], parameter, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.slow
 @of_each_stage
 def test_fabric_saves_and_loads(launched, stage):
     for result in launched[2]:
@@ -218,14 +207,12 @@ def test_fabric_saves_and_loads(launched, stage):
         torch.testing.assert_close(run["loaded"], run["whole"], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_parameters_that_are_partitioned_as_they_are_made_train_alike(launched, reference, head):
     assert_as_in(reference(HEADS[head]), launched, "partitioned", f"partitioned-{head}")
     assert_fused(launched, "partitioned", f"partitioned-{head}", launched[3].NUM_STEPS)
 
 
-@pytest.mark.slow
 def test_transformers_initializes_partitioned_parameters(launched):
     first, *others = (result["partitioned"]["from-config"]["whole"] for result in launched[2])
     for other in others:
@@ -240,7 +227,6 @@ def test_transformers_initializes_partitioned_parameters(launched):
             assert first[name].std().item() == pytest.approx(0.02, rel=0.15)
 
 
-@pytest.mark.slow
 def test_transformers_loads_a_checkpoint_into_partitioned_parameters(launched):
     for result in launched[2]:
         torch.testing.assert_close(
@@ -248,7 +234,6 @@ def test_transformers_loads_a_checkpoint_into_partitioned_parameters(launched):
         )
 
 
-@pytest.mark.slow
 def test_heads_weight_is_there_in_the_loss_and_free_after_the_step(launched, reference):
     assert_as_in(reference(of_tokens=False), launched, "partitioned", "own-step")
     assert_fused(launched, "partitioned", "own-step", launched[3].NUM_STEPS)
@@ -256,7 +241,6 @@ def test_heads_weight_is_there_in_the_loss_and_free_after_the_step(launched, ref
         assert result["partitioned"]["own-step"]["is_free"] == [True] * launched[3].NUM_STEPS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["frozen-backbone", "frozen-head", "adapted-untied", "adapted-tied", "whole-logits"])
 def test_partitioned_models_train_as_without_kernels(launched, way):
     tolerance = TOLERANCE[launched[0]]
@@ -296,7 +280,6 @@ def test_strategy_names_the_extra_where_deepspeed_is_not_installed(monkeypatch, 
         STRATEGIES[engine]()
 
 
-@pytest.mark.slow
 def test_package_imports_without_deepspeed():
     program = (
         "import sys; sys.modules['deepspeed'] = None\n"

@@ -43,7 +43,6 @@ def assert_as_in(reference: Reference, device: str, runs: list[dict]) -> None:
             torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * rtol)
 
 
-@pytest.mark.slow
 @in_each_run
 def test_two_ranks_train_as_one_process_with_the_stock_model(engine_runs, engine, change):
     reference, runs = reference_of(change, engine_runs.device), engine_runs.of(f"{engine}-{change}")
@@ -53,7 +52,6 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(engine_runs, engine
         assert run["logit_counts"] == (NUM_BATCHES, 0)
 
 
-@pytest.mark.slow
 @in_each_run
 def test_frozen_parameters_stay_and_trained_ones_do_not(engine_runs, engine, change):
     before = build_changed(change)
@@ -62,14 +60,12 @@ def test_frozen_parameters_stay_and_trained_ones_do_not(engine_runs, engine, cha
             assert parameter.requires_grad != run["whole"][name].equal(parameter.detach()), name
 
 
-@pytest.mark.slow
 @in_each_run
 def test_gradient_of_the_heads_weight_is_computed_only_if_it_is_trained(engine_runs, engine, change):
     for run in engine_runs.of(f"{engine}-{change}"):
         assert run["head_needs_gradient"] == {HEAD_IS_TRAINED.get(change, False)}
 
 
-@pytest.mark.slow
 def test_offloaded_parameters_and_states_lie_in_the_memory_of_the_cpu(engine_runs):
     for run in engine_runs.of(f"{OFFLOAD}-whole"):
         assert run["devices"] == {"cpu"}
@@ -77,7 +73,6 @@ def test_offloaded_parameters_and_states_lie_in_the_memory_of_the_cpu(engine_run
         assert run["devices"] == {engine_runs.device}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", ["whole", pytest.param("lora-head", marks=needs_peft)])
 def test_checkpoint_of_offloaded_parameters_loads_into_the_stock_model(engine_runs, change):
     path = engine_runs.folder / f"{OFFLOAD}-{change}.ckpt"
@@ -89,7 +84,6 @@ def test_checkpoint_of_offloaded_parameters_loads_into_the_stock_model(engine_ru
         torch.testing.assert_close(dict(stock.named_parameters()), run["whole"], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.slow
 def test_fabric_offloads_clips_and_trains_as_one_process(engine_runs):
     reference = reference_training("whole", engine_runs.device, False, make_batches, num_micro_batches=1)
     parameters = {name.removeprefix("model."): value for name, value in reference.parameters.items()}

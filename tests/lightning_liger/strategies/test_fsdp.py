@@ -62,7 +62,6 @@ def reference(ranks):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("way", ["trainer", "no-kernels", "fabric-labels", "fabric-logits"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, way, head):
@@ -85,7 +84,6 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, w
             torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
 
 
-@pytest.mark.slow
 def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
     device, _, results = ranks
     runs = [result["uneven"] for result in results]
@@ -101,7 +99,6 @@ def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
             torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_two_ranks_have_the_losses_of_fsdp_without_kernels(ranks, head):
     device, _, results = ranks
@@ -110,7 +107,6 @@ def test_two_ranks_have_the_losses_of_fsdp_without_kernels(ranks, head):
         torch.testing.assert_close(run[f"trainer-{head}"]["losses"], plain, rtol=RELATIVE_TOLERANCE[device], atol=0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("way", ["trainer", "fabric-labels", "fabric-logits", "no-kernels"])
 def test_every_loss_on_two_ranks_is_fused_unless_kernels_is_none(ranks, way, head):
@@ -121,7 +117,6 @@ def test_every_loss_on_two_ranks_is_fused_unless_kernels_is_none(ranks, way, hea
         assert run[f"{way}-{head}"]["logit_counts"] == (NUM_STEPS if fused else 0, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_ranks_hold_different_parts_of_each_unit(ranks, head):
     runs = [run[f"trainer-{head}"] for run in ranks[2]]
@@ -144,7 +139,6 @@ def test_ranks_hold_different_parts_of_each_unit(ranks, head):
         assert not any(in_one.all() for in_one in found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_full_checkpoint_of_two_ranks_is_the_gathered_model_and_loads_into_stock(ranks, head):
     _, folder, results = ranks
@@ -159,7 +153,6 @@ def test_full_checkpoint_of_two_ranks_is_the_gathered_model_and_loads_into_stock
     stock.load_state_dict(saved)
 
 
-@pytest.mark.slow
 def test_sharded_checkpoint_of_two_ranks_is_a_folder_that_training_resumes_from(ranks):
     device, folder, results = ranks
     assert len(list((folder / "sharded.ckpt").glob("*.distcp"))) == NUM_RANKS

@@ -33,7 +33,6 @@ def ranks(request, tmp_path_factory) -> tuple[str, list[dict[str, Any]]]:
     return request.param, launch(request.param, folder, worker=worker, num_ranks=NUM_RANKS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", HYBRID)
 def test_two_groups_of_two_train_as_four_that_share_all(ranks, way):
     device, results = ranks
@@ -50,7 +49,6 @@ def test_two_groups_of_two_train_as_four_that_share_all(ranks, way):
                 torch.testing.assert_close(parameter, expected["whole"][name], rtol=0.0, atol=10 * TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", HYBRID)
 def test_groups_hold_the_same_halves(ranks, way):
     shards = [result[way]["shards"] for result in ranks[1]]
@@ -63,7 +61,6 @@ def test_groups_hold_the_same_halves(ranks, way):
         assert half.numel() in range(2 * quarter.numel() - 3, 2 * quarter.numel() + 1)
 
 
-@pytest.mark.slow
 def test_fabric_trains_and_clips_in_groups_as_it_does_without(ranks):
     device, results = ranks
     for result in results:

@@ -85,7 +85,6 @@ def assert_lives_through_all_stages(found: dict[str, Any], expected: Life, rank:
     assert found["logit_counts"] == (5 * NUM_BATCHES, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_live_through_all_stages_and_fit_again(engine_runs, engine):
     expected = plain_life(NUM_RANKS, 3, engine_runs.device)
@@ -93,7 +92,6 @@ def test_two_ranks_live_through_all_stages_and_fit_again(engine_runs, engine):
         assert_lives_through_all_stages(found, expected, rank, engine_runs.device)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engines", MOVES, ids="-".join)
 def test_two_ranks_go_on_under_another_engine(engine_runs, engines):
     expected = plain_life(NUM_RANKS, len(engines), engine_runs.device)

@@ -60,7 +60,6 @@ def ranks(request, tmp_path_factory):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_model_on_meta_with_a_folders_weights_trains_as_one_process_with_the_stock_model(ranks, engine, head):
@@ -83,7 +82,6 @@ def test_model_on_meta_with_a_folders_weights_trains_as_one_process_with_the_sto
         assert (run["num_replaced"], run["logit_counts"]) == (10, (NUM_PRETRAINED_STEPS, 0))
 
 
-@pytest.mark.slow
 def test_model_that_its_user_sharded_on_meta_trains_as_the_stock_model(ranks):
     device, results, _ = ranks
     reference = reference_training(False, device, True, make_first_batches)
@@ -93,7 +91,6 @@ def test_model_that_its_user_sharded_on_meta_trains_as_the_stock_model(ranks):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_and_buffers_in_bfloat16_are_those_of_the_model_built_whole(ranks, engine):
     device, results, _ = ranks
@@ -106,7 +103,6 @@ def test_weights_and_buffers_in_bfloat16_are_those_of_the_model_built_whole(rank
         torch.testing.assert_close(run["losses"], whole["losses"], rtol=0.0 if device == "cpu" else 1e-2, atol=0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_random_weights_are_the_same_for_every_engine_and_number_of_ranks(ranks, head):
     device, results, _ = ranks
@@ -124,7 +120,6 @@ def test_random_weights_are_the_same_for_every_engine_and_number_of_ranks(ranks,
     assert (expected["model.norm.weight"] == 1).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_weights_are_learnt_from(ranks, engine):
     _, results, _ = ranks
@@ -133,7 +128,6 @@ def test_random_weights_are_learnt_from(ranks, engine):
         assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sharded_checkpoint_is_loaded_over_a_model_built_on_meta(ranks, engine):
     device, results, _ = ranks
@@ -146,7 +140,6 @@ def test_sharded_checkpoint_is_loaded_over_a_model_built_on_meta(ranks, engine):
             torch.testing.assert_close(resumed["whole"][name], tensor, rtol=0.0, atol=10 * TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_rank_ever_holds_the_whole_model(ranks, engine):
     _, results, _ = ranks
@@ -162,7 +155,6 @@ def test_no_rank_ever_holds_the_whole_model(ranks, engine):
             assert result[f"{engine}-fabric-{how}"]["peak"] < 0.9 * whole
 
 
-@pytest.mark.slow
 def test_ranks_read_one_tensor_at_a_time_and_under_fsdp2_only_what_they_hold(ranks):
     _, results, _ = ranks
     model = build_deep_model()
@@ -176,7 +168,6 @@ def test_ranks_read_one_tensor_at_a_time_and_under_fsdp2_only_what_they_hold(ran
     assert all(result[f"{engine}-fabric-random"]["reads"]["total"] == 0 for result in results for engine in ENGINES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fabric_computes_what_the_stock_model_does(ranks, engine):
     device, results, _ = ranks
@@ -186,7 +177,6 @@ def test_fabric_computes_what_the_stock_model_does(ranks, engine):
         assert result[f"{engine}-fabric-whole"]["loss"] == pytest.approx(loss, rel=TOLERANCE[device])
 
 
-@pytest.mark.slow
 def test_ranks_read_their_parts_of_tensors_sharded_over_two_dimensions(ranks):
     device, results, _ = ranks
     loss = build_deep_model()(**make_batches(0, 1)[0]).loss.item()
@@ -196,7 +186,6 @@ def test_ranks_read_their_parts_of_tensors_sharded_over_two_dimensions(ranks):
         assert run["loss"] == pytest.approx(loss, rel=TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_checkpoints_of_all_ranks_are_exported_to_folders_that_the_stock_model_loads(ranks, tmp_path, engine, head):
@@ -207,7 +196,6 @@ def test_checkpoints_of_all_ranks_are_exported_to_folders_that_the_stock_model_l
     assert_exported(tmp_path, results[0][f"{engine}-random-{head}"]["whole"], HEADS[head])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sharded_checkpoint_of_a_tied_model_is_exported(ranks, tmp_path, engine):
     device, results, folder = ranks

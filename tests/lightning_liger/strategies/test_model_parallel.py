@@ -42,7 +42,6 @@ def assert_as_in(reference: Reference, device: str, runs: list[dict], num_micro_
             torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [*HEADS, "no-kernels", "recomputed", "each-linear", "by-its-user"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, way):
     device, results = ranks
@@ -58,7 +57,6 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, way):
         assert run["counts_after_validation"] == counts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_fabric_trains_as_one_process_with_the_stock_model(ranks, head):
     device, results = ranks
@@ -67,7 +65,6 @@ def test_fabric_trains_as_one_process_with_the_stock_model(ranks, head):
     assert [(run["num_replaced"], run["logit_counts"]) for run in runs] == [(10, (NUM_STEPS, 0))] * NUM_RANKS
 
 
-@pytest.mark.slow
 def test_layers_are_sharded_one_by_one_and_what_is_around_them(ranks):
     run = ranks[1][0]
     assert sorted(run["untied"]["units"]) == ["FSDPLlamaDecoderLayer"] * 2 + ["FSDPLlamaForCausalLM"]
@@ -75,20 +72,17 @@ def test_layers_are_sharded_one_by_one_and_what_is_around_them(ranks):
     assert sorted(run["by-its-user"]["units"]) == ["FSDPLlamaForCausalLM"] + ["FSDPLlamaMLP"] * 2
 
 
-@pytest.mark.slow
 def test_layers_of_the_checkpointing_policy_run_again_in_backward(ranks):
     for result in ranks[1]:
         assert result["recomputed"]["num_forwards"] == 2 * NUM_STEPS
 
 
-@pytest.mark.slow
 def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
     device, results = ranks
     reference = reference_training(False, device, True, make_uneven_batches, 2)
     assert_as_in(reference, device, [result["uneven"] for result in results], num_micro_batches=2)
 
 
-@pytest.mark.slow
 def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks):
     device, results = ranks
     model = build_model().to(device)
@@ -109,7 +103,6 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks):
             )
 
 
-@pytest.mark.slow
 def test_ranks_agree_on_the_validation_loss(ranks):
     first, *others = (result["untied"]["validation"] for result in ranks[1])
     assert others == [first] * (NUM_RANKS - 1)

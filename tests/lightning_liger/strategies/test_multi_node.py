@@ -51,14 +51,12 @@ def assert_trained_as_one_process(device, results, environment):
             torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_nodes_under_torchrun_train_as_one_process(under_torchrun, name):
     device, results = under_torchrun
     assert_trained_as_one_process(device, [result[name] for result in results], "TorchElasticEnvironment")
 
 
-@pytest.mark.slow
 def test_shards_within_nodes_train_as_one_process_and_not_with_one_rank_a_node(under_torchrun):
     device, results = under_torchrun
     runs = [result["hybrid"] for result in results]
@@ -68,7 +66,6 @@ def test_shards_within_nodes_train_as_one_process_and_not_with_one_rank_a_node(u
         assert all("sharding_strategy=HYBRID_SHARD over groups of one process" in run for run in runs)
 
 
-@pytest.mark.slow
 def test_two_nodes_under_slurm_train_as_one_process(under_slurm):
     device, results = under_slurm
     assert_trained_as_one_process(device, [result["fsdp"] for result in results], "SLURMEnvironment")

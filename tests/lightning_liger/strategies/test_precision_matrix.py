@@ -46,7 +46,6 @@ def reference_of(device: str) -> Reference:
     return reference_training(False, device, True, make, NUM_MICRO_BATCHES)
 
 
-@pytest.mark.slow
 @each
 def test_dtypes_are_those_that_the_precision_promises(engine_runs, engine, precision):
     for run in engine_runs.of(f"{engine}-{precision}"):
@@ -55,7 +54,6 @@ def test_dtypes_are_those_that_the_precision_promises(engine_runs, engine, preci
         assert run["loss_dtypes"] == {torch.float32}
 
 
-@pytest.mark.slow
 @each
 def test_dtypes_and_scales_are_those_of_lightnings_own_strategy(engine_runs, engine, precision):
     if engine == "liger_fsdp" and engine_runs.device == "cpu":
@@ -66,7 +64,6 @@ def test_dtypes_and_scales_are_those_of_lightnings_own_strategy(engine_runs, eng
         assert (ours["logit_counts"], own["logit_counts"]) == ((NUM_BATCHES, 0), (0, 0))
 
 
-@pytest.mark.slow
 @each
 def test_losses_and_norms_are_those_of_float32_within_rounding(engine_runs, engine, precision):
     reference, runs = reference_of(engine_runs.device), engine_runs.of(f"{engine}-{precision}")
@@ -87,7 +84,6 @@ def test_losses_and_norms_are_those_of_float32_within_rounding(engine_runs, engi
     assert runs[0]["losses"][-2] < runs[0]["losses"][0] - 0.3
 
 
-@pytest.mark.slow
 def test_gradients_of_the_mean_over_tokens_are_the_same_under_a_loss_scale(engine_runs):
     norms = [norm**0.5 for norm in reference_of(engine_runs.device).squared_norms]
     for engine in SCALED_ENGINES:
@@ -96,7 +92,6 @@ def test_gradients_of_the_mean_over_tokens_are_the_same_under_a_loss_scale(engin
             torch.testing.assert_close(run["norms"], norms, rtol=1e-2, atol=0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", SCALED_ENGINES)
 def test_scaler_skips_the_step_that_overflows_on_one_rank_and_halves_its_scale(engine_runs, engine):
     broken, without = (engine_runs.of(f"{engine}-{name}") for name in ("broken", "without"))

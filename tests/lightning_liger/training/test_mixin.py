@@ -222,7 +222,6 @@ def test_metrics_add_nothing_to_the_checkpoint() -> None:
     assert all(name.startswith("model.") for name in module.state_dict())
 
 
-@pytest.mark.slow
 def test_compiled_module_trains_and_logs_as_it_does_without() -> None:
     module = LM()
     module.configure_model()

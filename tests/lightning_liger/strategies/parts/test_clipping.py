@@ -98,7 +98,6 @@ def ranks(request, tmp_path_factory) -> Iterator[tuple[str, list[dict[str, Any]]
 # Two processes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "model"), WAYS)
 def test_two_ranks_clip_by_the_norm_of_one_process_with_the_whole_batch(ranks, way, model):
     device, results = ranks
@@ -118,7 +117,6 @@ def test_two_ranks_clip_by_the_norm_of_one_process_with_the_whole_batch(ranks, w
     torch.testing.assert_close(clipped, [MAX_NORM] * len(reference.norms_before), rtol=10 * rtol, atol=0.0)
 
 
-@pytest.mark.slow
 @under_each
 def test_two_ranks_clip_by_value_as_one_process(ranks, prefix):
     device, results = ranks
@@ -131,7 +129,6 @@ def test_two_ranks_clip_by_value_as_one_process(ranks, prefix):
     assert largest == pytest.approx([MAX_VALUE] * NUM_BATCHES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "clipping"),
     [("fabric", "norm"), ("fabric-flat", "norm"), ("fabric-roots", "norm"), ("fabric-value", "value")],
@@ -146,7 +143,6 @@ def test_two_ranks_with_fabric_clip_as_one_process(ranks, way, clipping):
         assert_same_parameters(run["whole"], reference.model, rtol)
 
 
-@pytest.mark.slow
 def test_norm_of_mixed_float16_is_of_unscaled_gradients(ranks):
     reference = train_plainly(whole_batches(), **CLIPPING["norm"])
     for result in ranks[1]:
@@ -154,14 +150,12 @@ def test_norm_of_mixed_float16_is_of_unscaled_gradients(ranks):
         torch.testing.assert_close(result["16-mixed"]["norms"], reference.norms_before, rtol=1e-2, atol=0.0)
 
 
-@pytest.mark.slow
 def test_parameters_in_no_unit_are_an_error_that_names_one(ranks):
     for result in ranks[1]:
         assert result["outside"]["error"].startswith("ValueError: clipping by norm needs every trained parameter in an")
         assert "1 of 21 are in none, such as 'model.lm_head.weight' of shape (97, 33)" in result["outside"]["error"]
 
 
-@pytest.mark.slow
 @broken_under_each
 def test_gradients_that_are_not_finite_raise_on_every_rank(ranks, prefix, clipping):
     for run in (result[f"{prefix}raise-{clipping}"] for result in ranks[1]):
@@ -169,7 +163,6 @@ def test_gradients_that_are_not_finite_raise_on_every_rank(ranks, prefix, clippi
         assert len(run["norms"]) == BROKEN_BATCH
 
 
-@pytest.mark.slow
 @broken_under_each
 def test_skipped_step_leaves_training_as_if_it_had_not_been(ranks, prefix, clipping):
     device, results = ranks
@@ -184,7 +177,6 @@ def test_skipped_step_leaves_training_as_if_it_had_not_been(ranks, prefix, clipp
         assert_same_parameters(run["whole"], reference, rtol)
 
 
-@pytest.mark.slow
 @broken_under_each
 def test_ignored_gradients_that_are_not_finite_reach_the_parameters(ranks, prefix, clipping):
     for run in (result[f"{prefix}ignore-{clipping}"] for result in ranks[1]):
@@ -192,7 +184,6 @@ def test_ignored_gradients_that_are_not_finite_reach_the_parameters(ranks, prefi
         assert run["whole"]["lm_head.weight"].isnan().any()
 
 
-@pytest.mark.slow
 def test_fabric_raises_on_every_rank_unless_told_otherwise(ranks):
     for result in ranks[1]:
         errors = result["fabric-raise"]["errors"]

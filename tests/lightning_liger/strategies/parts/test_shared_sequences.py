@@ -49,7 +49,6 @@ def assert_parameters(found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_that_share_sequences_train_as_one_process_with_whole_ones(ranks, name):
     device, results = ranks
@@ -68,7 +67,6 @@ def test_ranks_that_share_sequences_train_as_one_process_with_whole_ones(ranks, 
         assert_parameters(wanted["whole"], {name: tensor.detach() for name, tensor in start.items()}, TOLERANCE[device])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_agree_on_the_validation_loss(ranks, name):
     first, *others = (result[name]["validation"] for result in ranks[1])
@@ -76,7 +74,6 @@ def test_ranks_agree_on_the_validation_loss(ranks, name):
     assert first["val_loss"] < ranks[1][0][name]["logged"][0]
 
 
-@pytest.mark.slow
 def test_loop_of_the_page_on_sequences_trains_as_one_process_with_whole_ones(ranks):
     device, results = ranks
     run = LOOP_OF_THE_PAGE
@@ -86,7 +83,6 @@ def test_loop_of_the_page_on_sequences_trains_as_one_process_with_whole_ones(ran
         assert_parameters(result["whole"], wanted["whole"], TOLERANCE[device])
 
 
-@pytest.mark.slow
 def test_rows_stay_whole_in_predict(ranks):
     rows = next(iter(DataLoader(make_rows(RUNS["ddp"], 1), batch_size=BATCH_SIZE)))
     for result in (result["predict"] for result in ranks[1]):
@@ -96,7 +92,6 @@ def test_rows_stay_whole_in_predict(ranks):
         torch.testing.assert_close(result["logits"], model(rows["input_ids"]).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_different_rows_on_ranks_that_share_sequences_are_refused(ranks):
     for rank, result in enumerate(ranks[1]):
         assert f"ranks that share a sequence got different batches (rank {rank} of them" in result["different-rows"]

@@ -102,7 +102,6 @@ def assert_as_in(reference: Reference, ranks: Ranks, way: str, num_micro_batches
             torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["untied", "tied", "qwen3", "no-kernels", "sharded-by-its-user"])
 def test_tensor_parallel_ranks_train_as_one_process_with_the_stock_model(ranks, way):
     name = way if way in ("tied", "qwen3") else "untied"
@@ -115,21 +114,18 @@ def test_tensor_parallel_ranks_train_as_one_process_with_the_stock_model(ranks, 
         assert result[way]["counts_after_validation"] == (2 * NUM_STEPS if fused else 0, 0)
 
 
-@pytest.mark.slow
 def test_ranks_of_a_pair_have_the_same_losses_and_pairs_have_others(ranks):
     losses = [result["untied"]["losses"] for result in ranks.results]
     assert losses[0::TP_SIZE] == losses[1::TP_SIZE]
     assert all(first != losses[0] for first in losses[TP_SIZE::TP_SIZE])
 
 
-@pytest.mark.slow
 def test_fabric_spreads_a_whole_model_over_tensor_parallel_ranks(ranks):
     assert_as_in(reference_training("tied", ranks, of_tokens=False), ranks, "fabric")
     for result in ranks.results:
         assert (result["fabric"]["num_replaced"], result["fabric"]["logit_counts"]) == (10, (NUM_STEPS, 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_lower_precisions_train_fused(ranks, precision):
     if precision == "bf16-true":
@@ -140,7 +136,6 @@ def test_lower_precisions_train_fused(ranks, precision):
         assert result[precision]["losses"] == pytest.approx(losses[rank // TP_SIZE][:2], rel=2.0**-8)
 
 
-@pytest.mark.slow
 def test_model_on_the_meta_device_gets_the_same_values_on_all_ranks(ranks):
     first, *others = (result["meta"] for result in ranks.results)
     for name, parameter in first["whole"].items():
@@ -150,19 +145,16 @@ def test_model_on_the_meta_device_gets_the_same_values_on_all_ranks(ranks):
     assert not first["whole"]["model.embed_tokens.weight"][52].any()  # the padding token's
 
 
-@pytest.mark.slow
 def test_tokens_count_the_same_whatever_micro_batch_they_are_in(ranks):
     reference = reference_training("tied", ranks, make_uneven_tp_batches, num_micro_batches=2)
     assert_as_in(reference, ranks, "uneven", num_micro_batches=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "name"), [("clipped", "qwen3"), ("by-its-user", "untied")])
 def test_norm_of_the_gradients_counts_each_parameter_once(ranks, way, name):
     assert_as_in(reference_training(name, ranks, max_norm=MAX_NORM), ranks, way)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["untied", "tied", "qwen3"])
 def test_ranks_hold_parts_of_what_the_plan_names_and_equal_copies_of_the_rest(ranks, way):
     first, second = (result[way] for result in ranks.results[:TP_SIZE])
@@ -180,7 +172,6 @@ def test_ranks_hold_parts_of_what_the_plan_names_and_equal_copies_of_the_rest(ra
     assert kinds == {"copies": norms, "parts": projections | {"embed_tokens", "lm_head"}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["untied", "tied"])
 def test_full_checkpoint_loads_into_the_stock_model(ranks, name):
     state = torch.load(ranks.folder / f"{name}.ckpt", weights_only=False)["state_dict"]
@@ -191,7 +182,6 @@ def test_full_checkpoint_loads_into_the_stock_model(ranks, name):
         torch.testing.assert_close(value, ranks.results[0][name]["whole"][key], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.slow
 def test_ranks_agree_on_the_validation_loss(ranks):
     first, *others = (result["untied"]["validation"] for result in ranks.results)
     assert others == [first] * (len(ranks.results) - 1)
@@ -206,7 +196,6 @@ def test_ranks_agree_on_the_validation_loss(ranks):
 FUSED = {"loss", "capped loss", "nll"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "operation"), CASES)
 def test_lazy_logits_of_a_vocabulary_parallel_head_give_the_values_of_whole_ones(ranks, layout, operation):
     model = TinyHead()
@@ -225,7 +214,6 @@ def test_lazy_logits_of_a_vocabulary_parallel_head_give_the_values_of_whole_ones
             assert found["counts"] == (1, 0)
 
 
-@pytest.mark.slow
 def test_logits_that_stay_with_their_ranks_are_real(ranks):
     whole = TinyHead().head(make_hidden_states()[0])
     for rank, result in enumerate(ranks.results):
