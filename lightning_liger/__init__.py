@@ -1,12 +1,9 @@
-"""Fused kernels and a loss without logits for PyTorch Lightning and Fabric.
+"""Fused kernels and a loss that never materializes the logits, for PyTorch Lightning and Fabric.
 
 Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_fsdp"``, ``"liger_model_parallel"``,
 ``"liger_deepspeed_stage_2"`` and ``"liger_deepspeed_stage_3"`` (and each ``_offload``) for :class:`lightning.Trainer`
 and :class:`lightning.Fabric`.
 """
-
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits
@@ -17,14 +14,17 @@ from lightning_liger.sequences.labels import shift_labels, split_sequence
 from lightning_liger.strategies import (
     FabricLigerDDPStrategy,
     FabricLigerDeepSpeedStrategy,
+    FabricLigerFSDPStrategy,
     FabricLigerModelParallelStrategy,
     FabricLigerSingleDeviceStrategy,
     FabricLigerStrategy,
     LigerDDPStrategy,
     LigerDeepSpeedStrategy,
+    LigerFSDPStrategy,
     LigerModelParallelStrategy,
     LigerSingleDeviceStrategy,
     LigerStrategy,
+    register_strategies,
 )
 from lightning_liger.strategies.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
 from lightning_liger.training.causal_lm import LigerCausalLM
@@ -32,22 +32,7 @@ from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.weights.export import export_pretrained
 from lightning_liger.weights.pretrained import load_pretrained
 
-for _strategy in (
-    LigerSingleDeviceStrategy,
-    LigerDDPStrategy,
-    LigerStrategy,
-    LigerModelParallelStrategy,
-    LigerDeepSpeedStrategy,
-):
-    _strategy.register_strategies(StrategyRegistry)
-for _strategy in (
-    FabricLigerSingleDeviceStrategy,
-    FabricLigerDDPStrategy,
-    FabricLigerStrategy,
-    FabricLigerModelParallelStrategy,
-    FabricLigerDeepSpeedStrategy,
-):
-    _strategy.register_strategies(STRATEGY_REGISTRY)
+register_strategies()
 
 __version__ = "0.1.0"
 
@@ -57,6 +42,7 @@ __all__ = [
     "ContextParallel",
     "FabricLigerDDPStrategy",
     "FabricLigerDeepSpeedStrategy",
+    "FabricLigerFSDPStrategy",
     "FabricLigerModelParallelStrategy",
     "FabricLigerPrecisionPlugin",
     "FabricLigerSingleDeviceStrategy",
@@ -66,6 +52,7 @@ __all__ = [
     "LigerCausalLM",
     "LigerDDPStrategy",
     "LigerDeepSpeedStrategy",
+    "LigerFSDPStrategy",
     "LigerLMMixin",
     "LigerModelParallelStrategy",
     "LigerPrecisionPlugin",

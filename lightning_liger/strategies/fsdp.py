@@ -1,17 +1,12 @@
 """``liger_fsdp``: Fully Sharded Data Parallel with fused kernels, for Trainer and Fabric, on GPUs and CPUs."""
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.fabric.plugins.precision.fsdp as fabric_precision
 import lightning.fabric.strategies.fsdp as fabric_fsdp
-import lightning.pytorch.plugins.precision.fsdp as pytorch_precision
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
-import torch
 import torch.distributed as dist
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -28,70 +23,73 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.rank_state import FabricCheckpoints, TrainerCheckpoints
-from lightning_liger.strategies.parts.clipping import TrainerClipping
+from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.arguments import refuse_unknown
+from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
-from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
+from lightning_liger.strategies.parts.policies import (
+    LayerPolicy,
+    check_policy,
+    decoder_layer_classes,
+    resolve_policy,
+)
 from lightning_liger.strategies.parts.shared_sequences import SharesSequences
-from lightning_liger.strategies.precision import FabricLigerPrecisionPlugin, LigerPrecisionPlugin
+from lightning_liger.strategies.precision import ShardedClippedPrecision, ShardedPrecision
 from lightning_liger.weights.materialize import Materializer, has_meta_tensors
 
-_NAME = "liger_fsdp"
-_DESCRIPTION = "Fully Sharded Data Parallel (FSDP) with fused kernels and a loss without logits"
+if TYPE_CHECKING:
+    _Strategy = Any  # Lightning's for the Trainer or for Fabric, which have no common base
+else:
+    _Strategy = object
+
 _ROOT = "_liger_fsdp_root"
 
 
-class _FusedFSDP:
-    """What the Trainer's and Fabric's strategies share; placed before Lightning's class."""
+class _FusedFSDP(_Strategy):
+    """Wraps models in FSDP. A mixin for strategies of Trainer and Fabric."""
 
     materializes = True
-    """Whether models may be built on the meta device."""
 
-    cpu_offload: Any
-    mixed_precision_config: Any
-    sharding_strategy: Any
-    root_device: torch.device
-    _fsdp_arguments: dict[str, Any]
+    @property
+    def _fsdp_arguments(self) -> dict[str, Any]:
+        """The arguments of FSDP that neither this class nor Lightning's knows."""
+        raise NotImplementedError
 
     def __init__(
         self,
         kernels: KernelChoice = "auto",
-        auto_wrap_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | Callable[..., bool] | None = None,
+        auto_wrap_policy: LayerPolicy | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
         **kwargs: Any,
     ) -> None:
-        check_kernels(kernels)
         check_policy("auto_wrap_policy", auto_wrap_policy)
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
-        self.kernels = kernels
         self._layers_to_wrap = auto_wrap_policy
         self._layers_to_checkpoint = activation_checkpointing_policy
         sharding_strategy = _check_sharding(sharding_strategy)
-        super().__init__(**kwargs)
+        super().__init__(kernels=kernels, **kwargs)
+        refuse_unknown(type(self).__name__, self._fsdp_arguments, FullyShardedDataParallel)
         # Not given to Lightning, which refuses hybrid sharding without a policy: ours may come from the model.
         self.sharding_strategy = sharding_strategy
 
     def setup_environment(self) -> None:
-        """Makes the device mesh of the strategy's devices, where Lightning's is always of GPUs."""
+        """Makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
         sizes = self._fsdp_arguments.pop("device_mesh", None)
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         if isinstance(sizes, tuple):
             if math.prod(sizes) != dist.get_world_size():
-                raise ValueError(
-                    f"device_mesh={sizes} must have as many places as there are processes, {dist.get_world_size()}"
-                )
+                raise ValueError(f"device_mesh={sizes}: sizes must multiply to world_size = {dist.get_world_size()}")
             sizes = init_device_mesh(self.root_device.type, sizes)
         if sizes is not None:
             self._fsdp_arguments["device_mesh"] = sizes
 
     def _wrap(self, model: Module, precision: Any) -> Module:
-        """``model`` in FSDP, unless its user wrapped it already; Lightning's set-up then takes it as it is.
+        """``model`` wrapped in FSDP, unless its user wrapped it. Lightning's set-up accepts a wrapped model as it is.
 
-        Lightning would pass FSDP a device index, which a CPU does not have.
+        Lightning itself would pass FSDP a device index, which a CPU does not have.
         """
         on_cpu = self.root_device.type == "cpu"
         if on_cpu and precision.scaler is not None and not precision.scaler.is_enabled():
@@ -134,32 +132,20 @@ class _FusedFSDP:
             # Full state dicts move parameters to the CPU and free what they moved, which on a CPU is the same memory.
             for module in FullyShardedDataParallel.fsdp_modules(root):
                 if module._handle is not None:
-                    module._handle.to_cpu = nullcontext
-        # Lightning sets the bare module up again for each stage, whose parameters only this root can gather.
+                    setattr(module._handle, _checked("to_cpu", module._handle), nullcontext)
+        # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
         return root
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        if not dist.is_available() or _NAME in strategy_registry:
-            return
-        strategy_registry.register(_NAME, cls, description=_DESCRIPTION)
-        strategy_registry.register(
-            f"{_NAME}_cpu_offload",
-            cls,
-            description=f"{_DESCRIPTION}, parameters and optimizer states in the memory of the CPU",
-            cpu_offload=True,
-        )
 
-
-class LigerStrategy(_FusedFSDP, SharesSequences, TrainerCheckpoints, TrainerClipping, pytorch_fsdp.FSDPStrategy):
+class LigerFSDPStrategy(_FusedFSDP, SharesSequences, TrainerFaultTolerance, TrainerKernels, pytorch_fsdp.FSDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
-    Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm, which it logs as
-    ``grad_norm``: over all ranks, before clipping.
+    Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm: the norm over all
+    ranks, before clipping, is logged as ``grad_norm``. ``LigerStrategy`` is another name of this class.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a list of names or a dict with options; see
+        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
             :func:`~lightning_liger.apply_liger_kernels`.
         auto_wrap_policy: The layers to shard one by one: their classes or names of these (dotted, or bare if the model
             has such a layer), or any FSDP policy. By default the layers that the Hugging Face model in the module says
@@ -168,21 +154,28 @@ class LigerStrategy(_FusedFSDP, SharesSequences, TrainerCheckpoints, TrainerClip
         sharding_strategy: As in Lightning's strategy; hybrid sharding without ``device_mesh`` or ``process_group``
             shards over the GPUs of each node.
         on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN: ``"raise"`` ends training,
-            ``"skip"`` lets the optimizer change nothing, ``"ignore"`` lets it take them as they are. The first two
-            take the norm in every step, clipped or not, and wait for it. With precision ``"16-mixed"`` the scaler skips
-            such steps in any case.
+            ``"skip"`` skips the optimizer step, ``"ignore"`` lets the optimizer use them. The first two compute the
+            norm in every step, clipped or not, and wait for it. With precision ``"16-mixed"`` the scaler skips such
+            steps in any case.
         context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
+        fault_tolerance: Whether checkpoints are atomic and hold what every rank needs to resume in the middle of an
+            epoch, and SIGTERM ends all ranks at the same batch. False leaves all of it to Lightning.
         **kwargs: As in Lightning's strategy.
 
     Raises:
+        TypeError: For an argument that neither Lightning's strategy nor ``FullyShardedDataParallel`` has.
         ValueError: For an unknown kernel, layer class, ``sharding_strategy`` or ``on_nonfinite_grad``, and for a
-            ``device_mesh`` of another size than the processes.
+            ``device_mesh`` whose sizes do not multiply to the number of processes.
     """
 
-    strategy_name = _NAME
+    strategy_name = "liger_fsdp"
+    # Lightning refuses to run the names that are registered here without a GPU.
     _registered_strategies: list[str] = []
+    _precision_mixin = ShardedClippedPrecision
+    _overridden = ("_setup_model",)
 
     @property
+    @override
     def _fsdp_arguments(self) -> dict[str, Any]:
         return self.kwargs
 
@@ -195,32 +188,12 @@ class LigerStrategy(_FusedFSDP, SharesSequences, TrainerCheckpoints, TrainerClip
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.saves_folders or self.root_device.type != "cpu":
             return super().optimizer_state(optimizer)
+        assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state = _full_optimizer_state(self.model, optimizer)
         if self.global_rank > 0:
             return state
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
-
-    @property
-    def patch_report(self) -> PatchReport | None:
-        """What was replaced in the model, None before it was set up."""
-        return getattr(self._precision_plugin, "patch_report", None)
-
-    @property
-    @override
-    def precision_plugin(self) -> pytorch_precision.FSDPPrecision:
-        return self._precision_plugin or LigerPrecisionPlugin(
-            "32-true", kernels=self.kernels, on_nonfinite_grad=self.on_nonfinite_grad
-        )
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, precision_plugin: Any) -> None:
-        if type(precision_plugin) is pytorch_precision.FSDPPrecision:
-            precision_plugin = LigerPrecisionPlugin.replacing(
-                precision_plugin, self.kernels, on_nonfinite_grad=self.on_nonfinite_grad
-            )
-        TrainerClipping.precision_plugin.fset(self, precision_plugin)
 
     @override
     def _setup_model(self, model: Module) -> Module:
@@ -228,15 +201,21 @@ class LigerStrategy(_FusedFSDP, SharesSequences, TrainerCheckpoints, TrainerClip
         return _connect_gradients(model, self.precision_plugin)
 
 
-class FabricLigerStrategy(_FusedFSDP, FabricCheckpoints, fabric_fsdp.FSDPStrategy):
-    """:class:`LigerStrategy` for Fabric; takes the same arguments, except for ``on_nonfinite_grad``.
+LigerStrategy = LigerFSDPStrategy
 
-    ``fabric.clip_gradients`` returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.
+
+class FabricLigerFSDPStrategy(_FusedFSDP, FabricFaultTolerance, FabricKernels, fabric_fsdp.FSDPStrategy):
+    """:class:`LigerFSDPStrategy` for Fabric.
+
+    Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``: ``fabric.clip_gradients``
+    returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.
     """
 
     _writes_by_itself = True
+    _precision_mixin = ShardedPrecision
 
     @property
+    @override
     def _fsdp_arguments(self) -> dict[str, Any]:
         return self._fsdp_kwargs
 
@@ -249,23 +228,6 @@ class FabricLigerStrategy(_FusedFSDP, FabricCheckpoints, fabric_fsdp.FSDPStrateg
             }
             state = state | {name: _full_optimizer_state(models[0], part) for name, part in optimizers.items()}
         super().save_checkpoint(path, state, *args, **kwargs)
-
-    @property
-    def patch_report(self) -> PatchReport | None:
-        """What was replaced in the model, None before it was set up."""
-        return getattr(self._precision, "patch_report", None)
-
-    @property
-    @override
-    def precision(self) -> fabric_precision.FSDPPrecision:
-        return self._precision or FabricLigerPrecisionPlugin("32-true", kernels=self.kernels)
-
-    @precision.setter
-    @override
-    def precision(self, precision: Any) -> None:
-        if type(precision) is fabric_precision.FSDPPrecision:
-            precision = FabricLigerPrecisionPlugin.replacing(precision, self.kernels)
-        fabric_fsdp.FSDPStrategy.precision.fset(self, precision)
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -280,12 +242,24 @@ class FabricLigerStrategy(_FusedFSDP, FabricCheckpoints, fabric_fsdp.FSDPStrateg
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Also for a module with several FSDP roots, and as Fabric documents ``error_if_nonfinite``."""
+        """Also clips a module with several FSDP roots, and follows ``error_if_nonfinite`` as Fabric documents it."""
         self.precision.unscale_gradients(optimizer)
         norm = clip_gradient_norm(module, self.precision.main_params(optimizer), max_norm, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"error_if_nonfinite=True: the norm of the gradients is {norm.item()}, not finite")
         return norm
+
+
+FabricLigerStrategy = FabricLigerFSDPStrategy
+
+
+def _checked(name: str, owner: object) -> str:
+    """``name``, if it is a method of ``owner``; assigning to another name would change nothing, silently."""
+    if not callable(getattr(owner, name, None)):
+        raise RuntimeError(
+            f"this PyTorch's {type(owner).__name__} has no method {name!r}, which training on CPUs has to replace"
+        )
+    return name
 
 
 def _check_sharding(sharding_strategy: str | ShardingStrategy) -> ShardingStrategy:
@@ -298,10 +272,10 @@ def _check_sharding(sharding_strategy: str | ShardingStrategy) -> ShardingStrate
 
 
 def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole state of an optimizer, on the first rank, for a model on CPUs.
+    """The whole state of an optimizer of a model on CPUs, on the first rank.
 
-    FSDP gathers all states of a unit into one buffer and offloads each from there to the CPU, which on a CPU copies
-    nothing: both moments of Adam would be the last one gathered.
+    FSDP gathers all states of a unit into one buffer and offloads each from there to the CPU. On a CPU that copies
+    nothing: both moments of Adam would be the one that was gathered last.
     """
     copied = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=copied):
@@ -309,10 +283,10 @@ def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def _connect_gradients(model: Module, precision: Any) -> Module:
-    """Lets NCCL average gradients as it sums them, where FSDP would divide each in passes of its own; and tells the
-    precision plugin of those that FSDP brings to the CPU."""
+    """Lets NCCL average gradients while it sums them, where FSDP would divide them in separate passes, and lets the
+    precision plugin accumulate those that FSDP offloads to the CPU."""
     if any(unit.cpu_offload.offload_params for unit in FullyShardedDataParallel.fsdp_modules(model)):
-        precision.add_up_offloaded(model)
+        precision.accumulate_offloaded(model)
     sharded = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if (
         isinstance(model, FullyShardedDataParallel)

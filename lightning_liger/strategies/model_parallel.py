@@ -1,44 +1,37 @@
 """``liger_model_parallel``: FSDP2 and tensor parallelism on a device mesh with fused kernels."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import lightning.fabric.strategies.model_parallel as fabric_model_parallel
 import lightning.pytorch.strategies.model_parallel as pytorch_model_parallel
-import torch
-import torch.distributed as dist
-from lightning.fabric.strategies import _StrategyRegistry
-from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.strategies.parts.clipping import TrainerClipping
-from lightning_liger.strategies.parts.head_units import check_tied_units, enter_backward_at_heads
-from lightning_liger.strategies.parts.kernels import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
+from lightning_liger.strategies.parts.head_units import check_tied_units, patched_heads
 from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
 from lightning_liger.strategies.parts.shared_sequences import SharesSequences
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
+from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
 from lightning_liger.weights.materialize import has_meta_tensors, materialize
 
-_NAME = "liger_model_parallel"
-_DESCRIPTION = "Fully sharded data parallelism by FSDP2 with fused kernels and a loss without logits"
+if TYPE_CHECKING:
+    _Strategy = Any  # Lightning's for the Trainer or for Fabric, which have no common base
+else:
+    _Strategy = object
 
 
-class _FullySharded:
-    """What the Trainer's and Fabric's strategies share; placed before Lightning's class."""
+class _FullySharded(_Strategy):
+    """Shards models by FSDP2 and tensor parallelism. A mixin for strategies of Trainer and Fabric."""
 
     materializes = True
-    """Whether models may be built on the meta device."""
-
-    root_device: torch.device
-    num_nodes: int
-    num_processes: int
-    _data_parallel_size: Any
-    _tensor_parallel_size: int
+    _data_parallel_size: Literal["auto"] | int
 
     def __init__(
         self,
@@ -53,7 +46,7 @@ class _FullySharded:
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         self._layers_to_wrap = auto_wrap_policy
         self._layers_to_checkpoint = activation_checkpointing_policy
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             kernels=kernels,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
@@ -63,13 +56,16 @@ class _FullySharded:
     def setup_environment(self) -> None:
         if self._data_parallel_size == "auto":
             self._data_parallel_size = max(1, self.num_nodes * self.num_processes // self._tensor_parallel_size)
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
 
     def _shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
         """Shards a whole ``model`` over both dimensions of ``mesh``.
 
-        Of the data-parallel one it shards the layers of ``auto_wrap_policy`` one by one, and ``roots`` around them.
+        Over the data-parallel dimension, it shards the layers of ``auto_wrap_policy`` one by one, then ``roots``.
         """
+        # Lightning imports it from there too; PyTorch documents no other way to checkpoint a module in place.
+        from torch.distributed._composable import checkpoint
+
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, layers)] + roots
         check_tied_units(model, set(units))
@@ -92,43 +88,30 @@ class _FullySharded:
         units = [module for module in model.modules() if isinstance(module, (FSDPModule, *layers))]
         materialize(model, self.root_device, units)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        if dist.is_available() and _NAME not in strategy_registry:
-            strategy_registry.register(_NAME, cls, description=_DESCRIPTION)
+    def _expose_lazy_logits(self, model: Module) -> None:
+        """Shows the tensors of lazy logits to FSDP2, which waits for the gradients of what its modules return.
 
-
-class _ShardsOnMeta:
-    """Placed right before Lightning's class of the Trainer, whose set-up would give models memory before sharding."""
-
-    model: Any
-
-    def setup(self, trainer: L.Trainer) -> None:
-        if has_meta_tensors(self.model):
-            self.model = self.precision_plugin.convert_module(self.model)  # type: ignore[attr-defined]
-            self._apply_kernels(self.model)  # type: ignore[attr-defined]
-            self._shard_children()  # type: ignore[attr-defined]
-            self._materialize(self.model)  # type: ignore[attr-defined]
-        super().setup(trainer)  # type: ignore[misc]
+        A head's weight stays gathered until then, also where the head is a unit of its own.
+        """
+        heads = set(patched_heads(model))
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule) and not heads.isdisjoint(unit.modules()):
+                unit.set_reshard_after_forward(False, recurse=False)
+                HIDDEN_STATES.expose(unit)
 
 
 class LigerModelParallelStrategy(
-    _FullySharded,
-    SharesSequences,
-    TrainerKernels,
-    TrainerClipping,
-    _ShardsOnMeta,
-    pytorch_model_parallel.ModelParallelStrategy,
+    _FullySharded, SharesSequences, TrainerFaultTolerance, TrainerKernels, pytorch_model_parallel.ModelParallelStrategy
 ):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
 
-    What ``configure_model`` leaves whole is sharded by FSDP2 over the data-parallel ranks: the layers that must not be
-    split one by one, and around them each child of the LightningModule, whose parameters, the LM head's among them,
-    stay gathered from its forward to the end of backward. The loss of an LM head that tensor parallelism spread over
-    the vocabulary is computed where its rows are.
+    FSDP2 shards what ``configure_model`` leaves whole over the data-parallel ranks: the layers that must not be split
+    one by one, then each child of the LightningModule around them. The parameters of a child, with the LM head's, stay
+    gathered from its forward to the end of backward. The loss of an LM head that tensor parallelism shards over the
+    vocabulary is computed where its rows are.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a list of names or a dict with options; see
+        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
             :func:`~lightning_liger.apply_liger_kernels`.
         auto_wrap_policy: The layers to shard one by one: their classes or names of these; by default those that the
             Hugging Face model in the module says must not be split.
@@ -138,8 +121,9 @@ class LigerModelParallelStrategy(
             over them by the plan that the Hugging Face model carries, the embeddings and the LM head over the
             vocabulary; otherwise ``configure_model`` parallelizes, on ``self.device_mesh["tensor_parallel"]``.
         on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
-            :class:`~lightning_liger.LigerStrategy`. The norm before clipping is logged as ``grad_norm``.
+            :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
         context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
+        fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         **kwargs: As in Lightning's strategy.
 
     Raises:
@@ -153,29 +137,42 @@ class LigerModelParallelStrategy(
         return self._save_distributed_checkpoint
 
     @override
+    def setup(self, trainer: L.Trainer) -> None:
+        model = self.model
+        if model is not None and has_meta_tensors(model):
+            # Before Lightning's, which would give the model memory before it is sharded.
+            self.model = model = self.precision_plugin.convert_module(model)
+            self._shard_children(model)
+            self._materialize(model)
+        super().setup(trainer)
+
+    @override
     def model_to_device(self) -> None:
         super().model_to_device()
-        self._shard_children()
-        enter_backward_at_heads(self.model)
+        assert self.model is not None
+        self._shard_children(self.model)
+        self._expose_lazy_logits(self.model)
 
-    def _shard_children(self) -> None:
-        if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            children = [child for child in self.model.children() if any(True for _ in child.parameters())]
-            self._shard(self.model, children, self.device_mesh)
+    def _shard_children(self, model: Module) -> None:
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            children = [child for child in model.children() if any(True for _ in child.parameters())]
+            self._shard(model, children, self.device_mesh)
 
 
-class FabricLigerModelParallelStrategy(_FullySharded, FabricKernels, fabric_model_parallel.ModelParallelStrategy):
+class FabricLigerModelParallelStrategy(
+    _FullySharded, FabricFaultTolerance, FabricKernels, fabric_model_parallel.ModelParallelStrategy
+):
     """:class:`LigerModelParallelStrategy` for Fabric.
 
     Args:
         parallelize_fn: As in Lightning's strategy; by default modules are sharded as
             :class:`LigerModelParallelStrategy` shards the children of a LightningModule.
-        kernels: As there.
-        auto_wrap_policy: As there.
-        activation_checkpointing_policy: As there.
-        data_parallel_size: As there.
-        tensor_parallel_size: As there, or for ``parallelize_fn`` to use.
-        **kwargs: As in Lightning's strategy.
+        kernels: As in :class:`LigerModelParallelStrategy`.
+        auto_wrap_policy: As in :class:`LigerModelParallelStrategy`.
+        activation_checkpointing_policy: As in :class:`LigerModelParallelStrategy`.
+        data_parallel_size: As in :class:`LigerModelParallelStrategy`.
+        tensor_parallel_size: As in :class:`LigerModelParallelStrategy`, or for ``parallelize_fn`` to use.
+        **kwargs: ``fault_tolerance``, and as in Lightning's strategy.
     """
 
     _writes_by_itself = True
@@ -209,9 +206,9 @@ class FabricLigerModelParallelStrategy(_FullySharded, FabricKernels, fabric_mode
         module = self._parallelize(module, mesh)
         if isinstance(module, Module):  # Lightning refuses anything else
             self._materialize(module)
-            enter_backward_at_heads(module)
+            self._expose_lazy_logits(module)
         return module
 
     @override
     def module_to_device(self, module: Module) -> None:
-        """Nothing: sharding brings a module to its device."""
+        """Does nothing: sharding moves a module to its device."""

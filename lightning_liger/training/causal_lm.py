@@ -1,15 +1,18 @@
 """A finished LightningModule for a Hugging Face causal LM, so that a yaml file is a whole program."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_liger.training.mixin import LigerLMMixin
+from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained
 
 
@@ -40,6 +43,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
         ValueError: For an unknown architecture or a setting out of its range.
     """
+
+    model: PreTrainedModel
 
     def __init__(
         self,
@@ -83,15 +88,15 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         Without a Trainer, on torch's default device.
 
         Raises:
-            ValueError: For an architecture that the meta device is not for, and weights that do not fit.
+            ValueError: For an architecture that cannot be built on the meta device, and weights that do not fit.
         """
         if getattr(self, "model", None) is not None:
             return
-        pretrained, strategy = self.hparams.pretrained, None if self._trainer is None else self.trainer.strategy
+        pretrained, strategy = self._settings.pretrained, None if self._trainer is None else self.trainer.strategy
         device = torch.get_default_device() if strategy is None else strategy.root_device
-        if getattr(strategy, "materializes", False):
+        if self._trainer is not None and engine_of(self.trainer).materializes:
             device = torch.device("meta")
-        settings = {"attn_implementation": self.hparams.attn_implementation, "dtype": torch.get_default_dtype()}
+        settings = {"attn_implementation": self._settings.attn_implementation, "dtype": torch.get_default_dtype()}
         with device:
             if pretrained is None or device.type == "meta":
                 self.model = AutoModelForCausalLM.from_config(self.config, **settings)
@@ -106,18 +111,23 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         self.model.train()
 
     def _leave_weights_to_strategy(self) -> None:
-        if self.hparams.pretrained is not None:
-            load_pretrained(self.model, self.hparams.pretrained)
+        if self._settings.pretrained is not None:
+            load_pretrained(self.model, self._settings.pretrained)
         elif not all(parameter.is_meta for parameter in self.model.parameters()):
-            # Made by constructors that heed no device, and left without values.
+            # Their constructors ignore torch's device, and their values would never be set.
             raise ValueError(
                 f"model_type={self.config.model_type!r} cannot be built on the meta device with random weights, as"
-                " strategies that shard do: expected weights by pretrained, or strategy='liger_ddp'"
+                " strategies that shard do: set pretrained, or use strategy='liger_ddp'"
             )
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        hparams = self.hparams
-        # A tied parameter is found in each module that holds it; the first, which is the embedding, counts.
+    @property
+    def _settings(self) -> Any:
+        """The arguments of ``__init__``; Lightning types them as a mapping, whose items are attributes too."""
+        return self.hparams
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        hparams = self._settings
+        # A tied parameter is found in each module that holds it; the first one, the embedding, decides.
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         grouped: set[nn.Parameter] = set()
         for module in self.modules():
@@ -141,7 +151,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _learning_rate_factor(self, step: int) -> float:
-        warmup, floor = self.hparams.warmup_steps, self.hparams.min_lr_ratio
+        warmup, floor = self._settings.warmup_steps, self._settings.min_lr_ratio
         if step < warmup:
             return (step + 1) / (warmup + 1)
         total = max(1, int(self.trainer.estimated_stepping_batches) - warmup)
@@ -159,11 +169,12 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         Returns:
             ``[batch_size, seq_len + new tokens]``, the prompts with their continuations.
         """
-        sampling = {"do_sample": True, "temperature": self.hparams.temperature} if self.hparams.temperature else {}
-        return self.model.generate(
+        sampling = {"do_sample": True, "temperature": self._settings.temperature} if self._settings.temperature else {}
+        generate = cast(Callable[..., Tensor], self.model.generate)  # transformers does not type it
+        return generate(
             batch["input_ids"],
             attention_mask=torch.ones_like(batch["input_ids"]),
-            max_new_tokens=self.hparams.max_new_tokens,
+            max_new_tokens=self._settings.max_new_tokens,
             use_cache=True,
             **({"do_sample": False} | sampling),
         )

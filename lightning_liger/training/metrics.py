@@ -1,7 +1,7 @@
 """Loss, perplexity and accuracy weighted by tokens, without logits."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,15 +11,17 @@ from torchmetrics import Metric, MetricCollection
 class _TokenMean(Metric):
     """A mean over tokens, summed in float64: millions of tokens would drown in float32.
 
-    torchmetrics' MeanMetric either looks for NaN, for which the host waits for the device, or drops the weights.
+    torchmetrics' MeanMetric either searches for NaN, for which the host waits for the device, or drops the weights.
     """
 
     full_state_update = False
+    total: Tensor
+    num_tokens: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("total", "num_tokens"):
-            zero = torch.zeros((), dtype=torch.float64, device="cpu")  # not on meta: nobody would fill it
+            zero = torch.zeros((), dtype=torch.float64, device="cpu")  # not on meta, where it would have no value
             self.add_state(name, zero, dist_reduce_fx="sum")
 
     def update(self, mean: Tensor, num_tokens: Tensor) -> None:
@@ -30,11 +32,12 @@ class _TokenMean(Metric):
         return self.total / self.num_tokens
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "_TokenMean":
-        # Follows its module to a device, not to bfloat16: torchmetrics guards against `.bfloat16()`, not `.to(dtype)`.
+        # Moves with its module to a device, keeps float64: torchmetrics guards against `.bfloat16()`, not `.to(dtype)`.
         def move(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor.is_meta else tensor.to(fn(tensor.new_empty(0)).device)
 
-        return super()._apply(move, *args, **kwargs)
+        super()._apply(move, *args, **kwargs)
+        return self
 
 
 class Perplexity(_TokenMean):
@@ -60,11 +63,14 @@ class TokenMetrics(MetricCollection):
 
     def sums(self) -> Tensor:
         """A copy of the metrics' sums and numbers of tokens, ``[3, 2]`` in float64, of this rank."""
-        return torch.stack([torch.stack((metric.total, metric.num_tokens)) for metric in self.values()])
+        return torch.stack([torch.stack((metric.total, metric.num_tokens)) for metric in self._means()])
+
+    def _means(self) -> Iterable[_TokenMean]:
+        return cast(Iterable[_TokenMean], self.values())
 
     def load_sums(self, sums: Tensor) -> None:
-        """Goes on from what :meth:`sums` returned."""
-        for metric, (total, num_tokens) in zip(self.values(), sums, strict=True):
+        """Restores what :meth:`sums` returned."""
+        for metric, (total, num_tokens) in zip(self._means(), sums, strict=True):
             metric.total = total.to(metric.total.device, copy=True)
             metric.num_tokens = num_tokens.to(metric.num_tokens.device, copy=True)
 

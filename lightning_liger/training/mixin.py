@@ -1,8 +1,8 @@
-"""What turns a LightningModule with a language model into one that trains on its fused loss."""
+"""Mixin for LightningModules that train a causal language model on the fused loss."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -15,7 +15,13 @@ from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.sequences.context_parallel import attention_implementation
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.metrics import TokenMetrics
+from lightning_liger.training.protocol import engine_of
 from lightning_liger.training.token_mean import TokenMean
+
+if TYPE_CHECKING:
+    _Module = L.LightningModule
+else:
+    _Module = object
 
 _LABELS = ("labels", "shift_labels")
 _STAGES = ("train", "val", "test")
@@ -23,31 +29,32 @@ _NORMALIZATIONS = ("tokens", "micro_batch")
 
 
 class LMLoss(NamedTuple):
-    """The loss of one batch and what the metrics need of it."""
+    """The loss of one batch, with the counts that metrics need."""
 
     loss: Tensor
     """Mean over the tokens that are not ignored, a differentiable scalar."""
     loss_sum: Tensor
-    """Their sum, likewise."""
+    """Their sum, a differentiable scalar."""
     num_tokens: Tensor
-    """Tokens that are not ignored."""
+    """Number of tokens that are not ignored."""
     num_correct: Tensor
-    """Tokens whose label has the largest logit."""
+    """Number of tokens whose label has the largest logit."""
 
 
-class LigerLMMixin:
-    """Training, validation and test steps of a causal language model on a loss that never makes the logits.
+class LigerLMMixin(_Module):
+    """Training, validation and test steps of a causal language model whose loss never materializes the logits.
 
-    Put it before the base class and the model into ``self.model``::
+    List it before the base class and put the model into ``self.model``::
 
         class LM(LigerLMMixin, L.LightningModule):
             def configure_model(self):
-                self.model = AutoModelForCausalLM.from_config(config)
+                if getattr(self, "model", None) is None:  # Lightning calls this for each stage
+                    self.model = AutoModelForCausalLM.from_config(config)
 
-    The steps expect batches with ``labels`` (unshifted, as Hugging Face's) or ``shift_labels`` (what each token is to
-    predict) and pass everything else to the model. Where ``position_ids`` start again, so does a document, and no token
-    is to predict the first of another one. The steps log ``{train,val,test}_{loss,perplexity,accuracy}``, averaged over
-    tokens. Override them as you like::
+    The steps expect batches with ``labels`` (unshifted, as Hugging Face's) or ``shift_labels`` (the target of each
+    token) and pass everything else to the model. A document starts wherever ``position_ids`` start again, and no token
+    has to predict the first token of another document. The steps log ``{train,val,test}_{loss,perplexity,accuracy}``,
+    averaged over tokens. Override them as you like::
 
         def training_step(self, batch, batch_idx):
             labels = batch.pop("labels")
@@ -55,13 +62,13 @@ class LigerLMMixin:
 
     The training loss is the mean over the target tokens of a whole optimizer step: gradients do not depend on how
     tokens were split over accumulated micro-batches and ranks. With ``loss_normalization = "micro_batch"`` in the class
-    they are the mean of the micro-batches' means, as those of a training step of your own.
+    they are the mean of the means of micro-batches, as with a training step of your own.
 
     The loss is fused when the model's head was patched, which the ``liger`` strategies, ``LigerCallback`` and
     :func:`~lightning_liger.apply_liger_kernels` do; otherwise the steps work on whole logits.
 
     Raises:
-        TypeError: When a class lists the mixin behind ``LightningModule``.
+        TypeError: When a class lists the mixin after ``LightningModule``.
         ValueError: For an unknown ``loss_normalization``.
     """
 
@@ -99,7 +106,7 @@ class LigerLMMixin:
             labels: ``[batch_size, seq_len]``, int64; -100 is ignored.
             position_ids: ``[batch_size or 1, seq_len]``, for rows of several documents; see
                 :func:`~lightning_liger.shift_labels`.
-            shifted: Whether labels already are what each token is to predict.
+            shifted: Whether labels already are the targets of the tokens.
 
         Returns:
             A scalar, NaN if every label is ignored.
@@ -148,7 +155,7 @@ class LigerLMMixin:
     def _lm_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
         _check_batch(stage, batch)
         _check_packing(self.model, batch.get("position_ids"))
-        batch = self._own_piece(stage, batch)
+        batch = self._context_parallel_shard(stage, batch)
         inputs = {key: value for key, value in batch.items() if key not in _LABELS}
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
         if position_ids is not None and position_ids.ndim > 2:  # of images and text, where they start again at will
@@ -164,9 +171,9 @@ class LigerLMMixin:
             return self._token_mean.add(result.loss_sum, result.num_tokens)
         return result.loss
 
-    def _own_piece(self, stage: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This rank's part of the rows, where ranks share them."""
-        context = None if self._trainer is None else getattr(self.trainer.strategy, "context_parallel", None)
+    def _context_parallel_shard(self, stage: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This rank's part of the rows under context parallelism, else all of them."""
+        context = None if self._trainer is None else engine_of(self.trainer).context_parallel
         if context is None:
             return batch
         if stage == "train" and not self._normalizes_steps():
@@ -178,64 +185,64 @@ class LigerLMMixin:
         return context.split(batch)
 
     def _normalizes_steps(self) -> bool:
-        """Whether gradients become those of the step's mean; not where engines keep them to themselves."""
+        """Whether gradients become those of the step's mean; not where an engine gives no access to them."""
         if self.loss_normalization != "tokens" or self._trainer is None or not self.automatic_optimization:
             return False
-        strategy = self.trainer.strategy
-        return not strategy.handles_gradient_accumulation or getattr(strategy, "scales_gradients", False)
+        engine = engine_of(self.trainer)
+        return not engine.handles_gradient_accumulation or engine.scales_gradients
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What a rank needs for itself to go on in the middle of an epoch: its part of the averages over the epoch."""
-        return {"train_metrics": self.token_metrics["train_metrics"].sums()}
+        """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
+        return {"train_metrics": self._metrics_of("train").sums()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`rank_state_dict` returned."""
-        self.token_metrics["train_metrics"].load_sums(state["train_metrics"])
+        """Restores what :meth:`rank_state_dict` returned."""
+        self._metrics_of("train").load_sums(state["train_metrics"])
 
     def on_train_start(self) -> None:
         super().on_train_start()
         self._token_mean.reset()
         if self.loss_normalization == "tokens" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
-                f"{type(self.trainer.strategy).__name__} keeps gradients to itself: the training loss is the mean of"
-                " the means of micro-batches and ranks, whatever their numbers of tokens. 'liger_deepspeed_stage_2' and"
-                " '_3' take the mean over tokens; loss_normalization = 'micro_batch' says that you do not want it."
+                f"{type(self.trainer.strategy).__name__} gives no access to its gradients: the training loss is the"
+                " mean of the means of micro-batches and ranks, whatever their numbers of tokens. Use"
+                " 'liger_deepspeed_stage_2' or '_3' for the mean over tokens, or set loss_normalization ="
+                " 'micro_batch' if you do not want it."
             )
 
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
-        # An engine that accumulates by itself finishes the last step of an epoch in the next one.
-        if not self.trainer.strategy.handles_gradient_accumulation:
+        # An engine that accumulates by itself finishes the last step of an epoch in the next epoch.
+        if not engine_of(self.trainer).handles_gradient_accumulation:
             self._token_mean.reset()
 
     def on_after_backward(self) -> None:
         super().on_after_backward()
-        # Here and not in a hook of the optimizer's step, where callbacks, which may look at gradients, come first.
-        if self._token_mean.is_empty or self._should_accumulate():
+        # Not in a hook of the optimizer's step, where callbacks, which may look at gradients, run first.
+        if self._token_mean.is_empty:
             return
-        strategy = self.trainer.strategy
+        strategy, engine = self.trainer.strategy, engine_of(self.trainer)
+        if engine.should_accumulate():
+            return
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         loss = self._token_mean.normalize(
             (parameter for group in groups for parameter in group["params"]),
             num_micro_batches=self.trainer.accumulate_grad_batches,
             num_ranks=self.trainer.world_size,
-            sum_over_ranks=lambda tensor: strategy.reduce(tensor, reduce_op="sum"),
-            scale=strategy.scale_gradients if strategy.handles_gradient_accumulation else None,
+            sum_over_ranks=lambda tensor: cast(Tensor, strategy.reduce(tensor, reduce_op="sum")),
+            scale=engine.scale_gradients,
         )
         self._log_step(loss)
 
-    def _should_accumulate(self) -> bool:
-        strategy = self.trainer.strategy
-        if strategy.handles_gradient_accumulation:
-            return strategy.should_accumulate()
-        return self.trainer.fit_loop.epoch_loop._should_accumulate()
+    def _metrics_of(self, stage: str) -> TokenMetrics:
+        return cast(TokenMetrics, self.token_metrics[f"{stage}_metrics"])
 
     def _log_step(self, loss: Tensor) -> None:
         self.log("train_loss_step", loss, prog_bar=True, on_step=True, on_epoch=False)
 
-    @torch.compiler.disable  # Lightning looks at signatures of hooks, which the compiler cannot
+    @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _log_tokens(self, stage: str, result: LMLoss) -> None:
-        metrics = self.token_metrics[f"{stage}_metrics"]
+        metrics = self._metrics_of(stage)
         metrics.update_tokens(result.loss, result.num_correct, result.num_tokens)
         if stage == "train" and not self._normalizes_steps():
             self._log_step(result.loss.detach())
@@ -255,7 +262,7 @@ def _check_batch(stage: str, batch: Any) -> None:
 
 
 def _check_packing(model: nn.Module, position_ids: Tensor | None) -> None:
-    """Raises ValueError for documents that attention would take for one."""
+    """Raises ValueError for packed documents between which attention would not see a border."""
     if position_ids is None or position_ids.ndim != 2 or len(position_ids) == 1:
         return
     implementation = attention_implementation(model)
@@ -263,6 +270,7 @@ def _check_packing(model: nn.Module, position_ids: Tensor | None) -> None:
         return
     if bool((position_ids.diff(dim=-1) != 1).any()):  # waits for the device, as flash attention's own look at them
         raise ValueError(
-            f"attn_implementation={implementation!r} tells documents apart only in a batch of one row, got position_ids"
-            f" of shape {tuple(position_ids.shape)} that start again: put the rows end to end into one, or use 'sdpa'"
+            f"attn_implementation={implementation!r} separates packed documents only in a batch of one row, got"
+            f" position_ids of shape {tuple(position_ids.shape)} that start again: concatenate the rows into one, or"
+            " use 'sdpa'"
         )

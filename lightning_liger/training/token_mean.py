@@ -1,8 +1,8 @@
-"""The mean over tokens of all micro-batches and ranks of an optimizer step, whatever way they were split.
+"""The mean over the tokens of all micro-batches and ranks of an optimizer step, however they were split.
 
 Micro-batches and ranks hold different numbers of target tokens, so the mean of their means is not the mean over tokens.
-Each therefore differentiates its sum, times a constant; once the step's tokens are counted, gradients are divided by
-their number, before anybody looks at them.
+Each therefore differentiates the sum of its losses, times a constant. Once the tokens of the step are counted, the
+gradients are divided by their number, before callbacks, clipping or the optimizer see them.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,6 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _SUM_SCALE = 2.0**-12  # sums of thousands of tokens, brought near to means, so that float16 holds their gradients
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiplies the gradients of ``parameters``, DTensors included, by a number in float32, in place."""
+    gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), same in gradients.items():
+        torch._foreach_mul_(same, factor.to(device, torch.float32))
 
 
 class TokenMean:
@@ -33,12 +45,12 @@ class TokenMean:
         """Adds a micro-batch.
 
         Args:
-            loss_sum: The sum of its tokens' losses, a differentiable scalar.
-            num_tokens: How many they are, a scalar.
+            loss_sum: The sum of the losses of its tokens, a differentiable scalar.
+            num_tokens: The number of these tokens, a scalar.
 
         Returns:
             A loss whose value is the micro-batch's mean (0 without tokens) and whose gradient is that of its sum, times
-            a constant that :meth:`normalize` takes out.
+            a constant that :meth:`normalize` removes.
         """
         total = loss_sum.detach()
         added = torch.stack((total.double(), num_tokens.double()))
@@ -53,16 +65,16 @@ class TokenMean:
         num_micro_batches: int,
         num_ranks: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
-        scale: Callable[[Iterable[nn.Parameter], Tensor], None] | None = None,
+        scale: Callable[[Iterable[nn.Parameter], Tensor], None] = scale_gradients,
     ) -> Tensor:
         """Makes the parameters' gradients those of the mean over all tokens since the last call.
 
         Args:
             parameters: Their gradients are scaled in place.
-            num_micro_batches: By how many the losses were divided before backward.
-            num_ranks: Over how many ranks gradients were averaged.
-            sum_over_ranks: Adds a tensor up over them.
-            scale: Multiplies the parameters' gradients by a number, where an engine keeps them to itself.
+            num_micro_batches: The number that losses were divided by before backward.
+            num_ranks: The number of ranks over which gradients were averaged.
+            sum_over_ranks: Sums a tensor over these ranks.
+            scale: Multiplies the parameters' gradients by a number.
 
         Returns:
             That mean, 0 without any token.
@@ -72,16 +84,5 @@ class TokenMean:
         loss_sum, num_tokens = sum_over_ranks(self._sum_and_count)
         self.reset()
         factor = num_micro_batches * num_ranks / _SUM_SCALE / num_tokens.clamp(min=1)
-        (scale or _scale_gradients)(parameters, factor)
+        scale(parameters, factor)
         return loss_sum / num_tokens.clamp(min=1)
-
-
-def _scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            gradients.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), same in gradients.items():
-        torch._foreach_mul_(same, factor.to(device, torch.float32))

@@ -1,4 +1,4 @@
-"""Clipping by the norm of gradients, whole on each rank or in shards on several."""
+"""Clipping by the norm of gradients that are whole on each rank or sharded over ranks."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -17,21 +17,21 @@ def clip_whole_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     """Scales the gradients of ``parameters`` so that their norm is at most ``max_norm``.
 
     Args:
-        parameters: With gradients that are the same on every rank, or ``DTensor`` on any device meshes.
-        max_norm: ``math.inf`` changes nothing.
-        norm_type: Of the p-norm.
+        parameters: Their gradients are the same on every rank, or ``DTensor`` on any device meshes.
+        max_norm: The largest norm; ``math.inf`` changes nothing.
+        norm_type: The p of the p-norm.
 
     Returns:
-        The norm before, a plain tensor, the same on every rank; 0 without any gradient.
+        The norm before clipping, a plain tensor, the same on every rank; 0 without any gradient.
     """
-    on_meshes: dict[object, list[Tensor]] = {}  # PyTorch takes no norm over several, and scales none together
+    on_meshes: dict[object, list[Tensor]] = {}  # PyTorch computes no norm over several meshes at once
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
         on_meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(parameter)
     norms = [
-        torch.nn.utils.get_total_norm([parameter.grad for parameter in group], norm_type)
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
         for group in on_meshes.values()
     ]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -47,21 +47,21 @@ def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: fl
 
     Args:
         model: An FSDP root, or a module with one or several of them inside.
-        parameters: Those of an optimizer; other parameters' gradients neither count nor change.
-        max_norm: ``math.inf`` changes nothing.
-        norm_type: Of the p-norm.
+        parameters: Those of an optimizer; gradients of other parameters neither count nor change.
+        max_norm: The largest norm; ``math.inf`` changes nothing.
+        norm_type: The p of the p-norm.
 
     Returns:
-        The norm before, the same on every rank. FSDP gives it the dtype of the gradients.
+        The norm before clipping, the same on every rank. Under FSDP it has the dtype of the gradients.
 
     Raises:
-        ValueError: If ranks do not share a parameter's gradient, because it is in no FSDP unit.
+        ValueError: If a parameter is in no FSDP unit, so that ranks do not average its gradient.
     """
     parameters = list(parameters)
     if dist.get_world_size() == 1:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
-    units = {parameter for root in roots for parameter in root.parameters()}
+    units: set[Tensor] = {parameter for root in roots for parameter in root.parameters()}
     _check_inside(model, parameters, units)
     with _without_gradients(units.difference(parameters)):
         if len(roots) == 1:
@@ -73,10 +73,10 @@ def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: fl
 
 
 def _check_inside(model: Module, parameters: list[Tensor], units: set[Tensor]) -> None:
-    """Raises for parameters that FSDP does not manage: their gradients differ on each rank, and so would the norm."""
+    """Raises for parameters that FSDP does not manage: their gradients differ between ranks, and so would the norm."""
     outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in units]
     if outside:
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         first = names.get(outside[0], "one of another model")
         raise ValueError(
             f"clipping by norm needs every trained parameter in an FSDP unit of {type(model).__name__}, but"
@@ -87,7 +87,7 @@ def _check_inside(model: Module, parameters: list[Tensor], units: set[Tensor]) -
 
 @contextmanager
 def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Takes the gradients of ``parameters`` away for a while."""
+    """Hides the gradients of ``parameters`` in a block."""
     gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in gradients:
         parameter.grad = None

@@ -1,12 +1,12 @@
-"""Which layers FSDP wraps or checkpoints, as users name them."""
+"""The layers that FSDP wraps or checkpoints, as users name them."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn import Module
 
-LayerPolicy = Sequence[str] | set[type[Module]] | Callable[..., bool]
+LayerPolicy = list[str] | set[type[Module]] | Callable[..., bool]
 """Layer classes, names of layer classes (dotted, or bare if the model has one of that name), or an FSDP policy."""
 
 
@@ -26,7 +26,7 @@ def decoder_layer_classes(model: Module) -> set[type[Module]]:
 
 
 def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> Any:
-    """The policy as Lightning takes it: names become the classes of ``model``'s layers, everything else stays.
+    """The policy in Lightning's form: names become the classes of ``model``'s layers, everything else stays.
 
     Raises:
         ValueError: For a name that is no class, or one that ``model`` has no layer of.

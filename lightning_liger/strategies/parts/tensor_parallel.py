@@ -1,13 +1,13 @@
 """Tensor parallelism of a whole Hugging Face model, by the plan that the model carries.
 
-Projections become DTensors by PyTorch's own styles; the embeddings and the LM head are spread over the vocabulary, so
-that the loss is too. Every other parameter becomes a replicated DTensor, whose local tensor its module computes with:
+Projections become DTensors by PyTorch's own styles. The embeddings and the LM head are sharded over the vocabulary, and
+the loss with them. Every other parameter becomes a replicated DTensor, whose module computes with the local tensor:
 optimizers and FSDP2 then find all parameters on the same device mesh, and broadcasting makes replicas equal.
 """
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ class Replicated(ParallelStyle):
     """Each rank has all of a module's own parameters, and computes with plain tensors.
 
     Args:
-        sums_gradients: Whether ranks give the module different parts of the activations, such as each its attention
-            heads, so that a parameter's gradient is the sum of theirs. Otherwise ranks find the same gradient.
+        sums_gradients: Whether ranks pass the module different parts of the activations, such as their attention heads,
+            so that a parameter's gradient is the sum over ranks. Otherwise all ranks compute the same gradient.
     """
 
     def __init__(self, sums_gradients: bool = False) -> None:
@@ -43,15 +43,16 @@ class Replicated(ParallelStyle):
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """Each rank has some rows of an embedding and looks up the tokens that are among them; the results are added up."""
+    """Each rank has some rows of an embedding and looks up the tokens among them; the results are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        start = _rows_per_rank(module, device_mesh.size()) * device_mesh.get_local_rank()
+        assert isinstance(module, nn.Embedding)  # see _check
+        start = _rows_per_rank(module.num_embeddings, device_mesh.size()) * device_mesh.get_local_rank()
         _distribute(module, device_mesh, Shard(0))
-        num_rows = module.weight.to_local().shape[0]
+        num_rows = cast(DTensor, module.weight).to_local().shape[0]
         padding = module.padding_idx
-        is_own = padding is not None and start <= padding < start + num_rows
-        others: list[Tensor] = []  # of the call that is under way, the tokens of other ranks
+        own_padding = padding - start if padding is not None and start <= padding < start + num_rows else None
+        others: list[Tensor] = []  # for each nested call, the mask of tokens that other ranks look up
 
         def look_up_own(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             rows = args[0] - start
@@ -64,7 +65,7 @@ class VocabParallelEmbedding(ParallelStyle):
 
         module.register_forward_pre_hook(look_up_own)
         module.register_forward_hook(add_up)
-        _compute_locally(module, DTensor.to_local, padding_idx=padding - start if is_own else None)
+        _compute_locally(module, DTensor.to_local, padding_idx=own_padding)
         return module
 
 
@@ -80,10 +81,10 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: Replicated(sums_gradients=True),
     "replicate": Replicated,
 }
-"""What transformers calls its styles, in PyTorch's or our own."""
+"""The names of transformers' styles, and the styles of PyTorch or ours that do the same."""
 
 _SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
-"""Styles with which a rank sees its part of what a layer puts out or takes in, which must be as large as the others."""
+"""Styles that shard a layer's outputs or inputs over ranks: the attribute with the size that must divide evenly."""
 
 
 def is_distributed(model: nn.Module) -> bool:
@@ -160,7 +161,7 @@ def _planned(owner: Any, num_ranks: int) -> dict[nn.Module, str]:
 
 
 def _generic(name: str) -> str:
-    """A module's name as plans spell it, with stars for numbers."""
+    """A module's name as in plans, with stars for numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -172,16 +173,17 @@ def _check(owner: nn.Module, name: str, module: nn.Module, style: str, num_ranks
     size = getattr(module, _SPLIT[style]) if style in _SPLIT else 0
     if size % num_ranks:
         raise ValueError(f"tensor_parallel_size={num_ranks} must divide {_SPLIT[style]} of {name!r}, which is {size}")
-    if style == "embedding_rowwise" and _rows_per_rank(module, num_ranks) * (num_ranks - 1) >= module.num_embeddings:
+    num_rows = module.num_embeddings if isinstance(module, nn.Embedding) and style == "embedding_rowwise" else None
+    if num_rows is not None and _rows_per_rank(num_rows, num_ranks) * (num_ranks - 1) >= num_rows:
         raise ValueError(
-            f"tensor_parallel_size={num_ranks} leaves a rank without any of the {module.num_embeddings} rows of"
-            f" {name!r}; expected fewer ranks"
+            f"tensor_parallel_size={num_ranks} leaves a rank without any of the {num_rows} rows of {name!r}; expected"
+            " fewer ranks"
         )
 
 
-def _rows_per_rank(embeddings: nn.Embedding, num_ranks: int) -> int:
-    """Rows that each rank has but for the last, which may have fewer."""
-    return -(-embeddings.num_embeddings // num_ranks)
+def _rows_per_rank(num_rows: int, num_ranks: int) -> int:
+    """The number of rows of every rank but the last, which may have fewer."""
+    return -(-num_rows // num_ranks)
 
 
 def _unsupported(num_ranks: int, owner: nn.Module, name: str, style: str) -> str:
@@ -199,24 +201,24 @@ def _distribute(module: nn.Module, device_mesh: DeviceMesh, placement: Placement
 
 
 def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh, replicas: dict[Tensor, nn.Parameter]) -> None:
-    """Makes a module's own parameters replicas if they are plain; those that were shared still are."""
+    """Replicates a module's own parameters if they are plain tensors; shared parameters stay shared."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if not own or any(isinstance(parameter, DTensor) for parameter in own.values()):
         return
     Replicated()._apply(module, device_mesh)
     for name, parameter in own.items():
-        module.register_parameter(name, replicas.setdefault(parameter, module._parameters[name]))
+        module.register_parameter(name, replicas.setdefault(parameter, module.get_parameter(name)))
 
 
-def _compute_locally(module: nn.Module, local: Callable[[DTensor], Tensor], **settings: Any) -> None:
-    """Has a module's forward find ``local`` of its own parameters, which are DTensors before and after it.
+def _compute_locally(module: nn.Module, local: Callable[[Any], Any], **settings: Any) -> None:
+    """Replaces a module's own parameters, which are DTensors, by local tensors during its forward.
 
     Args:
         module: The module.
-        local: What becomes of each parameter.
-        **settings: Attributes that have other values there too.
+        local: Returns the local tensor of a parameter.
+        **settings: Attributes that have other values during forward.
     """
-    outside: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of the calls that are under way
+    outside: list[tuple[dict[str, Any], dict[str, Any]]] = []  # one entry for each nested call
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}

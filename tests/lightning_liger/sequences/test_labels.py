@@ -179,7 +179,7 @@ def test_positions_of_images_and_text_say_nothing_about_documents() -> None:
 def test_several_packed_rows_are_refused_under_flash_attention_which_would_join_their_documents() -> None:
     module = LM(model_of("llama", patched=False))
     module.model.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(ValueError, match=r"'flash_attention_2' tells documents apart only in a batch of one row, got"):
+    with pytest.raises(ValueError, match=r"'flash_attention_2' separates packed documents only in a batch of one row"):
         module.validation_step(packed(2), 0)
 
 

@@ -4,10 +4,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_liger import FabricLigerDDPStrategy, LazyLogits, LigerDDPStrategy
+from lightning_liger.strategies import register_strategies
 from tests.lightning_liger.strategies.workers.distributed import (
     build_model,
     launch,
@@ -145,22 +146,5 @@ def test_strategy_is_registered_by_name(registry, strategy, name, options):
     made = registry.get(name)
     assert type(made) is strategy
     assert made._ddp_kwargs == options
-    strategy.register_strategies(registry)  # the second time nothing happens
+    register_strategies()  # the second time nothing happens
     assert registry.available_strategies().count(name) == 1
-
-
-def test_advice_about_unused_parameters_names_our_strategy():
-    def advice(strategy):
-        error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
-        strategy.on_exception(error)
-        return str(error)
-
-    assert "strategy='ddp_find_unused_parameters_true'" in advice(DDPStrategy())
-    assert "strategy='liger_ddp_find_unused_parameters_true'" in advice(LigerDDPStrategy())
-    assert "strategy=LigerDDPStrategy(find_unused_parameters=True)" in advice(LigerDDPStrategy())
-
-
-def test_other_errors_stay_as_they_are():
-    error = RuntimeError("strategy='ddp_spawn' was the user's text")
-    LigerDDPStrategy().on_exception(error)
-    assert error.args == ("strategy='ddp_spawn' was the user's text",)

@@ -48,7 +48,7 @@ of_each_stage = pytest.mark.parametrize("stage", [2, 3])
 def launched(request, tmp_path_factory):
     """The device, the folder, what both ranks got out of every run, and the module that ran them."""
     pytest.importorskip("deepspeed", reason="needs deepspeed")
-    from tests.lightning_liger.strategies import deepspeed as worker
+    from tests.lightning_liger.strategies.workers import deepspeed as worker
 
     folder = tmp_path_factory.mktemp("ranks")
     build_model().save_pretrained(folder / worker.PRETRAINED)
@@ -338,7 +338,7 @@ def test_engine_that_keeps_gradients_to_itself_trains_on_means_of_micro_batches_
     monkeypatch.setattr(LigerSingleDeviceStrategy, "handles_gradient_accumulation", True)
     recorder, module = Losses(), LM()
     trainer = make_trainer(recorder, root=tmp_path, strategy="liger")
-    with pytest.warns(UserWarning, match="LigerSingleDeviceStrategy keeps gradients to itself"):
+    with pytest.warns(UserWarning, match="LigerSingleDeviceStrategy gives no access to its gradients"):
         trainer.fit(module, make_loader(0, 2))
     assert recorder.losses[0] == pytest.approx(build_model()(**make_batches(0, 1)[0]).loss.item(), rel=1e-5)
     assert not module._normalizes_steps()

@@ -111,7 +111,7 @@ class BroughtToTheCPU(torch.nn.Module):
 @pytest.mark.parametrize("cleared", ["before forward", "after forward"])
 def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last(cleared):
     model, plugin = BroughtToTheCPU(), LigerPrecisionPlugin()
-    plugin.add_up_offloaded(model)
+    plugin.accumulate_offloaded(model)
     model.unused.grad = torch.full((3,), 5.0)
     for _ in range(2):
         for step, factor in enumerate((1.0, 2.0, 4.0)):

@@ -19,6 +19,7 @@ from lightning_liger import (
     LigerStrategy,
 )
 from lightning_liger.patching import KERNELS
+from lightning_liger.strategies import register_strategies
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
@@ -229,7 +230,7 @@ def test_lower_precisions_train_fused(tmp_path, precision):
 @pytest.mark.parametrize(
     ("tied", "policy", "kernels", "message"),
     [
-        (False, ["Linear"], "auto", "LM head 'model.lm_head' is in an FSDP unit of its own"),
+        (False, ["Linear"], "auto", "LM head 'model.lm_head' is in a separate FSDP unit"),
         (True, ["Embedding"], "auto", "'model.model.embed_tokens' and 'model.lm_head', which share their weight"),
         (True, ["LlamaModel"], "none", "'model.model.embed_tokens' and 'model.lm_head', which share their weight"),
     ],
@@ -258,7 +259,7 @@ def test_policy_that_leaves_the_head_its_weight_trains(tmp_path, kernels, tied, 
 )
 def test_strategy_is_registered_by_name(registry, strategy):
     assert type(registry.get("liger_fsdp")) is strategy
-    strategy.register_strategies(registry)  # the second time nothing happens
+    register_strategies()  # the second time nothing happens
     assert registry.available_strategies().count("liger_fsdp") == 1
 
 

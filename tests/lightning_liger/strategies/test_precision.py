@@ -3,11 +3,13 @@
 import pytest
 import torch
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_liger import FabricLigerPrecisionPlugin, LazyLogits, LigerPrecisionPlugin
 from lightning_liger.patching import KERNELS
+from lightning_liger.strategies.precision import ClippedPrecision, adopt
 from tests.lightning_liger.strategies.workers.distributed import build_model
 
 PLUGINS = [
@@ -19,23 +21,55 @@ INPUT_IDS = torch.arange(6).view(1, 6)
 
 @pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"])
-def test_plugin_of_lightning_is_replaced_with_its_settings(plugin_class, base, precision):
-    given = base(precision)
-    replacement = plugin_class.replacing(given, ["rms_norm"])
-    assert isinstance(replacement, base)
-    assert replacement.precision == precision
-    assert replacement.kernels == ["rms_norm"]
-    assert replacement.scaler is given.scaler
-    assert (replacement.scaler is None) == (precision != "16-mixed")
-    assert replacement.mixed_precision_config == given.mixed_precision_config
+def test_plugin_of_lightning_is_adopted_with_its_settings(plugin_class, base, precision):
+    plugin, untouched = base(precision), base(precision)
+    scaler = plugin.scaler
+    adopt(plugin, plugin_class.__bases__[0], kernels=["rms_norm"])
+    assert type(plugin) is plugin_class
+    assert plugin.precision == precision
+    assert plugin.kernels == ["rms_norm"]
+    assert plugin.scaler is scaler
+    assert (plugin.scaler is None) == (precision != "16-mixed")
+    assert plugin.mixed_precision_config == untouched.mixed_precision_config
 
 
 @pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
-def test_users_gradient_scaler_survives_the_replacement(plugin_class, base):
+def test_users_gradient_scaler_survives_the_adoption(plugin_class, base):
     given, scaler = base("16-mixed"), ShardedGradScaler(init_scale=8.0)
     given.scaler = scaler  # Lightning 2.6 refuses it as an argument
-    assert plugin_class.replacing(given, "auto").scaler is scaler
+    adopt(given, plugin_class.__bases__[0], kernels="auto")
+    assert given.scaler is scaler
     assert plugin_class("16-mixed", scaler).scaler is scaler
+
+
+@pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)
+def test_plugin_that_its_user_made_keeps_its_kernels(plugin_class, base):
+    plugin = plugin_class("32-true", kernels=["rope"])
+    adopt(plugin, plugin_class.__bases__[0], kernels="auto")
+    assert plugin.kernels == ["rope"]
+
+
+def test_adopted_plugin_follows_the_next_strategy_that_adopts_it():
+    plugin = Precision()
+    adopt(plugin, ClippedPrecision, kernels=["rope"], on_nonfinite_grad="skip")
+    once = type(plugin)
+    adopt(plugin, ClippedPrecision, kernels="none", on_nonfinite_grad="ignore")
+    assert type(plugin) is once
+    assert (plugin.kernels, plugin.on_nonfinite_grad) == ("none", "ignore")
+    assert type(Precision()) is Precision
+
+
+def test_plugin_that_clips_by_itself_gets_kernels_and_keeps_its_way():
+    class Own(Precision):
+        def clip_grad_by_norm(self, optimizer, clip_val):
+            return "own"
+
+    plugin = Own()
+    adopt(plugin, ClippedPrecision, kernels="auto", on_nonfinite_grad="ignore")
+    assert plugin.clip_grad_by_norm(None, 1.0) == "own"
+    assert isinstance(plugin.convert_module(build_model())(INPUT_IDS).logits, LazyLogits)
+    with pytest.raises(ValueError, match="on_nonfinite_grad='skip' needs a precision plugin that clips by norm as"):
+        adopt(Own(), ClippedPrecision, kernels="auto", on_nonfinite_grad="skip")
 
 
 @pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_liger import FabricLigerSingleDeviceStrategy, LigerSingleDeviceStrategy
 from lightning_liger.cli import LigerCLI
+from lightning_liger.strategies import register_strategies
 from tests.lightning_liger.strategies.workers.distributed import LM, Losses, logit_counts, make_loader, make_trainer
 
 ENGINES = {
@@ -25,7 +26,7 @@ in_both = pytest.mark.parametrize(("engine", "strategy"), ENGINES.values(), ids=
 )
 def test_strategy_is_registered_by_name(registry, strategy):
     assert type(registry.get("liger")) is strategy
-    strategy.register_strategies(registry)  # the second time nothing happens
+    register_strategies()  # the second time nothing happens
     assert registry.available_strategies().count("liger") == 1
 
 

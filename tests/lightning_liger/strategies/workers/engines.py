@@ -68,7 +68,7 @@ def fit(
 
 
 def _run_rank(device: str, folder: Path) -> None:
-    from tests.lightning_liger.strategies import frozen, lifecycle, precisions
+    from tests.lightning_liger.strategies.workers import frozen, lifecycle, precisions
 
     torch.set_num_threads(1)
     accelerator = {"cuda": "gpu"}.get(device, device)

@@ -1,0 +1,148 @@
+"""Engines see lazy logits through their tensors.
+
+Engines look for tensors in the output of a module: to know when backward enters it (FSDP2, DeepSpeed), to find unused
+parameters (DDP), to gather parameters again (ZeRO-3). Some look into containers only, and none knows lazy logits. A
+forward hook before the engine's own therefore replaces lazy logits in the output by a list of their tensors, and one
+after it puts the logits back, with the tensors that the engine returned. The engines differ in which tensors they need
+to see and in how those are connected to the graph: see :class:`Exposure`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_liger.lazy.logits import LazyLogits
+
+_handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The hooks of modules, which outlive the strategy that registered them."""
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """How an engine sees lazy logits.
+
+    Attributes:
+        connect: Returns the logits with tensors that the engine may watch or replace.
+        tensors: Returns those tensors.
+        with_tensors: Returns the logits with other tensors in their place.
+    """
+
+    connect: Callable[[LazyLogits], LazyLogits]
+    tensors: Callable[[LazyLogits], list[Tensor]]
+    with_tensors: Callable[[LazyLogits, list[Tensor]], LazyLogits]
+
+    def show(self, module: Module, args: Any, output: Any) -> Any:
+        """The forward hook before the engine's."""
+        leaves, structure = tree_flatten(output)
+        if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
+            return output
+        leaves = [_real_if_overwritten(leaf) for leaf in leaves]
+        logits = {at: self.connect(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
+        for position, leaf in logits.items():
+            leaves[position] = self.tensors(leaf)
+        return [_Hidden(structure, logits), *leaves]
+
+    def hide(self, module: Module, args: Any, output: Any) -> Any:
+        """The forward hook after the engine's."""
+        if not (isinstance(output, list) and output and isinstance(output[0], _Hidden)):
+            return output
+        hidden, *leaves = output
+        for position, logits in hidden.logits.items():
+            leaves[position] = self.with_tensors(logits, leaves[position])
+        return tree_unflatten(leaves, hidden.structure)
+
+    def expose(self, module: Module) -> None:
+        """Registers both hooks on a module on which the engine has hooks, in place of those of an earlier call."""
+        for handle in _handles.pop(module, ()):
+            handle.remove()
+        _handles[module] = (
+            module.register_forward_hook(self.show, prepend=True),
+            module.register_forward_hook(self.hide),
+        )
+
+    def expose_within(self, wrapper: Module, module: Module) -> None:
+        """Registers both hooks where the engine is ``wrapper``, which looks at the output of the ``module`` in it."""
+        shown: list[RemovableHandle] = []
+
+        def enter(wrapper: Module, args: Any) -> None:
+            # For this call only, so that it comes after all other hooks of the module.
+            shown.append(module.register_forward_hook(self.show))
+
+        def leave(wrapper: Module, args: Any, output: Any) -> Any:
+            while shown:
+                shown.pop().remove()
+            return self.hide(wrapper, args, output)
+
+        wrapper.register_forward_pre_hook(enter)
+        wrapper.register_forward_hook(leave, always_call=True)
+
+
+class _Hidden:
+    """What :meth:`Exposure.hide` puts back. No dataclass and no container, so that engines leave it alone."""
+
+    __slots__ = ("logits", "structure")
+
+    def __init__(self, structure: TreeSpec, logits: dict[int, LazyLogits]) -> None:
+        self.structure = structure
+        self.logits = logits
+
+
+def _real_if_overwritten(leaf: Any) -> Any:
+    return leaf.materialize() if isinstance(leaf, LazyLogits) and leaf._is_overwritten() else leaf
+
+
+def _connected(logits: LazyLogits) -> LazyLogits:
+    head = logits.head
+    parameters = [tensor for tensor in (head.weight, head.bias, head.adapter) if tensor is not None]
+    return logits.changed(hidden_states=_Connected.apply(logits.hidden_states, *parameters))
+
+
+HIDDEN_STATES = Exposure(
+    connect=_connected,
+    tensors=lambda logits: [logits.hidden_states],
+    with_tensors=lambda logits, tensors: logits.changed(hidden_states=tensors[0]),
+)
+"""The hidden states, connected to everything that the logits depend on: for engines that only watch the graph."""
+
+
+class _Connected(torch.autograd.Function):
+    """The first tensor, whose graph also leads to the others, although it gives them no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.num_parameters = len(parameters)
+        return hidden_states.detach()  # shares memory but is no view, about which FSDP2 would warn
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grad_output, *(None for _ in range(ctx.num_parameters))
+
+
+def _all_tensors(logits: LazyLogits) -> list[Tensor]:
+    head = logits.head
+    return [tensor for tensor in (logits.hidden_states, head.weight, head.bias, head.adapter) if tensor is not None]
+
+
+def _with_all_tensors(logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
+    replaced = dict(zip(map(id, _all_tensors(logits)), tensors, strict=True))
+    return _map_tensors(logits, lambda tensor: replaced[id(tensor)])
+
+
+def _map_tensors(logits: LazyLogits, function: Callable[[Tensor], Tensor]) -> LazyLogits:
+    return logits.changed(hidden_states=function(logits.hidden_states), head=logits.head.map(function))
+
+
+ALL_TENSORS = Exposure(
+    connect=lambda logits: _map_tensors(logits, lambda tensor: tensor.view_as(tensor)),
+    tensors=_all_tensors,
+    with_tensors=_with_all_tensors,
+)
+"""The hidden states and views of the head's parameters, which keep gathered memory until the loss is computed."""

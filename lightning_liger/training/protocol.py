@@ -1,0 +1,79 @@
+"""What a module asks of the strategy that trains it, whether it is one of ours or another."""
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+import lightning as L
+from torch import Tensor, nn
+
+from lightning_liger.patching import PatchReport
+from lightning_liger.sequences.context_parallel import ContextParallel
+from lightning_liger.training.token_mean import scale_gradients
+
+
+@runtime_checkable
+class TrainingEngine(Protocol):
+    """The names through which :class:`~lightning_liger.LigerLMMixin`, callbacks and strategies talk to each other."""
+
+    @property
+    def context_parallel(self) -> ContextParallel | None:
+        """The group of ranks that share each sequence, None if every rank has sequences of its own."""
+
+    @property
+    def materializes(self) -> bool:
+        """Whether models may be built on the meta device."""
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """What was replaced in the model, None before it was set up."""
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether the engine accumulates gradients itself, in buffers that parameters do not show."""
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether :meth:`scale_gradients` reaches the buffers of an engine that accumulates by itself."""
+
+    def should_accumulate(self) -> bool:
+        """Whether more micro-batches follow before the optimizer steps."""
+
+    def scale_gradients(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+        """Multiplies the gradients that the next optimizer step uses by ``factor``, before they are clipped."""
+
+
+class EngineDefaults:
+    """:class:`TrainingEngine` of a strategy that leaves gradients to the parameters. A mixin of our strategies."""
+
+    lightning_module: L.LightningModule | None
+    context_parallel: ContextParallel | None = None
+    materializes = False
+
+    @property
+    def scales_gradients(self) -> bool:
+        return False
+
+    def should_accumulate(self) -> bool:
+        if self.lightning_module is None:
+            raise RuntimeError("should_accumulate needs a Trainer that is fitting")
+        # Lightning's only account of it: the last batch of an epoch steps too, whose number may be unknown until then.
+        return self.lightning_module.trainer.fit_loop.epoch_loop._should_accumulate()
+
+    def scale_gradients(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+        scale_gradients(parameters, factor)
+
+
+class _ForeignEngine(EngineDefaults):
+    """A strategy that is not ours."""
+
+    patch_report = None
+
+    def __init__(self, strategy: L.pytorch.strategies.Strategy) -> None:
+        self.lightning_module = strategy.lightning_module
+        self.handles_gradient_accumulation = strategy.handles_gradient_accumulation
+
+
+def engine_of(trainer: L.Trainer) -> TrainingEngine:
+    """The Trainer's strategy as the module sees it."""
+    strategy = trainer.strategy
+    return strategy if isinstance(strategy, TrainingEngine) else _ForeignEngine(strategy)
