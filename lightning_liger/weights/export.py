@@ -57,7 +57,8 @@ def export_pretrained(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(module).__name__}.model must be a Hugging Face model, got {type(model).__name__}")
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), model.dtype)
-    model.to(dtype)  # save_pretrained writes it to config.json
+    # save_pretrained writes the dtype to config.json. The decorator of transformers' `to` loses its signature.
+    model.to(dtype)  # type: ignore[arg-type]
     model.save_pretrained(output, state_dict=_of_model(weights, model, ckpt_path), max_shard_size=max_shard_size)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)

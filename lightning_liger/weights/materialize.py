@@ -141,9 +141,10 @@ class Materializer:
 
     def _put(self, place: Place, tensor: Tensor) -> None:
         module, name = place
-        (module._parameters if name in module._parameters else module._buffers)[name] = tensor
+        tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        tensors[name] = tensor
 
-    def _initialize(self, modules: list[nn.Module], unset: set[int]) -> None:
+    def _initialize(self, modules: list[Any], unset: set[int]) -> None:
         for module in modules:
             if not any(id(tensor) in unset for child in module.modules() for _, tensor in _own_tensors(child)):
                 continue

@@ -1,12 +1,13 @@
 """Loading a Hugging Face checkpoint into a model, tensor by tensor; of a sharded tensor each rank reads its shard."""
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -154,10 +155,14 @@ class _Conversion:
         """The model's tensors by name."""
         converter = deepcopy(self.converter)
         for key, pattern, part in self.parts:
-            # The converter calls it when it needs the tensor.
-            converter.add_tensor(self.name, key, pattern, lambda part=part: read(part).to(self.dtype))
+            # The converter takes a function in place of a future, and calls it when it needs the tensor.
+            future: Any = functools.partial(self._read, read, part)
+            converter.add_tensor(self.name, key, pattern, future)
         converted = converter.convert(self.name, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+    def _read(self, read: Callable[[Any], Tensor], part: Any) -> Tensor:
+        return read(part).to(self.dtype)
 
 
 Source = Any
@@ -171,7 +176,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, Index]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private, so not at import
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
+    local = cast(DTensor, tensor.detach()).to_local()
     return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=False))
 
 
@@ -186,7 +191,9 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    return module._parameters[name] if name in module._parameters else module._buffers[name]
+    tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
+    assert tensor is not None  # `_places` has no others
+    return tensor
 
 
 def _open(folder: Path) -> dict[str, Any]:
