@@ -81,7 +81,7 @@ class TextDataModule(L.LightningDataModule):
 
     Args:
         path: A text file (one document), a .jsonl file (one document a line) or a folder with such files (.txt, .md,
-            .rst, .py, .jsonl; hidden ones are skipped). By default the sources of Python's own standard library.
+            .rst, .py, .jsonl; hidden ones are skipped). By default the sources of Python's standard library.
         tokenizer: A folder with a Hugging Face tokenizer that has an eos_token. By default a byte-level BPE is trained
             on the training documents.
         vocab_size: The maximum number of tokens of a trained tokenizer. Not used with ``tokenizer``.

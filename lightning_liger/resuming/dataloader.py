@@ -109,7 +109,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def _iterator_from(self, num_batches: int) -> Iterator[Any]:
         if num_batches:
-            self._iterator = None  # persistent workers would go on with the sampler that they started with
+            self._iterator = None  # persistent workers would keep the sampler that they started with
         if self.persistent_workers and self._iterator is not None:
             # Draws the seed that new workers would get: a resumed process has new workers, and draws one.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)

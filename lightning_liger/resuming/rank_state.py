@@ -1,4 +1,4 @@
-"""The part of a checkpoint that differs between ranks: random states, positions of data loaders, the module's own."""
+"""The part of a checkpoint that differs between ranks: random states, positions of loaders, state of the module."""
 
 from typing import Any, Protocol, runtime_checkable
 

@@ -1,4 +1,4 @@
-"""Graceful shutdown on SIGTERM: all ranks stop after the same batch, and the exit code says why."""
+"""Graceful shutdown on SIGTERM: all ranks stop after the same batch, with exit code 143."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""The exit code by which shells and schedulers know a process that SIGTERM ended."""
+"""The exit code by which shells and schedulers recognize a process that SIGTERM ended."""
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Private to Lightning, which has no public way to replace its handler or to request a stop:
 _CONNECTOR, _HANDLER, _RECEIVED = "_signal_connector", "_sigterm_notifier_fn", "received_sigterm"
@@ -25,8 +25,8 @@ class GracefulShutdown:
     """Ends training on SIGTERM, sent to any of the ranks, after the batch that they are at.
 
     All ranks raise ``SIGTERMException``, for which ``ModelCheckpoint(save_on_exception=True)`` saves; the process ends
-    with exit code 143. Lightning's own handler starts a collective in the signal handler, in the middle of others, and
-    waits forever unless all ranks were signalled alike.
+    with exit code 143. Lightning's handler starts a collective inside the signal handler, in the middle of others, and
+    waits forever unless all ranks got the signal.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class GracefulShutdown:
             setattr(_signal_connector(trainer), _RECEIVED, True)
 
     def agree(self, trainer: L.Trainer) -> None:
-        """Lets all ranks stop after this batch if any of them got SIGTERM; to be called on all ranks in each batch."""
+        """Makes all ranks stop after this batch if any of them got SIGTERM; to be called on all ranks in each batch."""
         if not _has_several_ranks(trainer):
             return
         received = torch.tensor(self._received, dtype=torch.int32, device=trainer.strategy.root_device)
@@ -66,18 +66,18 @@ class GracefulShutdown:
             setattr(_signal_connector(trainer), _RECEIVED, True)
 
     def set_exit_code(self, exception: BaseException) -> None:
-        """Lets the process end with exit code 143 if ``exception`` is due to SIGTERM; Lightning's exit code is 0."""
+        """Makes 143 the exit code of the process if ``exception`` is due to SIGTERM; Lightning's exit code is 0."""
         # Lightning's launcher takes a nonzero code of a process that it started for a failure, and kills rank 0.
         if isinstance(exception, SIGTERMException) and not self._is_child:
             exception.code = EXIT_CODE
 
 
 def _signal_connector(trainer: L.Trainer) -> Any:
-    """Lightning's object that handles signals.
+    """Lightning's signal handlers and their flag.
 
     Raises:
-        RuntimeError: If it is not the one that this module was written for. Setting attributes that Lightning does not
-            read would lose SIGTERM without a word.
+        RuntimeError: If this version of Lightning has others. Setting attributes that Lightning does not read would
+            have no effect, and SIGTERM would not save a checkpoint.
     """
     connector = getattr(trainer, _CONNECTOR, None)
     handler = inspect.getattr_static(type(connector), _HANDLER, None)
@@ -95,7 +95,7 @@ def _has_several_ranks(trainer: L.Trainer) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Has Linux kill this process when its parent ends; NCCL would wait half an hour for it."""
+    """Makes Linux kill this process when its parent ends; NCCL would wait half an hour for it."""
     parent = psutil.Process().parent()
     # Processes that a shell started by hand must not end with it.
     if parent is not None and parent.name().startswith("python"):

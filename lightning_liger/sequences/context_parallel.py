@@ -110,7 +110,7 @@ class ContextParallel:
         if not bool((self._of_all_ranks(own) == own).all()):
             raise ValueError(
                 f"the {self.size} ranks that share a sequence got different batches (rank {self.rank} of them has"
-                f" {tuple(tokens.shape)} tokens): the loader must give all of them the same rows, as Lightning's own"
+                f" {tuple(tokens.shape)} tokens): the loader must give all of them the same rows, as Lightning's"
                 " sampler does, or one with trainer.distributed_sampler_kwargs"
             )
 
@@ -238,7 +238,7 @@ def _attention(
 
 
 def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """The function that transformers would call; eager attention is defined in the model's own file."""
+    """The function that transformers would call; eager attention is defined in the model's file."""
     own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
 

@@ -1,4 +1,4 @@
-"""``TrainingSummary`` counts what it says it counts."""
+"""The counts and the speed of ``TrainingSummary``."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Documents packed into a row train as in rows of their own, and labels shifted beforehand as those that are not."""
+"""Packed documents train like documents in separate rows, and shifted labels like unshifted ones."""
 
 import pickle
 import re
@@ -51,7 +51,7 @@ def packed(num_rows: int = 1) -> Batch:
 
 
 def apart(batch: Batch) -> list[Batch]:
-    """Each document of a packed batch as a batch of its own, without positions."""
+    """Each document of a packed batch as a separate batch, without positions."""
     found = []
     for input_ids, labels, positions in zip(
         *(batch[key] for key in ("input_ids", "labels", "position_ids")), strict=True

@@ -378,7 +378,7 @@ def test_last_rank_holds_the_parts_that_sharding_a_whole_model_gives_it(llama_fo
 
     def sharded(model: LlamaForCausalLM) -> LlamaForCausalLM:
         if sizes[1] > 1:
-            # No rank sends anything: each takes its part of what all have.
+            # Without communication: all ranks have the whole tensor, and each takes its shard.
             parallelize_module(model, mesh["tensor_parallel"], plan, src_data_rank=None)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["data_parallel"])
