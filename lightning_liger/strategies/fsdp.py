@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.rank_state import FabricCheckpoints, TrainerCheckpoints
 from lightning_liger.strategies.parts.clipping import TrainerClipping
+from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
 from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
@@ -152,7 +152,7 @@ class _FusedFSDP:
         )
 
 
-class LigerStrategy(_FusedFSDP, SharesSequences, TrainerCheckpoints, TrainerClipping, pytorch_fsdp.FSDPStrategy):
+class LigerStrategy(_FusedFSDP, SharesSequences, TrainerFaultTolerance, TrainerClipping, pytorch_fsdp.FSDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
     Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm, which it logs as
@@ -228,7 +228,7 @@ class LigerStrategy(_FusedFSDP, SharesSequences, TrainerCheckpoints, TrainerClip
         return _connect_gradients(model, self.precision_plugin)
 
 
-class FabricLigerStrategy(_FusedFSDP, FabricCheckpoints, fabric_fsdp.FSDPStrategy):
+class FabricLigerStrategy(_FusedFSDP, FabricFaultTolerance, fabric_fsdp.FSDPStrategy):
     """:class:`LigerStrategy` for Fabric; takes the same arguments, except for ``on_nonfinite_grad``.
 
     ``fabric.clip_gradients`` returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.

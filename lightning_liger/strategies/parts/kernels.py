@@ -7,7 +7,7 @@ from torch.nn import Module
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
-from lightning_liger.resuming.rank_state import FabricCheckpoints, TrainerCheckpoints
+from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.weights.materialize import materialize
 
 
@@ -29,7 +29,7 @@ class _Kernels:
         self._patch_report = apply_and_announce(model, self.kernels, self._patch_report)
 
 
-class TrainerKernels(TrainerCheckpoints, _Kernels):
+class TrainerKernels(TrainerFaultTolerance, _Kernels):
     """Placed before a strategy of the Trainer's, lets it apply kernels and skip the logits in steps with a loss."""
 
     model: Any
@@ -49,7 +49,7 @@ class TrainerKernels(TrainerCheckpoints, _Kernels):
             return super().test_step(*args, **kwargs)  # type: ignore[misc]
 
 
-class FabricKernels(FabricCheckpoints, _Kernels):
+class FabricKernels(FabricFaultTolerance, _Kernels):
     """Placed before a strategy of Fabric's, lets it apply kernels before it wraps a module."""
 
     def module_to_device(self, module: Module) -> None:
