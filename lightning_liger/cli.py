@@ -15,11 +15,11 @@ from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.weights.export import export_pretrained
 
 MAX_CPU_PROCESSES = 2
-"""Processes of ``devices: auto`` without an accelerator: enough to shard, and each keeps some cores."""
+"""Processes of ``devices: auto`` without a GPU: enough to shard, and each has some cores."""
 
 
 class _Trainer(L.Trainer):
-    """Lightning's, with what the command line can do beside training."""
+    """Lightning's Trainer with the subcommand ``export``."""
 
     def export(
         self,
@@ -34,15 +34,15 @@ class _Trainer(L.Trainer):
         """Write a checkpoint's weights to a Hugging Face folder.
 
         Args:
-            model: With a Hugging Face model.
-            datamodule: Whose tokenizer is saved along, if it has one.
+            model: A module with a Hugging Face model.
+            datamodule: If it has a tokenizer, that is saved too.
             ckpt_path: A checkpoint file, or the folder of a sharded checkpoint.
             output: The folder to write to.
-            max_shard_size: The size of the largest file.
+            max_shard_size: The maximum size of a file.
             weights_only: Whether the checkpoint may hold tensors and plain Python objects only.
         """
         tokenizer = None
-        if hasattr(datamodule, "text_tokenizer"):
+        if datamodule is not None and hasattr(datamodule, "text_tokenizer"):
             datamodule.prepare_data()
             datamodule.setup("predict")
             tokenizer = datamodule.text_tokenizer
@@ -54,9 +54,9 @@ class _Trainer(L.Trainer):
 class LigerCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` for any LightningModule and data module, named in the yaml.
 
-    Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``) and lets ``trainer.devices: auto`` mean all GPUs
-    or, without any, two CPU processes; ``predict`` and the strategy ``liger`` take one device unless told otherwise.
-    ``export`` writes a checkpoint to a Hugging Face folder, on any machine.
+    Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``). ``trainer.devices: auto`` means all GPUs or,
+    without any, two CPU processes; with ``predict`` and the strategy ``liger`` it means one device. ``export`` writes a
+    checkpoint to a Hugging Face folder, on any machine.
     """
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
@@ -84,7 +84,7 @@ class LigerCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        if self.subcommand == "export":  # whatever the model was trained on
+        if self.subcommand == "export":  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
         return super().instantiate_trainer(**kwargs)
 
@@ -98,7 +98,7 @@ class LigerCLI(LightningCLI):
             trainer.devices = 1
             if trainer.strategy == "liger_fsdp":  # one process has nothing to shard
                 trainer.strategy = "auto"
-        elif trainer.accelerator in ("auto", "cpu") and not _has_accelerator(trainer.accelerator):
+        elif trainer.accelerator in ("auto", "cpu") and not _has_gpu(trainer.accelerator):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
             rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
@@ -108,12 +108,12 @@ def _is_for_one_device(strategy: Any) -> bool:
     return strategy == "liger" or getattr(strategy, "class_path", "").endswith(".LigerSingleDeviceStrategy")
 
 
-def _has_accelerator(flag: str) -> bool:
-    return flag == "auto" and (torch.cuda.is_available() or torch.backends.mps.is_available())
+def _has_gpu(accelerator: str) -> bool:
+    return accelerator == "auto" and torch.cuda.is_available()
 
 
 def main(args: ArgsType = None) -> None:
     """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``."""
-    # Lightning 2.6's own, and nothing a user can act on.
+    # Raised by Lightning 2.6 itself: users cannot act on it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     LigerCLI(args=args)

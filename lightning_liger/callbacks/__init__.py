@@ -1,4 +1,4 @@
-"""Callbacks: kernels for any strategy, and a summary of what training came to."""
+"""Callbacks: kernels for any strategy, and a summary of training."""
 
 from lightning_liger.callbacks.kernels import LigerCallback
 from lightning_liger.callbacks.summary import TrainingSummary

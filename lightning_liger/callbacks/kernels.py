@@ -1,4 +1,4 @@
-"""Fused kernels under any of Lightning's strategies."""
+"""Fused kernels under any strategy of Lightning."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_liger.patching.apply import KernelChoice, apply_and_announce
 class LigerCallback(L.Callback):
     """Applies fused kernels to the module of a Trainer with any strategy.
 
-    The kernels are applied when the module's ``configure_model`` is done, before the strategy wraps the module.
+    The kernels are applied after the module's ``configure_model``, before the strategy wraps the module.
 
     Args:
         kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
@@ -31,7 +31,7 @@ class LigerCallback(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # There is no hook between configure_model and the strategy's wrapping, so the former is extended.
+        # There is no hook between configure_model and the strategy's wrapping, so configure_model is extended.
         configure_model = pl_module.configure_model
 
         @functools.wraps(configure_model)
@@ -42,7 +42,7 @@ class LigerCallback(L.Callback):
         if type(pl_module).configure_model is L.LightningModule.configure_model:
             self._apply(pl_module)
         else:
-            pl_module.configure_model = configure_and_patch  # type: ignore[method-assign]
+            pl_module.configure_model = configure_and_patch  # type: ignore[method-assign]  # of this instance only
 
     def _apply(self, pl_module: L.LightningModule) -> None:
         self.patch_report = apply_and_announce(pl_module, self.kernels, self.patch_report)

@@ -1,4 +1,4 @@
-"""Printing what ``predict`` wrote."""
+"""Printing the text that ``predict`` generated."""
 
 from typing import Any
 
@@ -25,7 +25,8 @@ class PredictionPrinter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        tokenizer = getattr(trainer.datamodule, "text_tokenizer", None)
+        datamodule = getattr(trainer, "datamodule", None)
+        tokenizer = getattr(datamodule, "text_tokenizer", None)
         if trainer.is_global_zero and tokenizer is not None and isinstance(prediction, torch.Tensor):
             for row in prediction:
                 print(tokenizer.decode(row, skip_special_tokens=True))

@@ -1,10 +1,10 @@
-"""What was replaced, before training; what it came to, after."""
+"""The table of replacements before training, and a summary of speed, losses and memory after it."""
 
+import resource
 import time
 from typing import Any
 
 import lightning as L
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -17,11 +17,14 @@ from lightning_liger.patching import PatchReport
 class TrainingSummary(L.Callback):
     """Prints the table of replacements when training starts and a summary when it ends.
 
-    The summary: tokens a second (all processes, validation and the first ``skip_steps`` steps left out), the last
-    losses, peak memory of a process, and the bytes of logits that were never allocated. It is kept in ``results``.
+    The summary: tokens per second (of all processes, without validation and the first ``skip_steps`` steps), the last
+    losses, the peak memory of a process, and the bytes of logits that were never allocated; also in ``results``.
 
     Args:
-        skip_steps: Steps at the start (compilation, allocation) that do not count for the speed.
+        skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
+
+    Raises:
+        ValueError: If ``skip_steps`` is negative.
     """
 
     def __init__(self, skip_steps: int = 2) -> None:
@@ -69,7 +72,7 @@ class TrainingSummary(L.Callback):
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         ledgers = [vars(module)["logits_ledger"] for module in pl_module.modules() if "logits_ledger" in vars(module)]
-        # Peak memory is a process's own; everything else is summed over the processes.
+        # Peak memory is that of this process; the rest is summed over the processes.
         totals = torch.tensor(
             [self._num_tokens, sum(ledger.bytes_avoided for ledger in ledgers)],
             dtype=torch.float64,
@@ -83,14 +86,14 @@ class TrainingSummary(L.Callback):
             "tokens_per_second": num_tokens / self._seconds if self._seconds else 0.0,
             "peak_memory_bytes": _peak_memory(trainer.strategy.root_device),
             "logits_bytes_avoided": bytes_avoided,
-            "losses": sum(ledger.num_losses for ledger in ledgers),
+            "num_fused_losses": sum(ledger.num_losses for ledger in ledgers),
             "whole_logits": sum(ledger.num_materialized for ledger in ledgers),
             **metrics,
         }
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # Not in on_fit_end: a progress bar still owns the terminal then.
+        # Not in on_fit_end, when a progress bar still owns the terminal.
         if stage == "fit" and self.results and trainer.is_global_zero:
             Console().print(self._table(trainer))
 
@@ -105,8 +108,8 @@ class TrainingSummary(L.Callback):
             f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{_readable(results['peak_memory_bytes'])} a process",
             "Logits never allocated": _readable(avoided),
         }
-        if results["losses"]:
-            each = avoided / results["losses"] / world_size
+        if results["num_fused_losses"]:
+            each = avoided / results["num_fused_losses"] / world_size
             rows["Logits never allocated"] += f" in all, {_readable(each)} in each loss"
         table = Table(title="Training summary", title_justify="left", title_style="bold", show_header=False)
         for name, value in rows.items():
@@ -137,21 +140,14 @@ def _count_tokens(batch: Any) -> int:
 def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    memory = psutil.Process().memory_info()
-    return getattr(memory, "peak_wset", None) or _peak_resident_bytes()
-
-
-def _peak_resident_bytes() -> int:
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _patch_report(trainer: L.Trainer) -> PatchReport | None:
+    """The report of the strategy or, under a strategy without kernels, of :class:`LigerCallback`."""
     report = getattr(trainer.strategy, "patch_report", None)
-    for callback in trainer.callbacks:
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of Trainer.__init__
+    for callback in callbacks:
         if isinstance(callback, LigerCallback):
             report = report or callback.patch_report
     return report

@@ -1,4 +1,4 @@
-"""Text for language models: where it comes from, how it becomes tokens, and the data module that serves them."""
+"""Text for language models: sources, tokenizers, and a data module."""
 
 from lightning_liger.data.text import TextDataModule
 

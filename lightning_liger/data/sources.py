@@ -1,4 +1,4 @@
-"""Where text comes from: a file, a folder, JSON lines, or the source code of Python's own standard library."""
+"""Sources of text: a file, a folder, JSON lines, or the source code of Python's standard library."""
 
 import itertools
 import json
@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 JSON_LINES_SUFFIX = ".jsonl"
-# What is read from a folder. JSON, CSV and HTML are left out: which part of them is text cannot be known.
+# Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", JSON_LINES_SUFFIX)
 ACCEPTED = (
-    f"a text file (one document), a {JSON_LINES_SUFFIX} file (one document a line), a folder with files that end in "
+    f"a text file (one document), a {JSON_LINES_SUFFIX} file (one document per line), a folder with files that end in "
     f"{', '.join(FOLDER_SUFFIXES)}, or nothing for the sources of Python's standard library"
 )
 
@@ -25,7 +25,7 @@ def python_library_files() -> list[Path]:
     """The ``.py`` files of the running Python's standard library in a fixed order, without tests and build settings.
 
     Raises:
-        FileNotFoundError: if this Python comes without its sources, as some embedded ones do.
+        FileNotFoundError: If this Python is installed without its sources, as some embedded ones are.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in _walk(root, (".py",), _LIBRARY_SKIPPED) if not file.name.startswith("_sysconfigdata")]
@@ -37,10 +37,10 @@ def python_library_files() -> list[Path]:
 
 
 def source_files(path: str | Path | None = None) -> list[Path]:
-    """The files that `read_documents` would read, in the order in which it reads them.
+    """The files that `read_documents` would read, in the same order.
 
     Raises:
-        FileNotFoundError: if there is nothing at ``path``, or only a folder without text files.
+        FileNotFoundError: If there is nothing at ``path``, or only a folder without text files.
     """
     if path is None:
         return python_library_files()
@@ -58,25 +58,25 @@ def source_files(path: str | Path | None = None) -> list[Path]:
 
 
 def read_documents(path: str | Path | None = None, *, text_field: str = "text") -> Iterator[str]:
-    """Iterates over the documents of a corpus, one string each, in an order that does not change.
+    """Iterates over the documents of a corpus, one string each, in a fixed order.
 
     Args:
         path: A text file is one document. A file that ends in ``.jsonl`` has one document on each line. A folder is
-            searched recursively for both, hidden files and folders apart. ``None`` is `python_library_files`.
-        text_field: The key under which a line of a ``.jsonl`` file has its text.
+            searched recursively for both, without hidden files and folders. ``None`` is `python_library_files`.
+        text_field: The key of the text in the lines of a ``.jsonl`` file.
 
-    Documents of white space only are left out.
+    Documents that consist of white space are left out.
 
     Raises:
-        FileNotFoundError: at the call, if there is nothing to read at ``path``.
-        ValueError: while iterating, if a file is not UTF-8, if a line is not a JSON object with a string under
-            ``text_field``, or if no document was found at all.
+        FileNotFoundError: At the call, if there is nothing to read at ``path``.
+        ValueError: While iterating, if a file is not UTF-8, if a line is not a JSON object with a string under
+            ``text_field``, or if there is no document.
     """
     return _require_any(_read_files(source_files(path), text_field), path)
 
 
 def fingerprints(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of change of each file: cheap to read, and different when the content is."""
+    """Path, size and modification time of each file: cheap to read, and different if the content changed."""
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
@@ -122,7 +122,7 @@ def _read_json_lines(file: Path, text_field: str) -> Iterator[str]:
                 )
             try:
                 record[text_field].encode()
-            except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no text encoding can
+            except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair, which UTF-8 cannot encode
                 raise ValueError(f"data.path: {file}, line {number} is not valid Unicode: {error}.") from error
             yield record[text_field]
 

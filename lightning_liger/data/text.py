@@ -1,6 +1,6 @@
 """Text as rows of tokens: documents, each followed by an end-of-text token, end to end, cut into equal blocks.
 
-Everything that depends only on the corpus and the tokenizer is computed once and kept in a cache folder:
+Results that depend only on the corpus and the tokenizer are computed once and kept in a cache folder:
 ``train.bin`` and ``validation.bin`` (token ids, two or four bytes each), ``tokenizer/`` and ``metadata.json``.
 """
 
@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import numpy as np
@@ -36,6 +36,7 @@ from lightning_liger.data.tokenizer import (
 from lightning_liger.resuming.dataloader import resumable
 
 Split = Literal["train", "validation"]
+_T = TypeVar("_T")
 
 _FORMAT_VERSION = 1  # part of the cache key: raise it when the files change for the same settings
 
@@ -44,8 +45,8 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     """Rows of ``block_size`` consecutive tokens from a flat file of token ids, without the incomplete last row.
 
     A row is ``{"input_ids": [block_size], "labels": [block_size]}`` in int64. Labels equal the inputs: causal language
-    models shift them in the loss. With ``last_token``, which ends a document, it also has ``position_ids`` of the same
-    shape, which start again with each document.
+    models shift them in the loss. If ``last_token``, the id that ends each document, is given, a row also has
+    ``position_ids`` of the same shape, which restart at 0 in each document.
     """
 
     def __init__(self, file: Path, dtype: str, block_size: int, last_token: int | None = None) -> None:
@@ -74,27 +75,27 @@ class TextDataModule(L.LightningDataModule):
     """Text files as batches for a causal language model, tokenized once and then read from a cache.
 
     Batches are ``{"input_ids": [batch_size, block_size], "labels": [batch_size, block_size]}`` in int64, with labels
-    equal to the inputs (the model's loss shifts them) and no padding. Training rows are shuffled anew each epoch, from
-    ``seed`` and the epoch alone, and processes get different rows; validation keeps the order of the text. After
-    ``setup`` the tokenizer is at ``text_tokenizer``.
+    equal to the inputs (the model's loss shifts them) and no padding. Training rows are shuffled in each epoch,
+    depending on ``seed`` and the epoch only, and processes get different rows; validation keeps the order of the text.
+    After ``setup`` the tokenizer is ``text_tokenizer``.
 
     Args:
         path: A text file (one document), a .jsonl file (one document a line) or a folder with such files (.txt, .md,
-            .rst, .py, .jsonl; hidden ones are skipped). By default the sources of Python's own standard library.
+            .rst, .py, .jsonl; hidden ones are skipped). By default the sources of Python's standard library.
         tokenizer: A folder with a Hugging Face tokenizer that has an eos_token. By default a byte-level BPE is trained
             on the training documents.
-        vocab_size: The most tokens a trained tokenizer may have. Not used with ``tokenizer``.
-        block_size: Tokens in a row.
-        batch_size: Rows in a batch, for each process.
-        validation_fraction: Share of the documents that are held out (of the text, if there is only one document), at
-            least one. 0 means no validation data.
-        seed: Decides which documents are held out and the order of the training rows.
+        vocab_size: The maximum number of tokens of a trained tokenizer. Not used with ``tokenizer``.
+        block_size: Tokens per row.
+        batch_size: Rows per batch of each process.
+        validation_fraction: Fraction of the documents that are held out (of the text, if there is only one document),
+            at least one. 0 means no validation data.
+        seed: Determines which documents are held out, and the order of the training rows.
         text_field: The key of the text in the lines of a .jsonl file.
-        num_workers: Processes that load batches, for each training process. 0 loads them in the training process.
-        separate_documents: Whether batches have ``position_ids`` too, ``[batch_size, block_size]`` in int64, that start
-            again with each document: then attention sees no other document, and no token is to predict another's first.
+        num_workers: Worker processes per training process that load batches. 0 loads them in the training process.
+        separate_documents: Whether batches also have ``position_ids``, ``[batch_size, block_size]`` in int64, that
+            restart in each document: then attention does not cross documents, and last tokens predict nothing.
         cache_dir: Where tokenized text is kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
-        max_documents: Read only so many documents of the corpus. By default all.
+        max_documents: The maximum number of documents to read. By default all.
         prompt: Text for ``predict`` to continue.
     """
 
@@ -126,7 +127,7 @@ class TextDataModule(L.LightningDataModule):
         _require(max_documents is None or max_documents >= 1, "max_documents", max_documents, "at least 1, or nothing")
         source_files(path)  # raises if there is nothing to read
         if tokenizer is not None:
-            tokenizer_files(tokenizer)  # likewise
+            tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
         self.path, self.tokenizer, self.vocab_size = path, tokenizer, vocab_size
         self.block_size, self.batch_size, self.num_workers = block_size, batch_size, num_workers
         self.separate_documents = separate_documents
@@ -139,7 +140,7 @@ class TextDataModule(L.LightningDataModule):
 
     @property
     def cache_folder(self) -> Path:
-        """The folder for this corpus and these settings; its name changes with anything that changes its content."""
+        """The folder for this corpus and these settings; its name is a hash of all that determines its content."""
         return self.cache_dir / hashlib.sha256(json.dumps(self._content_settings()).encode()).hexdigest()[:20]
 
     @override
@@ -166,7 +167,7 @@ class TextDataModule(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         folder = self.cache_folder
         if not folder.exists():
-            raise RuntimeError(f"{folder} does not exist: call prepare_data() first, and leave the corpus as it was.")
+            raise RuntimeError(f"{folder} does not exist: call prepare_data() first, and do not change the corpus.")
         dtype = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["dtype"]
         self.text_tokenizer = load_tokenizer(folder / "tokenizer")
         last_token = self.text_tokenizer.eos_token_id if self.separate_documents else None
@@ -182,15 +183,19 @@ class TextDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        # Lightning keeps a DistributedSampler and tells it the epoch. Its own would take the seed from the environment.
-        sampler = DistributedSampler(self.train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True)
-        return resumable(self._dataloader(self.train_data, sampler=sampler, drop_last=True))
+        # Lightning keeps a DistributedSampler and sets its epoch. The sampler that it would add itself takes its seed
+        # from the environment.
+        train_data = self._after_setup(self.train_data)
+        sampler: DistributedSampler[dict[str, Tensor]] = DistributedSampler(
+            train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True
+        )
+        return resumable(self._dataloader(train_data, sampler=sampler, drop_last=True))
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
-        """Every validation row in order; the last batch may be smaller. Empty if nothing was held out.
+        """All validation rows in order; the last batch may be smaller. An empty list without validation data.
 
-        On several processes Lightning divides the rows, and repeats a few of them if that does not come out even.
+        Lightning divides the rows over several processes, and repeats a few of them if they do not divide evenly.
         """
         return [] if self.validation_data is None else self._dataloader(self.validation_data)
 
@@ -208,23 +213,25 @@ class TextDataModule(L.LightningDataModule):
         """
         if not self.prompt:
             raise ValueError(f"data.prompt must be the text that predict continues, got {self.prompt!r}")
-        input_ids = self.text_tokenizer(self.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        return DataLoader([{"input_ids": input_ids[0]}], batch_size=1)
+        tokenizer = self._after_setup(self.text_tokenizer)
+        encoded = tokenizer(self.prompt, return_tensors="pt", add_special_tokens=False)
+        prompts: Any = [{"input_ids": encoded["input_ids"][0]}]  # a list is a map-style dataset
+        return DataLoader(prompts, batch_size=1)
 
     def _dataloader(self, rows: PackedTokens, **options: Any) -> DataLoader[dict[str, Tensor]]:
         options |= {
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),  # copying from other memory waits for the device
+            "pin_memory": torch.cuda.is_available(),  # copies from pageable memory would wait for the device
         }
         return DataLoader(rows, batch_size=self.batch_size, **options)
 
     def _shard(self) -> dict[str, int]:
-        """Into how many parts the training rows are divided (tensor-parallel ranks share one), and which is ours."""
+        """Arguments of DistributedSampler: the number of shards (tensor-parallel ranks share one), and this rank's."""
         from_strategy = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         if from_strategy is not None:
             return from_strategy
-        if dist.is_available() and dist.is_initialized():  # Fabric, which knows no trainer
+        if dist.is_available() and dist.is_initialized():  # Fabric, which has no trainer
             return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
         return {"num_replicas": 1, "rank": 0}
 
@@ -232,15 +239,21 @@ class TextDataModule(L.LightningDataModule):
         if len(data) < num_rows:
             raise ValueError(
                 f"{self._corpus} has {len(data.tokens)} {split} tokens, but {num_rows * self.block_size} are needed: "
-                f"{needed_for}, data.block_size={self.block_size} tokens in a row."
+                f"{needed_for}, data.block_size={self.block_size} tokens per row."
             )
+
+    @staticmethod
+    def _after_setup(value: _T | None) -> _T:
+        if value is None:
+            raise RuntimeError("TextDataModule has no data before setup(): call prepare_data() and setup() first.")
+        return value
 
     @property
     def _corpus(self) -> str:
         return "the source code of Python's standard library" if self.path is None else f"data.path={str(self.path)!r}"
 
     def _content_settings(self) -> dict[str, Any]:
-        """Everything that decides what the cache folder holds."""
+        """Everything that determines the content of the cache folder."""
         return {
             "format": _FORMAT_VERSION,
             "tokenizers": tokenizers.__version__,
@@ -256,7 +269,7 @@ class TextDataModule(L.LightningDataModule):
         return islice(read_documents(self.path, text_field=self.text_field), self.max_documents)
 
     def _split(self, split: Split, num_documents: int) -> Iterator[str]:
-        """The documents of one split; a lone document is cut in two."""
+        """The documents of one split; if there is only one document, it is cut in two."""
         if num_documents == 1:
             (document,) = self._documents()
             cut = len(document) - _num_held_out(len(document), self.validation_fraction)
@@ -271,7 +284,7 @@ class TextDataModule(L.LightningDataModule):
 
 
 def default_cache_dir() -> Path:
-    """``lightning-liger`` in the user's cache folder: ``$XDG_CACHE_HOME``, or ``~/.cache`` if that is not set."""
+    """The folder ``lightning-liger`` in ``$XDG_CACHE_HOME``, or in ``~/.cache`` if that is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning-liger")
 
 
@@ -281,5 +294,5 @@ def _require(condition: bool, name: str, value: object, expected: str) -> None:
 
 
 def _num_held_out(total: int, fraction: float) -> int:
-    """At least one if any are asked for, and never all."""
+    """How many of ``total`` are held out: at least one unless ``fraction`` is 0, and never all."""
     return min(max(1, round(total * fraction)), total - 1) if fraction else 0

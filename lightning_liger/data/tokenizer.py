@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the corpus at hand, or one from a folder. Nothing is downloaded."""
+"""Tokenizers: a byte-level BPE trained on the corpus, or one from a folder. Nothing is downloaded."""
 
 import os
 import shutil
@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-MIN_VOCAB_SIZE = 257  # every byte, so that any text can be written, and END_OF_TEXT
-# Training 16384 tokens on two cores takes 3 s for the 10 MB of the standard library (learning from a third of them made
-# it 3 % longer in tokens), and 26 s for 14 MB that look like Chinese: without spaces, whole clauses count as words.
+MIN_VOCAB_SIZE = 257  # every byte, so that any text can be encoded, and END_OF_TEXT
+# Training 16384 tokens on two cores takes 3 s for the 10 MB of the standard library (a tokenizer trained on a third of
+# them needs 3 % more tokens), and 26 s for 14 MB of text like Chinese: without spaces, whole clauses count as words.
 MAX_TRAINING_BYTES = 12_000_000
 # At most 8 million characters are tokenized at a time: the encodings take about a hundred times the space of the ids.
 _PIECE_CHARACTERS = 65_536
@@ -23,17 +23,17 @@ _PIECES_PER_BATCH = 128
 
 
 def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE: it encodes any text, and decoding gives exactly that text back.
+    """Trains a byte-level BPE: it encodes any text, and decoding returns exactly that text.
 
-    ``<|endoftext|>`` is its end-of-sequence and padding token and has the id 0. The same documents give the same
-    tokenizer. If they are longer than `MAX_TRAINING_BYTES`, it learns from evenly spaced ones among them.
+    ``<|endoftext|>`` is its end-of-sequence and padding token and has the id 0. Training is deterministic. Of more
+    than `MAX_TRAINING_BYTES`, evenly spaced documents are used.
 
     Args:
-        documents: The text to learn from; read once, and only what is learned from is kept in memory.
-        vocab_size: Upper bound on the number of tokens; small corpora may have fewer pairs left to merge.
+        documents: The training text; read once, and only the documents that are used are kept in memory.
+        vocab_size: Maximum number of tokens; small corpora may have fewer pairs to merge.
 
     Raises:
-        ValueError: if ``vocab_size`` is smaller than `MIN_VOCAB_SIZE`.
+        ValueError: If ``vocab_size`` is smaller than `MIN_VOCAB_SIZE`.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} is too small: expected at least {MIN_VOCAB_SIZE}.")
@@ -59,7 +59,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     """The files in the folder of a tokenizer, sorted.
 
     Raises:
-        FileNotFoundError: if ``path`` is not a folder, or has no ``tokenizer.json`` or ``tokenizer_config.json``.
+        FileNotFoundError: If ``path`` is not a folder, or has no ``tokenizer.json`` or ``tokenizer_config.json``.
     """
     folder = Path(path).expanduser()
     files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
@@ -75,7 +75,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Loads a Hugging Face tokenizer from a folder.
 
     Raises:
-        ValueError: if the folder holds no tokenizer, or one without an end-of-sequence token.
+        ValueError: If the folder holds no tokenizer, or one without an end-of-sequence token.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(Path(path).expanduser(), local_files_only=True)
@@ -93,9 +93,9 @@ def load_or_train_tokenizer(
 
     Args:
         path: A folder with a Hugging Face tokenizer, or ``None``.
-        documents: Called for the text to train on, only if a tokenizer has to be trained.
-        vocab_size: Passed to `train_bpe_tokenizer`; does not change a tokenizer that exists.
-        cache_dir: The folder that holds, or will hold, the trained tokenizer and nothing else.
+        documents: Returns the training text; called only if a tokenizer has to be trained.
+        vocab_size: Passed to `train_bpe_tokenizer`; has no effect on an existing tokenizer.
+        cache_dir: The folder of the trained tokenizer, and of nothing else.
     """
     if path is not None:
         return load_tokenizer(path)
@@ -106,13 +106,13 @@ def load_or_train_tokenizer(
 
 
 def write_tokens(file: Path, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, dtype: str) -> int:
-    """Writes the token ids of the documents, an end-of-sequence token after each; returns how many there are."""
+    """Writes the token ids of the documents, with an end-of-sequence token after each; returns their number."""
     num_tokens = 0
     pieces = _pieces(documents)
     with file.open("wb") as out:
         while batch := list(islice(pieces, _PIECES_PER_BATCH)):
             texts, ends = zip(*batch, strict=True)
-            # Special tokens are ours alone: a document that spells one out is read as its characters.
+            # A document that contains the text of a special token is encoded as ordinary characters.
             encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
             for ids, ends_document in zip(encoded["input_ids"], ends, strict=True):
                 ids = [*ids, tokenizer.eos_token_id] if ends_document else ids
@@ -123,9 +123,9 @@ def write_tokens(file: Path, documents: Iterable[str], tokenizer: PreTrainedToke
 
 @contextmanager
 def atomic_folder(destination: Path) -> Iterator[Path]:
-    """Gives a temporary folder that becomes ``destination`` at the end of the block, as a whole or not at all.
+    """A temporary folder that is renamed to ``destination`` at the end of the block, unless that raises.
 
-    If another process has made ``destination`` in the meantime, that one stays.
+    If another process has made ``destination`` in the meantime, that one is kept.
     """
     temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
@@ -156,7 +156,7 @@ def _evenly_spaced(documents: Iterable[str], max_bytes: int) -> list[str]:
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """The documents in pieces of bounded length, each with whether it is the last of its document."""
+    """Pieces of bounded length of the documents, each with whether it is the last of its document."""
     for document in documents:
         for start in range(0, len(document), _PIECE_CHARACTERS):
             end = start + _PIECE_CHARACTERS

@@ -1,1 +1,1 @@
-"""What an interrupted run needs to resume: atomic checkpoints, data loaders, random states, graceful shutdown."""
+"""Resuming interrupted runs: atomic checkpoints, data loaders, random states, graceful shutdown."""

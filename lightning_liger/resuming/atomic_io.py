@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there: written beside their place, brought to disk, then renamed.
+"""Atomic checkpoints: written under a temporary name in the same folder, synced to disk, then renamed.
 
-A process that is killed while it saves, or a full disk, leaves the checkpoint that was there before, and nothing under
-the new one's name.
+If a process is killed while it saves, or the disk is full, the previous checkpoint is left as it was, and no incomplete
+one has its name. A file replaces a file in one rename. A folder cannot be renamed onto another: the old one gets a
+temporary name, the new one the name, and the old one is removed. Between the two renames nothing has the name.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
@@ -17,25 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsspec.core import url_to_fs
+from fsspec import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils._pytree import tree_leaves
+from torch.distributed.checkpoint import CheckpointException
 from typing_extensions import override
 
-_FAILURES = (Exception, CheckpointException)  # the latter is no Exception
+_FAILURES = (Exception, CheckpointException)  # the latter is a BaseException only
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SPACE = 2**20  # bytes
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's ``TorchCheckpointIO`` whose local files appear under their name only once they are whole.
+    """Lightning's ``TorchCheckpointIO`` with atomic writes: a local file has its name only once it is complete.
 
-    It writes beside, into a hidden file of the same folder, so the old and the new checkpoint need space at the same
-    time; and without a copy in memory. What a killed process left there is overwritten when a checkpoint of the same
+    It writes to a hidden file in the same folder, so the disk must hold the old and the new checkpoint at the same
+    time, and makes no copy in memory. A file that a killed process left is overwritten when a checkpoint of the same
     name is saved. Other file systems (``s3://`` …) are written as in Lightning.
     """
 
@@ -44,63 +42,79 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Saves a checkpoint.
 
         Raises:
-            OSError: When the disk is full, with the path, and the bytes needed and free.
+            OSError: When the disk is full; the message has the path, and the bytes needed and free.
             TypeError: For any ``storage_options``, as in Lightning.
         """
         local = local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        beside = path_beside(local)
+        temporary = temporary_path(local)
         local.parent.mkdir(parents=True, exist_ok=True)
-        with removed_on_error(beside), explained_if_disk_is_full(local, lambda: _num_bytes(checkpoint)):
-            with beside.open("wb") as file:
+        with removed_on_error(temporary), explained_if_disk_is_full(local, lambda: _num_bytes(checkpoint)):
+            with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
-            put_in_place(beside, local)
+            commit(temporary, local)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a file, link or folder; a folder loses its name before it loses its files."""
+        """Removes a file, link or folder; a folder is renamed before its files are removed."""
         local = local_path(path)
         if local is None:
             super().remove_checkpoint(path)
         elif os.path.lexists(local):
-            beside = path_beside(local)
-            _remove(beside)
-            local.rename(beside)
-            _remove(beside)
+            temporary = temporary_path(local)
+            _remove(temporary)
+            local.rename(temporary)
+            _remove(temporary)
+
+
+def atomic_by_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
+    """``checkpoint_io`` with :class:`AtomicCheckpointIO` where Lightning would choose its ``TorchCheckpointIO``.
+
+    That is for None, and inside a wrapper, such as ``AsyncCheckpointIO()``, that was made without a plugin to wrap.
+    """
+    if checkpoint_io is None:
+        return AtomicCheckpointIO()
+    # Lightning's base class of wrappers is private; their attribute checkpoint_io is not.
+    innermost: Any = checkpoint_io
+    while getattr(innermost, "checkpoint_io", None) is not None:
+        innermost = innermost.checkpoint_io
+    if hasattr(innermost, "checkpoint_io"):
+        innermost.checkpoint_io = AtomicCheckpointIO()
+    return checkpoint_io
 
 
 def save_on_all_ranks(path: Path, save: Callable[[Path], None]) -> None:
-    """Lets all ranks write a folder, or the first of them a file, which appears as ``path`` once all are done.
+    """Saves a folder that all ranks write, or a file that rank 0 writes, as ``path`` once all ranks are done.
 
     Args:
-        path: On a file system that all ranks share. What is there is replaced.
+        path: On a file system that all ranks share. An existing file or folder is replaced.
         save: Called on each rank with the path to write to.
 
     Raises:
         OSError: On all ranks, when the disk is full for one of them.
         RuntimeError: When ``save`` failed on another rank.
     """
-    beside = path_beside(path)
+    temporary = temporary_path(path)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
 
     def prepare() -> None:
         if is_first:
-            _remove(beside)
+            _remove(temporary)
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def finish() -> None:
         if is_first:
-            put_in_place(beside, path)
+            commit(temporary, path)
 
-    with removed_on_error(beside) if is_first else contextlib.nullcontext(), explained_if_disk_is_full(path):
-        for step in (prepare, lambda: save(beside), finish):
+    with removed_on_error(temporary) if is_first else contextlib.nullcontext(), explained_if_disk_is_full(path):
+        for step in (prepare, lambda: save(temporary), finish):
             fail_together(path, step)
 
 
 def fail_together(path: Any, action: Callable[[], None]) -> None:
-    """Runs a part of saving ``path``; an error on one rank is an error on all, which would wait for it otherwise.
+    """Runs a part of saving ``path`` on all ranks; if one fails, all raise, instead of waiting for it forever.
 
     Raises:
         OSError: When another rank's disk was full.
@@ -121,7 +135,7 @@ def fail_together(path: Any, action: Callable[[], None]) -> None:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The picklable ``value`` of each rank; to be called on all of them."""
+    """The picklable ``value`` of each rank, by rank; to be called on all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -130,66 +144,62 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def local_path(path: Any) -> Path | None:
-    """``path`` on the local file system, None for a path on another."""
+    """``path`` on the local file system, None if it is on another one."""
     file_system, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
 
 
-def path_beside(path: Path) -> Path:
-    """Where what will be ``path`` is written: hidden, and no name that Lightning could take for a checkpoint's."""
+def temporary_path(path: Path) -> Path:
+    """Where the future ``path`` is written: hidden, and no name that Lightning could take for a checkpoint's."""
     return path.with_name(f".incomplete-{zlib.crc32(path.name.encode()):08x}")
 
 
-def put_in_place(beside: Path, path: Path) -> None:
-    """Brings a written file or folder to disk and gives it its name; what had that name is gone afterwards."""
-    _sync(beside)
-    if path.is_dir() or beside.is_dir():
-        # A folder can be renamed onto nothing but an empty one.
-        if os.path.lexists(path) and not _exchange(beside, path):
-            old = path_beside(beside)
+def commit(temporary: Path, path: Path) -> None:
+    """Syncs a file or folder to disk and renames it to ``path``, whose previous file or folder it replaces."""
+    _sync(temporary)
+    if temporary.is_dir() or path.is_dir():
+        old = temporary_path(temporary)
+        if os.path.lexists(path):
             _remove(old)
             path.rename(old)
-            beside.rename(path)
-            beside = old
-        elif not os.path.lexists(path):
-            beside.rename(path)
-        _remove(beside)
+        temporary.rename(path)
+        _remove(old)
     else:
-        beside.replace(path)
+        temporary.replace(path)
     _sync_entry(path.parent)
 
 
 @contextmanager
-def removed_on_error(beside: Path) -> Iterator[None]:
-    """Removes what was written so far when the block raises."""
+def removed_on_error(temporary: Path) -> Iterator[None]:
+    """Removes the incomplete ``temporary`` when the block raises."""
     try:
         yield
     except BaseException:
-        _remove(beside)
+        _remove(temporary)
         raise
 
 
 @contextmanager
 def explained_if_disk_is_full(path: Path, num_bytes: Callable[[], int] | None = None) -> Iterator[None]:
-    """Turns the errors that libraries make of a full disk into an OSError that says so."""
+    """Turns the errors that libraries raise for a full disk into an OSError that says so."""
     try:
         yield
     except _FAILURES as error:
         free = shutil.disk_usage(_existing(path.parent)).free
         code = _full_disk_errno(error)
         if code is None and isinstance(error, RuntimeError) and free < _NO_SPACE:
-            code = errno.ENOSPC  # PyTorch's own writing of files tells no more
+            code = errno.ENOSPC  # PyTorch's file writer raises a RuntimeError without a reason
         if code is None:
             raise
         needed = "" if num_bytes is None else f"about {num_bytes():,} bytes are needed, "
-        previous = "; the one that was there before is as it was" if os.path.lexists(path) else ""
+        previous = "; the previous checkpoint is unchanged" if os.path.lexists(path) else ""
         raise OSError(
             code, f"{os.strerror(code)}: cannot save the checkpoint ({needed}{free:,} are free){previous}", str(path)
         ) from error
 
 
 def _full_disk_errno(error: BaseException | None) -> int | None:
-    """The errno, if a full disk or a quota is behind ``error``."""
+    """The errno, if a full disk or an exhausted quota caused ``error``."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL_DISK:
             return error.errno
@@ -200,6 +210,8 @@ def _full_disk_errno(error: BaseException | None) -> int | None:
 
 
 def _num_bytes(checkpoint: dict[str, Any]) -> int:
+    from torch.utils._pytree import tree_leaves  # private to torch: not imported with the package
+
     storages = (leaf.untyped_storage() for leaf in tree_leaves(checkpoint) if type(leaf) is Tensor)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -209,7 +221,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Brings a file, or all of a folder, to disk."""
+    """Syncs a file, or a folder with all its files, to disk."""
     if path.is_dir():
         for child in path.iterdir():
             _sync(child)
@@ -222,14 +234,6 @@ def _sync_entry(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges what has the two names at once; False where the system or the file system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and not rename(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-    )
 
 
 def _remove(path: Path) -> None:

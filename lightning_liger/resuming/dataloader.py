@@ -1,61 +1,29 @@
-"""What a process needs, beside a checkpoint's weights, to go on as if it had not been interrupted.
+"""A data loader whose state says where it is in its epoch, and that resumes there."""
 
-Random states, and a data loader that knows where it is in its epoch.
-"""
-
-import functools
-import random
 from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_liger.resuming.random_state import random_state, set_random_state
 
 STATE_KEY = "lightning_liger_loader"
 """Marks the state of a :class:`ResumableDataLoader` among those of other loaders."""
 
 
-def random_state() -> dict[str, Any]:
-    """The global random states of torch (CPU, and current CUDA device if it is used), numpy and Python.
-
-    Tensors and plain Python objects only, so that checkpoints load with ``weights_only=True``.
-    """
-    numpy_state = np.random.get_state(legacy=False)
-    key = numpy_state["state"]["key"]
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": torch.from_numpy(key.astype(np.int64))}},
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Sets what :func:`random_state` returned; a CUDA state is left out where no GPU is used."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    numpy_state = state["numpy"]
-    key = numpy_state["state"]["key"].numpy().astype(np.uint32)
-    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
-    if "cuda" in state and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
 class ResumableDataLoader(DataLoader[Any]):
-    """A :class:`torch.utils.data.DataLoader` that goes on in the middle of an epoch, with the batches not yet seen.
+    """A :class:`torch.utils.data.DataLoader` that resumes in the middle of an epoch, with the batches not yet seen.
 
-    Takes the same arguments, yields the same batches. Lightning saves and loads its state with its checkpoints. What
-    was seen of a map-style dataset is skipped without being loaded; an iterable dataset starts from its beginning and
-    its first batches are dropped. Batches are the same as without an interruption if the items depend on nothing but
-    their place; those of a map-style dataset also if they draw random numbers, but not in workers.
+    It takes the same arguments and yields the same batches. Lightning saves and loads its state with its checkpoints.
+    Items of a map-style dataset that were seen are skipped without being loaded; an iterable dataset starts from its
+    beginning and its first batches are dropped. The remaining batches are those of the uninterrupted epoch if items
+    depend on their index only; those of a map-style dataset also if items draw random numbers, except in workers.
     """
 
-    # Defaults of the class, because `resumable` makes instances of loaders that exist.
+    # Class attributes, because `resumable` changes the class of loaders whose __init__ has run.
     _num_batches = 0
     _epoch: int | None = None
     _random_state: dict[str, Any] | None = None
@@ -64,12 +32,12 @@ class ResumableDataLoader(DataLoader[Any]):
     _skipping: "_SkippingSampler | None" = None
 
     random_state_before_fetch: dict[str, Any] | None = None
-    """The random state before the last batch was fetched."""
+    """The global random state before the last batch was fetched."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: batches yielded in this epoch, and the random states at the epoch's start.
+        """The position in the epoch: the number of batches yielded, and the random states at the epoch's start.
 
-        With ``"is_done"`` set to True, the state is one from which the next epoch starts at its first batch.
+        A caller may set ``"is_done"`` to True: the next epoch then starts at its first batch.
         """
         if self._loaded is not None:
             return self._loaded
@@ -84,10 +52,10 @@ class ResumableDataLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next epoch starts at the batch where :meth:`state_dict` was taken.
+        """Makes the next epoch start at the batch where :meth:`state_dict` was taken.
 
         Raises:
-            ValueError: For the state of another loader.
+            ValueError: For the state of another class of loader.
         """
         if STATE_KEY not in state_dict:
             raise ValueError(
@@ -96,8 +64,9 @@ class ResumableDataLoader(DataLoader[Any]):
             )
         self._loaded = state_dict
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # Starts when its first batch is asked for: only then do samplers know their epoch, and workers start with it.
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares a private class of iterators
+        # A generator, so that nothing starts before the first batch is requested: only then do samplers know their
+        # epoch, and workers start with it.
         state, self._loaded = self._loaded or {}, None
         is_resumed = self._is_in_its_epoch(state)
         now, at_start = random_state(), state.get("random_state") if is_resumed else None
@@ -122,7 +91,7 @@ class ResumableDataLoader(DataLoader[Any]):
             yield batch
 
     def _is_in_its_epoch(self, state: dict[str, Any]) -> bool:
-        """Whether ``state`` is of the epoch that begins, and leaves something of it."""
+        """Whether ``state`` was taken in the epoch that begins, and batches of it remain."""
         if not state or state.get("is_done") or state.get("epoch") not in (None, self._sampler_epoch):
             return False
         try:
@@ -139,8 +108,10 @@ class ResumableDataLoader(DataLoader[Any]):
         return getattr(self.sampler, "generator", None) or self.generator
 
     def _iterator_from(self, num_batches: int) -> Iterator[Any]:
+        if num_batches:
+            self._iterator = None  # persistent workers would keep the sampler that they started with
         if self.persistent_workers and self._iterator is not None:
-            # The seed that new workers get, so that a process that resumes, whose workers are new, draws no more.
+            # Draws the seed that new workers would get: a resumed process has new workers, and draws one.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if isinstance(self.dataset, IterableDataset):
             iterator = super().__iter__()
@@ -157,16 +128,17 @@ class ResumableDataLoader(DataLoader[Any]):
             self._skipping = None
         return iterator
 
-    # Private to DataLoader, whose public `batch_sampler` cannot be changed.
+    # Private to DataLoader, which does not allow its public `sampler` and `batch_sampler` to be set. If torch stops
+    # asking for it, _SkippingSampler.skip raises.
     @property
     def _index_sampler(self) -> Any:
         return self._skipping or super()._index_sampler
 
 
 def resumable(loader: Any) -> Any:
-    """A copy of a DataLoader, with its options and its class's methods, that is a :class:`ResumableDataLoader` too.
+    """A copy of a DataLoader, with its options and methods, that is a :class:`ResumableDataLoader` too.
 
-    Anything else, and loaders that keep a state of their own or whose dataset does, are returned as they are.
+    Returned unchanged: anything but a DataLoader, and loaders that have a ``state_dict``, or whose dataset has one.
     """
     if not isinstance(loader, DataLoader) or _has_state(loader) or _has_state(loader.dataset):
         return loader
@@ -175,11 +147,13 @@ def resumable(loader: Any) -> Any:
     return loader
 
 
-@functools.cache
-def _resumable_class(cls: type[DataLoader[Any]]) -> type[ResumableDataLoader]:
-    if cls is DataLoader:
-        return ResumableDataLoader
-    return type(f"Resumable{cls.__name__}", (ResumableDataLoader, cls), {})
+_RESUMABLE_CLASSES: dict[type[DataLoader[Any]], type[DataLoader[Any]]] = {DataLoader: ResumableDataLoader}
+
+
+def _resumable_class(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    if cls not in _RESUMABLE_CLASSES:
+        _RESUMABLE_CLASSES[cls] = type(f"Resumable{cls.__name__}", (ResumableDataLoader, cls), {})
+    return _RESUMABLE_CLASSES[cls]
 
 
 def _has_state(part: Any) -> bool:
@@ -187,16 +161,16 @@ def _has_state(part: Any) -> bool:
 
 
 class _SkippingSampler:
-    """A sampler, or batch sampler, whose first epoch starts after ``num_skipped`` of its items.
+    """A sampler, or batch sampler, without its first ``num_skipped`` items.
 
-    It skips when it is first asked for one, as late as the sampler itself would have started: samplers draw random
+    It skips when its first item is requested, no earlier than the sampler itself would start: samplers draw random
     numbers then.
     """
 
     def __init__(self, sampler: Any, num_skipped: int) -> None:
         self.sampler = sampler
         self._num_left = num_skipped
-        self._iterator: Iterator[Any] = iter(())
+        self._iterator: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -206,11 +180,21 @@ class _SkippingSampler:
         return self
 
     def __next__(self) -> Any:
-        self.skip()
-        return next(self._iterator)
+        return next(self.skip())
 
-    def skip(self) -> None:
-        """Skips now, if that is still to be done."""
+    def skip(self) -> Iterator[Any]:
+        """The sampler's iterator after the skipped items.
+
+        Raises:
+            RuntimeError: If no iterator was made, because DataLoader does not use ``_index_sampler``.
+        """
+        if self._iterator is None:
+            raise RuntimeError(
+                f"torch {torch.__version__}: DataLoader does not take its indices from its property _index_sampler, so"
+                " batches that were seen before the interruption cannot be skipped. Use a version of torch that"
+                " lightning-liger supports, or pass fault_tolerance=False to the strategy"
+            )
         while self._num_left:
             self._num_left -= 1
             next(self._iterator)
+        return self._iterator

@@ -1,1 +1,1 @@
-"""Rows of tokens: documents packed into a row, and rows split over ranks."""
+"""Rows of tokens: labels of packed documents, and rows sharded over ranks."""

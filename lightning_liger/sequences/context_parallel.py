@@ -1,8 +1,8 @@
-"""Context parallelism: each of several ranks computes a piece of every sequence, and attention sees the whole of it.
+"""Context parallelism: each rank of a group computes one shard of every sequence, and attention sees whole sequences.
 
-Everything in a causal language model but attention looks at one token at a time. For attention, ranks exchange tokens
-for heads: before it each has all heads of its piece, during it some heads of the whole sequence, after it its piece
-again (DeepSpeed-Ulysses, arXiv:2309.14509). Any attention that transformers has then works as it is: causal, over
+In a causal language model only attention mixes tokens. Around it an all-to-all exchanges tokens for heads: before it
+each rank has all heads of its shard, during it some heads of the whole sequence, after it its shard again
+(DeepSpeed-Ulysses, arXiv:2309.14509). Every attention function of transformers then works unchanged: causal, over
 documents packed into a row, with sliding windows.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
@@ -29,25 +30,25 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
 class ContextParallel:
-    """Groups of consecutive ranks, each of which computes a piece of its group's sequences.
+    """Groups of consecutive ranks, each of which computes a shard of its group's sequences.
 
-    Strategies make one from ``context_parallel_size``. With Fabric or a loop of your own, on all ranks::
+    Strategies create one for ``context_parallel_size``. With Fabric or your own training loop, on all ranks::
 
         context = ContextParallel(size=2)
         context.apply(model)  # before it is wrapped
         for batch in loader:  # the same rows on all ranks of a group
-            piece = context.split(batch)
-            loss = model(**piece, labels=piece["shift_labels"]).loss
+            shard = context.split(batch)
+            loss = model(**shard, labels=shard["shift_labels"]).loss
 
-    That loss is the mean over the tokens of a piece, of which ranks may have different numbers; the steps of
-    :class:`~lightning_liger.LigerLMMixin` take the mean over all.
+    This loss is the mean over the tokens of a shard, and ranks may have different numbers of tokens; the steps of
+    :class:`~lightning_liger.LigerLMMixin` take the mean over all of them.
 
     Args:
-        size: Ranks in a group, at least 1, which must divide the number of processes.
+        size: The number of ranks in a group, at least 1; must divide the number of processes.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialized.
-        ValueError: For a size that is not possible.
+        ValueError: If ``size`` is less than 1 or does not divide the number of processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -61,46 +62,47 @@ class ContextParallel:
         self._has_seen_rows = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ContextParallel":
-        return self  # attention modules hold it, and a process group cannot be copied
+        return self  # attention modules refer to it, and a process group cannot be copied
 
     def apply(self, model: nn.Module) -> None:
         """Lets the attention of each Hugging Face model in ``model`` see whole sequences; parameters do not change.
 
         Raises:
-            ValueError: If there is none, or one that context parallelism would change: with layers that mix tokens
-                other than by transformers' attention interface, or whose number of heads ``size`` does not divide.
+            ValueError: If there is none, or if context parallelism would change the results of one: because layers mix
+                tokens without transformers' attention interface, or ``size`` does not divide the number of heads.
         """
         models = list(_outermost_models(model))
         if not models:
             raise ValueError(f"context parallelism needs a Hugging Face model, {type(model).__name__} holds none")
-        self.undo(model)  # another context's groups may be gone
+        self.undo(model)  # the process groups of an earlier context may be destroyed
         for found in models:
             _check(found, self.size)
             _set_attention(found, self)
 
     @staticmethod
     def undo(model: nn.Module) -> None:
-        """Lets attention be as it was before :meth:`apply`, for rows that were not split, as in generation."""
+        """Restores attention as before :meth:`apply`, for rows that were not split, as in generation."""
         for found in _outermost_models(model):
             for module in _attention_modules(found):
-                exchange = module.__dict__.pop("context_parallel", None)
-                if exchange is not None:
-                    found.set_attn_implementation(exchange.implementation)
+                whole = module.__dict__.pop("context_parallel", None)
+                if whole is not None:
+                    found.set_attn_implementation(whole.implementation)
 
     def split(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's piece of a batch of whole rows; see :func:`~lightning_liger.split_sequence`.
+        """This rank's shard of a batch of whole rows; see :func:`~lightning_liger.split_sequence`.
 
         Raises:
-            ValueError: As there, and if the first batch is not the same on all ranks of the group.
+            ValueError: As :func:`~lightning_liger.split_sequence`, and if the first batch differs between the ranks of
+                the group.
         """
-        piece = split_sequence(batch, self.rank, self.size)
+        shard = split_sequence(batch, self.rank, self.size)
         if not self._has_seen_rows:
             self._check_same_rows(batch)
             self._has_seen_rows = True
-        return piece
+        return shard
 
     def _check_same_rows(self, batch: Mapping[str, Any]) -> None:
-        """Looks at the first batch only: comparing waits for the device."""
+        """Raises ValueError unless all ranks got the same batch; waits for the device, so called for the first only."""
         tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
         bits = (tokens.float().view(torch.int32) if tokens.is_floating_point() else tokens).flatten().long()
         weights = torch.arange(1, bits.numel() + 1, device=bits.device)
@@ -108,37 +110,38 @@ class ContextParallel:
         if not bool((self._of_all_ranks(own) == own).all()):
             raise ValueError(
                 f"the {self.size} ranks that share a sequence got different batches (rank {self.rank} of them has"
-                f" {tuple(tokens.shape)} tokens): the loader must give all of them the same rows, as Lightning's own"
+                f" {tuple(tokens.shape)} tokens): the loader must give all of them the same rows, as Lightning's"
                 " sampler does, or one with trainer.distributed_sampler_kwargs"
             )
 
-    def exchange(self, states: Tensor) -> Tensor:
-        """Heads for tokens, or tokens for heads: splits dimension 1 over the ranks, joins dimension 2; differentiable.
+    def all_to_all(self, states: Tensor) -> Tensor:
+        """Exchanges heads for tokens or back: splits dimension 1 over the ranks, joins dimension 2; differentiable.
 
         ``[batch_size, heads, seq_len / size, head_dim]`` becomes ``[batch_size, heads / size, seq_len, head_dim]``, and
         ``[batch_size, seq_len, heads / size, head_dim]`` becomes ``[batch_size, seq_len / size, heads, head_dim]``.
         """
-        return _Exchange.apply(states, self.group)
+        return _AllToAll.apply(states, self.group)
 
     def layout(self, position_ids: Tensor) -> "_Layout":
-        """The whole sequences' layout, found out once for all layers of a forward pass."""
+        """The layout of the whole sequences, gathered once for all layers of a forward pass."""
         if position_ids not in self._layouts:
             self._layouts[position_ids] = _Layout(self._of_all_ranks(position_ids).movedim(0, 1).flatten(1, 2))
         return self._layouts[position_ids]
 
     def _of_all_ranks(self, tensor: Tensor) -> Tensor:
-        """The group's tensors of one shape, ``[size, *shape]``."""
+        """The tensors of all ranks of the group, ``[size, *shape]``."""
         gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
         return gathered.unflatten(0, (self.size, -1))
 
 
 def attention_implementation(model: nn.Module) -> str:
-    """The name of what computes attention in ``model``, with or without context parallelism; empty if it has none."""
+    """The attention implementation of ``model``, such as ``"sdpa"``, also inside context parallelism; empty if none."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
     if name != _NAME:
         return name
-    return next((module.context_parallel.implementation for module in _attention_modules(model)), "")
+    found = (whole for module in _attention_modules(model) if (whole := _whole_attention(module)) is not None)
+    return next((whole.implementation for whole in found), "")
 
 
 def check_size(size: int, num_processes: int) -> None:
@@ -151,14 +154,14 @@ def check_size(size: int, num_processes: int) -> None:
 
 @dataclass
 class _Layout:
-    """Which tokens of whole rows see each other."""
+    """Which tokens of the whole rows attend to each other."""
 
     position_ids: Tensor
     """``[batch_size or 1, seq_len]``."""
     _masks: dict[tuple[bool, torch.dtype], Any] = field(default_factory=dict)
 
     def mask(self, config: PreTrainedConfig, sliding: bool, query: Tensor) -> Any:
-        """What the model would have made of whole rows, in the form that ``config``'s attention takes."""
+        """The model's mask for whole rows, in the format of ``config``'s attention implementation."""
         key = (sliding, query.dtype)
         if key not in self._masks:
             make = create_sliding_window_causal_mask if sliding else create_causal_mask
@@ -174,29 +177,29 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _WholeAttention:
-    """What an attention module needs to see whole sequences."""
+    """Attribute ``context_parallel`` of an attention module that sees whole sequences."""
 
     context: ContextParallel
     implementation: str
     config: PreTrainedConfig
-    """The module's own, with that implementation."""
+    """A copy of the module's configuration, with that implementation."""
 
 
-class _Exchange(torch.autograd.Function):
-    """Splits dimension 1 over the ranks of a group and joins dimension 2, whose parts they hold."""
+class _AllToAll(torch.autograd.Function):
+    """Splits dimension 1 over the ranks of a group, and joins dimension 2, of which each rank holds a shard."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchange(states, group, split_dim=1, join_dim=2)
+        return _all_to_all(states, group, split_dim=1, join_dim=2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grad_output, ctx.group, split_dim=2, join_dim=1), None
+        return _all_to_all(grad_output, ctx.group, split_dim=2, join_dim=1), None
 
 
-def _exchange(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
+def _all_to_all(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
     sent = tensor.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -206,36 +209,37 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: all heads of a piece in, all heads of a piece out."""
-    whole: _WholeAttention | None = getattr(module, "context_parallel", None)
+    """The attention function that transformers calls: all heads of a shard in, all heads of a shard out."""
+    whole = _whole_attention(module)
     if whole is None:
         raise RuntimeError(
-            f"attn_implementation={_NAME!r} is set by context_parallel_size of a strategy, or ContextParallel.apply()"
+            f"attn_implementation={_NAME!r} is set by context_parallel_size of a strategy, or ContextParallel.apply(),"
+            " and cannot be set directly"
         )
     context, position_ids = whole.context, kwargs.pop("position_ids", None)
     if attention_mask is not None or position_ids is None or position_ids.ndim != 2:
         raise ValueError(
-            f"{type(module).__name__} must get position_ids [batch_size, seq_len] and no attention_mask for context"
-            f" parallelism, got position_ids of shape {getattr(position_ids, 'shape', None)} and attention_mask of"
-            f" shape {getattr(attention_mask, 'shape', None)}"
+            f"{type(module).__name__} must be called with position_ids [batch_size, seq_len] and no attention_mask for"
+            f" context parallelism, got position_ids of shape {getattr(position_ids, 'shape', None)} and attention_mask"
+            f" of shape {getattr(attention_mask, 'shape', None)}"
         )
     num_kv_heads = key.shape[1]
     copies = context.size // math.gcd(num_kv_heads, context.size)
-    if copies > 1:  # each rank needs a head of its own
+    if copies > 1:  # each rank needs at least one head
         key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
         module = copy.copy(module)
-        module.num_key_value_groups = query.shape[1] // (num_kv_heads * copies)
-    query, key, value = (context.exchange(states) for states in (query, key, value))
+        vars(module)["num_key_value_groups"] = query.shape[1] // (num_kv_heads * copies)
+    query, key, value = (context.all_to_all(states) for states in (query, key, value))
     layout = context.layout(position_ids)
     mask = layout.mask(whole.config, kwargs.get("sliding_window") is not None, query)
     function = _function(module, whole.implementation)
     output, _ = function(module, query, key, value, mask, position_ids=layout.position_ids, **kwargs)
-    return context.exchange(output), None
+    return context.all_to_all(output), None
 
 
 def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """What transformers would have called; eager attention is a function of the model's own file."""
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    """The function that transformers would call; eager attention is defined in the model's file."""
+    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
 
 
@@ -251,20 +255,34 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "config")]
 
 
+def _whole_attention(module: nn.Module) -> _WholeAttention | None:
+    return vars(module).get("context_parallel")
+
+
 def _set_attention(model: PreTrainedModel, context: ContextParallel) -> None:
     implementation = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     for module in _attention_modules(model):
-        config = copy.copy(module.config)
-        config._attn_implementation_internal = implementation  # the property would reach nested configurations too
-        module.context_parallel = _WholeAttention(context, implementation, config)
+        config: Any = copy.copy(module.config)
+        # Private to transformers: its property _attn_implementation would change nested configurations too.
+        config._attn_implementation_internal = implementation
+        if config._attn_implementation != implementation:
+            raise RuntimeError(
+                f"transformers {transformers.__version__}: _attn_implementation of {type(config).__name__} does not"
+                " follow _attn_implementation_internal, which context parallelism needs. Use a version of transformers"
+                " that lightning-liger supports, or context_parallel_size=1"
+            )
+        vars(module)["context_parallel"] = _WholeAttention(context, implementation, config)
 
 
 def _check(model: PreTrainedModel, size: int) -> None:
-    """Raises ValueError for models whose pieces would not add up to the whole."""
+    """Raises ValueError for models whose results context parallelism would change."""
     name, config = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation():
-        raise ValueError(f"{name} does not take its attention from transformers' AttentionInterface")
+        raise ValueError(
+            f"{name} does not take its attention from transformers' AttentionInterface: context parallelism cannot be"
+            " used"
+        )
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     attentions = set(_attention_modules(model))
     layers = [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules or ())]
@@ -272,7 +290,10 @@ def _check(model: PreTrainedModel, size: int) -> None:
     convolutions = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
     if others or without or convolutions or not attentions:
         found = others or sorted({type(module).__name__ for module in without + convolutions}) or ["no attention"]
-        raise ValueError(f"{name} mixes tokens by other means than full or sliding attention: {found}")
+        raise ValueError(
+            f"{name} mixes tokens by other means than full or sliding attention: {found}. Context parallelism cannot be"
+            " used"
+        )
     if not all(module.is_causal for module in attentions):
         raise ValueError(f"{name} has attention that is not causal; expected a causal language model")
     if config.num_attention_heads % size:

@@ -1,1 +1,1 @@
-"""Weights from and to Hugging Face folders, also for models that no rank holds whole."""
+"""Loading from and exporting to Hugging Face folders, also for models too large for one rank."""

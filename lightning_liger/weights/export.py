@@ -1,4 +1,4 @@
-"""A Lightning checkpoint as a Hugging Face folder."""
+"""Export of a Lightning checkpoint to a Hugging Face folder."""
 
 import warnings
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PREFIX = "model."
 _FOLDER_PREFIXES = ("model.", "state_dict.")
-"""Under which the strategies ``liger_fsdp`` and ``liger_model_parallel`` put the weights into a folder."""
+"""The prefixes that the strategies ``liger_fsdp`` and ``liger_model_parallel`` give weights in a sharded checkpoint."""
 
 
 def export_pretrained(
@@ -27,23 +27,24 @@ def export_pretrained(
 ) -> None:
     """Writes the weights of a Lightning checkpoint to a folder that ``from_pretrained`` loads.
 
-    The checkpoint may be a file, or the folder that all ranks of a sharded training wrote; neither GPUs nor several
-    processes are needed. The folder gets ``config.json``, ``model.safetensors`` (several files and an index for large
-    models), ``generation_config.json`` and the tokenizer, if there is one.
+    The checkpoint may be a file, or the folder of a sharded checkpoint; neither GPUs nor several processes are needed.
+    Written are ``config.json``, ``model.safetensors`` (several files and an index for large models),
+    ``generation_config.json`` and the tokenizer, if there is one.
 
     Args:
-        module: With a Hugging Face model at ``model``, or one that ``configure_model`` puts there, which is then built
-            on the meta device. It gets the checkpoint's dtype; its own weights do not matter.
-        ckpt_path: What Lightning saved, under any strategy.
-        output: The folder, made if it is not there.
-        tokenizer: To be saved along.
-        max_shard_size: The size of the largest file, unless a single tensor is larger.
+        module: Its attribute ``model`` is a Hugging Face model; if it is None, ``configure_model`` is called on the
+            meta device to build it. The model is cast to the checkpoint's dtype; its own weights are not used.
+        ckpt_path: A checkpoint that Lightning saved, under any strategy.
+        output: The folder, created if it does not exist.
+        tokenizer: Saved in the same folder.
+        max_shard_size: The maximum size of a file, unless a single tensor is larger.
         weights_only: Whether the checkpoint may hold tensors and plain Python objects only, as in :func:`torch.load`.
 
     Raises:
         FileNotFoundError: If there is no checkpoint at ``ckpt_path``.
-        TypeError: If ``module.model`` is no Hugging Face model.
-        ValueError: If ``output`` is a file, or the checkpoint's tensors are not the model's; the message names them.
+        TypeError: If ``module.model`` is not a Hugging Face model.
+        ValueError: If ``output`` is a file, or names or shapes of the checkpoint's tensors differ from the model's; the
+            message names them.
     """
     output = Path(output)
     if output.is_file():
@@ -56,18 +57,19 @@ def export_pretrained(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(module).__name__}.model must be a Hugging Face model, got {type(model).__name__}")
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), model.dtype)
-    model.to(dtype)  # which the config then says
+    # save_pretrained writes the dtype to config.json. The decorator of transformers' `to` loses its signature.
+    model.to(dtype)  # type: ignore[arg-type]
     model.save_pretrained(output, state_dict=_of_model(weights, model, ckpt_path), max_shard_size=max_shard_size)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
 
 
 def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
-    """The module's state dict."""
+    """The state dict of the LightningModule."""
     if path.is_file():
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         if "state_dict" not in checkpoint:
-            raise ValueError(f"{path} is no checkpoint of Lightning's: it has no 'state_dict', only {list(checkpoint)}")
+            raise ValueError(f"{path} is not a Lightning checkpoint: it has no 'state_dict', only {list(checkpoint)}")
         return checkpoint["state_dict"]
     if not (path / ".metadata").is_file():
         raise FileNotFoundError(
@@ -81,9 +83,7 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
     }
     prefix = next((each for each in _FOLDER_PREFIXES if any(key.startswith(each) for key in stored)), None)
     if prefix is None:
-        raise ValueError(
-            f"{path} is no sharded checkpoint of Lightning's: no name starts with one of {_FOLDER_PREFIXES}"
-        )
+        raise ValueError(f"{path} is not a sharded Lightning checkpoint: no name starts with one of {_FOLDER_PREFIXES}")
     weights = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in stored.items()
@@ -96,12 +96,12 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
 
 
 def _of_model(weights: dict[str, Tensor], model: PreTrainedModel, ckpt_path: Any) -> dict[str, Tensor]:
-    """The weights under the model's names, each tensor once."""
+    """The weights under the model's names, without the second names of tied tensors."""
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name.startswith(_PREFIX)}
     wanted = model.state_dict(keep_vars=True)
     wrong = sorted(
         [f"{name} is missing" for name in wanted.keys() - found.keys() - model.all_tied_weights_keys.keys()]
-        + [f"{name} is not the model's" for name in found.keys() - wanted.keys()]
+        + [f"{name} is not in the model" for name in found.keys() - wanted.keys()]
         + [
             f"{name} is {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
             for name in wanted.keys() & found.keys()

@@ -1,4 +1,4 @@
-"""Memory and values for modules on the meta device, one unit at a time, after they were sharded."""
+"""Materializing modules on the meta device, one unit at a time, after they were sharded."""
 
 import hashlib
 import math
@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.initialization import guard_torch_init_functions
 
 from lightning_liger.weights.pretrained import own_part, take_pretrained
 
 _INITIALIZED = "_is_hf_initialized"
-"""Marks what transformers' initialization leaves alone."""
+"""The attribute by which transformers' initialization recognizes tensors to leave unchanged."""
 
 Place = tuple[nn.Module, str]
-"""A module and the name in it of one of its own tensors."""
+"""A module, and the name of a parameter or buffer in it."""
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
@@ -29,17 +28,17 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def materialize(root: nn.Module, device: torch.device, units: Collection[nn.Module] = ()) -> None:
-    """Gives what of ``root`` is on the meta device memory on ``device``, and values.
+    """Moves the tensors of ``root`` that are on the meta device to ``device``, with values.
 
-    Values are those of :func:`~lightning_liger.load_pretrained`, or random: as the Hugging Face model around them
-    initializes its weights, or as their module's ``reset_parameters`` does. Random values depend on torch's seed and
-    the module's name only, so they are the same on all ranks, however many there are and however they shard the model.
+    Values are those of :func:`~lightning_liger.load_pretrained`, or random: from the weight initialization of the
+    Hugging Face model that the tensors are in, or from their module's ``reset_parameters``. Random values depend on
+    torch's seed and the module's name only, so they are the same for any number of ranks and any sharding.
 
     Args:
         root: May be sharded into DTensors.
-        device: Where the tensors are to be.
-        units: Modules in ``root``. Sharded tensors are made whole to draw random values for them, those of one unit at
-            a time, which are the ones in it and in no other unit.
+        device: The device to move to.
+        units: Modules in ``root``. Random values of a sharded tensor are drawn for the whole tensor; the whole tensors
+            of one unit, without those of units inside it, are in memory at a time.
 
     Raises:
         TypeError: For tensors that nothing initializes; nothing is changed then.
@@ -52,15 +51,15 @@ def materialize(root: nn.Module, device: torch.device, units: Collection[nn.Modu
 
 
 class Materializer:
-    """Does what :func:`materialize` does for one unit at each call, as ``param_init_fn`` of FSDP.
+    """Callable that materializes one unit, for FSDP's ``param_init_fn``; see :func:`materialize`.
 
     Args:
         root: Not wrapped yet.
-        device: Where the tensors are to be.
-        units: As there; those that FSDP wrapped need not be given.
+        device: The device to move to.
+        units: As for :func:`materialize`; units that FSDP wraps need not be given.
 
     Raises:
-        TypeError: As there.
+        TypeError: As :func:`materialize`.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, units: Collection[nn.Module] = ()) -> None:
@@ -76,18 +75,20 @@ class Materializer:
 
     @torch.no_grad()
     def __call__(self, unit: nn.Module) -> None:
-        """Gives all of ``unit`` memory and values, but for the units in it, which have theirs already.
+        """Materializes ``unit``, except for units inside it, which were materialized before.
 
         Raises:
-            RuntimeError: As there.
+            RuntimeError: As :func:`materialize`.
         """
+        from transformers.initialization import guard_torch_init_functions  # internal, so not at import
+
         modules = list(self._inside_first(unit))
         blank: set[int] = set()
         for module in modules:
             for name, tensor in _own_tensors(module):
                 if not tensor.is_meta:
                     continue
-                self._give_memory(tensor)
+                self._allocate(tensor)
                 weights = next((weights for weights in self._weights if (module, name) in weights), None)
                 if weights is None:
                     blank.add(id(tensor))
@@ -102,22 +103,22 @@ class Materializer:
                 self._initialize(modules, {id(tensor) for tensor in unset.values()})
             self._check_values(unset)
 
-    def _give_memory(self, tensor: Tensor) -> None:
+    def _allocate(self, tensor: Tensor) -> None:
         memory = torch.empty_like(tensor, device=self._device)
         if isinstance(tensor, nn.Parameter):
             memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
         vars(memory).update(vars(tensor))
-        torch.utils.swap_tensors(tensor, memory)  # the same object still, wherever it is used
+        torch.utils.swap_tensors(tensor, memory)  # keeps the object, and so its ties
 
     @contextmanager
     def _unset(self, places: dict[Place, Tensor]) -> Iterator[dict[Place, Tensor]]:
-        """Whole tensors of NaN in these places; in the end each rank keeps its part of what was written into them."""
+        """Puts whole tensors of NaN in these places; on exit each rank copies its shard of the values written there."""
         unset: dict[Place, Tensor] = {}
         sharded: dict[Tensor, Tensor] = {}
         others = {id(tensor) for place, tensor in places.items() if place not in self._tied}
         for place, tensor in places.items():
             if place in self._tied and id(tensor) in others:
-                # Has the values of the place that it is tied to: what would be drawn here is not wanted.
+                # Tied: its values are drawn at the other place, and those drawn here are discarded.
                 self._put(place, nn.Parameter(torch.empty(tensor.shape, device="meta"), requires_grad=False))
                 continue
             if isinstance(tensor, DTensor):
@@ -140,9 +141,10 @@ class Materializer:
 
     def _put(self, place: Place, tensor: Tensor) -> None:
         module, name = place
-        (module._parameters if name in module._parameters else module._buffers)[name] = tensor
+        tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+        tensors[name] = tensor
 
-    def _initialize(self, modules: list[nn.Module], unset: set[int]) -> None:
+    def _initialize(self, modules: list[Any], unset: set[int]) -> None:
         for module in modules:
             if not any(id(tensor) in unset for child in module.modules() for _, tensor in _own_tensors(child)):
                 continue
@@ -153,7 +155,7 @@ class Materializer:
             elif any(id(tensor) in unset for _, tensor in _own_tensors(module)):
                 module.reset_parameters()
             if callable(getattr(module, "reset_lora_parameters", None)):
-                # Of peft's: to transformers, the two parts of an adapter are linear layers as any other.
+                # An adapter of peft, whose two parts transformers initialized as ordinary linear layers.
                 for adapter in {**module.lora_A, **module.lora_embedding_A}:
                     module.reset_lora_parameters(adapter, self._lora_initializations.get(adapter, True))
 
@@ -162,12 +164,12 @@ class Materializer:
             if tensor.is_floating_point() and tensor.isnan().any():
                 raise RuntimeError(
                     f"{type(self._models.get(module, module)).__name__} leaves {name!r} of"
-                    f" {self._names.get(module)!r} without initial values: build the model whole, not on the meta"
-                    " device, or give it weights by load_pretrained"
+                    f" {self._names.get(module)!r} without initial values: build the model on a real device instead of"
+                    " the meta device, or load weights with load_pretrained"
                 )
 
     def _inside_first(self, module: nn.Module) -> Iterator[nn.Module]:
-        """``module`` after what is in it, without other units."""
+        """The modules of ``module``, children before parents, without other units."""
         seen = {module}
 
         def walk(parent: nn.Module) -> Iterator[nn.Module]:
@@ -189,8 +191,8 @@ class Materializer:
         }
         if unknown:
             raise TypeError(
-                f"nothing gives values to the tensors on the meta device of {', '.join(sorted(unknown))}: expected a"
-                " method reset_parameters, or weights by load_pretrained"
+                f"nothing initializes the tensors on the meta device of {', '.join(sorted(unknown))}: expected a"
+                " method reset_parameters, or weights from load_pretrained"
             )
 
 
@@ -201,7 +203,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _innermost_models(root: nn.Module) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-    """Modules in Hugging Face models with the model; of nested ones the innermost comes last."""
+    """Each module in a Hugging Face model, with the model; of nested models the innermost comes last."""
     for model in root.modules():
         if isinstance(model, PreTrainedModel):
             for module in model.modules():
@@ -209,7 +211,7 @@ def _innermost_models(root: nn.Module) -> Iterator[tuple[nn.Module, PreTrainedMo
 
 
 def _tied_places(root: nn.Module) -> Iterator[Place]:
-    """Where Hugging Face models put a tensor of another place, if their configuration says so."""
+    """The places at which Hugging Face models reuse a tensor of another place, according to their configuration."""
     for model in root.modules():
         if isinstance(model, PreTrainedModel):
             for target in model.all_tied_weights_keys:
@@ -218,7 +220,7 @@ def _tied_places(root: nn.Module) -> Iterator[Place]:
 
 
 def _lora_initializations(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Each adapter of peft's, and how it is to be initialized."""
+    """Each adapter of peft, and its ``init_lora_weights``."""
     for module in root.modules():
         for adapter, config in (vars(module).get("peft_config") or {}).items():
             if hasattr(config, "init_lora_weights"):
@@ -226,7 +228,7 @@ def _lora_initializations(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _seed_of_all_ranks() -> int:
-    """The same on all ranks, another one at each call."""
+    """A random seed that is the same on all ranks, and another one at each call."""
     seed: list[Any] = [torch.randint(2**62, (1,), device="cpu").item()]
     if dist.is_available() and dist.is_initialized():
         dist.broadcast_object_list(seed)
@@ -235,7 +237,7 @@ def _seed_of_all_ranks() -> int:
 
 @contextmanager
 def _protected(unit: nn.Module, except_for: Collection[Tensor]) -> Iterator[None]:
-    """Marks all in ``unit`` as initialized, except for some."""
+    """Marks all tensors in ``unit`` as initialized, except for those in ``except_for``."""
     free = {id(tensor) for tensor in except_for}
     tensors = [tensor for module in unit.modules() for _, tensor in _own_tensors(module)]
     before = [(tensor, getattr(tensor, _INITIALIZED, None)) for tensor in tensors]

@@ -1,37 +1,38 @@
-"""Weights of a Hugging Face folder for a model, read tensor by tensor, or the part of one that a rank holds."""
+"""Loading a Hugging Face checkpoint into a model, tensor by tensor; of a sharded tensor each rank reads its shard."""
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+if TYPE_CHECKING:
+    from transformers import WeightConverter
 
 Index = tuple[slice, ...]
 _ATTRIBUTE = "_pretrained_weights"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NUM_NAMED = 5
-# Buffers that older checkpoints hold and models make themselves.
+# Buffers of older checkpoints that models compute themselves.
 _OUTDATED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Gives ``model`` the weights of a Hugging Face checkpoint folder.
+    """Loads the weights of a Hugging Face checkpoint folder into ``model``.
 
-    Tensors that have memory get them at once. Those on the meta device get them when a ``liger*`` strategy has given
-    them memory, after it sharded the model: each rank then reads what it holds, so a model need not fit one device, nor
-    the host::
+    Tensors that have memory are loaded at once. Those on the meta device are loaded when a ``liger*`` strategy
+    materializes them, after it sharded the model: each rank then reads its shards only, so the model need not fit into
+    the memory of one device, nor of the host::
 
         def configure_model(self):
             with torch.device("meta"):
@@ -41,13 +42,13 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     Names and layouts are converted as ``from_pretrained`` does, and ``generation_config.json`` is read.
 
     Args:
-        model: Any module. One that is not of transformers needs tensors of its own names in the folder.
+        model: Any module. For one that is not from transformers, the folder must use the module's names.
         folder: Has ``model.safetensors`` or ``pytorch_model.bin``, in one file or several with an index.
 
     Raises:
         FileNotFoundError: If the folder has no weights, or lacks a file that its index names.
-        ValueError: If tensors of the model are not in the folder or have another shape there, and for a quantized
-            checkpoint; the message names them. Nothing is loaded then.
+        ValueError: If tensors of the model are missing in the folder or have another shape, or if the model is
+            quantized; the message names them. Nothing is loaded then.
     """
     weights = PretrainedWeights(model, Path(folder))
     for module, name, tensor in weights.tensors():
@@ -60,32 +61,35 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
 
 def take_pretrained(root: nn.Module) -> "list[PretrainedWeights]":
-    """What :func:`load_pretrained` left for later in ``root`` and its modules; they then hold it no longer."""
+    """Removes and returns the weights that :func:`load_pretrained` deferred in ``root`` and its modules."""
     return [vars(module).pop(_ATTRIBUTE) for module in root.modules() if _ATTRIBUTE in vars(module)]
 
 
 class PretrainedWeights:
-    """The tensors of a folder under the names of a model.
+    """The checkpoint tensors of each tensor of a model, unread.
 
     Args:
-        model: Whose tensors are looked for, by their names at this time.
+        model: Its tensors are looked up by their present names.
         folder: See :func:`load_pretrained`.
 
     Raises:
-        FileNotFoundError: As there.
-        ValueError: As there.
+        FileNotFoundError: As :func:`load_pretrained`.
+        ValueError: As :func:`load_pretrained`.
     """
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self.folder = folder
         self._converted: tuple[_Conversion, dict[str, Tensor]] | None = None
         if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-            raise ValueError(f"{folder} holds quantized weights, which cannot be trained: expected floating-point ones")
+            raise ValueError(
+                f"the model for {folder} has a quantization_config: quantized weights cannot be trained, expected a"
+                " checkpoint with floating-point weights"
+            )
         places = _places(model)
         wanted = {name: _tensor(*place) for name, place in places.items()}
         found, unexpected = _sources(model, wanted, _open(folder))
         _check_shapes(folder, wanted, found)
-        # Tied tensors are one object with several names, and a checkpoint may have it under any of them.
+        # A tied tensor is one object with several names, and a checkpoint may use any of them.
         names_of: dict[int, list[str]] = {}
         for name, tensor in wanted.items():
             names_of.setdefault(id(tensor), []).append(name)
@@ -103,13 +107,13 @@ class PretrainedWeights:
         return place in self._places
 
     def tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Modules, the names in them and the tensors that the folder has weights for."""
+        """Module, name in the module, and tensor, of all tensors that the folder has weights for."""
         for module, name in self._places:
             yield module, name, _tensor(module, name)
 
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str) -> None:
-        """Reads a tensor, or this rank's part of it, into ``module``'s tensor of that name.
+        """Reads the values of ``module``'s tensor ``name``, or of this rank's shard of it, into that tensor.
 
         Raises:
             ValueError: If the folder has different weights for tensors that the model ties.
@@ -131,51 +135,53 @@ class PretrainedWeights:
         if not isinstance(source, _Conversion):
             return source[index] if index else source[...]
         if self._converted is None or self._converted[0] is not source:
-            self._converted = None  # not two of them at a time
+            self._converted = None  # frees the last one before the next is read
             self._converted = source, source.convert(lambda part: part[...])
         return self._converted[1][name][index]
 
 
 @dataclass(eq=False)
 class _Conversion:
-    """Tensors of a folder that transformers makes one or several of the model's tensors of."""
+    """Checkpoint tensors that transformers converts to one or several tensors of the model."""
 
     model: PreTrainedModel
     name: str
-    converter: WeightConverter
+    converter: "WeightConverter"
     dtype: torch.dtype
     parts: list[tuple[str, str, Any]] = field(default_factory=list)
-    """Each with its key in the folder and the pattern that it matched."""
+    """Key in the checkpoint, the pattern that it matched, and the unread tensor."""
 
     def convert(self, read: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+        """The model's tensors by name."""
         converter = deepcopy(self.converter)
         for key, pattern, part in self.parts:
-            # What is called by the converter when it needs it.
-            converter.add_tensor(self.name, key, pattern, lambda part=part: read(part).to(self.dtype))
+            # The converter takes a function in place of a future, and calls it when it needs the tensor.
+            future: Any = functools.partial(self._read, read, part)
+            converter.add_tensor(self.name, key, pattern, future)
         converted = converter.convert(self.name, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
+    def _read(self, read: Callable[[Any], Tensor], part: Any) -> Tensor:
+        return read(part).to(self.dtype)
+
 
 Source = Any
-"""A tensor of a file that is read when it is indexed, or a :class:`_Conversion`."""
+"""A tensor of a file, read when it is indexed, or a :class:`_Conversion`."""
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, Index]:
-    """The memory that this rank has of ``tensor``, and where that is in the whole."""
+    """This rank's shard of ``tensor``, and its index in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private, so not at import
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
+    local = cast(DTensor, tensor.detach()).to_local()
     return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=False))
 
 
-def has_weights(folder: str | Path) -> bool:
-    """Whether ``folder`` has weights that :func:`load_pretrained` can read."""
-    return any((Path(folder) / f"{name}{suffix}").is_file() for name in _WEIGHTS for suffix in ("", ".index.json"))
-
-
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Module and name in it of each tensor of the state dict."""
+    """Module and name in the module of each tensor of the state dict."""
     return {
         f"{prefix}.{name}" if prefix else name: (module, name)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -185,11 +191,13 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    return module._parameters[name] if name in module._parameters else module._buffers[name]
+    tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
+    assert tensor is not None  # `_places` has no others
+    return tensor
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """The tensors in the files, unread, by their names there."""
+    """The tensors in the files, unread, by their names in the files."""
     for name in _WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():
@@ -201,7 +209,7 @@ def _open(folder: Path) -> dict[str, Any]:
                 continue
         for file in files:
             if not file.is_file():
-                raise FileNotFoundError(f"{index} names {file.name!r}, which is not there")
+                raise FileNotFoundError(f"{index} names {file.name!r}, which does not exist")
         return {key: tensor for file in files for key, tensor in _open_file(file).items()}
     raise FileNotFoundError(f"{folder} has no weights: expected one of {list(_WEIGHTS)}, or their index")
 
@@ -209,7 +217,7 @@ def _open(folder: Path) -> dict[str, Any]:
 def _open_file(file: Path) -> dict[str, Any]:
     if file.suffix == ".safetensors":
         opened = safe_open(file, framework="pt")
-        return {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 - is no mapping
+        return {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
     return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -220,9 +228,13 @@ def _shape(source: Any) -> tuple[int, ...]:
 def _sources(
     model: nn.Module, wanted: dict[str, Tensor], tensors: dict[str, Any]
 ) -> tuple[dict[str, Source], list[str]]:
-    """What in a folder has the names of the model, after transformers' conversion, and the names of the rest."""
+    """Checkpoint tensors by the model's names, after transformers' conversion, and the names that the model lacks."""
     if not isinstance(model, PreTrainedModel):
         return {name: tensor for name, tensor in tensors.items() if name in wanted}, sorted(tensors.keys() - wanted)
+    # Internal to transformers, so not at import.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -279,7 +291,7 @@ def _warn_unexpected(model: nn.Module, folder: Path, unexpected: list[str]) -> N
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = _without(unexpected, (*ignored, *_OUTDATED))
     if unexpected:
-        rank_zero_warn(f"{folder} has tensors that the model has no place for: {_shortened(unexpected)}")
+        rank_zero_warn(f"{folder} has tensors that the model does not have: {_shortened(unexpected)}")
 
 
 def _without(names: list[str], patterns: Any) -> list[str]:

@@ -40,7 +40,6 @@ def _in_an_own_folder(tmp_path, monkeypatch):
 def no_gpu(monkeypatch):
     """A machine without a GPU and with many cores."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(cli.os, "cpu_count", lambda: 16)
 
 

@@ -21,7 +21,7 @@ NUM_BATCHES = 4
 
 
 class BuiltInInit(LM):
-    """Its model is there from the start, and Lightning's own ``configure_model`` does nothing."""
+    """Its model is built in ``__init__``, and Lightning's ``configure_model`` does nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def is_patched(module) -> list[str]:
 def test_losses_are_fused_and_those_of_the_stock_model(tmp_path, strategy, module_class):
     def fit(*callbacks):
         recorder, module = Losses(), module_class()
-        # A strategy object of its own: DDP by name would ask for another process group.
+        # A strategy object, because DDP by name would need another process group.
         chosen = DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else strategy
         make_trainer(recorder, *callbacks, root=tmp_path, strategy=chosen).fit(module, make_loader(0, NUM_BATCHES))
         return recorder.losses, module

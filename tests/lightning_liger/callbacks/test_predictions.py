@@ -14,7 +14,7 @@ EOS = 0
 
 
 class Letters:
-    """Decodes 1 as a, 2 as b, ..., and leaves the end token out when it is told to."""
+    """Decodes 1 as a, 2 as b, ..., and leaves the end token out on request."""
 
     def decode(self, row: torch.Tensor, skip_special_tokens: bool) -> str:
         kept = [token for token in row.tolist() if token != EOS or not skip_special_tokens]

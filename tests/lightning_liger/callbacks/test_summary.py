@@ -1,4 +1,4 @@
-"""``TrainingSummary`` counts what it says it counts."""
+"""The counts and the speed of ``TrainingSummary``."""
 
 import importlib
 
@@ -48,7 +48,7 @@ def test_results_hold_counts_of_a_fit(tmp_path, strategy):
     trainer.fit(LM(), make_loader(0, NUM_BATCHES), make_loader(1, 2))
     results = summary.results
     assert (results["steps"], results["processes"]) == (NUM_BATCHES, 1)
-    assert (results["losses"], results["whole_logits"]) == (NUM_BATCHES + 2, 0)
+    assert (results["num_fused_losses"], results["whole_logits"]) == (NUM_BATCHES + 2, 0)
     assert results["tokens_per_second"] > 0
     assert results["peak_memory_bytes"] > 2**20
     for name in ("train_loss", "train_perplexity", "train_accuracy", "val_loss", "val_perplexity", "val_accuracy"):
@@ -117,7 +117,7 @@ def test_without_kernels_it_says_so(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "no kernels were applied" in printed
     assert "too few steps" in printed
-    assert (summary.results["losses"], summary.results["logits_bytes_avoided"]) == (0, 0)
+    assert (summary.results["num_fused_losses"], summary.results["logits_bytes_avoided"]) == (0, 0)
 
 
 def test_a_rank_other_than_zero_prints_nothing(tmp_path, capsys, monkeypatch):

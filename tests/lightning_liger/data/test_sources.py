@@ -1,4 +1,4 @@
-"""What is read from files, folders, JSON lines and Python's own library, and how each mistake is reported."""
+"""Reading files, folders, JSON lines and Python's standard library, and the error for each mistake."""
 
 import json
 import sysconfig

@@ -23,7 +23,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 
 @pytest.fixture
 def corpus(tmp_path) -> Path:
-    """A file of 100 documents that can be told apart by their first word."""
+    """A file of 100 documents, each with another first word."""
     generator = random.Random(0)
     documents = [f"document{index} " + " ".join(generator.choices(WORDS, k=60)) for index in range(100)]
     file = tmp_path / "corpus.jsonl"

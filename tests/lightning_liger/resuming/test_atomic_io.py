@@ -93,23 +93,18 @@ def test_new_checkpoint_replaces_what_is_there_and_leaves_nothing_else(tmp_path,
 
 
 @pytest.mark.parametrize("before", ["file", "folder"])
-def test_folders_are_replaced_where_the_file_system_cannot_exchange_names(tmp_path, monkeypatch, before):
-    monkeypatch.setattr(atomic_io, "_exchange", lambda *_: False)
+def test_folder_is_renamed_away_before_another_gets_its_name(tmp_path, monkeypatch, before):
     path = tmp_path / "last.ckpt"
     save_in(before, path, OLD)
-    save_in("folder", path, NEW)
+    with monkeypatch.context() as patches:
+        patches.setattr(atomic_io, "_remove", lambda _: None)
+        save_in("folder", path, NEW)
     torch.testing.assert_close(load(path), NEW)
+    (old,) = (entry for entry in tmp_path.iterdir() if entry != path)
+    assert old.name.startswith(".incomplete-")
+    torch.testing.assert_close(load(old), OLD)
+    save_in("folder", path, NEW)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_names_are_exchanged_at_once(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.mkdir()
-    other.write_text("file")
-    assert atomic_io._exchange(one, other)
-    assert other.is_dir()
-    assert one.read_text() == "file"
-    assert not atomic_io._exchange(one, tmp_path / "not there")
 
 
 @pytest.mark.parametrize("when", ["writing", "renaming"])
@@ -121,7 +116,7 @@ def test_killed_process_leaves_the_checkpoint_before_and_the_next_one_clears_up(
         if when == "writing":
             patches.setattr(torch, "save", half_then_die)
         else:
-            patches.setattr(atomic_io, "put_in_place", die)
+            patches.setattr(atomic_io, "commit", die)
         child = os.fork()
         if not child:
             save_in(kind, path, NEW)
@@ -148,7 +143,7 @@ def test_full_disk_is_an_error_that_names_the_path_and_leaves_the_checkpoint_bef
     assert error.value.filename == str(path)
     assert "are free" in message
     assert ("about 1,200,000 bytes are needed" in message) == (kind == "file")
-    assert ("the one that was there before is as it was" in message) == is_there
+    assert ("the previous checkpoint is unchanged" in message) == is_there
     assert list(tmp_path.iterdir()) == [path] * is_there
     if is_there:
         torch.testing.assert_close(load(path), OLD)
@@ -215,6 +210,9 @@ def test_strategies_write_atomically_unless_told_otherwise(strategy):
     assert type(wrapping.checkpoint_io) is AtomicCheckpointIO
     around = AsyncCheckpointIO(own)
     assert strategy(checkpoint_io=around).checkpoint_io.checkpoint_io is own
+    nested = AsyncCheckpointIO(AsyncCheckpointIO())
+    assert strategy(checkpoint_io=nested).checkpoint_io is nested
+    assert type(nested.checkpoint_io.checkpoint_io) is AtomicCheckpointIO
 
 
 def test_trainers_plugin_wins():

@@ -1,16 +1,15 @@
-"""Random states, and data loaders that go on in the middle of an epoch."""
+"""Data loaders that resume in the middle of an epoch."""
 
-import random
+import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_liger.data import TextDataModule
-from lightning_liger.resuming.dataloader import ResumableDataLoader, random_state, resumable, set_random_state
+from lightning_liger.resuming.dataloader import ResumableDataLoader, resumable
 
 
 class Numbers(Dataset[int]):
@@ -26,10 +25,6 @@ class Numbers(Dataset[int]):
         return index
 
 
-def draw() -> list[float]:
-    return [torch.rand(()).item(), float(np.random.rand()), float(np.random.randn()), random.random(), random.gauss()]
-
-
 def take(iterator: Any, num: int) -> list[Any]:
     return [next(iterator).tolist() for _ in range(num)]
 
@@ -39,25 +34,6 @@ def resumed(loader: Any, other: Any, tmp_path: Path) -> list[Any]:
     torch.save(loader.state_dict(), tmp_path / "state")
     other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     return [batch.tolist() for batch in other]
-
-
-def test_random_states_come_back(tmp_path):
-    random.gauss()  # keeps a second number
-    np.random.randn()  # likewise
-    torch.save(random_state(), tmp_path / "state")
-    first = draw()
-    assert draw() != first
-    set_random_state(torch.load(tmp_path / "state", weights_only=True))
-    assert draw() == first
-
-
-@pytest.mark.gpu
-def test_random_state_of_the_gpu_comes_back():
-    torch.cuda.init()
-    state = random_state()
-    first = torch.rand(3, device="cuda")
-    set_random_state(state)
-    torch.testing.assert_close(torch.rand(3, device="cuda"), first, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
@@ -172,6 +148,29 @@ def test_what_has_a_state_of_its_own_is_left_alone():
     assert resumable(loader) is loader
     batches = [1, 2]
     assert resumable(batches) is batches
+
+
+def test_state_is_loaded_into_a_loader_whose_persistent_workers_run(tmp_path):
+    options = {"batch_size": 2, "shuffle": True, "num_workers": 1, "persistent_workers": True}
+    loader = resumable(DataLoader(Numbers(), **options))
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = loader.state_dict()
+    left = [batch.tolist() for batch in iterator]
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == left
+    assert len(list(loader)) == 5
+
+
+def test_sampler_that_torch_does_not_ask_is_an_error(monkeypatch):
+    def without_sampler(self):
+        return iter(range(len(self)))
+
+    loader = resumable(DataLoader(Numbers()))
+    loader.load_state_dict({**loader.state_dict(), "num_batches": 3})
+    monkeypatch.setattr(DataLoader, "__iter__", without_sampler)
+    with pytest.raises(RuntimeError, match=rf"torch {re.escape(torch.__version__)}: DataLoader .* _index_sampler"):
+        list(loader)
 
 
 def test_state_of_another_loader_is_refused():

@@ -1,4 +1,4 @@
-"""Processes that are told to end or killed, and full disks, leave checkpoints from which training goes on."""
+"""After SIGTERM, SIGKILL or a full disk, training resumes from the checkpoints that are left."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, ROOT
 WORKER = "tests.lightning_liger.resuming.workers.faults"
 SECONDS = 200
 SIGNALLED = ("batch", FAULT_AT[0], FAULT_AT[1] + 1)
-"""Where several ranks end of which one is told to: after the next batch, in the middle of a step."""
+"""Where several ranks stop of which one got SIGTERM: after the next batch, in the middle of a step."""
 SAVED = ("batch", 0, NUM_BATCHES - 1)
 """The last checkpoint before the fault: after the fourth optimizer step, the last of the first epoch."""
 

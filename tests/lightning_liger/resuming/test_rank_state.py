@@ -1,4 +1,4 @@
-"""A run that is interrupted anywhere and goes on comes to what the uninterrupted one does, bit for bit on CPUs."""
+"""A resumed run reproduces the uninterrupted run, wherever it was interrupted, on CPUs bit for bit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_liger import TrainingSummary
+from lightning_liger.resuming.rank_state import HasRankState
 from tests.lightning_liger.resuming.workers.resume import (
     EXCHANGES,
     MICRO_BATCHES,
@@ -93,7 +94,7 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "validated": ({"val_check_interval": 3}, ["window", "second-window"]),
 }
-"""Options of a run, and after which of the points it goes on."""
+"""Options of a run, and the points at which it is resumed."""
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +217,7 @@ def test_checkpoint_loads_in_lightnings_strategy(tmp_path, name):
     points = {name: ANYWHERE[name]}
     uninterrupted = fit(tmp_path, strategy="liger", points=points, module=DropoutLM(0.0), **options)
     run = fit(tmp_path, strategy="auto", ckpt_path=tmp_path / name, module=DropoutLM(0.0), **options)
-    # In another order, for Lightning neither keeps random states nor skips what was seen.
+    # The batches come in another order: Lightning neither keeps random states nor skips batches that were seen.
     assert len(run.losses) == num_left(ANYWHERE[name])
     assert run.learning_rates == pytest.approx(uninterrupted.learning_rates[-len(run.losses) :])
     assert run.global_step == uninterrupted.global_step
@@ -254,6 +255,34 @@ def test_other_stateful_loaders_go_on_and_steps_that_they_cannot_repeat_are_told
     assert_goes_on(run, uninterrupted, num_left(points["boundary"]))
     with pytest.warns(UserWarning, match="between the micro-batches of an optimizer step, with a stateful data"):
         fit(tmp_path, points={"window": ("batch", 1, 4)}, **options)
+
+
+def test_modules_keep_a_state_of_each_rank(tmp_path):
+    class Counts(DropoutLM):
+        num_batches = 0
+
+        def training_step(self, batch, batch_idx):
+            self.num_batches += 1
+            return super().training_step(batch, batch_idx)
+
+        def rank_state_dict(self):
+            return {**super().rank_state_dict(), "num_batches": self.num_batches}
+
+        def load_rank_state_dict(self, state):
+            super().load_rank_state_dict(state)
+            self.num_batches = state["num_batches"]
+
+    class NoState(L.LightningModule):
+        def rank_state_dict(self):
+            return {}
+
+    assert isinstance(Counts(), HasRankState)
+    assert not isinstance(NoState(), HasRankState)
+    resumed = Counts()
+    fit(tmp_path, strategy="liger", module=Counts(), points={"point": ANYWHERE["second"]})
+    fit(tmp_path, strategy="liger", module=resumed, ckpt_path=tmp_path / "point")
+    # The state at the beginning of the step, whose first micro-batch is trained again.
+    assert resumed.num_batches == NUM_EPOCHS * NUM_BATCHES
 
 
 # Several processes
@@ -294,7 +323,7 @@ def test_other_engines_go_on_from_a_whole_checkpoint(ranks, saved_by, resumed_by
 
 
 def _losses_after(path: Path, strategy: Any, folder: Path) -> list[float]:
-    """Of one process that goes on after the first epoch, the same for each strategy."""
+    """Losses of one process that resumes after the first epoch; the same data for each strategy."""
 
     def loader() -> DataLoader[Any]:
         rows = Rows(NUM_BATCHES * ROWS, is_random=False)

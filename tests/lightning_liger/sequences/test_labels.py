@@ -1,4 +1,4 @@
-"""Documents packed into a row train as in rows of their own, and labels shifted beforehand as those that are not."""
+"""Packed documents train like documents in separate rows, and shifted labels like unshifted ones."""
 
 import pickle
 import re
@@ -51,7 +51,7 @@ def packed(num_rows: int = 1) -> Batch:
 
 
 def apart(batch: Batch) -> list[Batch]:
-    """Each document of a packed batch as a batch of its own, without positions."""
+    """Each document of a packed batch as a separate batch, without positions."""
     found = []
     for input_ids, labels, positions in zip(
         *(batch[key] for key in ("input_ids", "labels", "position_ids")), strict=True
@@ -281,8 +281,8 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
     ("batch", "rank", "size", "message"),
     [
         ({"input_ids": IDS}, 2, 2, "rank must be at least 0 and below size, got rank=2 and size=2"),
-        ({"input_ids": IDS}, 0, 4, "size=4 ranks cannot have equal pieces of rows of 6 tokens"),
-        ({"labels": IDS}, 0, 2, r"needs 'input_ids' or 'inputs_embeds', got \['labels'\]"),
+        ({"input_ids": IDS}, 0, 4, "size=4 must divide the 6 tokens of a row"),
+        ({"labels": IDS}, 0, 2, r"must have 'input_ids' or 'inputs_embeds' to be split over ranks, got \['labels'\]"),
         ({"input_ids": IDS, "attention_mask": IDS}, 0, 2, r"has \['attention_mask'\], which cannot be split"),
         ({"input_ids": IDS, "labels": IDS, "shift_labels": IDS}, 0, 2, "both 'labels' and 'shift_labels'"),
         ({"input_ids": IDS, "shift_labels": IDS[:, 1:]}, 0, 2, r"shift_labels must hold 6 tokens a row .* \(2, 5\)"),

@@ -96,7 +96,7 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: model\.layers\.2\.\S+ is missing"):
         export_pretrained(LigerCausalLM(config=deeper), checkpoint, tmp_path / "out")
     torch.save({"weights": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="is no checkpoint of Lightning's: it has no 'state_dict'"):
+    with pytest.raises(ValueError, match="is not a Lightning checkpoint: it has no 'state_dict'"):
         export_pretrained(LigerCausalLM(config=TINY_CONFIG), tmp_path / "other.ckpt", tmp_path / "out")
 
     class NoModel(L.LightningModule):

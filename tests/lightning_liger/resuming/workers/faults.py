@@ -1,7 +1,7 @@
-"""Processes that are told to end, that are killed, or whose disk is full, in the middle of training.
+"""Processes that get SIGTERM or SIGKILL, or whose disk is full, in the middle of training.
 
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``; with a fault
-of ``FAULTS`` behind, a program that trains on several processes, started by Lightning, until the fault happens.
+``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``; with ``cpu OUT FAULT``, a program
+that trains on several processes, started by Lightning, until that one of ``FAULTS`` happens.
 """
 
 import errno
@@ -74,7 +74,7 @@ def _error_of(action: Callable[[], Any]) -> BaseException | None:
 
 
 class FullDisk:
-    """A disk on which there is no more space, for what one rank writes."""
+    """A disk that is full for one rank."""
 
     def __init__(self, is_full: bool) -> None:
         self.is_full = is_full
@@ -118,7 +118,7 @@ def _run_rank(device: str, folder: Path) -> None:
         options = {"seed": rank, "callbacks": [saves(here), full]}
         results[way] = {"uninterrupted": _train(here, device, strategy=strategy(), **options)}
         results[way]["full-disk"] = full.error
-        torch.distributed.barrier()  # the first rank removes what all have begun
+        torch.distributed.barrier()  # rank 0 removes the incomplete files of all
         results[way]["after-full-disk"] = sorted(path.name for path in here.iterdir())
     for way, to, signalled in SIGTERMS:
         here = folder / f"{way}-sigterm-{to}"

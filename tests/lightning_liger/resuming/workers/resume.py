@@ -1,4 +1,4 @@
-"""Training that is interrupted and goes on, and the worker that does so on several processes under each strategy.
+"""Training that is interrupted and resumed, and the worker that does so on several processes under each strategy.
 
 ``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
 """
@@ -108,7 +108,7 @@ class SaveAt(L.Callback):
 
 
 class EpochMetrics(L.Callback):
-    """Keeps what is logged of each epoch."""
+    """Keeps the logged metrics of each epoch."""
 
     def __init__(self) -> None:
         self.metrics: dict[int, dict[str, float]] = {}
@@ -202,14 +202,14 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 POINTS = {"window.ckpt": ("batch", 1, 2), "epoch.ckpt": ("epoch", 0, NUM_BATCHES - 1)}
 """Between the micro-batches of a step, and after an epoch."""
 LIGHTNINGS = {"ddp": DDPStrategy}
-"""Lightning's own strategies that run on CPUs."""
+"""Strategies of Lightning that run on CPUs."""
 EXCHANGES = [
     ("liger_fsdp", "ddp"),
     ("liger_model_parallel-full", "ddp"),
     ("ddp", "liger_fsdp"),
     ("ddp", "liger_model_parallel-full"),
 ]
-"""Which strategy goes on from whose checkpoint."""
+"""The strategy that saves, and the one that resumes."""
 
 
 def _run_rank(device: str, folder: Path) -> None:

@@ -1,0 +1,36 @@
+"""The global random states of torch, CUDA, numpy and Python, as one value that a checkpoint can hold."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """The global random states of torch (CPU, and the current CUDA device if it is used), numpy and Python.
+
+    Tensors and plain Python objects only, so that checkpoints load with ``weights_only=True``.
+    """
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)  # legacy=True returns a tuple
+    key = numpy_state["state"]["key"]
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": torch.from_numpy(key.astype(np.int64))}},
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Sets the global random states to those of :func:`random_state`; the CUDA one only where a GPU is used."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    numpy_state = state["numpy"]
+    key = numpy_state["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    if "cuda" in state and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])

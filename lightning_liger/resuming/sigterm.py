@@ -1,0 +1,102 @@
+"""Graceful shutdown on SIGTERM: all ranks stop after the same batch, with exit code 143."""
+
+import ctypes
+import functools
+import inspect
+import signal
+from typing import Any
+
+import lightning as L
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""The exit code by which shells and schedulers recognize a process that SIGTERM ended."""
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# Private to Lightning, which has no public way to replace its handler or to request a stop:
+_CONNECTOR, _HANDLER, _RECEIVED = "_signal_connector", "_sigterm_notifier_fn", "received_sigterm"
+
+
+class GracefulShutdown:
+    """Ends training on SIGTERM, sent to any of the ranks, after the batch that they are at.
+
+    All ranks raise ``SIGTERMException``, for which ``ModelCheckpoint(save_on_exception=True)`` saves; the process ends
+    with exit code 143. Lightning's handler starts a collective inside the signal handler, in the middle of others, and
+    waits forever unless all ranks got the signal.
+    """
+
+    def __init__(self) -> None:
+        self._received = False
+        self._is_child = False
+
+    def install(self, trainer: L.Trainer) -> None:
+        """Replaces Lightning's SIGTERM handler; to be called before the Trainer registers its handlers.
+
+        Raises:
+            RuntimeError: If this version of Lightning has no such handler to replace.
+        """
+        self._received = False
+        setattr(_signal_connector(trainer), _HANDLER, functools.partial(self._handle, trainer))
+        # By default Lightning starts the other processes of a machine from the first one.
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        self._is_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+        if self._is_child:
+            _end_with_parent()
+
+    def _handle(self, trainer: L.Trainer, *_: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if not self._received and launcher is not None:
+            launcher.kill(signal.SIGTERM)
+        self._received = True
+        if not (trainer.state.fn == TrainerFn.FITTING and _has_several_ranks(trainer)):
+            setattr(_signal_connector(trainer), _RECEIVED, True)
+
+    def agree(self, trainer: L.Trainer) -> None:
+        """Makes all ranks stop after this batch if any of them got SIGTERM; to be called on all ranks in each batch."""
+        if not _has_several_ranks(trainer):
+            return
+        received = torch.tensor(self._received, dtype=torch.int32, device=trainer.strategy.root_device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        # Lightning waits for the device in each batch too, so this wait adds nothing.
+        if received.item():
+            setattr(_signal_connector(trainer), _RECEIVED, True)
+
+    def set_exit_code(self, exception: BaseException) -> None:
+        """Makes 143 the exit code of the process if ``exception`` is due to SIGTERM; Lightning's exit code is 0."""
+        # Lightning's launcher takes a nonzero code of a process that it started for a failure, and kills rank 0.
+        if isinstance(exception, SIGTERMException) and not self._is_child:
+            exception.code = EXIT_CODE
+
+
+def _signal_connector(trainer: L.Trainer) -> Any:
+    """Lightning's signal handlers and their flag.
+
+    Raises:
+        RuntimeError: If this version of Lightning has others. Setting attributes that Lightning does not read would
+            have no effect, and SIGTERM would not save a checkpoint.
+    """
+    connector = getattr(trainer, _CONNECTOR, None)
+    handler = inspect.getattr_static(type(connector), _HANDLER, None)
+    if not inspect.isfunction(handler) or not isinstance(getattr(connector, _RECEIVED, None), bool):
+        raise RuntimeError(
+            f"Lightning {L.__version__}: expected the method trainer.{_CONNECTOR}.{_HANDLER} and the flag"
+            f" trainer.{_CONNECTOR}.{_RECEIVED}, which fault_tolerance=True needs for SIGTERM. Use a version of"
+            " Lightning that lightning-liger supports, or pass fault_tolerance=False to the strategy"
+        )
+    return connector
+
+
+def _has_several_ranks(trainer: L.Trainer) -> bool:
+    return dist.is_initialized() and trainer.world_size > 1
+
+
+def _end_with_parent() -> None:
+    """Makes Linux kill this process when its parent ends; NCCL would wait half an hour for it."""
+    parent = psutil.Process().parent()
+    # Processes that a shell started by hand must not end with it.
+    if parent is not None and parent.name().startswith("python"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,175 @@
+"""Fault tolerance of strategies, with one switch: atomic checkpoints, exact resuming, graceful shutdown on SIGTERM."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+from lightning.fabric.plugins import CheckpointIO
+
+from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
+from lightning_liger.resuming.rank_state import RankStates
+from lightning_liger.resuming.sigterm import GracefulShutdown
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import Strategy as _FabricStrategy
+    from lightning.pytorch.strategies import Strategy as _TrainerStrategy
+else:
+    _FabricStrategy = _TrainerStrategy = object
+
+
+class TrainerFaultTolerance(_TrainerStrategy):
+    """Mixin for strategies of the Trainer; list before Lightning's class.
+
+    Checkpoints are atomic, and an error on one rank while saving is an error on all. They also hold the state of each
+    rank (see :class:`~lightning_liger.resuming.rank_state.RankStates`), so that a resumed run reproduces the
+    uninterrupted run, on CPUs bit for bit; data loaders resume in the middle of an epoch, and validation leaves the
+    random states of training unchanged. On SIGTERM training stops gracefully (see
+    :class:`~lightning_liger.resuming.sigterm.GracefulShutdown`).
+
+    Args:
+        fault_tolerance: Whether to do so. With False checkpoints, data loaders and SIGTERM are handled as in Lightning.
+            Checkpoints saved with True load with False, and the other way round.
+
+    Raises:
+        ValueError: If ``fault_tolerance`` is not a bool.
+    """
+
+    def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
+        check_fault_tolerance(fault_tolerance)
+        self.fault_tolerance = fault_tolerance
+        self._rank_states = RankStates()
+        self._shutdown = GracefulShutdown()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, by default one that writes atomically."""
+        if not self.fault_tolerance:
+            return super().checkpoint_io
+        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        if self.fault_tolerance:
+            self._shutdown.install(trainer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        def save(to: Any) -> None:
+            super(TrainerFaultTolerance, self).save_checkpoint(checkpoint, to, storage_options)
+
+        if not self.fault_tolerance:
+            save(filepath)
+            return
+        self._rank_states.add_to(checkpoint, self._trainer)
+        path = self.broadcast(filepath)
+        if self.saves_folders and storage_options is None:
+            save_on_all_ranks(Path(path), save)
+        else:
+            fail_together(path, lambda: save(path))
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self.fault_tolerance:
+            self._rank_states.take_from(checkpoint, self._trainer)
+        return checkpoint
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        loader = super().process_dataloader(dataloader)
+        return self._rank_states.process_dataloader(loader, self._trainer) if self.fault_tolerance else loader
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.fault_tolerance:
+            self._rank_states.on_train_start(self._trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.fault_tolerance:
+            self._rank_states.on_train_batch_start(batch_idx, self._trainer)
+            self._shutdown.agree(self._trainer)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.fault_tolerance:
+            self._rank_states.on_validation_start(self._trainer)
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self.fault_tolerance:
+            self._rank_states.on_validation_end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.fault_tolerance:
+            self._shutdown.set_exit_code(exception)
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are folders that all ranks write to; a class attribute may override it."""
+        return False
+
+    @property
+    def _trainer(self) -> L.Trainer:
+        assert self.lightning_module is not None  # Lightning connects it before it calls any hook
+        return self.lightning_module.trainer
+
+
+class FabricFaultTolerance(_FabricStrategy):
+    """Mixin for strategies of Fabric; list before Lightning's class.
+
+    Checkpoints are atomic, and an error on one rank while saving is an error on all.
+
+    Args:
+        fault_tolerance: Whether to do so. With False checkpoints are saved as in Lightning.
+
+    Raises:
+        ValueError: If ``fault_tolerance`` is not a bool.
+    """
+
+    _writes_by_itself = False
+    """Whether the strategy writes files and folders without its ``checkpoint_io``."""
+
+    def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
+        check_fault_tolerance(fault_tolerance)
+        self.fault_tolerance = fault_tolerance
+        super().__init__(*args, **kwargs)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, by default one that writes atomically."""
+        if not self.fault_tolerance:
+            return super().checkpoint_io
+        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.fault_tolerance:
+            self._checkpoint_io = io
+        else:  # Lightning's strategies for FSDP and FSDP2 refuse plugins
+            lightnings: Any = super(FabricFaultTolerance, type(self))
+            lightnings.checkpoint_io.fset(self, io)
+
+    def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        def save(to: Any) -> None:
+            super(FabricFaultTolerance, self).save_checkpoint(to, *args, **kwargs)
+
+        if not self.fault_tolerance:
+            save(path)
+            return
+        path = self.broadcast(path)
+        if self._writes_by_itself:
+            save_on_all_ranks(Path(path), save)
+        else:
+            fail_together(path, lambda: save(path))
+
+
+def check_fault_tolerance(fault_tolerance: Any) -> None:
+    """Raises ValueError unless ``fault_tolerance`` is a bool."""
+    if not isinstance(fault_tolerance, bool):
+        raise ValueError(f"fault_tolerance must be True or False, got {fault_tolerance!r}")

@@ -1,0 +1,48 @@
+"""Graceful shutdown relies on names that are private to Lightning, and says so when they are missing."""
+
+import signal
+
+import lightning as L
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_liger.resuming.sigterm import GracefulShutdown
+from tests.lightning_liger.resuming.workers.resume import fit
+
+
+def test_exit_code_is_that_of_sigterm_for_its_exception_only():
+    exception, other = SIGTERMException(), SystemExit(3)
+    GracefulShutdown().set_exit_code(exception)
+    GracefulShutdown().set_exit_code(other)
+    assert (exception.code, other.code) == (143, 3)
+
+
+def test_signal_is_remembered_by_the_trainer():
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    GracefulShutdown().install(trainer)
+    handler = signal.getsignal(signal.SIGTERM)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        assert not trainer.received_sigterm
+        signal.raise_signal(signal.SIGTERM)
+        assert trainer.received_sigterm
+    finally:
+        trainer._signal_connector.teardown()
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.parametrize("change", ["method", "flag"])
+def test_lightning_without_the_handler_is_an_error_before_training(tmp_path, monkeypatch, change):
+    connector = type(L.Trainer(accelerator="cpu", devices=1, logger=False)._signal_connector)
+    if change == "method":
+        monkeypatch.delattr(connector, "_sigterm_notifier_fn")
+    else:
+        initialize = connector.__init__
+
+        def without_flag(self, trainer):
+            initialize(self, trainer)
+            del self.received_sigterm
+
+        monkeypatch.setattr(connector, "__init__", without_flag)
+    with pytest.raises(RuntimeError, match=r"expected the method .*_sigterm_notifier_fn.* fault_tolerance=False"):
+        fit(tmp_path, strategy="liger")
