@@ -25,6 +25,13 @@ def use_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in _TRITON_DTYPES
 
 
+def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
+    """Whether an op on these tensors launches kernels: ``tensor`` decides, and none may be float64."""
+    if not use_triton(tensor) or tensor.dtype == torch.float64:
+        return False
+    return all(other is None or other.dtype != torch.float64 for other in others)
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """How many programs of a persistent kernel run at once, one on each multiprocessor."""

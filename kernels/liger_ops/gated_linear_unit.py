@@ -292,7 +292,7 @@ def _gated_unit(gate: Tensor, up: Tensor | None, activation: str, packed: bool) 
         )
     if up is not None and gate.shape != up.shape:
         raise ValueError(f"up must have gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
-    if not backend.use_triton(gate) or torch.float64 in (gate.dtype, gate.dtype if up is None else up.dtype):
+    if not backend.runs_on_triton(gate, up):
         return gated_unit_reference(gate, up, activation, packed)
     if backend.needs_graph(gate, up):
         return GatedUnitFunction.apply(gate, up, activation, packed)

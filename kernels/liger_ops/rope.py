@@ -548,8 +548,7 @@ def apply_rotary(
                 f" {list(mrope_sections)}"
             )
         sections = [mrope_sections[0], mrope_sections[0] + mrope_sections[1]]
-    dtypes = (q.dtype, k.dtype, cos.dtype, sin.dtype)
-    if not backend.use_triton(q) or torch.float64 in dtypes or backend.needs_graph(cos, sin):
+    if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
         options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
     if backend.needs_graph(q, k):

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.loss.launch import launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
     REDUCTIONS,
@@ -37,7 +38,6 @@ from liger_ops.loss.options import (
     check_weights,
     flat_targets,
 )
-from liger_ops.loss.row_kernels import launch_gradient, launch_loss
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import plan_tokens, reduce_losses
 
@@ -59,23 +59,23 @@ def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLoss
     safe_labels = labels.where(in_range, 0)
     weight = z.new_ones(vocab_size) if class_weight is None else class_weight.to(z.dtype)
 
-    log_probabilities = torch.log_softmax(z, dim=-1)
+    log_probs = torch.log_softmax(z, dim=-1)
     maximum, predictions = z.max(dim=-1)
-    lse = maximum - log_probabilities.gather(-1, predictions[:, None])[:, 0]
-    of_label = log_probabilities.gather(-1, safe_labels[:, None])[:, 0]
+    lse = maximum - log_probs.gather(-1, predictions[:, None])[:, 0]
+    of_label = log_probs.gather(-1, safe_labels[:, None])[:, 0]
     nan_unless_class = torch.ones_like(of_label).where(in_range | ~kept, torch.nan)
     losses = -weight[safe_labels] * nan_unless_class * of_label
     if options.label_smoothing:
         smoothing = options.label_smoothing
-        losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probabilities * weight).sum(-1)
+        losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probs * weight).sum(-1)
     if options.z_loss_weight:
         losses = losses + options.z_loss_weight * lse**2
     if token_weight is not None:
         losses = losses * token_weight.to(losses.dtype)
-    probabilities = log_probabilities.detach().exp()
+    probabilities = log_probs.detach().exp()
     return TokenStats(
         losses=losses.where(kept, 0.0),
-        log_probabilities=(nan_unless_class * of_label.detach()).where(kept, 0.0),
+        log_probs=(nan_unless_class * of_label.detach()).where(kept, 0.0),
         lse=lse.detach().where(kept, 0.0),
         entropy=-torch.xlogy(probabilities, probabilities).sum(-1).where(kept, 0.0),
         predictions=predictions.where(kept, options.ignore_index),
@@ -167,7 +167,7 @@ def _list_outputs(reduction: str, gradient: str, with_stats: bool) -> tuple[str,
     if gradient == "later":
         names += ["lse", "lse_error"]
     if with_stats:
-        names += ["log_probabilities", "lse", "entropy", "predictions", "correct"]
+        names += ["log_probs", "lse", "entropy", "predictions", "correct"]
     return tuple(dict.fromkeys(names))
 
 

@@ -89,7 +89,7 @@ def _fake_linear_cross_entropy(
         input.new_empty(adapter_input.shape if needs_adapter_input else 0),
         weight.new_empty(adapter_weight.shape if needs_adapter_weight else 0, dtype=accumulate_dtype),
     ]
-    stats = TokenStats.of_ignored(labels, dtype)[_FIRST_STAT[reduction] :] if with_stats else ()
+    stats = TokenStats.zeros_like(labels, dtype)[_FIRST_STAT[reduction] :] if with_stats else ()
     return [*outputs, *stats]
 
 
@@ -124,7 +124,7 @@ def _compute_loss(
     in_order = chunk_size >= num_tokens
     vocab_size = weight.shape[0] if shard is None else shard.vocab_size
     plan = plan_tokens(targets, vocab_size, options.ignore_index, input, with_order=not in_order)
-    stats = TokenStats.of_ignored(labels, dtype) if with_stats else None
+    stats = TokenStats.zeros_like(labels, dtype) if with_stats else None
     losses = torch.zeros_like(labels, dtype=dtype) if stats is None else stats.losses
     if in_order or (max_valid_tokens is None and input.is_cuda and torch.cuda.is_current_stream_capturing()):
         max_valid_tokens = num_tokens

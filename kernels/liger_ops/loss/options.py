@@ -62,7 +62,7 @@ class TokenStats(NamedTuple):
 
     losses: Tensor
     """``[num_tokens]``, float32: each token's loss before reduction, weights included."""
-    log_probabilities: Tensor
+    log_probs: Tensor
     """``[num_tokens]``, float32: logarithm of the label's probability, whatever else the loss is made of."""
     lse: Tensor
     """``[num_tokens]``, float32: log-sum-exp of the token's scaled and capped logits."""
@@ -75,10 +75,10 @@ class TokenStats(NamedTuple):
     """``[num_tokens]``, bool: whether the prediction is the label."""
 
     @classmethod
-    def of_ignored(cls, labels: Tensor, dtype: torch.dtype) -> "TokenStats":
+    def zeros_like(cls, labels: Tensor, dtype: torch.dtype) -> "TokenStats":
         """What is known of ``labels`` that are all ignored: room for those that are not."""
-        losses, log_probabilities, lse, entropy = (torch.zeros_like(labels, dtype=dtype) for _ in range(4))
-        return cls(losses, log_probabilities, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
+        losses, log_probs, lse, entropy = (torch.zeros_like(labels, dtype=dtype) for _ in range(4))
+        return cls(losses, log_probs, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
 
 
 def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.loss.cross_entropy import transform_logits
+from liger_ops.loss.launch import GradientRows, launch_loss, launch_shard_gradient
 from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
-from liger_ops.loss.row_kernels import GradientRows, launch_loss, launch_shard_gradient
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _summarise_by_kernel(
     smoothed = float(options.label_smoothing > 0.0)  # all of it, so that the loss is what ranks have to add up
     of_shard = TokenLossOptions(-1, smoothed, options.softcap, options.logit_scale)
     labels = kept.long() - 1
-    stats = TokenStats.of_ignored(labels, torch.float32)
+    stats = TokenStats.zeros_like(labels, torch.float32)
     lse_error = torch.zeros_like(stats.lse)
     launch_loss(
         logits, Targets(labels, class_weight, None), None, of_shard,

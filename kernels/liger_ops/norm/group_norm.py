@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.kernels import merge_moments, moments, runs_on_triton, sum_parts
+from liger_ops.norm.reductions import merge_moments, moments, sum_parts
 
 
 def group_norm_reference(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -424,7 +424,7 @@ def group_norm(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and tuple(parameter.shape) != (num_channels,):
             raise ValueError(f"{name} must have shape ({num_channels},), got {tuple(parameter.shape)}")
-    if not runs_on_triton(input, weight, bias):
+    if not backend.runs_on_triton(input, weight, bias):
         return group_norm_reference(input, num_groups, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):
         return _group_norm_forward(input, weight, bias, num_groups, eps)[0]

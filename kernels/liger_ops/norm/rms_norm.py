@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.kernels import check_shapes, launch_backward, launch_forward, runs_on_triton
+from liger_ops.norm.launch import check_shapes, launch_backward, launch_forward
 
 Casting = Literal["gemma", "llama", "none"]
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
@@ -262,7 +262,7 @@ def rms_norm(
     """
     shape = tuple(normalized_shape)
     options = _options(input, shape, weight, eps, offset, casting)
-    if not runs_on_triton(input, weight):
+    if not backend.runs_on_triton(input, weight):
         return rms_norm_reference(input, shape, weight, eps=options.eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, weight):
         return _rms_norm_forward(input, weight, *options)[0]
@@ -301,7 +301,7 @@ def add_rms_norm(
     if residual.shape != input.shape:
         raise ValueError(f"residual must have input's shape {tuple(input.shape)}, got {tuple(residual.shape)}")
     options = _options(input, shape, weight, eps, offset, casting)
-    if not runs_on_triton(input, residual, weight):
+    if not backend.runs_on_triton(input, residual, weight):
         return add_rms_norm_reference(input, residual, shape, weight, eps=options.eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, residual, weight):
         normalized, _, total = _add_rms_norm_forward(input, residual, weight, *options)
