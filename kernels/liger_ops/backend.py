@@ -47,6 +47,11 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 16 * 1024
 
 
+launch_cache = functools.lru_cache(maxsize=1024)
+"""Decorates a choice of launch parameters; bounded because shapes may change with the data. Numbers of rows do so in
+every step and are no argument: a choice says how many programs there are at most."""
+
+
 def needs_graph(*tensors: Tensor | None) -> bool:
     """Whether autograd has to hear of an op on ``tensors``; without it a call is cheaper."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

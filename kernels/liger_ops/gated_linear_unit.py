@@ -48,10 +48,19 @@ class GatedUnitLaunch:
     num_warps: int
 
 
-@functools.cache
+_MAX_BLOCK_SIZE = 1024
+
+
 def choose_launch(num_columns: int) -> GatedUnitLaunch:
     """Blocks of 1024 columns, smaller for shorter rows; eight elements a thread, one 16-byte load in bfloat16."""
-    block_size = min(1024, triton.next_power_of_2(num_columns))
+    return _launch_for(
+        min(num_columns, _MAX_BLOCK_SIZE)
+    )  # contiguous tensors are one row, whose length follows the data
+
+
+@backend.launch_cache
+def _launch_for(num_columns: int) -> GatedUnitLaunch:
+    block_size = triton.next_power_of_2(num_columns)
     return GatedUnitLaunch(block_size=block_size, num_warps=max(1, block_size // 256))
 
 

@@ -12,7 +12,6 @@ are read and written by strides, so projections viewed as heads need no copy. Sa
 Sources: arXiv:2104.09864; the multimodal variant's sections: arXiv:2409.12191.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ class RotaryLaunch:
 _TILE_PAIRS = ((32, 512), (64, 1024), (math.inf, 256))
 
 
-@functools.cache
+@backend.launch_cache
 def choose_launch(max_num_heads: int, rotary_dim: int) -> RotaryLaunch:
     """As many heads at a time as ``_TILE_PAIRS`` says, eight pairs a thread: 16 bytes a load in bfloat16."""
     block_half = triton.next_power_of_2(rotary_dim // 2)

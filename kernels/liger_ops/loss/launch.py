@@ -1,6 +1,6 @@
 """The host side of the loss kernels: launch choices and launches."""
 
-import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,62 +16,83 @@ from liger_ops.loss.row_kernels import loss_kernel
 
 @dataclass(frozen=True)
 class CrossEntropyLaunch:
-    """How rows are walked over: block of columns, warps, blocks loaded ahead, and how many programs share the rows."""
+    """How rows are walked over: block of columns, warps, programs that share the rows, blocks loaded ahead."""
 
     block_size: int
     num_warps: int
-    num_programs: int
+    max_programs: int | None = None  # None: one a row
     num_stages: int = 1
+
+    def num_programs(self, num_rows: int) -> int:
+        """How many programs share ``num_rows`` rows."""
+        return num_rows if self.max_programs is None else min(num_rows, self.max_programs)
 
 
 _GROUP = 8  # neighbouring columns of one thread: 16 bytes in bfloat16
+_MIN_BLOCK_SIZE = 128
 MAX_ROW_IN_REGISTERS = 65536  # bytes
 
 
-@functools.cache
-def choose_whole_row_launch(
-    num_rows: int, vocab_size: int, num_multiprocessors: int, row_bytes: int, shared_bytes: int
-) -> CrossEntropyLaunch:
-    """Launch parameters for rows that a program holds in registers: as many programs as fill a multiprocessor.
+class _WholeRowChoice(NamedTuple):
+    """A row of ``_WHOLE_ROW``."""
 
-    On an H200 in bfloat16, time over that of reading and writing every logit once: 1.09 for rows of 32768 logits with
-    16 warps and two rows loaded ahead (1.56 with one, 1.14 with 8 or 32 warps), 1.12 for rows of 8192 with 4 warps.
+    max_block_size: float
+    num_warps: int
+    programs_per_multiprocessor: int
+    rows_ahead: int = 0  # as far as shared memory holds them
+
+
+# By the length of a row, rounded up to a power of two. As many programs as fill a multiprocessor; in brackets, on an
+# H200 in bfloat16, the time over that of reading and writing every logit once.
+_WHOLE_ROW = (
+    _WholeRowChoice(1024, 1, 16),
+    _WholeRowChoice(2048, 4, 16),
+    _WholeRowChoice(4096, 4, 8),
+    _WholeRowChoice(8192, 4, 4),  # 8192 logits (1.12)
+    # 32768 logits (1.09); with one row ahead (1.56), with 8 or 32 warps (1.14).
+    _WholeRowChoice(math.inf, 16, 1, rows_ahead=2),
+)
+
+
+def _block_size(vocab_size: int) -> int:
+    return triton.next_power_of_2(max(vocab_size, _MIN_BLOCK_SIZE))
+
+
+@backend.launch_cache
+def choose_whole_row_launch(
+    vocab_size: int, num_multiprocessors: int, row_bytes: int, shared_bytes: int
+) -> CrossEntropyLaunch:
+    """Launch parameters for rows that a program holds in registers.
 
     Args:
-        num_rows: How many rows there are.
-        vocab_size: Their length.
+        vocab_size: Length of a row.
         num_multiprocessors: Of the GPU.
         row_bytes: What a program reads for one row, class weights included.
-        shared_bytes: Shared memory of a program, where rows wait that are loaded ahead.
+        shared_bytes: Shared memory of a program, which holds the rows that are loaded ahead.
     """
-    block_size = triton.next_power_of_2(max(vocab_size, 128))
-    if block_size > 8192:
-        num_stages = 1 + min(2, shared_bytes // row_bytes)
-        return CrossEntropyLaunch(block_size, 16, min(num_rows, num_multiprocessors), num_stages)
-    return CrossEntropyLaunch(
-        block_size,
-        num_warps=4 if block_size > 1024 else 1,
-        num_programs=min(num_rows, num_multiprocessors * (32768 // max(block_size, 2048))),
-    )
+    block_size = _block_size(vocab_size)
+    choice = next(choice for choice in _WHOLE_ROW if block_size <= choice.max_block_size)
+    programs = choice.programs_per_multiprocessor * num_multiprocessors
+    num_stages = 1 + min(choice.rows_ahead, shared_bytes // row_bytes)
+    return CrossEntropyLaunch(block_size, choice.num_warps, programs, num_stages)
 
 
-@functools.cache
-def choose_block_launch(num_rows: int, vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
-    """Launch parameters for rows that are walked over in blocks: one program a multiprocessor, which fills it.
+@backend.launch_cache
+def choose_block_launch(vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
+    """Launch parameters for rows that are walked over in blocks, by two programs a multiprocessor.
 
     On an H200 in bfloat16, time over that of reading and writing every logit once, rows of 131072 logits: 1.28 in
     blocks of 16384 with 32 warps (1.33 in blocks of 32768, 1.41 of 8192, 1.5 with 16 warps).
     """
-    block_size = min(triton.next_power_of_2(max(vocab_size, 128)), 16384)
-    num_warps = max(1, block_size // 512)
-    return CrossEntropyLaunch(block_size, num_warps, min(num_rows, 2 * num_multiprocessors))
+    block_size = min(_block_size(vocab_size), 16384)
+    return CrossEntropyLaunch(block_size, max(1, block_size // 512), 2 * num_multiprocessors)
 
 
-@functools.cache
-def choose_gradient_launch(num_rows: int, vocab_size: int) -> CrossEntropyLaunch:
-    """Launch parameters for a gradient of its own: one row a program, as many programs at a time as fit."""
-    block_size = min(triton.next_power_of_2(max(vocab_size, 128)), 4096)
-    return CrossEntropyLaunch(block_size, num_warps=max(1, block_size // 1024), num_programs=num_rows)
+@backend.launch_cache
+def choose_gradient_launch(vocab_size: int) -> CrossEntropyLaunch:
+    """Launch parameters for a gradient that is not computed with its loss: one row a program."""
+    block_size = min(_block_size(vocab_size), 4096)
+    return CrossEntropyLaunch(block_size, max(1, block_size // 1024))
 
 
 class GradientRows(NamedTuple):
@@ -176,11 +197,11 @@ def launch_loss(
         if targets.class_weight is not None:
             block_bytes += 2 * triton.next_power_of_2(vocab_size) * targets.class_weight.element_size()
         shared_bytes = backend.shared_memory(logits.device)
-        launch = choose_whole_row_launch(num_rows, vocab_size, num_multiprocessors, block_bytes, shared_bytes)
+        launch = choose_whole_row_launch(vocab_size, num_multiprocessors, block_bytes, shared_bytes)
     else:
-        launch = choose_block_launch(num_rows, vocab_size, num_multiprocessors)
+        launch = choose_block_launch(vocab_size, num_multiprocessors)
     loss_kernel.launch(
-        launch.num_programs,
+        launch.num_programs(num_rows),
         **arguments,
         WHOLE_ROW=whole_row,
         EVEN=whole_row and vocab_size == launch.block_size,
@@ -205,9 +226,9 @@ def launch_gradient(
     num_tokens, vocab_size = logits.shape
     if num_tokens == 0:
         return
-    launch = choose_gradient_launch(num_tokens, vocab_size)
+    launch = choose_gradient_launch(vocab_size)
     gradient_kernel.launch(
-        launch.num_programs,
+        launch.num_programs(num_tokens),
         **_shared_arguments(logits, grad_logits, targets, grad_scale, options),
         lse_ptr=lse,
         lse_error_ptr=lse_error,
@@ -231,9 +252,9 @@ def launch_shard_gradient(
     num_rows, num_columns = logits.shape
     if logits.numel() == 0:
         return
-    launch = choose_gradient_launch(num_rows, num_columns)
+    launch = choose_gradient_launch(num_columns)
     shard_gradient_kernel.launch(
-        launch.num_programs,
+        launch.num_programs(num_rows),
         logits_ptr=logits,
         **{f"{name}_ptr": tensor for name, tensor in rows._asdict().items()},
         class_weight_ptr=class_weight,

@@ -38,7 +38,7 @@ class TokenLossOptions:
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
 
     @classmethod
-    @functools.cache
+    @functools.lru_cache(maxsize=64)  # bounded, since a weight may follow a schedule
     def from_scalars(
         cls, ignore_index: int, label_smoothing: float, softcap: float, logit_scale: float, z_loss_weight: float
     ) -> "TokenLossOptions":

@@ -131,9 +131,9 @@ def _reduce_row(
 
 
 @triton.jit
-def _store_whole_row_gradient(
-    grad_row_ptr,  # [vocab_size]
+def _whole_row_gradient(
     numerator,  # [num_groups, GROUP], exp(z - maximum)
+    normaliser,  # the sum of numerator
     z,  # like numerator
     columns,  # like numerator
     in_row,  # like numerator
@@ -141,25 +141,21 @@ def _store_whole_row_gradient(
     lanes,  # [GROUP]
     class_weight_ptr,
     label,
-    kept,
-    probability_factor,  # over the sum of numerator
+    probability_factor,
     label_term,
     smoothing_term,
     label_smoothing,
     softcap,
-    EVEN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Writes d loss / d logits of a row that is held whole, zeros if its token is ignored."""
+    """d loss / d logits of a row that is held whole."""
     # One multiplication where comparing each column with the label would take two instructions.
     is_label_group = (groups == label // GROUP).to(tl.float32)
     label_terms = is_label_group[:, None] * tl.where(lanes == label % GROUP, label_term, 0.0)[None, :]
-    grad = gradient(
-        numerator, z, columns, in_row, class_weight_ptr, probability_factor, label_terms, smoothing_term,
+    return gradient(
+        numerator, z, columns, in_row, class_weight_ptr, probability_factor / normaliser, label_terms, smoothing_term,
         label_smoothing, softcap,
     )  # fmt: skip
-    grad = tl.where(kept, grad.to(grad_row_ptr.dtype.element_ty), 0.0)
-    tl.store(grad_row_ptr + columns, grad, mask=None if EVEN else in_row)
 
 
 @triton.jit
@@ -338,15 +334,17 @@ def loss_kernel(
                 grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight,
                 mean_scale, vocab_size, label_smoothing, logit_scale, z_loss_weight,
             )  # fmt: skip
-            grad_row_ptr = grad_logits_ptr + row * grad_logits_row_stride
             if WHOLE_ROW:
-                _store_whole_row_gradient(
-                    grad_row_ptr, numerator, z, columns, in_row, groups, lanes, class_weight_ptr, label, kept,
-                    probability_factor / normaliser, label_term, smoothing_term, label_smoothing, softcap, EVEN, GROUP,
+                grad = _whole_row_gradient(
+                    numerator, normaliser, z, columns, in_row, groups, lanes, class_weight_ptr, label,
+                    probability_factor, label_term, smoothing_term, label_smoothing, softcap, GROUP,
                 )  # fmt: skip
+                grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)
+                grad_ptrs = grad_logits_ptr + row * grad_logits_row_stride + columns
+                tl.store(grad_ptrs, grad, mask=None if EVEN else in_row)
             else:
                 store_row_gradient(
-                    row_ptr, grad_row_ptr, class_weight_ptr, label, kept, lse, lse_error, probability_factor,
-                    label_term, smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, BLOCK_SIZE,
-                    NUM_STAGES,
+                    row_ptr, grad_logits_ptr + row * grad_logits_row_stride, class_weight_ptr, label, kept, lse,
+                    lse_error, probability_factor, label_term, smoothing_term, vocab_size, label_smoothing, softcap,
+                    logit_scale, BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip

@@ -1,7 +1,8 @@
 """The host side of the row norms: checks of shapes, launch choices, launches."""
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -34,50 +35,101 @@ class RowLaunch:
     block_rows: int
     block_size: int
     num_warps: int
-    num_programs: int  # sharing the rows; in backward of long rows, as many for each block of columns
+    max_programs: int | None = None  # None: one a tile; in backward of rows in blocks, for each block of columns
     num_stages: int = 1
     reload_weight: bool = False  # load weight and bias when a tile needs them instead of keeping them in registers
 
+    def num_programs(self, num_rows: int) -> int:
+        """How many programs share ``num_rows`` rows."""
+        num_tiles = -(-num_rows // self.block_rows)
+        return num_tiles if self.max_programs is None else min(num_tiles, self.max_programs)
 
-_MAX_FORWARD_SIZE = 16384
+
+class _ForwardChoice(NamedTuple):
+    """A row of ``_FORWARD``: tiles for rows that have all that its last columns say (None: either way)."""
+
+    max_block_size: int
+    tile_size: int  # elements, at least one row
+    num_warps: int
+    programs_per_multiprocessor: int | None = None  # each loads two tiles ahead; None: one program a tile
+    is_centered: bool | None = None
+    is_masked: bool | None = None
+    element_size: int | None = None
+
+
+# By the length of a row, rounded up to a power of two; the first that fits counts. On an H200 in bfloat16, RMSNorm of
+# rows of 128 to 16384 columns: 3.5 to 4.0 TB/s where a copy reaches 3.9 to 4.2.
+_FORWARD = (
+    _ForwardChoice(2048, 2048, 4, is_centered=False),
+    _ForwardChoice(2048, 4096, 4, is_centered=True),
+    _ForwardChoice(4096, 4096, 8, is_centered=False),
+    _ForwardChoice(4096, 8192, 8, is_centered=True),
+    # Lengths that are no power of two are faster with rows loaded ahead.
+    _ForwardChoice(8192, 8192, 8, programs_per_multiprocessor=2, is_centered=False, is_masked=True),
+    _ForwardChoice(8192, 8192, 8),
+    # A multiprocessor has registers for one program that centers so many columns: it loads rows ahead instead.
+    _ForwardChoice(16384, 16384, 16, programs_per_multiprocessor=1, element_size=2),
+    _ForwardChoice(16384, 16384, 8),
+)
+# Longer rows are read twice, block by block, by so few programs that all rows under way fit into the L2 cache.
+_LONG_FORWARD_BLOCK_SIZE = 4096
 _L2_BYTES_PER_MULTIPROCESSOR = 2**18
 
 
-@functools.cache
+@backend.launch_cache
 def choose_forward_launch(
-    num_rows: int, hidden_size: int, element_size: int, num_multiprocessors: int, *, centered: bool
+    hidden_size: int, element_size: int, num_multiprocessors: int, *, centered: bool
 ) -> RowLaunch:
-    """A whole row in one tile, or as many short ones as make 2048 elements; one tile a program.
-
-    On an H200 in bfloat16, RMSNorm of rows of 128 to 16384 columns: 3.5 to 4.0 TB/s where a copy reaches 3.9 to 4.2.
-    Of programs that center 16384 columns a multiprocessor has registers for one only, which loads rows ahead instead.
-    Longer rows are shared by so few programs that all rows under way fit into the L2 cache.
-    """
+    """A whole row in one tile, several short ones, or blocks of a long one."""
     block_size = triton.next_power_of_2(hidden_size)
-    if block_size > _MAX_FORWARD_SIZE:
+    if block_size > _FORWARD[-1].max_block_size:
         programs = max(1, min(4, _L2_BYTES_PER_MULTIPROCESSOR // (hidden_size * element_size)))
-        return RowLaunch(1, 4096, num_warps=8, num_programs=min(num_rows, programs * num_multiprocessors))
-    if block_size == _MAX_FORWARD_SIZE and element_size == 2:
-        return RowLaunch(1, block_size, num_warps=16, num_programs=min(num_rows, num_multiprocessors), num_stages=3)
-    if block_size == 8192 != hidden_size and not centered:
-        return RowLaunch(1, block_size, num_warps=8, num_programs=min(num_rows, 2 * num_multiprocessors), num_stages=3)
-    block_rows = max(1, (4096 if centered else 2048) // block_size)
-    if centered and block_size == 4096:
-        block_rows = 2
-    num_warps = min(8, max(4, block_rows * block_size // (1024 if centered else 512)))
-    num_programs = triton.cdiv(num_rows, block_rows)
-    return RowLaunch(block_rows, block_size, num_warps, num_programs, reload_weight=True)
+        return RowLaunch(1, _LONG_FORWARD_BLOCK_SIZE, 8, max_programs=programs * num_multiprocessors)
+    choice = _first_that_fits(
+        _FORWARD, block_size,
+        is_centered=centered, is_masked=block_size != hidden_size, element_size=element_size,
+    )  # fmt: skip
+    block_rows, programs = max(1, choice.tile_size // block_size), choice.programs_per_multiprocessor
+    if programs is None:
+        return RowLaunch(block_rows, block_size, choice.num_warps, reload_weight=True)
+    return RowLaunch(block_rows, block_size, choice.num_warps, programs * num_multiprocessors, num_stages=3)
 
 
-_PROJECTION_BLOCK_SIZE = 2048
+class _BackwardChoice(NamedTuple):
+    """A row of ``_BACKWARD``: programs for rows that have all that its last columns say (None: either way)."""
+
+    max_block_size: int
+    num_warps: int
+    tiles_ahead: int  # as far as shared memory holds them, unless tile_size is given
+    programs_per_multiprocessor: int = 1
+    tile_size: int | None = None  # elements; None: _TILE_BYTES of them, at least one row
+    num_sums: int | None = None
+    is_masked: bool | None = None
+    is_quarter_empty: bool | None = None
+
+
 _TILE_BYTES = 16384
-_REGISTER_BYTES = 192 * 1024
 _LONG_ROW = 16384  # from here on registers are short
+# By the length of a row, rounded up to a power of two; the first that fits counts. Rates are of RMSNorm on an H200 in
+# bfloat16, 16384 rows, where a copy reaches 3.8 to 4.2 TB/s.
+_BACKWARD = (
+    # Short rows with both sums (LayerNorm's): two programs a multiprocessor.
+    _BackwardChoice(1024, 4, 2, programs_per_multiprocessor=2, tile_size=4096, num_sums=2),
+    _BackwardChoice(8192, 8, 3, is_quarter_empty=True),  # 5120 columns: 3.8 TB/s; 3.3 with two tiles ahead
+    _BackwardChoice(8192, 8, 2),  # 2048, 4096, 8192 columns: 3.3, 3.7, 4.0 TB/s; 3.1, 3.5, 3.5 with none ahead
+    # Registers are short: a mask or a second sum takes more warps.
+    _BackwardChoice(32768, 32, 2, is_masked=True),
+    _BackwardChoice(32768, 16, 2, num_sums=2),
+    _BackwardChoice(32768, 8, 2),
+)
+# Rows that would overflow the registers are cut into blocks of columns, each with separate programs.
+_REGISTER_BYTES = 192 * 1024
+_BLOCK_ROWS, _BLOCK_COLUMNS = 4, 2048
+_PROJECTION_BLOCK_SIZE = 2048
 
 
-@functools.cache
+@backend.launch_cache
 def choose_backward_launch(
-    num_rows: int,
     hidden_size: int,
     element_size: int,
     num_multiprocessors: int,
@@ -88,45 +140,52 @@ def choose_backward_launch(
 ) -> RowLaunch:
     """Tiles of 16 KB, or of one longer row; one program a multiprocessor, which loads tiles ahead while they fit.
 
-    Rows that would overflow the registers are cut into blocks of columns, each with programs of its own.
-
     Args:
-        num_rows: How many rows there are.
-        hidden_size: Their length.
+        hidden_size: Length of a row.
         element_size: Bytes of the widest tensor's elements.
         num_multiprocessors: How many programs run at once.
         num_inputs: How many tensors of the input's size are read: two, or three with the gradient of the sum.
         num_sums: How many sums over the rows are kept: of weight, of bias.
-        shared_bytes: Shared memory of a program, where tiles wait that are loaded ahead.
+        shared_bytes: Shared memory of a program, which holds the tiles that are loaded ahead.
     """
     block_size = triton.next_power_of_2(hidden_size)
-    masked_long_row = _LONG_ROW <= block_size != hidden_size
+    is_masked = block_size != hidden_size
     overflows = block_size * (2 * element_size + 4 * num_sums) > _REGISTER_BYTES
-    if overflows or (masked_long_row and num_sums == 2):
-        programs = max(1, num_multiprocessors // triton.cdiv(hidden_size, 2048))
-        tiles_ahead = min(2, shared_bytes // (4 * 2048 * element_size * num_inputs))
-        return RowLaunch(
-            4, 2048, num_warps=8, num_programs=min(triton.cdiv(num_rows, 4), programs), num_stages=1 + tiles_ahead
-        )
-    if num_sums == 2 and block_size <= 1024:
-        block_rows = max(1, 4096 // block_size)
-        num_programs = min(triton.cdiv(num_rows, block_rows), 2 * num_multiprocessors)
-        return RowLaunch(block_rows, block_size, num_warps=4, num_programs=num_programs, num_stages=3)
-    block_rows = max(1, _TILE_BYTES // (block_size * element_size))
+    if overflows or (is_masked and block_size >= _LONG_ROW and num_sums == 2):
+        programs = max(1, num_multiprocessors // triton.cdiv(hidden_size, _BLOCK_COLUMNS))
+        tiles_ahead = min(2, shared_bytes // (_BLOCK_ROWS * _BLOCK_COLUMNS * element_size * num_inputs))
+        return RowLaunch(_BLOCK_ROWS, _BLOCK_COLUMNS, 8, programs, 1 + tiles_ahead)
+    choice = _first_that_fits(
+        _BACKWARD, block_size,
+        num_sums=num_sums, is_masked=is_masked, is_quarter_empty=4 * hidden_size <= 3 * block_size,
+    )  # fmt: skip
+    block_rows = max(1, (choice.tile_size or _TILE_BYTES // element_size) // block_size)
     tile_bytes = block_rows * block_size * element_size
     # Two sums of a row this long leave no registers for the weight, which is then loaded twice a tile.
     reload_weight = num_sums == 2 and tile_bytes > _TILE_BYTES
-    bytes_ahead = tile_bytes * (num_inputs + 2 * reload_weight)
-    tiles_ahead = 3 if 4 * hidden_size <= 3 * block_size and not masked_long_row else 2
-    num_warps = 32 if masked_long_row else 16 if block_size >= _LONG_ROW and num_sums == 2 else 8
+    tiles_ahead = choice.tiles_ahead
+    if choice.tile_size is None:
+        tiles_ahead = min(tiles_ahead, shared_bytes // (tile_bytes * (num_inputs + 2 * reload_weight)))
     return RowLaunch(
         block_rows=block_rows,
         block_size=block_size,
-        num_warps=num_warps,
-        num_programs=min(triton.cdiv(num_rows, block_rows), num_multiprocessors),
-        num_stages=1 + min(tiles_ahead, shared_bytes // bytes_ahead),
+        num_warps=choice.num_warps,
+        max_programs=choice.programs_per_multiprocessor * num_multiprocessors,
+        num_stages=1 + tiles_ahead,
         reload_weight=reload_weight,
     )
+
+
+_Choice = TypeVar("_Choice", _ForwardChoice, _BackwardChoice)
+
+
+def _first_that_fits(table: Sequence[_Choice], block_size: int, **columns: int) -> _Choice:
+    for choice in table:
+        if block_size <= choice.max_block_size and all(
+            getattr(choice, name) in (None, value) for name, value in columns.items()
+        ):
+            return choice
+    raise AssertionError(f"no launch for blocks of {block_size}, {columns}")
 
 
 def _as_rows(tensor: Tensor | None, num_columns: int) -> tuple[Tensor | None, int]:
@@ -176,7 +235,7 @@ def launch_forward(
     rows, row_stride = _as_rows(x, hidden_size)
     residual_rows, residual_row_stride = _as_rows(residual, hidden_size)
     num_multiprocessors = backend.num_multiprocessors(x.device)
-    launch = choose_forward_launch(num_rows, hidden_size, x.element_size(), num_multiprocessors, centered=centered)
+    launch = choose_forward_launch(hidden_size, x.element_size(), num_multiprocessors, centered=centered)
     arguments = {
         "x_ptr": rows,
         "residual_ptr": residual_rows,
@@ -198,10 +257,10 @@ def launch_forward(
         "num_warps": launch.num_warps,
     }
     if launch.block_size < hidden_size:
-        long_forward_kernel.launch(launch.num_programs, **arguments)
+        long_forward_kernel.launch(launch.num_programs(num_rows), **arguments)
     else:
         forward_kernel.launch(
-            launch.num_programs,
+            launch.num_programs(num_rows),
             EVEN_ROWS=num_rows % launch.block_rows == 0,
             EVEN_COLUMNS=hidden_size == launch.block_size,
             RELOAD_WEIGHT=launch.reload_weight,
@@ -248,7 +307,6 @@ def launch_backward(
     weight = None if weight is None else weight.contiguous()
     num_multiprocessors = backend.num_multiprocessors(x.device)
     launch = choose_backward_launch(
-        num_rows,
         hidden_size,
         max(x.element_size(), grad_y.element_size()),
         num_multiprocessors,
@@ -280,16 +338,17 @@ def launch_backward(
             num_warps=8,
             **shared,
         )
-    parts = statistics.new_empty(num_sums, launch.num_programs, hidden_size) if num_sums else None
+    num_parts = launch.num_programs(num_rows)
+    parts = statistics.new_empty(num_sums, num_parts, hidden_size) if num_sums else None
     if num_rows > 0:
         backward_kernel.launch(
-            launch.num_programs * num_blocks,
+            num_parts * num_blocks,
             grad_total_ptr=grad_total_rows,
             projections_ptr=projections,
             grad_x_ptr=grad_x,
             parts_ptr=parts,
             grad_total_row_stride=grad_total_row_stride,
-            num_parts=launch.num_programs,
+            num_parts=num_parts,
             GRAD_WEIGHT=grad_weight is not None,
             GRAD_BIAS=grad_bias is not None,
             EVEN_ROWS=num_rows % launch.block_rows == 0,

@@ -1,6 +1,5 @@
 """Reductions that all norms share: moments of a row, and sums of the gradients' partial sums."""
 
-import functools
 from dataclasses import dataclass
 
 import triton
@@ -53,7 +52,7 @@ class SumLaunch:
     num_warps: int
 
 
-@functools.cache
+@backend.launch_cache
 def choose_sum_launch(num_columns: int, num_multiprocessors: int) -> SumLaunch:
     """Two programs a multiprocessor, of at least half a line of memory and at most four."""
     block_columns = triton.next_power_of_2(triton.cdiv(num_columns, 2 * num_multiprocessors))

@@ -43,16 +43,15 @@ def choose_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def device(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where kernels are launched with small blocks and few programs."""
 
-    def whole_row(num_rows: int, *others: int) -> CrossEntropyLaunch:
-        launch = choose_whole_row_launch(num_rows, *others)
-        return dataclasses.replace(launch, num_programs=min(num_rows, PROGRAMS))
+    def whole_row(*arguments: int) -> CrossEntropyLaunch:
+        return dataclasses.replace(choose_whole_row_launch(*arguments), max_programs=PROGRAMS)
 
-    def blocks(num_rows: int, vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
-        launch = choose_block_launch(num_rows, vocab_size, num_multiprocessors)
-        return dataclasses.replace(launch, block_size=BLOCK, num_warps=2, num_programs=min(num_rows, PROGRAMS))
+    def blocks(*arguments: int) -> CrossEntropyLaunch:
+        launch = choose_block_launch(*arguments)
+        return dataclasses.replace(launch, block_size=BLOCK, num_warps=2, max_programs=PROGRAMS)
 
-    def gradient(num_rows: int, vocab_size: int) -> CrossEntropyLaunch:
-        return dataclasses.replace(choose_gradient_launch(num_rows, vocab_size), block_size=BLOCK, num_warps=2)
+    def gradient(vocab_size: int) -> CrossEntropyLaunch:
+        return dataclasses.replace(choose_gradient_launch(vocab_size), block_size=BLOCK, num_warps=2)
 
     monkeypatch.setattr(launch_module, "choose_whole_row_launch", whole_row)
     monkeypatch.setattr(launch_module, "choose_block_launch", blocks)
