@@ -1,16 +1,20 @@
-"""What every op is built from: choosing a path, viewing rows, launching kernels, registering ops."""
+"""Parts that all ops share: choosing a path, viewing rows, launching kernels, registering ops."""
 
 import random
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import BaseBackend
 
 from liger_ops import backend, cross_entropy, rms_norm
 
@@ -252,6 +256,55 @@ def kernel() -> backend.Kernel:
     return backend.Kernel(_combine)
 
 
+class StandIn(triton.JITFunction):
+    """A kernel that counts as compiled and is launched by the interpreter, also where there is no GPU."""
+
+    def __init__(self, interpreted: Any) -> None:
+        self.interpreted = interpreted
+        self.arg_names = interpreted.arg_names
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+        return self.interpreted[grid]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.99.0", False)]
+)
+def test_only_known_versions_of_triton_are_launched_by_position(
+    version: str, is_known: bool, kernel: backend.Kernel, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if triton_device.type == "cpu":
+        kernel.jit = StandIn(kernel.jit)
+    written = []
+
+    def write_launch() -> Callable[..., None]:
+        written.append(version)
+        return kernel._launch_by_triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(kernel, "_write_launch", write_launch)
+    for call in CALLS:
+        assert_launch_is_right(kernel, call, triton_device)
+    assert written == [version] * is_known
+    assert not kernel._compiled
+
+
+def test_known_versions_of_triton_are_those_that_the_project_accepts() -> None:
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    (accepted,) = re.findall(r'"triton>=(3\.\d+),<(3\.\d+)"', pyproject.read_text(encoding="utf-8"))
+    minor = [int(version.split(".")[1]) for version in accepted]
+    assert list(backend._KNOWN_LAUNCHERS) == [f"3.{number}" for number in range(*minor)]
+
+
+def test_launch_keys_tell_apart_what_triton_does() -> None:
+    specialize = triton._C.libtriton.native_specialize_impl
+    integers = [0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, -(2**31), -LONG, LONG, LONG + 1]
+    values = [*integers, 0.0, 1.0, 16.0, None, (1, 16), (16, 1), (16, LONG), (0.5, 1)]
+    found = [(specialize(BaseBackend, value, False, True, True), backend._specialisation(value)) for value in values]
+    for _, key in found:
+        assert len({triton_key for triton_key, other in found if other == key}) == 1, key
+
+
 # Triton compiles 1 into the kernel, and asks of other integers their length and whether 16 divides them.
 @pytest.mark.parametrize(
     ("value", "other"),
@@ -453,7 +506,7 @@ def test_first_derivative_is_right_and_leaves_no_graph() -> None:
 @pytest.mark.parametrize("upstream_needs_grad", [False, True])
 def test_a_graph_of_the_first_derivative_is_refused(upstream_needs_grad: bool) -> None:
     leaf, upstream = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=upstream_needs_grad)
-    with pytest.raises(RuntimeError, match=r"SquareBackward has no derivative of its own.*create_graph=True"):
+    with pytest.raises(RuntimeError, match=r"SquareBackward has no second derivative.*create_graph must be False"):
         torch.autograd.grad(Square.apply(leaf), leaf, upstream, create_graph=True)
 
 
