@@ -122,7 +122,7 @@ class Kernel:
             return self.jit[(num_programs,)](**arguments, num_warps=num_warps)
 
     def _launch_first(self, key: tuple[Any, ...], num_programs: int, num_warps: int, arguments: dict[str, Any]) -> None:
-        """Compiles if need be, launches, and keeps what the next launch needs."""
+        """Launches by Triton, which compiles if need be, and caches the compiled kernel for the next launch."""
         compiled = self._launch_by_triton(num_programs, num_warps=num_warps, **arguments)
         self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
 
@@ -165,7 +165,7 @@ class Kernel:
 
 
 def _specialisation(value: Any) -> Any:
-    """What Triton specialises on: None, a float, or an integer that is 1, a multiple of 16, or longer than 32 bits."""
+    """The properties that Triton specialises on: None, float, or an integer: 1, a multiple of 16, over 32 bits."""
     kind = value.__class__
     if kind is int:
         return -1 if value == 1 else (value & 15 == 0) + 2 * (not -2147483648 <= value <= 2147483647)

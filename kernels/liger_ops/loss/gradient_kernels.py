@@ -55,9 +55,9 @@ def shard_gradient_kernel(
     kept_ptr,
     lse_ptr,
     lse_error_ptr,
-    of_probability_ptr,
-    of_label_ptr,
-    of_weight_ptr,
+    probability_factor_ptr,
+    label_term_ptr,
+    smoothing_term_ptr,
     class_weight_ptr,  # [num_columns] or None
     logits_row_stride,
     num_columns,
@@ -72,7 +72,7 @@ def shard_gradient_kernel(
     row_ptr = logits_ptr + row * logits_row_stride
     store_row_gradient(
         row_ptr, row_ptr, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
-        tl.load(lse_ptr + row), tl.load(lse_error_ptr + row), tl.load(of_probability_ptr + row),
-        tl.load(of_label_ptr + row), tl.load(of_weight_ptr + row), num_columns, label_smoothing, softcap, logit_scale,
-        BLOCK_SIZE, NUM_STAGES,
+        tl.load(lse_ptr + row), tl.load(lse_error_ptr + row), tl.load(probability_factor_ptr + row),
+        tl.load(label_term_ptr + row), tl.load(smoothing_term_ptr + row), num_columns, label_smoothing, softcap,
+        logit_scale, BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip

@@ -67,7 +67,7 @@ def choose_whole_row_launch(
     Args:
         vocab_size: Length of a row.
         num_multiprocessors: Of the GPU.
-        row_bytes: What a program reads for one row, class weights included.
+        row_bytes: Bytes that a program reads for one row, class weights included.
         shared_bytes: Shared memory of a program, which holds the rows that are loaded ahead.
     """
     block_size = _block_size(vocab_size)
@@ -96,30 +96,30 @@ def choose_gradient_launch(vocab_size: int) -> CrossEntropyLaunch:
 
 
 class GradientRows(NamedTuple):
-    """What the gradient of some rows of logits is made of, with every factor in it; see :func:`gradient_factors`.
+    """Labels, lse and factors of the gradient of some rows of logits; see ``row_math.gradient_factors``.
 
     ``[num_rows]`` each, contiguous.
     """
 
     labels: Tensor
-    """int64, the column of the label, -1 where it is none of the row's."""
+    """int64, the column of the label, -1 if it is no column of this row."""
     kept: Tensor
     """bool, False for rows whose gradient is zero."""
     lse: Tensor
     """At least float32, as are the rest."""
     lse_error: Tensor
-    of_probability: Tensor
-    """What multiplies the probabilities."""
-    of_label: Tensor
-    """What is taken away at the label."""
-    of_weight: Tensor
-    """What is taken away at every class, times the class's weight."""
+    probability_factor: Tensor
+    """Factor of the probabilities."""
+    label_term: Tensor
+    """Subtracted at the label."""
+    smoothing_term: Tensor
+    """Subtracted at every class, times the class's weight."""
 
 
 def _shared_arguments(
     logits: Tensor, grad_logits: Tensor | None, targets: Targets, grad_scale: Tensor | None, options: TokenLossOptions
 ) -> dict[str, Any]:
-    """What all three kernels are launched with."""
+    """Arguments of both the loss and the gradient kernel."""
     labels, class_weight, token_weight = targets
     return {
         "logits_ptr": logits,
@@ -155,21 +155,21 @@ def launch_loss(
     grad_logits: Tensor | None = None,
     token_index: Tensor | None = None,
 ) -> None:
-    """Computes each row's loss and what else there is room for.
+    """Computes each row's loss, and everything else that an output buffer is given for.
 
     Args:
         logits: ``[num_rows, vocab_size]``, unit stride in the last dimension.
         targets: Labels and weights, ``[num_tokens]``, contiguous.
         grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
-        options: What the loss is made of.
-        losses: Room for the losses, ``[num_tokens]``, float32.
-        mean_scale: Room for the factor that makes their sum a mean, ``[]``, float32, which then is a factor of the
-            gradient too; only where rows are all tokens.
-        lse: Room for log-sum-exp, float32. Taken from ``stats`` where there are any.
-        lse_error: Room for what rounding took from ``lse``, float32.
-        stats: Room for the rest.
-        grad_logits: Room for the gradient of ``sum(losses * grad_scale)``, ``logits``' shape; may be ``logits``.
-        token_index: Which token each row is, ``[num_rows]``, int64; None if rows are all tokens in order.
+        options: Of the loss.
+        losses: Output buffer for the losses, ``[num_tokens]``, float32.
+        mean_scale: Output buffer for the factor that makes their sum a mean, ``[]``, float32; the gradient then has
+            that factor too. Only if rows are all tokens.
+        lse: Output buffer for log-sum-exp, float32; with ``stats``, theirs is used.
+        lse_error: Output buffer for the rounding error of ``lse``, float32.
+        stats: Output buffers for the other stats.
+        grad_logits: Output buffer for the gradient of ``sum(losses * grad_scale)``; may be ``logits`` itself.
+        token_index: The token of each row, ``[num_rows]``, int64; None if rows are all tokens in order.
     """
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
@@ -241,13 +241,13 @@ def launch_gradient(
 def launch_shard_gradient(
     logits: Tensor, rows: GradientRows, class_weight: Tensor | None, options: TokenLossOptions
 ) -> None:
-    """Overwrites some columns of logits with their gradient.
+    """Overwrites a shard of the logits with its gradient.
 
     Args:
         logits: ``[num_rows, num_columns]``, unit stride in the last dimension.
-        rows: What is known of each.
+        rows: Labels, lse and factors of the rows.
         class_weight: Of these columns, ``[num_columns]``, or None.
-        options: What the loss is made of.
+        options: Of the loss.
     """
     num_rows, num_columns = logits.shape
     if logits.numel() == 0:

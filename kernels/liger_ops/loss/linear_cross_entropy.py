@@ -1,10 +1,10 @@
-"""Cross entropy of a linear head's logits that are never whole: ``cross_entropy(input @ linear_weight.T + bias)``.
+"""Cross entropy of a linear head without materialized logits: ``cross_entropy(input @ linear_weight.T + bias)``.
 
 Chunks of tokens are projected, turned into their loss and gradient in place, and reduced to the gradients of the
-hidden states and the head at once, so a training step costs the three matrix products it would cost anyway and the
-memory of one chunk. Forward therefore saves gradients, not activations, and the mean's 1 / n is in them already (not in
-float16's, which could underflow); ``reduction="none"``, whose upstream gradient
-is not known in forward, projects once more in backward. The idea of taking the gradient in forward is from Liger
+hidden states and the head at once, so a training step costs the same three matrix products as without fusion and
+the memory of one chunk. Forward therefore saves gradients, not activations, and they include the mean's 1 / n
+(but not in float16, where they could underflow); ``reduction="none"``, whose upstream gradient is not known in forward,
+projects once more in backward. The idea of taking the gradient in forward is from Liger
 Kernel (arXiv:2410.10989); see :mod:`liger_ops.loss.cross_entropy` for the formula and its options.
 """
 
@@ -43,8 +43,8 @@ from liger_ops.loss.vocab_parallel import VocabShard, sharded_loss_and_gradient_
 
 def linear_cross_entropy_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **kwargs: Any
-) -> Tensor:
-    """The same through whole logits: class probabilities and several sets of classes for each token work too."""
+) -> Tensor | tuple[Tensor, TokenStats]:
+    """The same through whole logits; also takes class probabilities and several sets of classes for each token."""
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, linear_weight.shape[:-1])
     return cross_entropy(logits, target, **kwargs)
@@ -196,7 +196,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         loss, mean_scale, *others = compute(*values)
         gradients, stats = others[:NUM_GRADIENTS], others[NUM_GRADIENTS:]
         ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if wait else (mean_scale, *gradients)))
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in arguments[:NUM_GRADIENTS]]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
         ctx.compute = compute
         ctx.needs_gradient, ctx.reduction = arguments.needs_gradient, arguments.reduction
         ctx.settings = arguments[_NUM_TENSORS:]
@@ -307,10 +307,10 @@ def linear_cross_entropy(
             too small gives a NaN loss.
         adapter: A low-rank update of the logits, as LoRA makes it: ``[..., rank]``, already scaled, and ``[vocab_size,
             rank]``, in input's dtype; ``adapter[0] @ adapter[1].T`` is added to the logits before anything else.
-        vocab_shard: What of the vocabulary the head holds that is given here, where each rank of a process group holds
-            a part: ``linear_weight``, ``linear_bias`` and the adapter's weight have its rows only, everything else is
-            the same on all ranks, ``weight`` and the labels being of the whole vocabulary. All ranks get the same loss
-            and stats; logits are never gathered. Every rank has to call, and with ``reduction="none"`` to run backward.
+        vocab_shard: This rank's part of the vocabulary, if each rank of a process group holds a part of the head:
+            ``linear_weight``, ``linear_bias`` and the adapter's weight are its rows. Everything else is the same on
+            all ranks, with ``weight`` and the labels of the whole vocabulary. All ranks get the same loss and stats;
+            logits are never gathered. Every rank has to call, and with ``reduction="none"`` to run backward.
         return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
 
     Returns:
@@ -350,13 +350,13 @@ def linear_cross_entropy(
     check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
 
-    low_rank_input, low_rank_weight = adapter or (None, None)
-    if low_rank_input is not None:
-        _check_adapter(input, linear_weight, low_rank_input, low_rank_weight)
-        low_rank_input = low_rank_input.reshape(-1, low_rank_input.shape[-1])
-    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, low_rank_input, low_rank_weight]
+    low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
+    if adapter is not None:
+        _check_adapter(input, linear_weight, *adapter)
+        low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
+    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
-    device_type = input.device.type
+    device_type, dtype = input.device.type, input.dtype
     is_autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
     if is_autocast:
         dtype = torch.get_autocast_dtype(device_type)
@@ -366,7 +366,7 @@ def linear_cross_entropy(
 
     # Ranks must cut the same chunks, whose collectives meet, so the size is that of a mean shard.
     num_columns = vocab_size if vocab_shard is None else -(-vocab_size // vocab_shard.group.size())
-    sizes = target.numel(), num_columns, tensors[0].element_size()
+    sizes = target.numel(), num_columns, dtype.itemsize
     chunk_size = getattr(options, "batch_chunk_size", None)
     if chunk_size is None and chunk_bytes is not None:
         chunk_size = choose_chunk_size(*sizes, chunk_bytes)
@@ -375,16 +375,15 @@ def linear_cross_entropy(
     accumulate_dtype = (
         accumulate_dtype
         or getattr(options, "acc_dtype", None)
-        or choose_accumulate_dtype(tensors[1].dtype, -(-sizes[0] // chunk_size))
+        or choose_accumulate_dtype(dtype, -(-sizes[0] // chunk_size))
     )
     targets = flat_targets(target, weight, token_weight)
     compute = _linear_cross_entropy if vocab_shard is None else partial(_compute_loss, vocab_shard)
-    arguments = LossArguments(
-        *tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens, needs_gradient, reduction,
-        return_stats, *token_options.as_scalars(),
-    )  # fmt: skip
     with torch.autocast(device_type, enabled=False) if is_autocast else contextlib.nullcontext():
-        loss, *stats = _LinearCrossEntropyFunction.apply(compute, *arguments)
+        loss, *stats = _LinearCrossEntropyFunction.apply(
+            compute, *tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens, needs_gradient,
+            reduction, return_stats, *token_options.as_scalars(),
+        )  # fmt: skip
     if reduction == "none":
         stats = [loss.detach(), *stats]
         loss = loss.view(target.shape)

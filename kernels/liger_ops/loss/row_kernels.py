@@ -2,8 +2,8 @@
 
 A program owns whole rows. Rows up to ``MAX_ROW_IN_REGISTERS`` bytes are read once and written once. Longer ones are
 read twice, block by block: so few rows are under way at a time that the second reading finds them in the L2 cache.
-Within a block every thread keeps the running maximum and normaliser of its own columns (Milakov and Gimelshein,
-arXiv:1805.02867), which meet only at the end of the row.
+Within a block every thread keeps the running maximum and normaliser of the columns that it loads (Milakov and
+Gimelshein, arXiv:1805.02867), merged only at the end of the row.
 """
 
 import triton
@@ -52,7 +52,7 @@ def _store_token(
     label_smoothing,
     z_loss_weight,
 ):
-    """Writes what is known of one token, zeros if it is ignored; returns its lse and the lse's rounding error."""
+    """Writes one token's loss and stats, zeros if it is ignored; returns its lse and the lse's rounding error."""
     log_normaliser = tl.log(normaliser) - rounding
     lse = maximum + log_normaliser
     # Exact, since the summand of larger magnitude is taken away first.
@@ -81,7 +81,7 @@ def _store_token(
 
 @triton.jit
 def _mean_scale(labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_tokens, vocab_size, ignore_index):
-    """1 / the summed weight of all tokens, which the first program writes down; 1 if nobody asks."""
+    """1 / the summed weight of all tokens, which the first program stores; 1 without ``mean_scale_ptr``."""
     mean_scale = 1.0
     if mean_scale_ptr is not None:
         _, mean_scale = count_tokens(
@@ -295,7 +295,7 @@ def loss_kernel(
     groups, lanes = tl.arange(0, BLOCK_SIZE // GROUP), tl.arange(0, GROUP)
     columns = groups[:, None] * GROUP + lanes[None, :]
     in_row = columns < vocab_size
-    # What is loaded ahead is whole rows here, or blocks of one row in the loops over its blocks.
+    # Whole rows are loaded ahead by this loop, blocks of a row by the loops over its blocks.
     row_stages: tl.constexpr = NUM_STAGES if WHOLE_ROW else None
     for tile in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=row_stages):
         row = tl.cast(tile, tl.int64)

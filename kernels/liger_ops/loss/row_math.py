@@ -30,7 +30,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def to_exponent(shift, HALF: tl.constexpr):
-    """What :func:`shifted_exp` takes away: ``shift``, for HALF precision logits in powers of two and rounded."""
+    """The value that ``shifted_exp`` subtracts: ``shift``, for HALF precision logits in powers of two and rounded."""
     return shift * _LOG2_E if HALF else shift
 
 
@@ -93,7 +93,7 @@ def gradient_factors(
     logit_scale,
     z_loss_weight,
 ):
-    """What multiplies a row's probabilities, and what is taken away at the label, and at every class by its weight."""
+    """Factors of a row's gradient: of its probabilities, of one at the label, and of the classes' weights."""
     factor = token_weight * mean_scale
     if logit_scale is not None:
         factor *= logit_scale
@@ -109,7 +109,7 @@ def gradient_factors(
 
 @triton.jit
 def gradient(
-    probability,  # of columns: softmax of the transformed logits z, or what probability_factor makes that
+    probability,  # softmax of the transformed logits z, or, times probability_factor, a multiple of it
     z,
     columns,
     mask,
@@ -120,7 +120,7 @@ def gradient(
     label_smoothing,
     softcap,
 ):
-    """d loss / d logits, given factors that hold the upstream gradient already."""
+    """d loss / d logits, given factors that include the upstream gradient."""
     grad = probability * probability_factor - label_term
     if label_smoothing is not None:
         grad -= smoothing_term * load_class_weight(class_weight_ptr, columns, mask)
@@ -132,14 +132,14 @@ def gradient(
 
 @triton.jit
 def decay_of(old_shift, new_exponent, HALF: tl.constexpr):
-    """The factor of a sum that was taken with the exponent of ``old_shift``; 0 for one of nothing."""
+    """The factor that moves a sum from the exponent of ``old_shift`` to ``new_exponent``; 0 for an empty sum."""
     difference = to_exponent(old_shift, HALF) - new_exponent
     return tl.exp2(difference) if HALF else tl.exp(difference)
 
 
 @triton.jit
 def move_excess(excess, normaliser, old_shift, new_shift):
-    """sum(exp(z - old_shift) * (z - old_shift)) with the last difference to ``new_shift`` instead."""
+    """sum(exp(z - old_shift) * (z - old_shift)) with ``z - new_shift`` as its last factor instead."""
     return excess + tl.where(old_shift == -float("inf"), 0.0, old_shift - new_shift) * normaliser
 
 
@@ -157,7 +157,7 @@ def _store_label_gradient(
     label_smoothing,
     softcap,
 ):
-    """Overwrites the one entry of a row's gradient that differs, which is cheaper than asking for it everywhere."""
+    """Overwrites the label's entry of a row's gradient, which is cheaper than a comparison in every column."""
     tl.debug_barrier()  # after the stores of every warp
     grad = gradient(
         probability, label_z, label, mask, class_weight_ptr, probability_factor, label_term, smoothing_term,

@@ -1,6 +1,6 @@
 """GroupNorm: each sample's channels are normalised in groups, y = (x - mean) * rstd * weight + bias.
 
-Mean and rstd = 1 / sqrt(mean((x - mean)**2) + eps) go over a group: its channels and all their positions, neighbours in
+Mean and rstd = 1 / sqrt(mean((x - mean)**2) + eps) go over a group: its channels and all their positions, adjacent in
 memory. Weight and bias belong to channels. Arithmetic is float32 for every half-precision input, and y is rounded once.
 With n = (x - mean) * rstd and means over the group,
 
@@ -99,7 +99,7 @@ def choose_launch(
 
 @triton.jit
 def _load_parameter(ptr, channels, mask, DEFAULT: tl.constexpr):
-    """A weight or bias of some channels in float32, or what stands for it where there is none."""
+    """A weight or bias of some channels in float32, or DEFAULT if there is none."""
     if ptr is None:
         return DEFAULT
     else:
@@ -374,7 +374,7 @@ def _group_norm_backward(
             NUM_STAGES=launch.num_stages,
             num_warps=launch.num_warps,
         )
-    if needs_sums:
+    if needs_sums and parts is not None:
         # The weight's parts come first; of one gradient alone, take only its own.
         wanted = parts if needs_grad_weight and needs_grad_bias else parts[:1] if needs_grad_weight else parts[1:]
         sum_parts(wanted, grad_weight if needs_grad_weight else None, grad_bias if needs_grad_bias else None)

@@ -1,4 +1,4 @@
-"""What norms over rows share: RMSNorm, RMSNorm of a sum and LayerNorm are one algorithm with parts left out.
+"""Kernels of the norms over rows: RMSNorm, RMSNorm of a sum and LayerNorm are one algorithm with parts left out.
 
 With x the row (the rounded sum of two rows, where a residual is added first), c = x - mean (x itself unless CENTERED),
 rstd = 1 / sqrt(mean(c**2) + eps), n = c * rstd and s = offset + weight, a row is y = n * s + bias, and
@@ -25,7 +25,7 @@ from liger_ops.norm.reductions import moments
 
 @triton.jit
 def _exists(indices, limit, ALL: tl.constexpr):
-    """Whether rows or columns exist; loads come out unmasked where that is plain at compile time."""
+    """Whether rows or columns exist; loads are unmasked where the compiler knows that all do."""
     if ALL:
         return tl.full([1, 1], True, dtype=tl.int1)
     else:
@@ -34,7 +34,7 @@ def _exists(indices, limit, ALL: tl.constexpr):
 
 @triton.jit
 def _load_x(x_ptr, x_offsets, residual_ptr, residual_offsets, total_ptr, mask):
-    """What is normalised, in its own dtype: x, or the rounded sum of x and the residual."""
+    """The values to normalise, unconverted: x, or the rounded sum of x and the residual."""
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
     if residual_ptr is None:
         return x

@@ -89,10 +89,11 @@ def choose_forward_launch(
         _FORWARD, block_size,
         is_centered=centered, is_masked=block_size != hidden_size, element_size=element_size,
     )  # fmt: skip
-    block_rows, programs = max(1, choice.tile_size // block_size), choice.programs_per_multiprocessor
-    if programs is None:
+    block_rows = max(1, choice.tile_size // block_size)
+    if choice.programs_per_multiprocessor is None:
         return RowLaunch(block_rows, block_size, choice.num_warps, reload_weight=True)
-    return RowLaunch(block_rows, block_size, choice.num_warps, programs * num_multiprocessors, num_stages=3)
+    max_programs = choice.programs_per_multiprocessor * num_multiprocessors
+    return RowLaunch(block_rows, block_size, choice.num_warps, max_programs, num_stages=3)
 
 
 class _BackwardChoice(NamedTuple):
@@ -189,7 +190,7 @@ def _first_that_fits(table: Sequence[_Choice], block_size: int, **columns: int) 
 
 
 def _as_rows(tensor: Tensor | None, num_columns: int) -> tuple[Tensor | None, int]:
-    """A tensor to whose start a kernel adds ``row * stride + column``, and that stride."""
+    """``tensor`` as rows of unit column stride, and the stride between rows."""
     if tensor is None:
         return None, 0
     if tensor.is_contiguous():
@@ -216,13 +217,13 @@ def launch_forward(
     """Normalises rows of ``hidden_size`` elements.
 
     Args:
-        x: ``[*, hidden_size]``, or whatever has so many elements, as have ``residual``, ``total`` and ``y``.
+        x: ``[*, hidden_size]`` or another shape of as many elements; so are ``residual``, ``total`` and ``y``.
         weight: ``hidden_size`` elements, or None.
-        bias: Likewise.
+        bias: ``hidden_size`` elements, or None.
         hidden_size: Length of a row.
         y: Contiguous, written.
         statistics: ``[1, num_rows]``, rstd, or ``[2, num_rows]``, rstd and mean, if ``centered``; written.
-        centered: Whether the mean is taken off: LayerNorm.
+        centered: Whether the mean is subtracted: LayerNorm.
         eps: Added to the variance.
         offset: Added to the weight.
         casting: Where y is rounded, see ``rms_norm``.
@@ -287,7 +288,7 @@ def launch_backward(
     """Computes the gradients that are not None.
 
     Args:
-        x: What was normalised: with a residual, the sum.
+        x: The normalised tensor: with a residual, the sum.
         grad_y: Of as many elements as ``x``.
         weight: ``hidden_size`` elements, or None.
         statistics: As written by :func:`launch_forward`.
@@ -297,7 +298,7 @@ def launch_backward(
         grad_total: The sum's gradient from elsewhere, which ``grad_x`` then includes.
         grad_x: Contiguous, of as many elements as ``x``, written.
         grad_weight: ``hidden_size`` elements, written.
-        grad_bias: Likewise.
+        grad_bias: ``hidden_size`` elements, written.
     """
     num_rows = statistics.shape[1]
     num_sums = (grad_weight is not None) + (grad_bias is not None)

@@ -13,7 +13,7 @@ from liger_ops import backend
 def moments(x_ptr, length, first_block, block_step, BLOCK_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Count, mean and sum of squared deviations of every ``block_step``-th block of ``x_ptr[:length]``.
 
-    Each lane keeps a running mean and deviation of its own (Welford, Technometrics 4, 1962); lanes meet at the end.
+    Each lane keeps a separate running mean and deviation (Welford, Technometrics 4, 1962), merged at the end.
     """
     lanes = tl.arange(0, BLOCK_SIZE)
     mean = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
@@ -75,7 +75,7 @@ def _sum_part(
 def _sum_parts_kernel(
     parts_ptr,  # [num_parts, num_columns] of the weight's gradient, then of the bias's; float32
     grad_weight_ptr,  # [num_columns] or None, if there are no such parts
-    grad_bias_ptr,  # likewise
+    grad_bias_ptr,  # [num_columns] or None
     num_parts,
     num_columns,
     BLOCK_PARTS: tl.constexpr,

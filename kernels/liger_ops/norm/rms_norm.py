@@ -3,11 +3,11 @@
 The mean of squares and the weight gradient are float32 for every half-precision input. ``casting`` says where rounding
 happens: "gemma" computes in float32 and rounds the result once; "llama" rounds x * rstd to x's dtype before the weight
 is applied; "none" rounds wherever ``x * rstd * (offset + weight)`` on tensors of those dtypes would: rstd, x * rstd,
-offset + weight and the product. Backward takes rounding for the identity. With n = x * rstd and s = offset + weight,
+offset + weight and the product. Backward treats rounding as the identity. With n = x * rstd and s = offset + weight,
 
     dx = rstd * (dy * s - n * mean(dy * s * n))        dweight = sum over rows of dy * n
 
-Saved: x (the sum, if there was one), weight, rstd (4 bytes a row). The kernels are in ``liger_ops.norm.kernels``.
+Saved: x (the sum, if there was one), weight, rstd (4 bytes a row). The kernels are in :mod:`liger_ops.norm.kernels`.
 Source: arXiv:1910.07467.
 """
 
@@ -26,7 +26,7 @@ CASTINGS: tuple[Casting, ...] = get_args(Casting)
 
 
 class RMSNormOptions(NamedTuple):
-    """What one call computes, besides its tensors."""
+    """Options of one call."""
 
     hidden_size: int
     eps: float

@@ -97,7 +97,7 @@ def plain_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What the loss means, in PyTorch's words."""
+    """The loss in plain PyTorch."""
     z = plain_transform(logits, softcap, logit_scale)
     kept = labels != ignore_index
     weight = z.new_ones(z.shape[-1]) if weight is None else weight.to(z)
@@ -112,7 +112,7 @@ def plain_cross_entropy(
 
 
 def plain_stats(logits: Tensor, labels: Tensor, **options: Any) -> TokenStats:
-    """What the statistics mean."""
+    """The stats in plain PyTorch."""
     ignore_index = options.get("ignore_index", -100)
     kept = labels != ignore_index
     z = plain_transform(logits, options.get("softcap"), options.get("logit_scale", 1.0))

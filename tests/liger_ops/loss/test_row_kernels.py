@@ -1,6 +1,6 @@
-"""The kernels of cross_entropy on their own, with blocks so small that short rows cross their borders.
+"""The kernels of cross_entropy alone, with blocks so small that short rows cross their borders.
 
-Both loss kernels take every test: the one that holds a row in registers, and the one that walks over it in blocks.
+The loss kernel takes every test twice: with the row in registers, and block by block.
 """
 
 import dataclasses
@@ -83,11 +83,11 @@ def run_loss(
     mean_scale: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor]:
     """The stats (meaningless but for the losses without ``with_stats``) and the error of lse."""
-    room = torch.full(labels.shape, 77.0, device=labels.device)
+    buffer = torch.full(labels.shape, 77.0, device=labels.device)
     stats = TokenStats(
-        *(room.clone() for _ in range(4)), torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool)
+        *(buffer.clone() for _ in range(4)), torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool)
     )
-    lse_error = room.clone()
+    lse_error = buffer.clone()
     targets, token_options = split_options(options, labels)
     launch_loss(
         logits, targets, grad_scale, token_options, losses=stats.losses, lse_error=lse_error,
@@ -213,7 +213,7 @@ def test_rows_are_the_tokens_that_the_index_names(loss_kernel: str, device: torc
     ],
 )
 @pytest.mark.parametrize(("name", "dtype"), [("plain", torch.bfloat16), ("everything", torch.float32)], ids=str)
-def test_gradient_of_its_own_matches_the_one_that_comes_with_the_loss(
+def test_separate_gradient_matches_the_one_that_comes_with_the_loss(
     name: str, dtype: torch.dtype, grad_scale: Tensor, in_place: bool, device: torch.device
 ) -> None:
     logits, labels, options = make_case(name, ROWS, CLASSES, device, dtype)

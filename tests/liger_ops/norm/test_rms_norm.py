@@ -17,7 +17,7 @@ PLAIN = {"eps": EPS, "offset": 0.0, "casting": "gemma"}
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor | None, offset: float, casting: str) -> Tensor:
-    """What Hugging Face's Gemma and Llama layers compute, and what one without casts does."""
+    """The formulas of Hugging Face's Gemma and Llama layers, and of a layer without casts."""
     if casting == "none":
         normalized = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
         return normalized if weight is None else normalized * (offset + weight)
