@@ -1,11 +1,11 @@
-"""What every op shares: which path a tensor takes, how a kernel is launched, and how a launcher becomes an op.
+"""Shared by all ops: the choice between Triton and PyTorch, launches of kernels, and registration of ops.
 
 Host time counts as much as kernel time: Triton's own launch binds and specialises every argument anew (about 25 us) and
-a call through the dispatcher costs 20 us. ``Kernel`` keeps compiled kernels by a short key of its own, and an op goes
-through the dispatcher only when somebody listens there: the compiler, or a dispatch mode such as selective
-checkpointing's.
+a call through the dispatcher costs 20 us. ``Kernel`` caches compiled kernels under a short key, and an op goes through
+the dispatcher only when a tracer must see it: the compiler, or a dispatch mode such as selective checkpointing's.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,20 @@ from torch import Tensor
 
 _TRITON_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _LIBRARY = torch.library.Library("liger_ops", "DEF")
-# Tensors of other classes may hold no data (fake ones) or data that is still on its way (of collectives).
+# Tensor subclasses may hold no data (fake tensors) or data that is not there yet (results of collectives).
 _PLAIN_ARGUMENTS = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple, torch.dtype))
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether ops on ``tensor`` launch Triton kernels; elsewhere they run the PyTorch reference."""
+    """Whether ops on ``tensor`` launch Triton kernels; otherwise they run the PyTorch reference."""
     return tensor.is_cuda and tensor.dtype in _TRITON_DTYPES
+
+
+def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
+    """Whether an op on these tensors launches kernels: ``tensor`` decides, and none may be float64."""
+    if not use_triton(tensor) or tensor.dtype == torch.float64:
+        return False
+    return all(other is None or other.dtype != torch.float64 for other in others)
 
 
 @functools.cache
@@ -34,69 +41,93 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may fill with what it loads ahead; a little is left for reductions."""
+    """Bytes of shared memory that a program may fill with loads ahead of their use; 16 KB are left for reductions."""
     if device.type != "cuda":
         return 80 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 16 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin - 16 * 1024  # type: ignore[attr-defined]  # not in torch's stubs
+
+
+launch_cache = functools.lru_cache(maxsize=1024)
+"""Decorates a choice of launch parameters; bounded because shapes may change with the data. Numbers of rows do so in
+every step and are no argument: a choice says how many programs there are at most."""
 
 
 def needs_graph(*tensors: Tensor | None) -> bool:
-    """Whether autograd has to hear of an op on ``tensors``; without it a call is cheaper."""
+    """Whether autograd must record an op on ``tensors``; a call without autograd is cheaper."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def is_traced() -> bool:
-    """Whether somebody listens to the operators that run: the compiler, or a dispatch mode."""
+    """Whether a tracer must see the operators that run: the compiler, or a dispatch mode."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def graph_ends() -> bool:
-    """Whether the backward pass that is running frees its graph, so that saved buffers of our own may be reused."""
+    """Whether the running backward pass frees its graph, so that buffers that we saved may be overwritten."""
     return not is_traced() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
-    """Views ``tensor`` as ``[num_rows, num_columns]`` with unit column stride, copying only where it must."""
+    """``tensor`` as ``[num_rows, num_columns]`` with unit column stride: a view where possible, else a copy."""
     rows = tensor.reshape(-1, num_columns)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+# Versions of Triton whose ``CompiledKernel.run`` takes its arguments in the order in which they are passed below. They
+# are passed by position, so another order would corrupt memory: any other version launches by itself, in 25 us instead
+# of 8. To add one, compare ``CudaLauncher.__call__``, ``driver.c`` and the call in ``runtime/jit.py`` with the last.
+_KNOWN_LAUNCHERS = {
+    "3.6": "3.6.0 ran on H200 GPUs",
+    "3.7": "3.7.1 was read: the same order; a launcher in C takes the place of generated ones",
+    "3.8": "3.8.0 was read: the same order; a kernel is unloaded once nothing refers to it",
+    "3.9": "3.9.0 was read: as 3.8.0",
+}
+
+
+def _knows_launcher() -> bool:
+    """Whether the installed Triton compiles for CUDA and its launcher is one of ``_KNOWN_LAUNCHERS``."""
+    return torch.version.hip is None and ".".join(triton.__version__.split(".")[:2]) in _KNOWN_LAUNCHERS
+
+
 class Kernel:
-    """A Triton kernel that is launched by :meth:`launch`; made by decorating the kernel with this class.
+    """A Triton kernel that is launched by ``launch``; made by decorating the kernel with this class.
 
     Parameters whose names end in ``_ptr``, the first of all among them, take tensors or None, others integers, floats,
-    None or tuples of those.
+    None or tuples of those. ``launch(num_programs, *, num_warps, **arguments)`` runs the kernel on the device of its
+    first tensor:
+
+    Args:
+        num_programs: Size of the one-dimensional grid, positive.
+        num_warps: Warps a program.
+        arguments: One for each of the kernel's parameters.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.jit = triton.jit(function)
+        self.launch: Callable[..., None] = self._choose_launch
+        # One entry for each kernel that Triton compiled, as many as its own cache has.
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def launch(self, num_programs: int, *, num_warps: int, **arguments: Any) -> None:
-        """Runs the kernel on the device of its first tensor.
-
-        Args:
-            num_programs: Size of the one-dimensional grid, positive.
-            num_warps: Warps a program.
-            arguments: One for each of the kernel's parameters.
-        """
-        interpreted = not isinstance(self.jit, triton.JITFunction)
-        self.launch = self._launch_interpreted if interpreted else self._write_launch()  # takes over from now on
+    def _choose_launch(self, num_programs: int, *, num_warps: int, **arguments: Any) -> None:
+        """The first launch, which chooses how all others are done."""
+        is_compiled = isinstance(self.jit, triton.JITFunction)  # or else interpreted
+        self.launch = self._write_launch() if is_compiled and _knows_launcher() else self._launch_by_triton
         self.launch(num_programs, num_warps=num_warps, **arguments)
 
-    def _launch_interpreted(self, num_programs: int, *, num_warps: int, **arguments: Any) -> None:
-        self.jit[(num_programs,)](**arguments, num_warps=num_warps)
+    def _launch_by_triton(self, num_programs: int, *, num_warps: int, **arguments: Any) -> Any:
+        """Launches as Triton does, on the device of the first tensor; returns the compiled kernel."""
+        tensor = arguments[self.jit.arg_names[0]]
+        with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
+            return self.jit[(num_programs,)](**arguments, num_warps=num_warps)
 
-    def _launch_by_triton(
-        self, key: tuple[Any, ...], device: int, num_programs: int, num_warps: int, *arguments: Any
-    ) -> None:
-        """Compiles if need be, launches, and keeps what the next launch needs."""
-        with torch.cuda.device(device):
-            compiled = self.jit[(num_programs,)](*arguments, num_warps=num_warps)
-        self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+    def _launch_first(self, key: tuple[Any, ...], num_programs: int, num_warps: int, arguments: dict[str, Any]) -> None:
+        """Launches by Triton, which compiles if need be, and caches the compiled kernel for the next launch."""
+        compiled = self._launch_by_triton(num_programs, num_warps=num_warps, **arguments)
+        self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
 
     def _write_launch(self) -> Callable[..., None]:
-        """``launch`` for this kernel's parameters, written out: a loop over them would cost more than the launch."""
+        """``launch`` for this kernel's parameters, as source code: a loop over them would cost more than the launch."""
         names = [parameter.name for parameter in self.jit.params]
         lines, values, key = [], [], ["device", "num_warps"]
         for parameter in self.jit.params:
@@ -116,8 +147,8 @@ class Kernel:
             f"key = ({', '.join(key)})",
             "found = compiled.get(key)",
             "if found is None or device != current_device():",
-            f"    return launch_by_triton(key, device, num_programs, num_warps, {', '.join(names)})",
-            "run, function, metadata = found",
+            f"    return launch_first(key, num_programs, num_warps, dict({', '.join(f'{n}={n}' for n in names)}))",
+            "run, function, metadata, _ = found",
             "stream = current_stream(device)",
             f"run(num_programs, 1, 1, stream, function, metadata, None, None, None, {', '.join(values)})",
         ]
@@ -125,8 +156,8 @@ class Kernel:
         namespace: dict[str, Any] = {
             "compiled": self._compiled,
             "current_device": torch._C._cuda_getDevice,
-            "current_stream": torch._C._cuda_getCurrentRawStream,
-            "launch_by_triton": self._launch_by_triton,
+            "current_stream": triton.runtime.driver.active.get_current_stream,
+            "launch_first": self._launch_first,
             "specialisation": _specialisation,
         }
         exec(source, namespace)
@@ -134,7 +165,7 @@ class Kernel:
 
 
 def _specialisation(value: Any) -> Any:
-    """What Triton compiles for: None, a float, or an integer that is 1, a multiple of 16, or longer than 32 bits."""
+    """The properties that Triton specialises on: None, float, or an integer: 1, a multiple of 16, over 32 bits."""
     kind = value.__class__
     if kind is int:
         return -1 if value == 1 else (value & 15 == 0) + 2 * (not -2147483648 <= value <= 2147483647)
@@ -152,7 +183,7 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
     Returns:
         A function of the launcher's positional arguments, the first a tensor, that runs the op: through the dispatcher
-        while compiling, under a dispatch mode, on tensors without data or of classes of their own, else directly.
+        while compiling, under a dispatch mode, and on tensor subclasses and meta tensors, else directly.
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,16 +205,16 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a ``backward`` that has no derivative of its own: with ``create_graph=True`` it raises RuntimeError.
+    """Decorates a ``backward`` that is not differentiable: with ``create_graph=True`` it raises RuntimeError.
 
-    PyTorch's decorator of that name lets the first derivative pass and makes it fail later, which ``autograd.grad`` by
-    given inputs never comes across: a penalty on the gradients would silently lose its own gradient.
+    PyTorch's decorator of that name lets the first derivative pass and fails only when it is differentiated, which
+    ``autograd.grad`` with respect to given inputs may never do: a gradient penalty would silently lose its gradient.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grad_outputs: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(f"{ctx.name()} has no derivative of its own, so it cannot run with create_graph=True")
+            raise RuntimeError(f"{ctx.name()} has no second derivative: create_graph must be False, got True")
         return backward(ctx, *grad_outputs)
 
     return wrapper

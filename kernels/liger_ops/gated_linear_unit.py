@@ -11,6 +11,7 @@ Sources: arXiv:2002.05202, arXiv:1606.08415, arXiv:2109.08668.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from liger_ops import backend
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -48,16 +49,25 @@ class GatedUnitLaunch:
     num_warps: int
 
 
-@functools.cache
+_MAX_BLOCK_SIZE = 1024
+
+
 def choose_launch(num_columns: int) -> GatedUnitLaunch:
     """Blocks of 1024 columns, smaller for shorter rows; eight elements a thread, one 16-byte load in bfloat16."""
-    block_size = min(1024, triton.next_power_of_2(num_columns))
+    return _launch_for(
+        min(num_columns, _MAX_BLOCK_SIZE)
+    )  # contiguous tensors are one row, whose length follows the data
+
+
+@backend.launch_cache
+def _launch_for(num_columns: int) -> GatedUnitLaunch:
+    block_size = triton.next_power_of_2(num_columns)
     return GatedUnitLaunch(block_size=block_size, num_warps=max(1, block_size // 256))
 
 
 @triton.jit
 def _normal_tail(x):
-    """How much of the normal distribution lies beyond ``x >= 0``, (1 - erf(x / sqrt(2))) / 2, to 8e-6 of its value.
+    """Tail probability of the normal distribution at ``x >= 0``, (1 - erf(x / sqrt(2))) / 2, within 8e-6 of its value.
 
     With t = 1 / (1 + 0.48 x / sqrt(2)) it is t * 2**(p(t) - x**2 log2(e) / 2), a form of Numerical Recipes (section
     6.2); p has the least largest error for 0 <= x <= 12. Half as many instructions as the library's erf.
@@ -74,7 +84,7 @@ def _normal_tail(x):
 
 @triton.jit
 def _activate(gate, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
-    """The activation of ``gate`` and its derivative, in float32; good enough for HALF precision, or for more."""
+    """The activation of ``gate`` and its derivative, in float32; with HALF, to the accuracy of half precision only."""
     if ACTIVATION == "silu":
         sigmoid = tl.sigmoid(gate)
         value = gate * sigmoid
@@ -192,12 +202,12 @@ def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed
         return y
     if packed:
         gate, up = _halves(gate)
-    (gate, up), (gate_row_stride, up_row_stride), num_rows, num_columns = _as_rows(gate, up)
+    (gate_rows, up_rows), (gate_row_stride, up_row_stride), num_rows, num_columns = _as_rows(gate, up)
     launch = choose_launch(num_columns)
     _gated_unit_forward_kernel.launch(
         num_rows * -(-num_columns // launch.block_size),
-        gate_ptr=gate,
-        up_ptr=up,
+        gate_ptr=gate_rows,
+        up_ptr=up_rows,
         y_ptr=y,
         gate_row_stride=gate_row_stride,
         up_row_stride=up_row_stride,
@@ -245,13 +255,13 @@ def _gated_unit_backward(
     if packed:
         gate, up = _halves(gate)
         grad_gate, grad_up = _halves(grad_gate)
-    (grad_y, gate, up), strides, num_rows, num_columns = _as_rows(grad_y, gate, up)
+    (grad_y_rows, gate_rows, up_rows), strides, num_rows, num_columns = _as_rows(grad_y, gate, up)
     launch = choose_launch(num_columns)
     _gated_unit_backward_kernel.launch(
         num_rows * -(-num_columns // launch.block_size),
-        grad_y_ptr=grad_y,
-        gate_ptr=gate,
-        up_ptr=up,
+        grad_y_ptr=grad_y_rows,
+        gate_ptr=gate_rows,
+        up_ptr=up_rows,
         grad_gate_ptr=grad_gate if needs_grad_gate else None,
         grad_up_ptr=grad_up if packed or needs_grad_up else None,
         grad_y_row_stride=strides[0],
@@ -292,7 +302,7 @@ def _gated_unit(gate: Tensor, up: Tensor | None, activation: str, packed: bool) 
         )
     if up is not None and gate.shape != up.shape:
         raise ValueError(f"up must have gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
-    if not backend.use_triton(gate) or torch.float64 in (gate.dtype, gate.dtype if up is None else up.dtype):
+    if not backend.runs_on_triton(gate, up):
         return gated_unit_reference(gate, up, activation, packed)
     if backend.needs_graph(gate, up):
         return GatedUnitFunction.apply(gate, up, activation, packed)

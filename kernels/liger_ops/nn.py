@@ -1,8 +1,8 @@
 """``torch.nn`` modules over the ops of this package, for models that are composed by hand.
 
-Those named like a class of ``torch.nn`` take its arguments in its order, compute what it computes and share its state
-dicts; what they add is keyword-only. All are subclasses of their namesake but ``LinearCrossEntropyLoss``, which older
-versions of PyTorch do not have.
+A module named like a class of ``torch.nn`` takes the same arguments in the same order, computes the same result, has
+the same state dict, and adds keyword-only arguments. It is a subclass of its namesake, except
+``LinearCrossEntropyLoss``, which older versions of PyTorch do not have.
 """
 
 import math
@@ -279,7 +279,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.z_loss_weight = z_loss_weight
         self.inplace_backward = inplace_backward
 
-    def forward(
+    def forward(  # type: ignore[override]  # returns the stats too, but only on request
         self, input: Tensor, target: Tensor, *, token_weight: Tensor | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, TokenStats]:
         """Returns the loss, with the stats on request; ``token_weight`` has target's shape."""

@@ -1,6 +1,6 @@
 """Rotary position embedding, for queries and keys at once: y = x * cos + rotated(x) * sin.
 
-With (x1, x2) the two entries of a pair of columns, and cos, sin split likewise:
+With (x1, x2) the two entries of a pair of columns, and cos, sin split in the same way:
 
     y1 = x1 * cos1 - x2 * sin1        dx1 = dy1 * cos1 + dy2 * sin2
     y2 = x2 * cos2 + x1 * sin2        dx2 = dy2 * cos2 - dy1 * sin1
@@ -12,7 +12,6 @@ are read and written by strides, so projections viewed as heads need no copy. Sa
 Sources: arXiv:2104.09864; the multimodal variant's sections: arXiv:2409.12191.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from liger_ops import backend
 
 
 class RotaryOptions(NamedTuple):
-    """What one call computes, besides its tensors."""
+    """Options of one call."""
 
     heads_dim: int
     interleaved: bool
     sections: list[int]
-    """Where the second and the third table of the multimodal variant begin, in pairs of columns; empty without."""
+    """First pairs of columns of the second and the third table of the multimodal variant; empty without sections."""
 
 
 def _output_dtype(x: Tensor, cos: Tensor, sin: Tensor, keep_dtype: bool) -> torch.dtype:
@@ -46,7 +45,7 @@ def _gather_table(table: Tensor, position_ids: Tensor | None, options: RotaryOpt
     if not options.sections:
         return table
     pairs = torch.arange(table.shape[-1] // 2, device=table.device)
-    of_pair = sum((pairs >= section).long() for section in options.sections)
+    of_pair = sum(((pairs >= section).long() for section in options.sections), torch.zeros_like(pairs))
     of_column = of_pair.repeat_interleave(2) if options.interleaved else of_pair.repeat(2)
     return table.gather(0, of_column.expand(1, *table.shape[1:]))[0]
 
@@ -95,7 +94,7 @@ class RotaryLaunch:
 _TILE_PAIRS = ((32, 512), (64, 1024), (math.inf, 256))
 
 
-@functools.cache
+@backend.launch_cache
 def choose_launch(max_num_heads: int, rotary_dim: int) -> RotaryLaunch:
     """As many heads at a time as ``_TILE_PAIRS`` says, eight pairs a thread: 16 bytes a load in bfloat16."""
     block_half = triton.next_power_of_2(rotary_dim // 2)
@@ -146,7 +145,7 @@ def _rotate_heads(
     sin2,
     INTERLEAVED: tl.constexpr,
     HALF_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr,  # columns behind the rotated ones
+    REST_DIM: tl.constexpr,  # columns after the rotated ones
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -185,9 +184,9 @@ def _rotate_heads(
 @backend.Kernel
 def _rotary_kernel(
     q_ptr,  # [batch_size, num_heads, seq_len, head_dim]; this and its output may be permuted in memory
-    k_ptr,  # [batch_size, num_kv_heads, seq_len, head_dim], likewise
+    k_ptr,  # [batch_size, num_kv_heads, seq_len, head_dim], as q
     cos_ptr,  # [3 if sections, batch_size, seq_len or max_positions, rotary_dim], stride 0 where all share one table
-    sin_ptr,  # likewise
+    sin_ptr,  # as cos_ptr
     position_ids_ptr,  # [batch_size, seq_len], batch stride 0 if all share them, or None
     q_out_ptr,
     k_out_ptr,
@@ -196,7 +195,7 @@ def _rotary_kernel(
     q_out_strides,
     k_out_strides,
     cos_strides,  # (table, batch, token or position)
-    sin_strides,  # likewise
+    sin_strides,  # as cos_strides
     position_ids_strides,  # (batch, token)
     second_section,
     third_section,
@@ -516,7 +515,7 @@ def apply_rotary(
             ``heads_dim=2``. May be a transposed or sliced view; it is read in place.
         k: Keys, the same with ``num_kv_heads``.
         cos: Cosines ``[batch_size or 1, seq_len, rotary_dim]`` or ``[seq_len, rotary_dim]``. If rotary_dim is less than
-            head_dim, the columns behind it are copied.
+            head_dim, the remaining columns are copied.
         sin: Sines, of cos' shape. If cos or sin require a gradient, plain PyTorch computes it.
         heads_dim: The dimension of q and k that counts heads, 1 or 2.
         interleaved: Whether pairs are neighbouring columns, as GPT-J's; else the same columns of both halves.
@@ -548,8 +547,7 @@ def apply_rotary(
                 f" {list(mrope_sections)}"
             )
         sections = [mrope_sections[0], mrope_sections[0] + mrope_sections[1]]
-    dtypes = (q.dtype, k.dtype, cos.dtype, sin.dtype)
-    if not backend.use_triton(q) or torch.float64 in dtypes or backend.needs_graph(cos, sin):
+    if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
         options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
     if backend.needs_graph(q, k):

@@ -1,18 +1,24 @@
-"""What every op is built from: choosing a path, viewing rows, launching kernels, registering ops."""
+"""Parts that all ops share: choosing a path, viewing rows, launching kernels, registering ops."""
 
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import BaseBackend
 
-from liger_ops import backend, cross_entropy, rms_norm
+from liger_ops import backend, cross_entropy, layer_norm, rms_norm, silu_mul
 
 BLOCK_SIZE = 128
 LONG = 2**31 + 16  # a multiple of 16 that needs 64 bits
@@ -85,7 +91,7 @@ def test_rows_are_views_wherever_rows_lie_at_one_distance(
     assert (rows.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()) == is_copied
 
 
-# Who listens.
+# Autograd, tracers, and the end of a graph.
 
 
 def test_graph_is_needed_only_for_tensors_that_require_gradients() -> None:
@@ -99,21 +105,21 @@ def test_graph_is_needed_only_for_tensors_that_require_gradients() -> None:
         assert not backend.needs_graph(leaf)
 
 
-class Listener(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Notes the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Any] = []
+        self.seen: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.heard.append(func)
+        self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
 
-def test_modes_and_the_compiler_listen() -> None:
+def test_modes_and_the_compiler_trace() -> None:
     assert not backend.is_traced()
-    with Listener():
+    with Tracer():
         assert backend.is_traced()
     assert not backend.is_traced()
 
@@ -139,16 +145,16 @@ class AskWhetherGraphEnds(torch.autograd.Function):
         return grad_y
 
 
-def test_graph_ends_unless_it_is_kept_or_somebody_listens() -> None:
+def test_graph_ends_unless_it_is_kept_or_traced() -> None:
     AskWhetherGraphEnds.answers.clear()
     x = torch.ones(1, requires_grad=True)
     y = AskWhetherGraphEnds.apply(x)
     y.backward(retain_graph=True)
     torch.autograd.grad(y, x, create_graph=True)
-    with Listener():
+    with Tracer():
         y.backward(retain_graph=True)
     y.backward()
-    with Listener():
+    with Tracer():
         AskWhetherGraphEnds.apply(x).backward()
     assert AskWhetherGraphEnds.answers == [False, False, False, True, False]
 
@@ -248,8 +254,57 @@ def assert_launch_is_right(kernel: backend.Kernel, call: Call, device: torch.dev
 
 @pytest.fixture
 def kernel() -> backend.Kernel:
-    """One that nobody has launched."""
+    """A kernel that has not been launched."""
     return backend.Kernel(_combine)
+
+
+class StandIn(triton.JITFunction):
+    """A kernel that counts as compiled and is launched by the interpreter, also where there is no GPU."""
+
+    def __init__(self, interpreted: Any) -> None:
+        self.interpreted = interpreted
+        self.arg_names = interpreted.arg_names
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+        return self.interpreted[grid]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.99.0", False)]
+)
+def test_only_known_versions_of_triton_are_launched_by_position(
+    version: str, is_known: bool, kernel: backend.Kernel, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if triton_device.type == "cpu":
+        kernel.jit = StandIn(kernel.jit)
+    written = []
+
+    def write_launch() -> Callable[..., None]:
+        written.append(version)
+        return kernel._launch_by_triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(kernel, "_write_launch", write_launch)
+    for call in CALLS:
+        assert_launch_is_right(kernel, call, triton_device)
+    assert written == [version] * is_known
+    assert not kernel._compiled
+
+
+def test_known_versions_of_triton_are_those_that_the_project_accepts() -> None:
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    (accepted,) = re.findall(r'"triton>=(3\.\d+),<(3\.\d+)"', pyproject.read_text(encoding="utf-8"))
+    minor = [int(version.split(".")[1]) for version in accepted]
+    assert list(backend._KNOWN_LAUNCHERS) == [f"3.{number}" for number in range(*minor)]
+
+
+def test_launch_keys_tell_apart_what_triton_does() -> None:
+    specialize = triton._C.libtriton.native_specialize_impl
+    integers = [0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, -(2**31), -LONG, LONG, LONG + 1]
+    values = [*integers, 0.0, 1.0, 16.0, None, (1, 16), (16, 1), (16, LONG), (0.5, 1)]
+    found = [(specialize(BaseBackend, value, False, True, True), backend._specialisation(value)) for value in values]
+    for _, key in found:
+        assert len({triton_key for triton_key, other in found if other == key}) == 1, key
 
 
 # Triton compiles 1 into the kernel, and asks of other integers their length and whether 16 divides them.
@@ -332,6 +387,37 @@ def test_ops_run_where_their_tensors_are(fused: Callable[[Tensor], Tensor], plai
         assert torch.cuda.current_device() == 0
 
 
+def launch_caches() -> dict[str, Any]:
+    """Every cache of a function of ours that depends on more than the device."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("liger_ops.")]
+    found = {f"{f.__module__}.{f.__name__}": f for m in modules for f in vars(m).values() if hasattr(f, "cache_info")}
+    return {name: function for name, function in found.items() if list(signature(function).parameters) != ["device"]}
+
+
+def test_launch_caches_are_bounded() -> None:
+    names = {name.removeprefix("liger_ops.") for name in launch_caches()}
+    assert names >= {"norm.launch.choose_forward_launch", "loss.launch.choose_block_launch", "rope.choose_launch"}
+    assert all(function.cache_info().maxsize is not None for function in launch_caches().values())
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(lambda x: rms_norm(x, (128,), x[0]), id="rms_norm"),
+        pytest.param(lambda x: layer_norm(x, (128,), x[0], x[0]), id="layer_norm"),
+        pytest.param(lambda x: cross_entropy(x, torch.zeros(len(x), dtype=torch.int64, device=x.device)), id="loss"),
+        pytest.param(lambda x: silu_mul(x.repeat(1, 8), x.repeat(1, 8)), id="silu_mul"),
+    ],
+)
+def test_launch_caches_do_not_grow_with_rows(op: Callable[[Tensor], Tensor], triton_device: torch.device) -> None:
+    sizes = []
+    for num_rows in (2, 3, 5, 16):
+        leaf = torch.ones(num_rows, 128, device=triton_device, requires_grad=True)
+        op(leaf).sum().backward()
+        sizes.append(sum(function.cache_info().currsize for function in launch_caches().values()))
+    assert sizes == sizes[:1] * 4
+
+
 # Ops.
 
 
@@ -370,17 +456,17 @@ def route(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Tensor, float],
         yield route
 
 
-def test_op_is_called_directly_when_nobody_listens(route: Callable[[Tensor, float], Tensor]) -> None:
+def test_op_is_called_directly_unless_traced(route: Callable[[Tensor, float], Tensor]) -> None:
     assert route(torch.zeros(2), 3.0).tolist() == [3.0, 3.0]
     assert route(torch.nn.Parameter(torch.zeros(2)), 3.0).tolist() == [3.0, 3.0]
     assert torch.ops.liger_ops.route(torch.zeros(2), 3.0).tolist() == [-3.0, -3.0]
     assert (route.__name__, route.__doc__) == ("route", "Says which way it was called.")
 
 
-def test_mode_hears_the_op(route: Callable[[Tensor, float], Tensor]) -> None:
-    with Listener() as listener:
+def test_mode_sees_the_op(route: Callable[[Tensor, float], Tensor]) -> None:
+    with Tracer() as tracer:
         assert route(torch.zeros(2), 3.0).tolist() == [-3.0, -3.0]
-    assert torch.ops.liger_ops.route.default in listener.heard
+    assert torch.ops.liger_ops.route.default in tracer.seen
 
 
 def test_fake_tensors_get_what_the_fake_allocates(route: Callable[[Tensor, float], Tensor]) -> None:
@@ -399,7 +485,7 @@ def test_subclasses_go_through_the_dispatcher(
     assert getattr(y, "held", y).tolist() == [-3.0, -3.0]
 
 
-def test_subclasses_behind_the_first_argument_go_through_the_dispatcher() -> None:
+def test_subclasses_after_the_first_argument_go_through_the_dispatcher() -> None:
     # Collectives return tensors that hold nothing themselves, and such a one may be a gradient.
     grad_y, x, weight = torch.randn(3, 8), torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     found = torch.autograd.grad(rms_norm(x, (8,), weight), (x, weight), Wrapper(grad_y))
@@ -453,7 +539,7 @@ def test_first_derivative_is_right_and_leaves_no_graph() -> None:
 @pytest.mark.parametrize("upstream_needs_grad", [False, True])
 def test_a_graph_of_the_first_derivative_is_refused(upstream_needs_grad: bool) -> None:
     leaf, upstream = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=upstream_needs_grad)
-    with pytest.raises(RuntimeError, match=r"SquareBackward has no derivative of its own.*create_graph=True"):
+    with pytest.raises(RuntimeError, match=r"SquareBackward has no second derivative.*create_graph must be False"):
         torch.autograd.grad(Square.apply(leaf), leaf, upstream, create_graph=True)
 
 

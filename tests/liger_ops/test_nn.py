@@ -1,4 +1,4 @@
-"""Modules over the ops: interchangeable with those of torch.nn, and what they add to them."""
+"""Modules over the ops: interchangeable with those of torch.nn, and their additional arguments."""
 
 import copy
 import inspect

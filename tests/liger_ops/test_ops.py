@@ -1,4 +1,4 @@
-"""What every public op must do, whatever it computes: one table of ops, and each property for all of them.
+"""Properties of every public op: one table of ops, and each property for all of them.
 
 Sizes at which kernels change, options and messages are in each op's own file.
 """
@@ -30,7 +30,7 @@ SIZES = (2, 3, 16)  # batch_size, seq_len and width of most tests
 
 
 class Tensors(NamedTuple):
-    """What an op is called with, in this order."""
+    """Arguments of an op, in its order."""
 
     inputs: list[Tensor]  # differentiable
     constants: list[Tensor]
@@ -264,7 +264,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 def place(
     tensors: Tensors, device: torch.device, dtype: torch.dtype = torch.float32, layout: str = "contiguous"
 ) -> Tensors:
-    """The tensors where, as what and how an op is to find them."""
+    """The tensors on the case's device, in its dtype and layout."""
 
     def place_one(x: Tensor) -> Tensor:
         return lay_out(x.to(device, dtype if x.is_floating_point() else x.dtype), layout)
@@ -493,7 +493,7 @@ def test_a_graph_of_the_gradients_is_refused(case: Case, triton_device: torch.de
     tensors = make(case, triton_device)
     leaves = [x.detach().requires_grad_() for x in tensors.inputs]
     outputs = as_tuple(case.fused(*leaves, *tensors.constants))
-    with pytest.raises(RuntimeError, match="no derivative of its own"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(outputs, leaves, make_upstream(outputs), create_graph=True)
 
 

@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Case(NamedTuple):
-    """What one call gets, and the upstream gradients of its outputs."""
+    """Inputs of one call, and the upstream gradients of its outputs."""
 
     q: Tensor
     k: Tensor
@@ -47,7 +47,7 @@ def make_case(
 
 
 def eager_apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
-    """What Hugging Face's ``apply_rotary_pos_emb`` computes."""
+    """Hugging Face's ``apply_rotary_pos_emb``."""
     cos, sin = cos.unsqueeze(heads_dim - 4), sin.unsqueeze(heads_dim - 4)
 
     def rotate(x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_attention_scores_depend_on_relative_position(triton_device: torch.devic
 
 
 def eager_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
-    """What Hugging Face's GPT-J and Cohere compute, on the first columns."""
+    """The rotation of Hugging Face's GPT-J and Cohere, on the first columns."""
     cos, sin = cos.unsqueeze(heads_dim - 4), sin.unsqueeze(heads_dim - 4)
 
     def rotate(x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def eager_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim:
 
 
 def eager_partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
-    """What Hugging Face's GPT-NeoX and Phi compute."""
+    """The rotation of Hugging Face's GPT-NeoX and Phi."""
     rotary_dim = cos.shape[-1]
     rotated = eager_apply_rotary(q[..., :rotary_dim], k[..., :rotary_dim], cos, sin, heads_dim)
     q, k = (torch.cat((y, x[..., rotary_dim:]), dim=-1) for y, x in zip(rotated, (q, k), strict=True))

@@ -1,7 +1,7 @@
-"""The one loop behind every loss of a linear head: project, turn logits into loss and gradient, accumulate.
+"""The loop over chunks of tokens for any loss of a linear head: project, logits to loss and gradient, accumulate.
 
-Token chunks are projected one at a time into one buffer, so logits never exist for more than a chunk. Ignored tokens
-are sorted behind the others and left out of the matrix products.
+Chunks are projected one at a time into one buffer, so logits never exist for more than a chunk. Ignored tokens are
+sorted to the end and left out of the matrix products.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_ops.loss.token_plan import TokenPlan
 
 CPU_CHUNK_BYTES = 8 * 2**20
-"""About a CPU's cache, and few fresh pages."""
+"""Default chunk on a CPU: about the size of its cache, and few new memory pages."""
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 512 * 2**20, 2 * 2**30
 """Bounds of the default chunk on a GPU. Each chunk reads and writes the head's gradient once, which smaller chunks do
@@ -69,7 +69,7 @@ def choose_accumulate_dtype(weight_dtype: torch.dtype, num_chunks: int) -> torch
 
 
 class Gradients(NamedTuple):
-    """Gradients of the hidden states, the head and its adapter; empty tensors where not asked for."""
+    """Gradients of the hidden states, the head and its adapter; empty tensors where not requested."""
 
     hidden_states: Tensor
     weight: Tensor
@@ -92,9 +92,9 @@ class KeptTokens:
         self.order = plan.order
         self._ready: torch.cuda.Event | None = None
         self._count = plan.num_kept if max_kept is None else max_kept
-        if max_kept is None and plan.num_kept.is_cuda:
-            self._count = torch.empty((), dtype=torch.int64, pin_memory=True)
-            self._count.copy_(plan.num_kept, non_blocking=True)
+        if isinstance(self._count, Tensor) and self._count.is_cuda:
+            on_device, self._count = self._count, torch.empty((), dtype=torch.int64, pin_memory=True)
+            self._count.copy_(on_device, non_blocking=True)
             self._ready = torch.cuda.Event()
             self._ready.record()
 
@@ -102,6 +102,7 @@ class KeptTokens:
         """How many tokens to visit, waiting for the device if it has not counted yet."""
         if self._ready is not None:
             self._ready.synchronize()
+        assert self._count is not None  # a plan with an order has a number
         return int(self._count)
 
 
@@ -128,9 +129,9 @@ def chunked_linear_loss(
         hidden_states: ``[num_tokens, hidden_size]``.
         weight: ``[vocab_size, hidden_size]``.
         bias: ``[vocab_size]`` or None.
-        tokens: The order of visiting; tokens behind its count are only seen if they share the first chunk. Only a chunk
-            of all tokens can do without an order.
-        chunk_loss: What the loss is; its side effects keep the losses.
+        tokens: The order of visiting; tokens after its count are only seen if they share the first chunk. An order
+            is required unless one chunk holds all tokens.
+        chunk_loss: Computes the loss; stores the losses as a side effect.
         chunk_size: Tokens a chunk.
         accumulate_dtype: Dtype of the weight's and the bias's gradient.
         needs_gradient: Whether the gradient of the hidden states, the weight and the bias is wanted; then of the
@@ -150,14 +151,14 @@ def chunked_linear_loss(
     update = None if adapter is None else _Adapter(*adapter, accumulate_dtype, *needs_adapter)
     rows = min(chunk_size, num_tokens)
     logits_buffer = _aligned_rows(hidden_states, rows, vocab_size)
-    chunk_buffer = None if in_order else hidden_states.new_empty(rows, hidden_states.shape[1])
+    chunk_buffer = hidden_states.new_empty(0 if in_order else rows, hidden_states.shape[1])
 
     for start in range(0, num_tokens, chunk_size):
         stop = min(start + chunk_size, num_tokens, tokens.count() if start > 0 else num_tokens)
         if start >= stop:
             break
         index, chunk = None, hidden_states
-        if not in_order:
+        if tokens.order is not None:
             index = tokens.order[start:stop]
             chunk = torch.index_select(hidden_states, 0, index, out=chunk_buffer[: stop - start])
         logits = logits_buffer[: stop - start]
@@ -172,9 +173,9 @@ def chunked_linear_loss(
             update.collect(logits, index)
         if needs_weight:
             _accumulate_product(grad_weight, logits.t(), chunk, keep=0 if start == 0 else 1)
-        if needs_hidden and in_order:
+        if needs_hidden and index is None:
             torch.mm(logits, weight, out=grad_hidden)
-        elif needs_hidden:  # last, so that the chunk of hidden states makes room for its gradient
+        elif needs_hidden and index is not None:  # last, since its gradient overwrites the chunk of hidden states
             grad_hidden.index_copy_(0, index, torch.mm(logits, weight, out=chunk))
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
@@ -203,14 +204,16 @@ class _Adapter:
         grad_input, grad_weight = self.gradients
         if grad_weight.numel():
             _accumulate_product(grad_weight, grad_logits.t(), self._rows(self.input, index), keep=1)
-        if grad_input.numel() and index is None:
+        if not grad_input.numel():
+            return
+        if index is None:
             torch.mm(grad_logits, self.weight, out=grad_input)
-        elif grad_input.numel():
+        else:
             grad_input.index_copy_(0, index, grad_logits @ self.weight)
 
 
 def _aligned_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """An empty matrix whose rows start at multiples of 16 bytes, which odd vocabularies' rows would not."""
+    """An uninitialized matrix whose rows start at multiples of 16 bytes, whatever the number of columns."""
     multiple = max(1, 16 // like.element_size())
     return like.new_empty(num_rows, num_columns + -num_columns % multiple)[:, :num_columns]
 

@@ -15,10 +15,12 @@ logits, and lse with its rounding error (8 bytes a token): float32 alone holds a
 of PyTorch's probabilities.
 
 Labels outside [0, V) other than ``ignore_index`` raise on the CPU and give a NaN loss and gradient on the GPU, where
-looking at them would stall the device.
+checking them would make the host wait for the device.
 """
 
 import itertools
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.loss.launch import launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
     REDUCTIONS,
@@ -37,7 +40,6 @@ from liger_ops.loss.options import (
     check_weights,
     flat_targets,
 )
-from liger_ops.loss.row_kernels import launch_gradient, launch_loss
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import plan_tokens, reduce_losses
 
@@ -50,7 +52,7 @@ def transform_logits(logits: Tensor, options: TokenLossOptions) -> Tensor:
 
 
 def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLossOptions) -> TokenStats:
-    """All there is to know of ``[num_tokens, vocab_size]`` logits in plain PyTorch; the losses are differentiable."""
+    """Losses and stats of ``[num_tokens, vocab_size]`` logits in plain PyTorch; the losses are differentiable."""
     labels, class_weight, token_weight = targets
     vocab_size = logits.shape[-1]
     z = transform_logits(logits, options)
@@ -59,23 +61,23 @@ def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLoss
     safe_labels = labels.where(in_range, 0)
     weight = z.new_ones(vocab_size) if class_weight is None else class_weight.to(z.dtype)
 
-    log_probabilities = torch.log_softmax(z, dim=-1)
+    log_probs = torch.log_softmax(z, dim=-1)
     maximum, predictions = z.max(dim=-1)
-    lse = maximum - log_probabilities.gather(-1, predictions[:, None])[:, 0]
-    of_label = log_probabilities.gather(-1, safe_labels[:, None])[:, 0]
+    lse = maximum - log_probs.gather(-1, predictions[:, None])[:, 0]
+    of_label = log_probs.gather(-1, safe_labels[:, None])[:, 0]
     nan_unless_class = torch.ones_like(of_label).where(in_range | ~kept, torch.nan)
     losses = -weight[safe_labels] * nan_unless_class * of_label
     if options.label_smoothing:
         smoothing = options.label_smoothing
-        losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probabilities * weight).sum(-1)
+        losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probs * weight).sum(-1)
     if options.z_loss_weight:
         losses = losses + options.z_loss_weight * lse**2
     if token_weight is not None:
         losses = losses * token_weight.to(losses.dtype)
-    probabilities = log_probabilities.detach().exp()
+    probabilities = log_probs.detach().exp()
     return TokenStats(
         losses=losses.where(kept, 0.0),
-        log_probabilities=(nan_unless_class * of_label.detach()).where(kept, 0.0),
+        log_probs=(nan_unless_class * of_label.detach()).where(kept, 0.0),
         lse=lse.detach().where(kept, 0.0),
         entropy=-torch.xlogy(probabilities, probabilities).sum(-1).where(kept, 0.0),
         predictions=predictions.where(kept, options.ignore_index),
@@ -123,17 +125,17 @@ def loss_and_gradient_in_place(
     losses: Tensor,
     stats: TokenStats | None,
 ) -> None:
-    """Fills in what is known of some tokens, whose logits the caller owns and which become their own gradient.
+    """Writes the losses and stats of some tokens, and overwrites their logits, which the caller owns, by the gradient.
 
     Args:
         logits: ``[num_rows, vocab_size]``, unit stride in the last dimension.
         targets: Labels and weights of all tokens, ``[num_tokens]``.
         grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
-        options: What the loss is made of.
-        token_index: Which token each row is, ``[num_rows]``; None if rows are all tokens in order.
+        options: Of the loss.
+        token_index: The token of each row, ``[num_rows]``; None if rows are all tokens in order.
         with_gradient: Whether to overwrite ``logits`` with the gradient of ``sum(losses * grad_scale)``.
-        losses: ``[num_tokens]``, of which these tokens are written.
-        stats: Likewise, if wanted; its ``losses`` is the argument of that name.
+        losses: ``[num_tokens]``, written at these tokens.
+        stats: The same, or None; its ``losses`` is the argument of that name.
     """
     if backend.use_triton(logits):
         grad_logits = logits if with_gradient else None
@@ -167,11 +169,11 @@ def _list_outputs(reduction: str, gradient: str, with_stats: bool) -> tuple[str,
     if gradient == "later":
         names += ["lse", "lse_error"]
     if with_stats:
-        names += ["log_probabilities", "lse", "entropy", "predictions", "correct"]
+        names += ["log_probs", "lse", "entropy", "predictions", "correct"]
     return tuple(dict.fromkeys(names))
 
 
-# What the op returns, in order, by its reduction, gradient and with_stats.
+# Names of the op's outputs, in order, by its reduction, gradient and with_stats.
 _OUTPUTS = {key: _list_outputs(*key) for key in itertools.product(REDUCTIONS, ("now", "later", "never"), (False, True))}
 _NOT_FLOAT = {"predictions": torch.int64, "correct": torch.bool}
 
@@ -212,7 +214,7 @@ def _cross_entropy_forward(
     with_stats: bool,
     *scalars: float,
 ) -> list[Tensor]:
-    """The tensors of ``_OUTPUTS``; ``gradient`` is "now", "later" (keeps what one needs by then) or "never"."""
+    """The tensors of ``_OUTPUTS``; ``gradient`` is "now", "later" (saves what that needs) or "never"."""
     options = TokenLossOptions.from_scalars(*scalars)
     targets = Targets(labels, class_weight, token_weight)
     names = _OUTPUTS[reduction, gradient, with_stats]
@@ -303,7 +305,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
             launch_gradient(
                 logits, Targets(*targets), grad_scale, ctx.options, lse=lse, lse_error=lse_error, grad_logits=logits
             )
-            # Whoever else needs the logits, a second backward pass too, now hears that they are gone.
+            # Any other use of the logits, as in a second backward pass, now raises.
             torch.autograd.graph.increment_version(logits)
             return logits.detach(), None, None, None, None
         scalars = ctx.options.as_scalars()
@@ -344,8 +346,8 @@ def cross_entropy(
         logit_scale: Factor of the logits.
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss.
         inplace_backward: Whether backward may write the gradient over ``input``'s storage, so that no second tensor of
-            that size ever exists. Only for logits that nobody reads afterwards; autograd refuses if it knows of
-            somebody. On the CPU, and while compiling, it changes nothing.
+            that size ever exists. Only for logits that nothing else reads afterwards; autograd raises where it can
+            tell. On the CPU, and while compiling, it has no effect.
         return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
 
     Returns:
@@ -356,7 +358,9 @@ def cross_entropy(
             the GPU the loss is NaN instead).
     """
     if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+        message = f"size_average and reduce args are deprecated, please use reduction={reduction!r} instead"
+        warnings.warn(message, stacklevel=2)
     check_reduction(reduction)
     options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     class_dim = 1 if input.dim() > 1 else 0
@@ -381,13 +385,14 @@ def cross_entropy(
 
     logits = input if input.dim() == 2 else input.movedim(class_dim, -1).reshape(-1, vocab_size)
     targets = flat_targets(target, weight, token_weight)
+    stats: Sequence[Tensor]
     if backend.use_triton(input):
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         inplace_backward = inplace_backward and logits.stride(0) >= vocab_size  # rows that share no memory
         loss, *stats = _run_kernels(logits, targets, options, reduction, return_stats, inplace_backward)
     else:
         stats = cross_entropy_reference(logits, targets, options)
-        loss = stats.losses
+        loss = stats[0]
         if reduction != "none":
             mean_scale = None
             if reduction == "mean":

@@ -1,16 +1,17 @@
-"""Cross entropy of a linear head's logits that are never whole: ``cross_entropy(input @ linear_weight.T + bias)``.
+"""Cross entropy of a linear head without materialized logits: ``cross_entropy(input @ linear_weight.T + bias)``.
 
 Chunks of tokens are projected, turned into their loss and gradient in place, and reduced to the gradients of the
-hidden states and the head at once, so a training step costs the three matrix products it would cost anyway and the
-memory of one chunk. Forward therefore saves gradients, not activations, and the mean's 1 / n is in them already (not in
-float16's, which could underflow); ``reduction="none"``, whose upstream gradient
-is not known in forward, projects once more in backward. The idea of taking the gradient in forward is from Liger
+hidden states and the head at once, so a training step costs the same three matrix products as without fusion and
+the memory of one chunk. Forward therefore saves gradients, not activations, and they include the mean's 1 / n
+(but not in float16, where they could underflow); ``reduction="none"``, whose upstream gradient is not known in forward,
+projects once more in backward. The idea of taking the gradient in forward is from Liger
 Kernel (arXiv:2410.10989); see :mod:`liger_ops.loss.cross_entropy` for the formula and its options.
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,122 +43,124 @@ from liger_ops.loss.vocab_parallel import VocabShard, sharded_loss_and_gradient_
 
 def linear_cross_entropy_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **kwargs: Any
-) -> Tensor:
-    """The same through whole logits: class probabilities and several sets of classes for each token work too."""
+) -> Tensor | tuple[Tensor, TokenStats]:
+    """The same through whole logits; also takes class probabilities and several sets of classes for each token."""
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, linear_weight.shape[:-1])
     return cross_entropy(logits, target, **kwargs)
 
 
+class LossArguments(NamedTuple):
+    """The op's arguments, in its schema's order; see :func:`linear_cross_entropy`."""
+
+    input: Tensor
+    """``[num_tokens, hidden_size]``."""
+    weight: Tensor
+    bias: Tensor | None
+    adapter_input: Tensor | None
+    """``[num_tokens, rank]``."""
+    adapter_weight: Tensor | None
+    labels: Tensor
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    grad_losses: Tensor | None
+    """``[num_tokens]``: the upstream gradient of the losses, None for ones."""
+    chunk_size: int
+    accumulate_dtype: torch.dtype
+    max_valid_tokens: int | None
+    needs_gradient: list[bool]
+    """For each of the first ``NUM_GRADIENTS`` tensors."""
+    reduction: str
+    with_stats: bool
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    """0 for none."""
+    logit_scale: float
+    z_loss_weight: float
+
+
+NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
+_NUM_TENSORS = LossArguments._fields.index("chunk_size")
+_FIRST_OPTION = LossArguments._fields.index("ignore_index")
 # Without a reduction the losses of the stats are the loss itself, which an op may return only once.
 _FIRST_STAT = {"none": 1, "sum": 0, "mean": 0}
 
 
-_NUM_GRADIENTS = 5  # of input, weight and bias, and of the adapter's input and weight
+def _changed(values: Sequence[Any], **changes: Any) -> list[Any]:
+    return [changes.get(name, value) for name, value in zip(LossArguments._fields, values, strict=True)]
 
 
 def _is_mean_in_gradient(reduction: str, dtype: torch.dtype) -> bool:
     return reduction == "mean" and dtype != torch.float16
 
 
-def _fake_linear_cross_entropy(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    adapter_input: Tensor | None,
-    adapter_weight: Tensor | None,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    grad_losses: Tensor | None,
-    chunk_size: int,
-    accumulate_dtype: torch.dtype,
-    max_valid_tokens: int | None,
-    needs_gradient: list[bool],
-    reduction: str,
-    with_stats: bool,
-    *scalars: float,
-) -> list[Tensor]:
+def _fake_linear_cross_entropy(*values: Any) -> list[Tensor]:
+    arguments = LossArguments(*values)
+    input, labels, reduction = arguments.input, arguments.labels, arguments.reduction
     dtype = torch.promote_types(input.dtype, torch.float32)
-    needs_input, needs_weight, needs_bias, needs_adapter_input, needs_adapter_weight = needs_gradient
-    outputs = [
-        labels.new_empty(labels.shape if reduction == "none" else (), dtype=dtype),
-        labels.new_empty((), dtype=dtype),
-        input.new_empty(input.shape if needs_input else 0),
-        weight.new_empty(weight.shape if needs_weight else 0, dtype=accumulate_dtype),
-        weight.new_empty(weight.shape[0] if needs_bias else 0, dtype=accumulate_dtype),
-        input.new_empty(adapter_input.shape if needs_adapter_input else 0),
-        weight.new_empty(adapter_weight.shape if needs_adapter_weight else 0, dtype=accumulate_dtype),
+    of_tokens, of_head = input.dtype, arguments.accumulate_dtype
+    dtypes = (of_tokens, of_head, of_head, of_tokens, of_head)
+    gradients = [
+        input.new_empty(tensor.shape if needed else 0, dtype=grad_dtype)
+        for tensor, needed, grad_dtype in zip(values, arguments.needs_gradient, dtypes, strict=False)
     ]
-    stats = TokenStats.of_ignored(labels, dtype)[_FIRST_STAT[reduction] :] if with_stats else ()
-    return [*outputs, *stats]
+    loss = labels.new_empty(labels.shape if reduction == "none" else (), dtype=dtype)
+    stats = TokenStats.zeros_like(labels, dtype)[_FIRST_STAT[reduction] :] if arguments.with_stats else ()
+    return [loss, labels.new_empty((), dtype=dtype), *gradients, *stats]
 
 
-def _compute_loss(
-    shard: VocabShard | None,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    adapter_input: Tensor | None,
-    adapter_weight: Tensor | None,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    grad_losses: Tensor | None,
-    chunk_size: int,
-    accumulate_dtype: torch.dtype,
-    max_valid_tokens: int | None,
-    needs_gradient: list[bool],
-    reduction: str,
-    with_stats: bool,
-    *scalars: float,
-) -> list[Tensor]:
+def _compute_loss(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     """The loss, the mean's factor, the gradients that ``needs_gradient`` names, and the stats.
 
     The gradients are those of ``sum(losses)``, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"``
     takes ``grad_losses``. With a ``shard`` the loss is over the vocabulary of its whole group.
     """
-    options = TokenLossOptions.from_scalars(*scalars)
-    targets = Targets(labels, class_weight, token_weight)
+    arguments = LossArguments(*values)
+    input, labels, reduction = arguments.input, arguments.labels, arguments.reduction
+    chunk_size, max_valid_tokens = arguments.chunk_size, arguments.max_valid_tokens
+    options = TokenLossOptions.from_scalars(*values[_FIRST_OPTION:])
+    targets = Targets(labels, arguments.class_weight, arguments.token_weight)
     num_tokens = labels.shape[0]
     dtype = torch.promote_types(input.dtype, torch.float32)
     in_order = chunk_size >= num_tokens
-    vocab_size = weight.shape[0] if shard is None else shard.vocab_size
+    vocab_size = arguments.weight.shape[0] if shard is None else shard.vocab_size
     plan = plan_tokens(targets, vocab_size, options.ignore_index, input, with_order=not in_order)
-    stats = TokenStats.of_ignored(labels, dtype) if with_stats else None
+    stats = TokenStats.zeros_like(labels, dtype) if arguments.with_stats else None
     losses = torch.zeros_like(labels, dtype=dtype) if stats is None else stats.losses
     if in_order or (max_valid_tokens is None and input.is_cuda and torch.cuda.is_current_stream_capturing()):
         max_valid_tokens = num_tokens
     elif max_valid_tokens is not None:  # tokens that the bound leaves out by mistake must not look like ignored ones
         losses.masked_fill_(labels != options.ignore_index, torch.nan)
-    grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else grad_losses
+    grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else arguments.grad_losses
 
-    of_logits = loss_and_gradient_in_place
+    logits_loss = loss_and_gradient_in_place
     if shard is not None:
-        of_logits = partial(sharded_loss_and_gradient_in_place, shard=shard)
+        logits_loss = partial(sharded_loss_and_gradient_in_place, shard=shard)
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-        of_logits(
+        logits_loss(
             logits,
             targets,
             grad_scale,
             options,
             token_index=index,
-            with_gradient=any(needs_gradient),
+            with_gradient=any(arguments.needs_gradient),
             losses=losses,
             stats=stats,
         )
 
+    adapter_input, adapter_weight = arguments.adapter_input, arguments.adapter_weight
     gradients = chunked_linear_loss(
         input,
-        weight,
-        bias,
+        arguments.weight,
+        arguments.bias,
         KeptTokens(plan, max_valid_tokens),
         chunk_loss,
         chunk_size=chunk_size,
-        accumulate_dtype=accumulate_dtype,
-        needs_gradient=needs_gradient,
-        adapter=None if adapter_input is None else (adapter_input, adapter_weight),
+        accumulate_dtype=arguments.accumulate_dtype,
+        needs_gradient=arguments.needs_gradient,
+        adapter=None if adapter_input is None or adapter_weight is None else (adapter_input, adapter_weight),
     )
     if shard is not None:
         shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
@@ -173,8 +176,8 @@ def _compute_loss(
     " float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
     fake=_fake_linear_cross_entropy,
 )
-def _linear_cross_entropy(*arguments: Any) -> list[Tensor]:
-    return _compute_loss(None, *arguments)
+def _linear_cross_entropy(*values: Any) -> list[Tensor]:
+    return _compute_loss(None, *values)
 
 
 class _LinearCrossEntropyFunction(torch.autograd.Function):
@@ -185,35 +188,31 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *arguments):
-        *tensors, needs_gradient, settings = arguments
-        compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, with_stats, options = settings
-        wait = reduction == "none"
-        loss, mean_scale, *others = compute(
-            *tensors, None, chunk_size, accumulate_dtype, max_valid_tokens,
-            [False] * _NUM_GRADIENTS if wait else needs_gradient, reduction, with_stats, *options.as_scalars(),
-        )  # fmt: skip
-        gradients, stats = others[:_NUM_GRADIENTS], others[_NUM_GRADIENTS:]
-        ctx.save_for_backward(*(tensors if wait else (mean_scale, *gradients)))
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors[:_NUM_GRADIENTS]]
-        ctx.needs_gradient = needs_gradient
-        ctx.settings = settings
+    def forward(ctx: Any, compute: Callable[..., list[Tensor]], *values: Any) -> tuple[Tensor, ...]:
+        arguments = LossArguments(*values)
+        wait = arguments.reduction == "none"
+        if wait:
+            values = tuple(_changed(values, needs_gradient=[False] * NUM_GRADIENTS))
+        loss, mean_scale, *others = compute(*values)
+        gradients, stats = others[:NUM_GRADIENTS], others[NUM_GRADIENTS:]
+        ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if wait else (mean_scale, *gradients)))
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
+        ctx.compute = compute
+        ctx.needs_gradient, ctx.reduction = arguments.needs_gradient, arguments.reduction
+        ctx.settings = arguments[_NUM_TENSORS:]
         ctx.mark_non_differentiable(*stats)
         return loss, *stats
 
     @staticmethod
     @backend.once_differentiable
-    def backward(ctx, grad_loss, *_):
-        compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, _, options = ctx.settings
-        if reduction == "none":
-            gradients = compute(
-                *ctx.saved_tensors, grad_loss, chunk_size, accumulate_dtype, max_valid_tokens, ctx.needs_gradient,
-                "none", False, *options.as_scalars(),
-            )[2 : 2 + _NUM_GRADIENTS]  # fmt: skip
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if ctx.reduction == "none":
+            values = _changed((*ctx.saved_tensors, *ctx.settings), grad_losses=grad_loss, with_stats=False)
+            gradients = ctx.compute(*values)[2 : 2 + NUM_GRADIENTS]
             scaled = (gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True))
         else:
             mean_scale, *gradients = ctx.saved_tensors
-            if reduction == "mean" and not _is_mean_in_gradient(reduction, ctx.dtypes[0]):
+            if ctx.reduction == "mean" and not _is_mean_in_gradient(ctx.reduction, ctx.dtypes[0]):
                 grad_loss = grad_loss * mean_scale
             # A graph that ends with this pass needs no second buffer of the head's size.
             in_place = backend.graph_ends()
@@ -222,7 +221,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
                 for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
             )
         needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))
-        return *needed, None, None, None, None, None
+        return None, *needed, *[None] * (len(LossArguments._fields) - NUM_GRADIENTS)
 
 
 def _check_arguments(
@@ -308,10 +307,10 @@ def linear_cross_entropy(
             too small gives a NaN loss.
         adapter: A low-rank update of the logits, as LoRA makes it: ``[..., rank]``, already scaled, and ``[vocab_size,
             rank]``, in input's dtype; ``adapter[0] @ adapter[1].T`` is added to the logits before anything else.
-        vocab_shard: What of the vocabulary the head holds that is given here, where each rank of a process group holds
-            a part: ``linear_weight``, ``linear_bias`` and the adapter's weight have its rows only, everything else is
-            the same on all ranks, ``weight`` and the labels being of the whole vocabulary. All ranks get the same loss
-            and stats; logits are never gathered. Every rank has to call, and with ``reduction="none"`` to run backward.
+        vocab_shard: This rank's part of the vocabulary, if each rank of a process group holds a part of the head:
+            ``linear_weight``, ``linear_bias`` and the adapter's weight are its rows. Everything else is the same on
+            all ranks, with ``weight`` and the labels of the whole vocabulary. All ranks get the same loss and stats;
+            logits are never gathered. Every rank has to call, and with ``reduction="none"`` to run backward.
         return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
 
     Returns:
@@ -351,13 +350,13 @@ def linear_cross_entropy(
     check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
 
-    low_rank_input, low_rank_weight = adapter or (None, None)
-    if low_rank_input is not None:
-        _check_adapter(input, linear_weight, low_rank_input, low_rank_weight)
-        low_rank_input = low_rank_input.reshape(-1, low_rank_input.shape[-1])
-    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, low_rank_input, low_rank_weight]
+    low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
+    if adapter is not None:
+        _check_adapter(input, linear_weight, *adapter)
+        low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
+    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
-    device_type = input.device.type
+    device_type, dtype = input.device.type, input.dtype
     is_autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
     if is_autocast:
         dtype = torch.get_autocast_dtype(device_type)
@@ -367,7 +366,7 @@ def linear_cross_entropy(
 
     # Ranks must cut the same chunks, whose collectives meet, so the size is that of a mean shard.
     num_columns = vocab_size if vocab_shard is None else -(-vocab_size // vocab_shard.group.size())
-    sizes = target.numel(), num_columns, tensors[0].element_size()
+    sizes = target.numel(), num_columns, dtype.itemsize
     chunk_size = getattr(options, "batch_chunk_size", None)
     if chunk_size is None and chunk_bytes is not None:
         chunk_size = choose_chunk_size(*sizes, chunk_bytes)
@@ -376,13 +375,15 @@ def linear_cross_entropy(
     accumulate_dtype = (
         accumulate_dtype
         or getattr(options, "acc_dtype", None)
-        or choose_accumulate_dtype(tensors[1].dtype, -(-sizes[0] // chunk_size))
+        or choose_accumulate_dtype(dtype, -(-sizes[0] // chunk_size))
     )
     targets = flat_targets(target, weight, token_weight)
     compute = _linear_cross_entropy if vocab_shard is None else partial(_compute_loss, vocab_shard)
-    settings = (compute, chunk_size, accumulate_dtype, max_valid_tokens, reduction, return_stats, token_options)
     with torch.autocast(device_type, enabled=False) if is_autocast else contextlib.nullcontext():
-        loss, *stats = _LinearCrossEntropyFunction.apply(*tensors, *targets, needs_gradient, settings)
+        loss, *stats = _LinearCrossEntropyFunction.apply(
+            compute, *tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens, needs_gradient,
+            reduction, return_stats, *token_options.as_scalars(),
+        )  # fmt: skip
     if reduction == "none":
         stats = [loss.detach(), *stats]
         loss = loss.view(target.shape)

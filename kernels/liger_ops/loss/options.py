@@ -1,4 +1,4 @@
-"""What every loss over class indices shares: options, targets, statistics and the checks of arguments."""
+"""Options, targets, statistics and argument checks that all losses over class indices share."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class TokenLossOptions:
-    """What turns one token's logits into its loss; see :mod:`liger_ops.loss.cross_entropy` for the formula.
+    """Options of the loss of one token; see :mod:`liger_ops.loss.cross_entropy` for the formula.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -38,7 +38,7 @@ class TokenLossOptions:
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
 
     @classmethod
-    @functools.cache
+    @functools.lru_cache(maxsize=64)  # bounded, since a weight may follow a schedule
     def from_scalars(
         cls, ignore_index: int, label_smoothing: float, softcap: float, logit_scale: float, z_loss_weight: float
     ) -> "TokenLossOptions":
@@ -47,7 +47,7 @@ class TokenLossOptions:
 
 
 class Targets(NamedTuple):
-    """What is to be predicted, and how much it matters."""
+    """Labels, and the weights of classes and tokens."""
 
     labels: Tensor
     """``[num_tokens]``, int64: class indices, or ``ignore_index``."""
@@ -58,12 +58,12 @@ class Targets(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """What the loss knew about each token; none of it carries gradients. Zero or False at ignored tokens."""
+    """Quantities of each token that the loss computes anyway, without gradients; zero or False for ignored tokens."""
 
     losses: Tensor
     """``[num_tokens]``, float32: each token's loss before reduction, weights included."""
-    log_probabilities: Tensor
-    """``[num_tokens]``, float32: logarithm of the label's probability, whatever else the loss is made of."""
+    log_probs: Tensor
+    """``[num_tokens]``, float32: log-probability of the label, without weights, smoothing or z-loss."""
     lse: Tensor
     """``[num_tokens]``, float32: log-sum-exp of the token's scaled and capped logits."""
     entropy: Tensor
@@ -75,14 +75,14 @@ class TokenStats(NamedTuple):
     """``[num_tokens]``, bool: whether the prediction is the label."""
 
     @classmethod
-    def of_ignored(cls, labels: Tensor, dtype: torch.dtype) -> "TokenStats":
-        """What is known of ``labels`` that are all ignored: room for those that are not."""
-        losses, log_probabilities, lse, entropy = (torch.zeros_like(labels, dtype=dtype) for _ in range(4))
-        return cls(losses, log_probabilities, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
+    def zeros_like(cls, labels: Tensor, dtype: torch.dtype) -> "TokenStats":
+        """The stats of ignored tokens, as an output buffer for those of ``labels``."""
+        losses, log_probs, lse, entropy = (torch.zeros_like(labels, dtype=dtype) for _ in range(4))
+        return cls(losses, log_probs, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
 
 
 def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises a ValueError for labels of a wrong dtype, and on the CPU for labels that are no class."""
+    """Raises a ValueError for labels of another dtype than int64, and on the CPU for labels out of range."""
     if labels.dtype != torch.int64:
         raise ValueError(f"{name} must hold class indices of dtype torch.int64, got {labels.dtype}")
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -95,7 +95,7 @@ def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) 
 
 
 def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int) -> None:
-    """Raises a ValueError for weights that do not fit."""
+    """Raises a ValueError for weights of wrong shapes."""
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
     if token_weight is not None and token_weight.shape != target.shape:
@@ -105,7 +105,7 @@ def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Te
 
 
 def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | None) -> Targets:
-    """One row of labels and weights, contiguous and free of gradients."""
+    """Labels and weights in one dimension, contiguous and detached."""
     return Targets(
         target.reshape(-1).contiguous(),
         None if weight is None else weight.detach().contiguous(),

@@ -1,4 +1,4 @@
-"""Multiplies a gradient that was computed together with its loss by the upstream gradient, once that is known."""
+"""Product of the upstream gradient and a gradient that was computed in forward, together with its loss."""
 
 import torch
 import triton.language as tl
@@ -19,7 +19,7 @@ def _scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program multiplies every num_programs-th block in float32 and rounds once; in place 1 is nothing to do."""
+    """One program multiplies every num_programs-th block in float32 and rounds once; in place, 1 is skipped."""
     factor = tl.load(factor_ptr).to(tl.float32)
     end = numel
     if IN_PLACE:
@@ -69,7 +69,7 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_p
         gradient: Contiguous; overwritten if ``in_place`` and already of ``dtype``.
         factor: A scalar, at least float32.
         dtype: Of the result.
-        in_place: Whether nobody will ask for ``gradient`` again.
+        in_place: Whether ``gradient`` may be overwritten because it is not used again.
     """
     if in_place and gradient.dtype == dtype:
         return _launch(gradient, factor, gradient)

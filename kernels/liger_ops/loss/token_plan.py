@@ -1,4 +1,4 @@
-"""Which tokens count, decided on the device: their order, their number, and what the mean loss divides by."""
+"""Order and number of the tokens that are not ignored, and the factor of the mean, all computed on the device."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from liger_ops.loss.options import Targets
 
 
 class TokenPlan(NamedTuple):
-    """Known to the device only."""
+    """Tensors on the device, which the host has not read."""
 
     mean_scale: Tensor
     """``[]``, at least float32: 1 / (summed weight of the tokens that are not ignored), 0 if that weight is 0."""
@@ -71,7 +71,7 @@ def _plan_kernel(
     ignore_index,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """A single program counts and weighs the tokens, then gives each its place in the order."""
+    """A single program counts and weighs the tokens, then writes their order."""
     num_kept, mean_scale = count_tokens(
         labels_ptr, class_weight_ptr, token_weight_ptr, num_tokens, vocab_size, ignore_index, BLOCK_SIZE
     )
@@ -92,14 +92,14 @@ def _plan_kernel(
 
 
 def plan_tokens(targets: Targets, vocab_size: int, ignore_index: int, like: Tensor, *, with_order: bool) -> TokenPlan:
-    """Counts, weighs and, ``with_order``, sorts tokens without waiting for the device.
+    """The plan of the tokens, made without waiting for the device.
 
     Args:
         targets: Labels and weights, contiguous.
         vocab_size: Number of classes.
         ignore_index: Label of tokens that do not count.
-        like: What the loss is computed from; says on which path and in which dtype.
-        with_order: Whether to return an order and a number.
+        like: The logits or hidden states; their device and dtype choose the path and the dtype.
+        with_order: Whether to return ``order`` and ``num_kept``.
     """
     labels, class_weight, token_weight = targets
     if not backend.use_triton(like):

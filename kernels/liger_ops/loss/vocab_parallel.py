@@ -1,15 +1,15 @@
 """Cross entropy over a vocabulary whose logits are spread over the ranks of a process group.
 
-Each rank holds the logits of its own rows of the head, for the same tokens. With m ranks that hold V_i classes each,
-the whole distribution follows from a few numbers a token and rank, which are all that ranks tell each other:
+Each rank holds some rows of the head and computes their logits, for the same tokens. With V_i classes on rank i, the
+whole distribution follows from a few numbers for each token and rank, and only these are exchanged:
 
     lse      = log(sum_i(exp(lse_i)))
     entropy  = sum_i(p_i * (entropy_i + lse - lse_i))        p_i = exp(lse_i - lse), the probability of rank i's classes
     sum_c(w[c] * (lse - z[c])) = sum(w) * lse - sum_i(weighted_i)
 
-The gradient of a rank's logits then needs nothing but lse, so no rank ever sees the logits of another. Ranks meet once
-for each chunk of tokens, in float64, in which float32 sums over a few ranks are exact enough to forget about; and once
-more for the gradient of the hidden states, of which each has a part. The split is that of Megatron-LM
+The gradient of a rank's logits then needs nothing but lse, so logits are never sent. There is one collective for each
+chunk of tokens, in float64, in which sums over a few ranks add no error that matters; and one for the gradient of the
+hidden states, of which each rank has a part. The split is that of Megatron-LM
 (arXiv:1909.08053); see :mod:`liger_ops.loss.cross_entropy` for the loss and its options.
 """
 
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.loss.cross_entropy import transform_logits
+from liger_ops.loss.launch import GradientRows, launch_loss, launch_shard_gradient
 from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
-from liger_ops.loss.row_kernels import GradientRows, launch_loss, launch_shard_gradient
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which rows of a head this rank holds, the others being on the other ranks of a group."""
+    """The rows of a head that this rank holds; the other ranks of the group hold the others."""
 
     group: dist.ProcessGroup
     """The ranks that share the head; each has the same tokens."""
@@ -38,8 +38,8 @@ class VocabShard:
     vocab_size: int
     """Classes of all ranks together."""
     sums_input_gradient: bool = True
-    """Whether the gradient of the hidden states is that of all ranks. Otherwise it is this rank's part, and who made
-    the hidden states adds them up."""
+    """Whether the gradient of the hidden states is summed over ranks. Otherwise it is this rank's part, and the caller
+    sums it."""
 
     def check(self, num_rows: int) -> None:
         """Raises a ValueError if a shard of ``num_rows`` rows is not inside the vocabulary."""
@@ -50,7 +50,7 @@ class VocabShard:
             )
 
     def sum_input_gradients(self, *gradients: Tensor) -> None:
-        """Adds up what each rank's classes contribute, in place; nothing for empty tensors."""
+        """Sums gradients over ranks in place; skips empty tensors."""
         for gradient in gradients:
             if self.sums_input_gradient and gradient.numel():
                 dist.all_reduce(gradient, group=self.group)
@@ -73,19 +73,15 @@ def sharded_loss_and_gradient_in_place(
     Args:
         logits: ``[num_rows, shard's rows]``, unit stride in the last dimension.
         targets: Labels and class weights of the whole vocabulary.
-        grad_scale: As there, like the rest.
-        options: As there.
-        shard: Where the logits' first column is in the vocabulary.
-        token_index: As there.
-        with_gradient: As there.
-        losses: As there.
-        stats: As there.
+        grad_scale, options, token_index, with_gradient, losses, stats: As for ``loss_and_gradient_in_place``.
+        shard: The columns' place in the vocabulary, and the ranks that have the others.
     """
 
-    def of_rows(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.dim() == 0 or token_index is None else tensor[token_index]
+    def of_rows(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dim() == 0 or token_index is None else tensor[token_index]
 
     labels, class_weight = of_rows(targets.labels), targets.class_weight
+    token_weight = None if targets.token_weight is None else of_rows(targets.token_weight)
     kept = labels != options.ignore_index
     in_range = (labels >= 0) & (labels < shard.vocab_size)
     own_weight = None if class_weight is None else class_weight[shard.start : shard.start + logits.shape[1]]
@@ -99,15 +95,14 @@ def sharded_loss_and_gradient_in_place(
 
     lse = lse_of_ranks.logsumexp(0)
     log_probability = (of_label.sum(0) - lse).where(in_range, torch.nan)
-    label_weight, weight_sum = 1.0, float(shard.vocab_size)
+    label_weight, weight_sum = torch.ones_like(lse), torch.full_like(lse, shard.vocab_size)
     if class_weight is not None:
         label_weight, weight_sum = class_weight.double()[labels.where(in_range, 0)], class_weight.sum(dtype=own.dtype)
     smoothing = options.label_smoothing / shard.vocab_size
-    label_weight = (1.0 - options.label_smoothing) * label_weight * torch.ones_like(lse).where(in_range, torch.nan)
+    label_weight = ((1.0 - options.label_smoothing) * label_weight).where(in_range, torch.nan)
     values = options.z_loss_weight * lse**2 - label_weight * log_probability
     if smoothing:
         values += smoothing * (weight_sum * lse - weighted.sum(0))
-    token_weight = of_rows(targets.token_weight)
     if token_weight is not None:
         values *= token_weight
     known = [values]
@@ -127,11 +122,13 @@ def sharded_loss_and_gradient_in_place(
 
     if with_gradient:
         factor = torch.full_like(lse, options.logit_scale)
-        for each in (of_rows(grad_scale), token_weight):
-            factor = factor if each is None else factor * each
-        of_probability = (label_weight + smoothing * weight_sum + 2.0 * options.z_loss_weight * lse) * factor
+        if grad_scale is not None:
+            factor = factor * of_rows(grad_scale)
+        if token_weight is not None:
+            factor = factor * token_weight
+        probability_factor = (label_weight + smoothing * weight_sum + 2.0 * options.z_loss_weight * lse) * factor
         rounded = lse.to(losses.dtype)
-        floats = lse - rounded, of_probability, label_weight * factor, smoothing * factor
+        floats = lse - rounded, probability_factor, label_weight * factor, smoothing * factor
         rows = GradientRows(own_labels, kept, rounded, *(each.to(losses.dtype) for each in floats))
         if backend.use_triton(logits):
             launch_shard_gradient(logits, rows, own_weight, options)
@@ -148,7 +145,7 @@ def _summarise(
     start: int,
     with_stats: bool,
 ) -> Tensor:
-    """What the other ranks have to know of each row: ``[3, num_rows]``, or 6 with stats, float64.
+    """The numbers of each row that are sent to the other ranks: ``[3, num_rows]``, or 6 with stats, float64.
 
     Its lse; the transformed logit of its label, 0 if another rank has it; the sum of transformed logits by class
     weight, 0 without label smoothing. Then its entropy, its largest transformed logit and the class of that.
@@ -174,10 +171,10 @@ def _summarise_by_kernel(
     logits: Tensor, kept: Tensor, class_weight: Tensor | None, options: TokenLossOptions, with_stats: bool
 ) -> list[Tensor]:
     """As :func:`_summarise_reference`, by the kernel of whole rows, for which each kept row's label is its first."""
-    smoothed = float(options.label_smoothing > 0.0)  # all of it, so that the loss is what ranks have to add up
+    smoothed = float(options.label_smoothing > 0.0)  # fully, so that the loss yields the sum of logits by class weight
     of_shard = TokenLossOptions(-1, smoothed, options.softcap, options.logit_scale)
     labels = kept.long() - 1
-    stats = TokenStats.of_ignored(labels, torch.float32)
+    stats = TokenStats.zeros_like(labels, torch.float32)
     lse_error = torch.zeros_like(stats.lse)
     launch_loss(
         logits, Targets(labels, class_weight, None), None, of_shard,
@@ -217,11 +214,11 @@ def _gradient_reference(
 ) -> Tensor:
     """The gradient of a shard's logits, in at least float32."""
     z = transform_logits(logits, options)
-    grad = (z - rows.lse[:, None] - rows.lse_error[:, None]).exp() * rows.of_probability[:, None]
+    grad = (z - rows.lse[:, None] - rows.lse_error[:, None]).exp() * rows.probability_factor[:, None]
     if options.label_smoothing:
-        grad -= rows.of_weight[:, None] * (1.0 if class_weight is None else class_weight.to(z.dtype))
+        grad -= rows.smoothing_term[:, None] * (1.0 if class_weight is None else class_weight.to(z.dtype))
     is_label = rows.labels[:, None] == torch.arange(z.shape[1], device=z.device)
-    grad -= is_label * rows.of_label[:, None]
+    grad -= is_label * rows.label_term[:, None]
     if options.softcap is not None:
         grad *= 1 - (z / options.softcap) ** 2
     return grad.masked_fill_(~rows.kept[:, None], 0.0)

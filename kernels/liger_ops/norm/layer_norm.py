@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.kernels import check_shapes, launch_backward, launch_forward, runs_on_triton
+from liger_ops.norm.launch import check_shapes, launch_backward, launch_forward
 
 
 def layer_norm_reference(
@@ -144,7 +144,7 @@ def layer_norm(
     """
     shape = tuple(normalized_shape)
     check_shapes(input, shape, weight=weight, bias=bias)
-    if not runs_on_triton(input, weight, bias):
+    if not backend.runs_on_triton(input, weight, bias):
         return layer_norm_reference(input, shape, weight, bias, eps)
     hidden_size = math.prod(shape)
     if not backend.needs_graph(input, weight, bias):

@@ -3,11 +3,11 @@
 The mean of squares and the weight gradient are float32 for every half-precision input. ``casting`` says where rounding
 happens: "gemma" computes in float32 and rounds the result once; "llama" rounds x * rstd to x's dtype before the weight
 is applied; "none" rounds wherever ``x * rstd * (offset + weight)`` on tensors of those dtypes would: rstd, x * rstd,
-offset + weight and the product. Backward takes rounding for the identity. With n = x * rstd and s = offset + weight,
+offset + weight and the product. Backward treats rounding as the identity. With n = x * rstd and s = offset + weight,
 
     dx = rstd * (dy * s - n * mean(dy * s * n))        dweight = sum over rows of dy * n
 
-Saved: x (the sum, if there was one), weight, rstd (4 bytes a row). The kernels are in ``liger_ops.norm.kernels``.
+Saved: x (the sum, if there was one), weight, rstd (4 bytes a row). The kernels are in :mod:`liger_ops.norm.kernels`.
 Source: arXiv:1910.07467.
 """
 
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.kernels import check_shapes, launch_backward, launch_forward, runs_on_triton
+from liger_ops.norm.launch import check_shapes, launch_backward, launch_forward
 
 Casting = Literal["gemma", "llama", "none"]
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
 
 
 class RMSNormOptions(NamedTuple):
-    """What one call computes, besides its tensors."""
+    """Options of one call."""
 
     hidden_size: int
     eps: float
@@ -262,7 +262,7 @@ def rms_norm(
     """
     shape = tuple(normalized_shape)
     options = _options(input, shape, weight, eps, offset, casting)
-    if not runs_on_triton(input, weight):
+    if not backend.runs_on_triton(input, weight):
         return rms_norm_reference(input, shape, weight, eps=options.eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, weight):
         return _rms_norm_forward(input, weight, *options)[0]
@@ -301,7 +301,7 @@ def add_rms_norm(
     if residual.shape != input.shape:
         raise ValueError(f"residual must have input's shape {tuple(input.shape)}, got {tuple(residual.shape)}")
     options = _options(input, shape, weight, eps, offset, casting)
-    if not runs_on_triton(input, residual, weight):
+    if not backend.runs_on_triton(input, residual, weight):
         return add_rms_norm_reference(input, residual, shape, weight, eps=options.eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, residual, weight):
         normalized, _, total = _add_rms_norm_forward(input, residual, weight, *options)

@@ -1,4 +1,4 @@
-"""The chunk loop: on its own, and what it computes and allocates for linear_cross_entropy.
+"""The chunk loop alone, and its operations and memory in linear_cross_entropy.
 
 On its own it runs with a loss that is no cross entropy: half the squared logits, whose gradient is the logits.
 """
@@ -267,7 +267,7 @@ def test_head_gradients_have_the_dtype_they_are_summed_in(num_tokens: int, in_or
 
 
 class OperatorLog(TorchDispatchMode):
-    """Writes down the operators, their largest output and what each matrix product saw, inside our op too."""
+    """Records the operators, their largest output and the sizes of matrix products, also inside our op."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def plain_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What the loss means, in PyTorch's words."""
+    """The loss in plain PyTorch."""
     z = plain_transform(logits, softcap, logit_scale)
     kept = labels != ignore_index
     weight = z.new_ones(z.shape[-1]) if weight is None else weight.to(z)
@@ -112,7 +112,7 @@ def plain_cross_entropy(
 
 
 def plain_stats(logits: Tensor, labels: Tensor, **options: Any) -> TokenStats:
-    """What the statistics mean."""
+    """The stats in plain PyTorch."""
     ignore_index = options.get("ignore_index", -100)
     kept = labels != ignore_index
     z = plain_transform(logits, options.get("softcap"), options.get("logit_scale", 1.0))
@@ -121,7 +121,7 @@ def plain_stats(logits: Tensor, labels: Tensor, **options: Any) -> TokenStats:
     of_label = z.gather(-1, labels.where(kept, 0)[:, None])[:, 0]
     return TokenStats(
         losses=plain_cross_entropy(logits, labels, reduction="none", **options),
-        log_probabilities=(of_label - z.logsumexp(-1)).where(kept, 0.0),
+        log_probs=(of_label - z.logsumexp(-1)).where(kept, 0.0),
         lse=z.logsumexp(-1).where(kept, 0.0),
         entropy=torch.special.entr(z.softmax(-1)).sum(-1).where(kept, 0.0),
         predictions=predictions.where(kept, ignore_index),
@@ -477,7 +477,7 @@ def test_in_place_variant_writes_only_its_own_rows_and_tokens(
     _, expected_stats = cross_entropy(logits, labels, return_stats=True, **options)
 
     buffer = F.pad(logits[index], (2, 3, 1, 1), value=7.0)
-    stats = TokenStats.of_ignored(torch.full_like(labels, 5), torch.float32)
+    stats = TokenStats.zeros_like(torch.full_like(labels, 5), torch.float32)
     assert not loss_and_gradient_in_place(
         buffer[1:-1, 2:-3], Targets(labels, weight, token_weight), grad_scale, token_options, token_index=index,
         with_gradient=with_gradient, losses=stats.losses, stats=stats if with_stats else None,
@@ -725,7 +725,7 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
     assert gradient[1].isnan().all()
     torch.testing.assert_close(gradient[others], expected_gradient[others])
     assert stats.losses[1].isnan()
-    assert stats.log_probabilities[1].isnan()
+    assert stats.log_probs[1].isnan()
     assert not stats.correct[1]
     for actual, expected in zip(stats, expected_stats, strict=True):
         torch.testing.assert_close(actual[others], expected[others])
@@ -765,7 +765,7 @@ def test_second_derivative_is_right_or_refused(reduction: str, device: torch.dev
     logits.requires_grad_()
     loss = cross_entropy(logits, labels, reduction=reduction).sum()
     if backend.use_triton(logits):
-        with pytest.raises(RuntimeError, match="no derivative of its own"):
+        with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(loss, logits, create_graph=True)
         return
     (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against plain float64 PyTorch; test_chunked_loss says what it computes and allocates."""
+"""linear_cross_entropy against plain float64 PyTorch; test_chunked_loss tests its operations and memory."""
 
 import importlib
 import inspect
@@ -565,7 +565,7 @@ def test_second_derivative_is_refused(reduction: str) -> None:
     tensors, labels = make_batch(7, 50)
     input, weight = (tensor.requires_grad_() for tensor in tensors[:2])
     loss = linear_cross_entropy(input, weight, labels, reduction=reduction).sum()
-    with pytest.raises(RuntimeError, match="no derivative of its own"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, input, create_graph=True)
 
 
@@ -769,3 +769,8 @@ def test_host_never_waits_for_the_device(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not loss.isnan().any()
+
+
+def test_arguments_are_named_as_in_the_schema() -> None:
+    schema = torch.ops.liger_ops.linear_cross_entropy.default._schema
+    assert MODULE.LossArguments._fields == tuple(argument.name for argument in schema.arguments)

@@ -51,7 +51,7 @@ def test_options_out_of_range_raise(options: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_stats_of_ignored_tokens_are_zero_false_and_their_label(dtype: torch.dtype) -> None:
     labels = torch.full((3,), IGNORE_INDEX)
-    stats = TokenStats.of_ignored(labels, dtype)
+    stats = TokenStats.zeros_like(labels, dtype)
     assert [stat.dtype for stat in stats] == [dtype] * 4 + [torch.int64, torch.bool]
     assert all(stat.shape == (3,) for stat in stats)
     assert not any(stat.any() for stat in (*stats[:4], stats.correct))

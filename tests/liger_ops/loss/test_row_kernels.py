@@ -1,6 +1,6 @@
-"""The kernels of cross_entropy on their own, with blocks so small that short rows cross their borders.
+"""The kernels of cross_entropy alone, with blocks so small that short rows cross their borders.
 
-Both loss kernels take every test: the one that holds a row in registers, and the one that walks over it in blocks.
+The loss kernel takes every test twice: with the row in registers, and block by block.
 """
 
 import dataclasses
@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.loss import row_kernels
-from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
-from liger_ops.loss.row_kernels import (
-    MAX_ROW_IN_REGISTERS,
+from liger_ops.loss import launch as launch_module
+from liger_ops.loss.launch import (
     CrossEntropyLaunch,
     choose_block_launch,
     choose_gradient_launch,
@@ -22,6 +20,7 @@ from liger_ops.loss.row_kernels import (
     launch_gradient,
     launch_loss,
 )
+from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.loss.test_cross_entropy import (
     assert_stats_match_plain,
@@ -37,27 +36,26 @@ ROWS, CLASSES = 4, 75  # one row is ignored; two blocks and some
 
 def choose_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ``launch_loss`` take the named kernel for rows of any size."""
-    monkeypatch.setattr(row_kernels, "MAX_ROW_IN_REGISTERS", 2**20 if name == "whole_row" else 0)
+    monkeypatch.setattr(launch_module, "MAX_ROW_IN_REGISTERS", 2**20 if name == "whole_row" else 0)
 
 
 @pytest.fixture
 def device(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where kernels are launched with small blocks and few programs."""
 
-    def whole_row(num_rows: int, *others: int) -> CrossEntropyLaunch:
-        launch = choose_whole_row_launch(num_rows, *others)
-        return dataclasses.replace(launch, num_programs=min(num_rows, PROGRAMS))
+    def whole_row(*arguments: int) -> CrossEntropyLaunch:
+        return dataclasses.replace(choose_whole_row_launch(*arguments), max_programs=PROGRAMS)
 
-    def blocks(num_rows: int, vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
-        launch = choose_block_launch(num_rows, vocab_size, num_multiprocessors)
-        return dataclasses.replace(launch, block_size=BLOCK, num_warps=2, num_programs=min(num_rows, PROGRAMS))
+    def blocks(*arguments: int) -> CrossEntropyLaunch:
+        launch = choose_block_launch(*arguments)
+        return dataclasses.replace(launch, block_size=BLOCK, num_warps=2, max_programs=PROGRAMS)
 
-    def gradient(num_rows: int, vocab_size: int) -> CrossEntropyLaunch:
-        return dataclasses.replace(choose_gradient_launch(num_rows, vocab_size), block_size=BLOCK, num_warps=2)
+    def gradient(vocab_size: int) -> CrossEntropyLaunch:
+        return dataclasses.replace(choose_gradient_launch(vocab_size), block_size=BLOCK, num_warps=2)
 
-    monkeypatch.setattr(row_kernels, "choose_whole_row_launch", whole_row)
-    monkeypatch.setattr(row_kernels, "choose_block_launch", blocks)
-    monkeypatch.setattr(row_kernels, "choose_gradient_launch", gradient)
+    monkeypatch.setattr(launch_module, "choose_whole_row_launch", whole_row)
+    monkeypatch.setattr(launch_module, "choose_block_launch", blocks)
+    monkeypatch.setattr(launch_module, "choose_gradient_launch", gradient)
     return triton_device
 
 
@@ -85,11 +83,11 @@ def run_loss(
     mean_scale: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor]:
     """The stats (meaningless but for the losses without ``with_stats``) and the error of lse."""
-    room = torch.full(labels.shape, 77.0, device=labels.device)
+    buffer = torch.full(labels.shape, 77.0, device=labels.device)
     stats = TokenStats(
-        *(room.clone() for _ in range(4)), torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool)
+        *(buffer.clone() for _ in range(4)), torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool)
     )
-    lse_error = room.clone()
+    lse_error = buffer.clone()
     targets, token_options = split_options(options, labels)
     launch_loss(
         logits, targets, grad_scale, token_options, losses=stats.losses, lse_error=lse_error,
@@ -215,7 +213,7 @@ def test_rows_are_the_tokens_that_the_index_names(loss_kernel: str, device: torc
     ],
 )
 @pytest.mark.parametrize(("name", "dtype"), [("plain", torch.bfloat16), ("everything", torch.float32)], ids=str)
-def test_gradient_of_its_own_matches_the_one_that_comes_with_the_loss(
+def test_separate_gradient_matches_the_one_that_comes_with_the_loss(
     name: str, dtype: torch.dtype, grad_scale: Tensor, in_place: bool, device: torch.device
 ) -> None:
     logits, labels, options = make_case(name, ROWS, CLASSES, device, dtype)
@@ -287,7 +285,7 @@ def test_label_that_is_masked_costs_infinity_and_is_pushed_up(loss_kernel: str, 
     gradient = torch.empty_like(logits)
     stats, _ = run_loss(logits, labels, {}, grad_logits=gradient)
     assert (stats.losses == torch.inf).all()
-    assert (stats.log_probabilities == -torch.inf).all()
+    assert (stats.log_probs == -torch.inf).all()
     _, expected = loss_and_gradient(F.cross_entropy, logits, labels, reduction="sum")
     torch.testing.assert_close(gradient, expected)
 
@@ -332,26 +330,3 @@ def test_no_rows_are_no_work(loss_kernel: str, device: torch.device) -> None:
         logits, targets, torch.ones((), device=device), token_options,
         lse=stats.lse, lse_error=stats.lse, grad_logits=torch.empty_like(logits),
     )  # fmt: skip
-
-
-def is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
-@pytest.mark.parametrize("num_rows", [1, 131, 10_000])
-@pytest.mark.parametrize("vocab_size", [1, 123, 128, 4096, 4097, 32768, 50257, 262144, 2**20])
-def test_launches_fit_rows_and_kernels(vocab_size: int, num_rows: int) -> None:
-    row_size = min(vocab_size, MAX_ROW_IN_REGISTERS // 2)
-    whole_row = choose_whole_row_launch(num_rows, row_size, 132, 2 * row_size, 80 * 1024)
-    blockwise = choose_block_launch(num_rows, vocab_size, 132)
-    gradient = choose_gradient_launch(num_rows, vocab_size)
-    for launch in (whole_row, blockwise, gradient):
-        assert is_power_of_two(launch.block_size)
-        assert is_power_of_two(launch.num_warps)
-        assert launch.num_warps <= 32
-        assert 1 <= launch.num_programs <= num_rows
-        assert launch.num_stages >= 1
-    assert whole_row.block_size >= row_size
-    assert (whole_row.num_stages - 1) * 2 * row_size <= 80 * 1024 or row_size <= 8192  # rows loaded ahead fit
-    assert blockwise.block_size % row_kernels._GROUP == 0
-    assert gradient.num_programs == num_rows  # each program takes one

@@ -18,7 +18,7 @@ SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 5]  # below, at and past
 
 @pytest.fixture(params=["kernel", "reference"])
 def like(request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """What the loss is computed from, on the Triton path with small blocks or on the PyTorch path."""
+    """A tensor that the plan is made for, on the Triton path with small blocks or on the PyTorch path."""
     monkeypatch.setattr(token_plan, "_BLOCK_SIZE", BLOCK)
     if request.param == "reference":
         monkeypatch.setattr(backend, "use_triton", lambda tensor: False)

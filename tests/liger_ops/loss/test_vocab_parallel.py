@@ -14,7 +14,7 @@ from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, laun
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
 def ranks(request, tmp_path_factory):
-    """The device and what each rank got; three ranks share 123 classes evenly, and most other vocabularies not."""
+    """The device and the results of each rank; three ranks share 123 classes evenly, and most others not."""
     num_ranks = 3 if request.param == "cpu" else NUM_RANKS
     folder = tmp_path_factory.mktemp("ranks")
     worker = "tests.liger_ops.loss.workers.vocab_parallel"

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.kernels import choose_backward_launch, choose_forward_launch, sum_parts
 from liger_ops.norm.rms_norm import CASTINGS, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from tests.liger_ops.accuracy import assert_as_accurate
 
@@ -18,7 +17,7 @@ PLAIN = {"eps": EPS, "offset": 0.0, "casting": "gemma"}
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor | None, offset: float, casting: str) -> Tensor:
-    """What Hugging Face's Gemma and Llama layers compute, and what one without casts does."""
+    """The formulas of Hugging Face's Gemma and Llama layers, and of a layer without casts."""
     if casting == "none":
         normalized = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
         return normalized if weight is None else normalized * (offset + weight)
@@ -418,50 +417,3 @@ def test_a_row_that_is_not_finite_spoils_no_other(triton_device: torch.device, v
     assert torch.equal(grad_x.isnan(), expected_grad.isnan())
     assert grad_x[2].isnan().any()
     assert not grad_x[[0, 1, 3, 4, 5]].isnan().any()
-
-
-@pytest.mark.parametrize("wanted", ["weight", "bias", "both"])
-@pytest.mark.parametrize("shape", [(0, 5), (1, 64), (63, 33), (132, 70)], ids=str)
-def test_parts_are_added_up(triton_device: torch.device, shape: tuple[int, int], wanted: str) -> None:
-    parts = torch.randint(-9, 9, (1 + (wanted == "both"), *shape), device=triton_device).float()
-    grad_weight = None if wanted == "bias" else torch.empty(shape[1], device=triton_device)
-    grad_bias = None if wanted == "weight" else torch.empty(shape[1], dtype=torch.bfloat16, device=triton_device)
-    sum_parts(parts, grad_weight, grad_bias)
-    if grad_weight is not None:
-        assert torch.equal(grad_weight, parts[0].sum(dim=0))
-    if grad_bias is not None:
-        expected = parts[-1].sum(dim=0)
-        assert_as_accurate("grad_bias", grad_bias, expected.bfloat16(), expected)
-
-
-SIZES = [1, 64, 2048, 4096, 5120, 16384, 20000, 65536, 10**6]
-
-
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("hidden_size", SIZES)
-def test_forward_launches_cover_rows(hidden_size: int, centered: bool) -> None:
-    for num_rows in (1, 1000):
-        launch = choose_forward_launch(num_rows, hidden_size, 2, 132, centered=centered)
-        assert 1 <= launch.num_programs <= num_rows
-        assert launch.block_size >= hidden_size or launch.block_rows == 1
-        assert launch.block_rows * launch.block_size <= 16384
-
-
-@pytest.mark.parametrize("shared_bytes", [80 * 1024, 211 * 1024])
-@pytest.mark.parametrize(("num_inputs", "num_sums"), [(2, 0), (2, 1), (2, 2), (3, 1)])
-@pytest.mark.parametrize("element_size", [2, 4])
-@pytest.mark.parametrize("hidden_size", SIZES)
-def test_backward_launches_fit(
-    hidden_size: int, element_size: int, num_inputs: int, num_sums: int, shared_bytes: int
-) -> None:
-    for num_rows in (0, 1, 1000):
-        launch = choose_backward_launch(
-            num_rows, hidden_size, element_size, 132,
-            num_inputs=num_inputs, num_sums=num_sums, shared_bytes=shared_bytes,
-        )  # fmt: skip
-        num_blocks = -(-hidden_size // launch.block_size)
-        assert min(1, num_rows) <= launch.num_programs <= num_rows
-        assert launch.num_programs * num_blocks <= max(4 * 132, num_blocks)
-        tile = launch.block_rows * launch.block_size
-        assert tile * (2 * element_size + 4 * num_sums) <= 192 * 1024
-        assert (launch.num_stages - 1) * tile * element_size * num_inputs <= shared_bytes

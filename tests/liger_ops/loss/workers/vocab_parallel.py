@@ -32,7 +32,7 @@ class Case(NamedTuple):
     """Tokens a chunk; ALL_ROWS for one chunk in their order."""
     path: str = "reference"
     is_pair: bool = False
-    """Whether the first two ranks share the head, and any other has a whole one of its own."""
+    """Whether the first two ranks share the head, and any other has a whole one."""
     extra: str = ""
     """``adapter``, ``frozen`` for a head without gradients, ``ties`` for equal logits, ``ignored`` for all labels,
     ``impossible`` for shards of a bias of minus infinity, ``autocast``."""

@@ -1,0 +1,78 @@
+"""Triton kernels that turn logits whose lse is known into their gradient."""
+
+import triton.language as tl
+
+from liger_ops import backend
+from liger_ops.loss.row_math import gradient_factors, load_weights, store_row_gradient
+
+
+@backend.Kernel
+def gradient_kernel(
+    logits_ptr,  # [num_tokens, vocab_size]
+    grad_logits_ptr,  # [num_tokens, vocab_size], may be logits_ptr
+    labels_ptr,  # [num_tokens]
+    class_weight_ptr,  # [vocab_size] or None
+    class_weight_sum_ptr,  # [] or None
+    token_weight_ptr,  # [num_tokens] or None
+    grad_scale_ptr,  # [] or [num_tokens]
+    lse_ptr,  # [num_tokens], float32
+    lse_error_ptr,  # [num_tokens], float32
+    logits_row_stride,
+    grad_logits_row_stride,
+    grad_scale_stride,
+    vocab_size,
+    ignore_index,
+    label_smoothing,  # None for none, as the next two; see TokenLossOptions
+    softcap,
+    logit_scale,
+    z_loss_weight,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program writes the gradient of one token's logits, whose lse is known."""
+    token = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + token)
+    kept = label != ignore_index
+    lse = tl.load(lse_ptr + token)
+    label_weight, class_weight_sum, token_weight = load_weights(
+        class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size
+    )
+    probability_factor, label_term, smoothing_term = gradient_factors(
+        grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight, 1.0,
+        vocab_size, label_smoothing, logit_scale, z_loss_weight,
+    )  # fmt: skip
+    store_row_gradient(
+        logits_ptr + token * logits_row_stride, grad_logits_ptr + token * grad_logits_row_stride, class_weight_ptr,
+        label, kept, lse, tl.load(lse_error_ptr + token), probability_factor, label_term, smoothing_term, vocab_size,
+        label_smoothing, softcap, logit_scale, BLOCK_SIZE, NUM_STAGES,
+    )  # fmt: skip
+
+
+@backend.Kernel
+def shard_gradient_kernel(
+    logits_ptr,  # [num_rows, num_columns], turned into its gradient
+    labels_ptr,  # [num_rows], as are the following; see GradientRows
+    kept_ptr,
+    lse_ptr,
+    lse_error_ptr,
+    probability_factor_ptr,
+    label_term_ptr,
+    smoothing_term_ptr,
+    class_weight_ptr,  # [num_columns] or None
+    logits_row_stride,
+    num_columns,
+    label_smoothing,  # None for none, as the next two; see TokenLossOptions
+    softcap,
+    logit_scale,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program writes the gradient of one row, which is a part of a token's logits."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row_stride
+    store_row_gradient(
+        row_ptr, row_ptr, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
+        tl.load(lse_ptr + row), tl.load(lse_error_ptr + row), tl.load(probability_factor_ptr + row),
+        tl.load(label_term_ptr + row), tl.load(smoothing_term_ptr + row), num_columns, label_smoothing, softcap,
+        logit_scale, BLOCK_SIZE, NUM_STAGES,
+    )  # fmt: skip
