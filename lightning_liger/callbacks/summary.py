@@ -68,7 +68,9 @@ class TrainingSummary(L.Callback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        ledgers = [vars(module)["logits_ledger"] for module in pl_module.modules() if "logits_ledger" in vars(module)]
+        ledgers = [
+            vars(module)["fusion_counters"] for module in pl_module.modules() if "fusion_counters" in vars(module)
+        ]
         # Peak memory is a process's own; everything else is summed over the processes.
         totals = torch.tensor(
             [self._num_tokens, sum(ledger.bytes_avoided for ledger in ledgers)],

@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_liger.lazy.logits import _loss_wanted
+from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
 from lightning_liger.patching.verify import PROBE_ERRORS
@@ -240,10 +240,10 @@ def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    model.__dict__.setdefault("_liger_loss_wanted", []).append(_loss_wanted.get())
+    model.__dict__.setdefault("_liger_loss_wanted", []).append(loss_wanted.get())
     if kwargs.get("labels") is not None:
-        _loss_wanted.set(True)
+        loss_wanted.set(True)
 
 
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    _loss_wanted.set(model.__dict__["_liger_loss_wanted"].pop())
+    loss_wanted.set(model.__dict__["_liger_loss_wanted"].pop())

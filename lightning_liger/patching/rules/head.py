@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_liger.lazy.distributed import distributed_logits
-from lightning_liger.lazy.logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
+from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
+from lightning_liger.lazy.logits import LazyLogits, is_loss_wanted
 from lightning_liger.patching.rules.base import Replacement, Rule
 
 
@@ -37,12 +38,12 @@ class HeadReplacement(Replacement):
             device_type = input.device.type
             autocast = torch.is_autocast_enabled(device_type)
             dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
-            ledger = self.__dict__.setdefault("logits_ledger", LogitsLedger())
+            counters = self.__dict__.setdefault("fusion_counters", FusionCounters())
             if isinstance(self.weight, DTensor):
                 # A forward of the instance's own, such as that of transformers' tensor parallelism, takes tensors only.
-                logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, ledger, options)
+                logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
                 return original.forward(self, input) if logits is None else logits
-            head = HeadParameters(self.weight, self.bias, dtype, ledger, options)
+            head = HeadParameters(self.weight, self.bias, dtype, counters, options)
             return LazyLogits(input, head, LogitTransform(dtype))
 
         return {"forward": forward}

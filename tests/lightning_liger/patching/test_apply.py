@@ -99,7 +99,7 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     torch.testing.assert_close(model(**tiny_batch()).loss, plain(**tiny_batch()).loss)
     assert [(call["chunk_size"], call["accumulate_dtype"]) for call in used] == [(3, torch.float64)]
-    tokens_avoided = model.lm_head.logits_ledger.bytes_avoided // (4 * VOCAB_SIZE)
+    tokens_avoided = model.lm_head.fusion_counters.bytes_avoided // (4 * VOCAB_SIZE)
     assert tokens_avoided == tiny_batch()["labels"].numel() - 3
 
 
@@ -237,7 +237,7 @@ def test_copy_of_a_patched_model_works_and_stays_patched(duplicate: Any) -> None
     assert all(parameter.grad is not None for parameter in twin.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert isinstance(logits(twin), LazyLogits)
-    assert twin.lm_head.logits_ledger is not getattr(model.lm_head, "logits_ledger", None)
+    assert twin.lm_head.fusion_counters is not getattr(model.lm_head, "fusion_counters", None)
 
 
 def test_model_on_the_meta_device_is_patched_and_filled_later() -> None:
