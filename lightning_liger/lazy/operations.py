@@ -198,7 +198,7 @@ def _reshape(x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> 
     sizes = [x.numel() // max(known, 1) if value == -1 else value for value in sizes]
     if math.prod(sizes) != x.numel():
         return NotImplemented
-    # The vocabulary stays whole if a dimension of its size has as many elements before it, and thus after it, as before.
+    # The vocabulary stays whole if a dimension of its size has as many elements before it, and so after it, as now.
     tokens_before = math.prod(x.shape[: x.vocab_dim])
     for dim, value in enumerate(sizes):
         if value == x.vocab_size and math.prod(sizes[:dim]) == tokens_before:

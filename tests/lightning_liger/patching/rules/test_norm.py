@@ -483,6 +483,6 @@ def test_instance_with_a_forward_of_its_own_is_kept() -> None:
     entries = apply_liger_kernels(norms).entries
     assert [(entry.count, entry.reason) for entry in entries] == [
         (1, ""),
-        (1, "this instance has a forward of its own"),
+        (1, "this instance overrides forward, as accelerate's hooks do"),
     ]
     assert type(norms[1]) is Olmo2Form
