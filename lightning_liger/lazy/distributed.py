@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from liger_ops import VocabShard
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform

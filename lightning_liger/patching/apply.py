@@ -22,6 +22,7 @@ KERNELS = ("rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul", "relu_squar
 KernelChoice = str | list[str] | dict[str, Any]
 
 _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype")
+_LOSS_WANTED = "_liger_loss_wanted"
 _MAX_REASONS = 3
 _REASON_WIDTH = 120
 _warned_models: WeakSet[nn.Module] = WeakSet()
@@ -270,19 +271,21 @@ def _head_of_plain_model(model: nn.Module) -> nn.Linear | None:
 
 def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
     """Makes forwards with labels ask for lazy logits without gradients too; returns the functions that undo it."""
-    if _before_forward in model._forward_pre_hooks.values():  # torch has no public list of a module's hooks
+    if _LOSS_WANTED in vars(model):
         return []
+    vars(model)[_LOSS_WANTED] = []  # values outside of the forwards that are running
     return [
+        partial(vars(model).pop, _LOSS_WANTED),
         model.register_forward_pre_hook(_before_forward, with_kwargs=True).remove,
         model.register_forward_hook(_after_forward, always_call=True).remove,
     ]
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    model.__dict__.setdefault("_liger_loss_wanted", []).append(loss_wanted.get())
+    vars(model)[_LOSS_WANTED].append(loss_wanted.get())
     if kwargs.get("labels") is not None:
         loss_wanted.set(True)
 
 
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    loss_wanted.set(model.__dict__["_liger_loss_wanted"].pop())
+    loss_wanted.set(vars(model)[_LOSS_WANTED].pop())
