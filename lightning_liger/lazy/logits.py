@@ -341,8 +341,9 @@ class LazyLogits:
         if self._origin is not None and self._origin.parent._is_overwritten():
             return True
         whole = self._whole
-        if whole is None or whole.is_inference():  # those do not count their versions
+        if whole is None or whole.is_inference():  # inference tensors have no version
             return whole is not None and torch.is_inference_mode_enabled()
+        # Private to torch: nothing public says whether a tensor was written to or has hooks.
         is_watched = whole.retains_grad or whole._backward_hooks or (whole.is_leaf and whole.requires_grad)
         return whole._version > 0 or bool(is_watched)
 

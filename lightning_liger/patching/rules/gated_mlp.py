@@ -98,7 +98,9 @@ class MLPReplacement(Replacement):
         error = 0.0  # of the last, the module's own dtype
         for dtype, size in _probes(module):
             random = Randoms(probe_device(module))
-            children = {name: _stand_in(child, dtype, random) for name, child in module.named_children()}
+            # named_children() would leave out the second name of a child that has two.
+            own = {name: child for name, child in module._modules.items() if child is not None}
+            children = {name: _stand_in(child, dtype, random) for name, child in own.items()}
             probe = probe_of(module, _modules=children)
             patched = self.patched_copy(probe)
             x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype, scale=size)

@@ -353,24 +353,29 @@ def test_model_in_which_nothing_was_replaced_is_a_warning_that_says_why_once() -
 
 def test_model_that_no_rule_recognises_is_a_warning_too() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    with pytest.warns(UserWarning, match="in Sequential .no module looks like a norm, rotary embedding, gated MLP or LM"):
+    with pytest.warns(
+        UserWarning, match="in Sequential .no module looks like a norm, rotary embedding, gated MLP or LM"
+    ):
         report = apply_and_announce(model, "auto", None)
     assert report.entries == []
 
 
-def test_many_reasons_are_shortened() -> None:
-    class Norm(nn.Module):
-        def __init__(self, power: int) -> None:
+def test_many_and_long_reasons_are_shortened() -> None:
+    class RaisingNorm(nn.Module):
+        def __init__(self, index: int) -> None:
             super().__init__()
-            self.weight, self.eps, self.power = nn.Parameter(torch.ones(8)), 1e-6, power
+            self.weight, self.eps, self.index = nn.Parameter(torch.ones(8)), 1e-6, index
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight**self.power * (self.power + x.mean())
+            raise ValueError(f"reason {self.index}" + " because" * 50)
 
     with pytest.warns(UserWarning, match="and 2 more reasons in the report") as warned:
-        report = apply_liger_kernels(nn.ModuleList([Norm(power) for power in range(1, 6)]))
+        report = apply_liger_kernels(nn.ModuleList(map(RaisingNorm, range(5))))
     assert len({entry.reason for entry in report.entries}) == 5
-    assert str(warned[0].message).count("1 Norm: ") == 3
+    message = str(warned[0].message)
+    assert [f"reason {index} because" in message for index in range(5)] == [True, True, True, False, False]
+    assert message.count("1 RaisingNorm: ") == message.count("because ...") == 3
+    assert len(message) < 700
 
 
 @pytest.mark.parametrize("kernels", ["none", []], ids=str)
