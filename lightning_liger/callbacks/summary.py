@@ -71,10 +71,12 @@ class TrainingSummary(L.Callback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        ledgers = [vars(module)["logits_ledger"] for module in pl_module.modules() if "logits_ledger" in vars(module)]
+        counters = [
+            vars(module)["fusion_counters"] for module in pl_module.modules() if "fusion_counters" in vars(module)
+        ]
         # Peak memory is that of this process; the rest is summed over the processes.
         totals = torch.tensor(
-            [self._num_tokens, sum(ledger.bytes_avoided for ledger in ledgers)],
+            [self._num_tokens, sum(each.bytes_avoided for each in counters)],
             dtype=torch.float64,
             device=trainer.strategy.root_device,
         )
@@ -86,8 +88,8 @@ class TrainingSummary(L.Callback):
             "tokens_per_second": num_tokens / self._seconds if self._seconds else 0.0,
             "peak_memory_bytes": _peak_memory(trainer.strategy.root_device),
             "logits_bytes_avoided": bytes_avoided,
-            "num_fused_losses": sum(ledger.num_losses for ledger in ledgers),
-            "whole_logits": sum(ledger.num_materialized for ledger in ledgers),
+            "num_fused_losses": sum(each.num_losses for each in counters),
+            "whole_logits": sum(each.num_materialized for each in counters),
             **metrics,
         }
 

@@ -1,1 +1,5 @@
-"""Logits that are not computed until something needs all of them at once."""
+"""Logits that are not computed until an operation needs all of them at once."""
+
+from lightning_liger.lazy import (
+    operations as operations,
+)  # registers them, whichever module of this package is imported

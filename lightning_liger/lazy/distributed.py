@@ -1,34 +1,34 @@
-"""Lazy logits of a head whose weight is a DTensor, as tensor parallelism makes it.
+"""Lazy logits of a head whose weight is a DTensor, as in tensor parallelism.
 
-Where each rank holds some rows of the head, the loss is computed over the vocabulary of all of them without gathering
-logits; operations that need whole logits gather them as DTensor would. Each rank's hidden states are the same, and
-their gradients a part of the whole, which DTensor adds up where the hidden states came from.
+Where each rank holds some rows of the head, the loss is computed over the vocabulary of all ranks without gathering
+logits; operations that need the real logits gather them as DTensor would. The hidden states are replicated, and each
+rank's gradient of them is a partial sum, which DTensor reduces where the hidden states came from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from liger_ops import VocabShard
-from lightning_liger.lazy.logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform
+from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
+from lightning_liger.lazy.logits import LazyLogits
 
 
 class DistributedHead(HeadParameters):
-    """The rows of a linear head that this rank holds, which are all of them if the head is replicated.
+    """The rows of a linear head that this rank holds: all of them if the head is replicated.
 
     Args:
         weight: A DTensor over one mesh dimension, ``[vocab_size, hidden_size]``, ``Shard(0)`` or ``Replicate()``.
-        bias: Likewise, ``[vocab_size]``, or None.
-        *others: As those of :class:`~lightning_liger.lazy.logits.HeadParameters`.
+        bias: A DTensor of the same placement, ``[vocab_size]``, or None.
+        *others: The remaining arguments of :class:`~lightning_liger.lazy.head.HeadParameters`.
     """
 
     __slots__ = ("device_mesh", "is_sharded", "start", "whole_vocab_size")
@@ -38,7 +38,7 @@ class DistributedHead(HeadParameters):
         self.whole_vocab_size = weight.shape[0]
         self.is_sharded = weight.placements == (Shard(0),)
         super().__init__(weight.to_local(), None if bias is None else bias.to_local(), *others)
-        per_rank = -(-self.whole_vocab_size // self.device_mesh.size())  # DTensor's last shards are the smaller ones
+        per_rank = -(-self.whole_vocab_size // self.device_mesh.size())  # only DTensor's last shards are smaller
         self.start = min(per_rank * self.device_mesh.get_local_rank(), self.whole_vocab_size)
 
     @property
@@ -52,7 +52,7 @@ class DistributedHead(HeadParameters):
     def loss_options(self) -> Mapping[str, Any]:
         if not self.is_sharded:
             return self.options
-        # The hidden states are DTensor's, which adds up their gradients itself.
+        # The hidden states come from a DTensor, which sums their gradients over ranks.
         shard = VocabShard(self.device_mesh.get_group(), self.start, self.vocab_size, sums_input_gradient=False)
         return {**self.options, "vocab_shard": shard}
 
@@ -60,7 +60,7 @@ class DistributedHead(HeadParameters):
         return self.project_distributed(hidden_states).redistribute(placements=[Replicate()]).to_local()
 
     def project_distributed(self, hidden_states: Tensor) -> DTensor:
-        """The real logits, spread over ranks as the head is."""
+        """The real logits, sharded or replicated as the head is."""
         logits = super().project(hidden_states)
         if not self.is_sharded:
             return DTensor.from_local(logits, self.device_mesh, [Replicate()], run_check=False)
@@ -74,7 +74,7 @@ class DistributedHead(HeadParameters):
             return super().project_to(hidden_states, labels)
         own_labels = labels - self.start
         is_own = (own_labels >= 0) & (own_labels < self.weight.shape[0])
-        # A row of zeros for labels of other ranks, so that a rank without rows has one.
+        # A row of zeros, also on ranks without rows, stands for the labels of other ranks.
         padded = self.map(lambda rows: F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, 1)))
         own = HeadParameters.project_to(padded, hidden_states, own_labels.where(is_own, self.weight.shape[0]))
         return DTensor.from_local(own, self.device_mesh, [Partial()], run_check=False).full_tensor()
@@ -82,15 +82,16 @@ class DistributedHead(HeadParameters):
 
 @dataclass(eq=False, repr=False)
 class DistributedLazyLogits(LazyLogits):
-    """Lazy logits in the place of a DTensor: they have its placements until :meth:`to_local`.
+    """Lazy logits instead of a DTensor, with its placements until :meth:`to_local`.
 
-    Real logits, should they be needed, are the DTensor that the head would have returned.
+    Where an operation needs the real logits, they are the DTensor that the head would have returned.
 
     Args:
         is_replicated: Whether every rank has all logits; otherwise they are sharded over the vocabulary.
-        **others: As those of :class:`~lightning_liger.lazy.logits.LazyLogits`.
+        **others: The arguments of :class:`~lightning_liger.lazy.logits.LazyLogits`.
     """
 
+    head: DistributedHead
     is_replicated: bool = False
 
     @property
@@ -99,7 +100,7 @@ class DistributedLazyLogits(LazyLogits):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        return self.head.device_mesh  # type: ignore[attr-defined]
+        return self.head.device_mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -108,23 +109,22 @@ class DistributedLazyLogits(LazyLogits):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DistributedLazyLogits | DTensor:
-        """As DTensor's; still lazy if logits are replicated, or sharded over the vocabulary, afterwards."""
+        """As DTensor's; lazy if the result is replicated or sharded over the vocabulary."""
         if device_mesh in (None, self.device_mesh) and placements is not None and len(placements) == 1:
             (placement,) = placements
             if placement == Replicate():
                 return self.changed(is_replicated=True)
             if isinstance(placement, Shard) and placement.dim % self.ndim == self.vocab_dim % self.ndim:
                 return self.changed(is_replicated=False)
-        return self.materialize("redistribute").redistribute(device_mesh, placements, **options)
+        return _as_dtensor(self.materialize("redistribute")).redistribute(device_mesh, placements, **options)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> LazyLogits | Tensor:
-        """As DTensor's: lazy logits if every rank has all, this rank's real logits if each has some."""
+        """As DTensor's: lazy logits if replicated, this rank's real logits if sharded."""
         if self.is_replicated and grad_placements in (None, self.placements):
-            own = {field.name: getattr(self, field.name) for field in fields(LazyLogits)}
-            return LazyLogits(**{**own, "_whole": None, "_origin": None, "_has_views": False})
+            return LazyLogits(self.hidden_states, self.head, self.transform, self.vocab_dim)
         return self._distributed().to_local(grad_placements=grad_placements)
 
-    def full_tensor(self) -> LazyLogits:
+    def full_tensor(self) -> LazyLogits | Tensor:
         """As DTensor's, lazy."""
         return self.changed(is_replicated=True).to_local()
 
@@ -132,41 +132,49 @@ class DistributedLazyLogits(LazyLogits):
         """As that of :class:`LazyLogits`; a replicated DTensor if ``target`` is one."""
         if not isinstance(target, DTensor):
             return super().cross_entropy(target, weight, **options)
-        target, weight = target.full_tensor(), weight.full_tensor() if isinstance(weight, DTensor) else weight
-        loss = super().cross_entropy(target, weight, **options)
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        loss: Any = super().cross_entropy(target.full_tensor(), weight, **options)
         return DTensor.from_local(loss, self.device_mesh, [Replicate()], run_check=False)
 
     def _distributed(self) -> DTensor:
-        return self.transform.apply(self._project()).movedim(-1, self.vocab_dim)
+        return _as_dtensor(self.transform.apply(self._project()).movedim(-1, self.vocab_dim))
 
-    def _project(self) -> Tensor:
-        logits = self.head.project_distributed(self.tokens)  # type: ignore[attr-defined]
+    def _project(self) -> DTensor:
+        logits = self.head.project_distributed(self.tokens)
         return logits.redistribute(placements=[Replicate()]) if self.is_replicated else logits
 
 
+def _as_dtensor(tensor: Tensor) -> DTensor:
+    """``tensor`` with the type that torch's annotations lose in functions of DTensors."""
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
 def distributed_logits(
-    module: nn.Linear, input: Tensor, dtype: torch.dtype, ledger: LogitsLedger, options: Mapping[str, Any]
+    module: nn.Linear, input: Tensor, dtype: torch.dtype, counters: FusionCounters, options: Mapping[str, Any]
 ) -> DistributedLazyLogits | None:
     """Lazy logits of a head whose weight is a DTensor.
 
     Args:
         module: The head.
         input: ``[..., hidden_size]``.
-        dtype: Of the projection.
-        ledger: As :class:`~lightning_liger.lazy.logits.HeadParameters`'s.
-        options: As there.
+        dtype: Dtype of the projection.
+        counters: See :class:`~lightning_liger.lazy.head.HeadParameters`.
+        options: See :class:`~lightning_liger.lazy.head.HeadParameters`.
 
     Returns:
-        None for layouts other than those of tensor parallelism: hidden states that are the same on all ranks, a weight
-        and a bias that are sharded alike over the vocabulary, or whole on each rank.
+        None for layouts other than tensor parallelism's: replicated hidden states, with a weight and a bias that are
+        both sharded over the vocabulary or both replicated.
     """
-    weight, bias = module.weight, module.bias
-    alike = isinstance(input, DTensor) and input.device_mesh == weight.device_mesh
-    if not alike or weight.device_mesh.ndim != 1 or weight.placements not in ((Shard(0),), (Replicate(),)):
+    weight = _as_dtensor(module.weight)
+    bias = None if module.bias is None else _as_dtensor(module.bias)
+    if not isinstance(input, DTensor) or input.device_mesh != weight.device_mesh or input.placements != (Replicate(),):
         return None
-    if input.placements != (Replicate(),) or (bias is not None and bias.placements != weight.placements):
+    if weight.device_mesh.ndim != 1 or weight.placements not in ((Shard(0),), (Replicate(),)):
         return None
-    head = DistributedHead(weight, bias, dtype, ledger, options)
+    if bias is not None and bias.placements != weight.placements:
+        return None
+    head = DistributedHead(weight, bias, dtype, counters, options)
     partial_gradient = [Partial()] if head.is_sharded else None
     hidden_states = input.to_local(grad_placements=partial_gradient)
     return DistributedLazyLogits(hidden_states, head, LogitTransform(dtype), is_replicated=not head.is_sharded)

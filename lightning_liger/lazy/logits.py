@@ -1,216 +1,104 @@
-"""Logits that are not computed until something needs all of them at once.
+"""Logits that are not computed until an operation needs all of them at once.
 
-A patched LM head returns :class:`LazyLogits`: hidden states, the head's parameters and what happened to the logits
-since. What models and training steps do between head and loss (scaling, soft-capping, log-softmax, casts, reshaping,
-moving and slicing dimensions, cutting the vocabulary) is recorded, and losses run fused; reductions over the vocabulary
-run over chunks of tokens. :mod:`lightning_liger.lazy.operations` is the table of both. Any other operation computes
-the real logits first.
+A patched LM head returns :class:`LazyLogits`: hidden states, the head's parameters and the operations that were applied
+to the logits since. What models and training steps do between head and loss (scaling, soft-capping, log-softmax, casts,
+reshaping, moving and slicing dimensions, slicing the vocabulary) is recorded, and losses run fused; reductions over the
+vocabulary run over chunks of tokens. :mod:`lightning_liger.lazy.operations` registers both. Any other operation
+materializes the logits first.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Self
 
 import liger_ops
 from liger_ops import TokenStats, linear_cross_entropy
-from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
-from lightning_liger.lazy import operations
+from lightning_liger.lazy.head import HeadParameters, LogitTransform
 
 _NO_LABEL = -(2**62)
-"""An ``ignore_index`` that nobody uses: no label is left out."""
+"""An ``ignore_index`` that is never a label: no token is ignored."""
 
-_loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
+loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
+"""Whether heads return lazy logits without gradients too; see :func:`lazy_logits`."""
+
 _warned_operations: set[tuple[str, str]] = set()
 _OWN_FILES = (torch.__file__, liger_ops.__file__, str(Path(__file__).parent))
 _OWN_FOLDERS = tuple(f"{Path(file).parent}/" for file in _OWN_FILES)
 
 
+class _Operation(NamedTuple):
+    """How lazy logits compute a function of PyTorch; see :func:`implements`."""
+
+    function: Callable[..., Any]
+    signature: inspect.Signature
+    is_commutative: bool
+    takes_lazy_arguments: bool
+
+
+_operations: dict[str, _Operation] = {}
+
+
+def implements(
+    *names: str, commutative: bool = False, takes_lazy_arguments: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for what lazy logits do for PyTorch's functions and methods of these names.
+
+    The decorated function gets the lazy logits and the call's other arguments. It returns ``NotImplemented`` where it
+    needs the real logits; a call with arguments that its signature does not have gets real logits too.
+
+    Args:
+        names: As in ``torch`` and ``torch.Tensor``. An operator or in-place method (``mul_``) uses the function that
+            returns its result (``mul``).
+        commutative: Whether the lazy logits may also be the second of two arguments.
+        takes_lazy_arguments: Whether arguments other than the first may be or contain lazy logits.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        operation = _Operation(function, inspect.signature(function), commutative, takes_lazy_arguments)
+        _operations.update(dict.fromkeys(names, operation))
+        return function
+
+    return register
+
+
 @contextmanager
 def lazy_logits(enabled: bool = True) -> Iterator[None]:
-    """Makes patched heads return :class:`LazyLogits` without gradients too, for code that is after a loss.
+    """Makes patched heads return :class:`LazyLogits` without gradients too, for code that computes a loss.
 
     With gradients enabled they always do.
     """
-    token = _loss_wanted.set(enabled)
+    token = loss_wanted.set(enabled)
     try:
         yield
     finally:
-        _loss_wanted.reset(token)
+        loss_wanted.reset(token)
 
 
 def is_loss_wanted() -> bool:
     """Whether the caller is inside :func:`lazy_logits`."""
-    return _loss_wanted.get()
-
-
-@dataclass
-class LogitsLedger:
-    """What one head's lazy logits came to. Kept on the head, read by reports."""
-
-    num_losses: int = 0
-    """Losses computed without whole logits."""
-    num_materialized: int = 0
-    """Times that whole logits were computed after all, gradients enabled."""
-    bytes_avoided: int = 0
-    """Bytes of logits minus the chunk that stood in for them, summed over the losses."""
-
-
-class HeadParameters:
-    """The linear head behind lazy logits. No dataclass, so that engines which convert outputs leave it alone.
-
-    Args:
-        weight: ``[vocab_size, hidden_size]``.
-        bias: ``[vocab_size]`` or None.
-        compute_dtype: Dtype of the projection: the weight's, or autocast's where it was on.
-        ledger: Where its losses are counted.
-        options: How the fused loss is computed: ``chunk_bytes`` and ``accumulate_dtype`` of
-            :func:`liger_ops.linear_cross_entropy`.
-        adapter: ``[vocab_size, rank]``, the second factor of a low-rank update, or None. The hidden states then end in
-            rank more columns, which it multiplies.
-    """
-
-    __slots__ = ("adapter", "bias", "compute_dtype", "ledger", "options", "weight")
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        compute_dtype: torch.dtype,
-        ledger: LogitsLedger,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        adapter: Tensor | None = None,
-    ) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.compute_dtype = compute_dtype
-        self.ledger = ledger
-        self.options = options
-        self.adapter = adapter
-
-    @property
-    def requires_grad(self) -> bool:
-        return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, self.adapter))
-
-    @property
-    def vocab_size(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its tensors hold the whole vocabulary, so that a part of it can be cut out."""
-        return True
-
-    def loss_options(self) -> Mapping[str, Any]:
-        """What ``linear_cross_entropy`` has to know of this head."""
-        return self.options
-
-    def _replaced(self, **tensors: Tensor | None) -> HeadParameters:
-        other = copy.copy(self)
-        for name, tensor in tensors.items():
-            setattr(other, name, tensor)
-        return other
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
-        """The same head with ``function`` applied to its tensors."""
-        bias, adapter = (None if tensor is None else function(tensor) for tensor in (self.bias, self.adapter))
-        return self._replaced(weight=function(self.weight), bias=bias, adapter=adapter)
-
-    def cast(self) -> HeadParameters:
-        """The same head with its parameters in ``compute_dtype``."""
-        return self.map(lambda parameter: parameter.to(self.compute_dtype))
-
-    def with_adapter(self, weight: Tensor) -> HeadParameters:
-        """The same head with one more low-rank update, whose input comes behind all others."""
-        return self._replaced(adapter=weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1))
-
-    def inputs(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the weight multiplies and what the adapter does, in ``compute_dtype``."""
-        hidden_states = hidden_states.to(self.compute_dtype)
-        if self.adapter is None:
-            return hidden_states, None
-        return hidden_states.split((self.weight.shape[1], self.adapter.shape[1]), dim=-1)
-
-    def project(self, hidden_states: Tensor) -> Tensor:
-        """The real logits, ``[..., vocab_size]`` in ``compute_dtype``."""
-        head = self.cast()
-        # The head decided on its dtype when it was called; autocast may be over (or on) by now.
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            hidden_states, low_rank = head.inputs(hidden_states)
-            logits = F.linear(hidden_states, head.weight, head.bias)
-            return logits if low_rank is None else logits + F.linear(low_rank, head.adapter)
-
-    def project_to(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """One real logit for each token, that of its label: ``[...]`` in ``compute_dtype``."""
-        head = self.cast()
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            logits = torch.zeros((), dtype=head.compute_dtype, device=labels.device)
-            for weight, input in zip((head.weight, head.adapter), head.inputs(hidden_states), strict=True):
-                if input is not None:
-                    logits = logits + torch.einsum("...h,...h->...", input, F.embedding(labels, weight))
-            return logits if head.bias is None else logits + F.embedding(labels, head.bias[:, None]).squeeze(-1)
-
-    def chunk_size(self, num_tokens: int) -> int:
-        """Tokens a chunk of the loss."""
-        sizes = num_tokens, self.weight.shape[0], self.compute_dtype.itemsize
-        chunk_bytes = self.options.get("chunk_bytes")
-        if chunk_bytes is None:
-            return default_chunk_size(*sizes, self.weight.device)
-        return choose_chunk_size(*sizes, chunk_bytes)
-
-
-class LogitTransform(NamedTuple):
-    """What happened to the logits.
-
-    ``scale * logits``, or after a tanh ``scale * tanh(tanh_scale * logits)``; then a log-softmax if ``normalized``.
-    """
-
-    dtype: torch.dtype
-    scale: float = 1.0
-    tanh_scale: float | None = None
-    normalized: bool = False
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """The same done to real logits, ``[..., vocab_size]``."""
-        logits = self.apply_elementwise(logits)
-        return torch.log_softmax(logits, -1) if self.normalized else logits
-
-    def apply_elementwise(self, logits: Tensor) -> Tensor:
-        """The same without the log-softmax, of some of the logits."""
-        logits = logits.to(self.dtype)
-        if self.tanh_scale is not None:
-            logits = torch.tanh(logits * self.tanh_scale)
-        return logits if self.scale == 1.0 else logits * self.scale
-
-    def loss_options(self) -> dict[str, float | None]:
-        """The same as ``linear_cross_entropy`` spells it: ``softcap * tanh(logit_scale * logits / softcap)``.
-
-        A log-softmax changes nothing for a loss that starts with one.
-        """
-        if self.tanh_scale is None:
-            return {"logit_scale": self.scale, "softcap": None}
-        return {"logit_scale": self.scale * self.tanh_scale, "softcap": abs(self.scale)}
+    return loss_wanted.get()
 
 
 class _View:
-    """What lazy logits are a view of, so that a write into either is seen by both. Opaque to engines, as the head."""
+    """The lazy logits that others are a view of, so that an in-place write to either is seen by both.
+
+    Not a dataclass, for the reason given in :class:`~lightning_liger.lazy.head.HeadParameters`.
+    """
 
     __slots__ = ("parent", "replay")
 
@@ -221,18 +109,18 @@ class _View:
 
 @dataclass(eq=False, repr=False)
 class LazyLogits:
-    """The logits ``hidden_states @ weight.T + bias`` of a linear head, computed only if nothing less will do.
+    """The logits ``hidden_states @ weight.T + bias`` of a linear head, materialized only where an operation needs them.
 
-    It is no tensor, but has a tensor's ``shape``, ``dtype`` and ``device``, goes into PyTorch's functions and has a
-    tensor's methods; those that :mod:`lightning_liger.lazy.operations` does not know turn it into real logits.
-    ``hidden_states`` is a dataclass field of its own so that engines which look for tensors in a module's output (FSDP,
-    DDP) find it. Made without gradients enabled it is cut from the graph, as any tensor.
+    It is not a tensor, but has a tensor's ``shape``, ``dtype`` and ``device``, can be passed to PyTorch's functions and
+    has a tensor's methods; those that :mod:`lightning_liger.lazy.operations` does not implement materialize it.
+    ``hidden_states`` is a dataclass field so that engines which look for tensors in a module's output (FSDP, DDP) find
+    it. Created without gradients enabled it is detached from the graph, as any tensor.
 
     Args:
         hidden_states: Laid out as the logits, with hidden_size in the place of vocab_size: ``[..., hidden_size]``.
-        head: The projection that was not done.
-        transform: What was done to the logits since.
-        vocab_dim: Where the vocabulary is, counted from the end.
+        head: The projection that is postponed.
+        transform: The operations that were applied to the logits since.
+        vocab_dim: The vocabulary's dimension, a negative index.
     """
 
     hidden_states: Tensor
@@ -243,13 +131,13 @@ class LazyLogits:
     _origin: _View | None = None
     _has_views: bool = field(default=False)
 
-    __array_priority__ = 1000  # as tensors', so that numpy's numbers leave arithmetic to these
+    __array_priority__ = 1000  # as a tensor's, so that NumPy scalars leave arithmetic to lazy logits
 
     def __post_init__(self) -> None:
         if not torch.is_grad_enabled() and self.requires_grad:
             self.hidden_states, self.head = self.hidden_states.detach(), self.head.map(Tensor.detach)
 
-    # What a tensor says of itself
+    # Attributes of a tensor
 
     @property
     def shape(self) -> torch.Size:
@@ -283,7 +171,7 @@ class LazyLogits:
 
     @property
     def is_local(self) -> bool:
-        """Whether this stands for a plain tensor, not for one that is distributed over ranks."""
+        """Whether the real logits are a plain tensor, not a DTensor."""
         return True
 
     @property
@@ -306,45 +194,49 @@ class LazyLogits:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
 
-    # What operations are made of
+    def __hash__(self) -> int:  # by identity, as a tensor's, although == compares elements
+        return id(self)
+
+    # Building blocks of operations
 
     @property
     def tokens(self) -> Tensor:
         """The hidden states with hidden_size last, ``[..., hidden_size]``."""
         return self.hidden_states if self.vocab_dim == -1 else self.hidden_states.movedim(self.vocab_dim, -1)
 
-    def changed(self, **changes: Any) -> LazyLogits:
-        """A copy with other values for some of the fields."""
+    def changed(self, **changes: Any) -> Self:
+        """A copy with other values in some of the fields."""
         return dataclasses.replace(self, **{"_whole": None, "_origin": None, "_has_views": False, **changes})
 
-    def viewed(self, **changes: Any) -> LazyLogits:
-        """The same where a tensor's operation returns a view."""
+    def viewed(self, **changes: Any) -> Self:
+        """As :meth:`changed`, for operations that return a view of a tensor."""
         self._has_views = True
         return self.changed(_origin=_View(self), **changes)
 
     def at_labels(self, labels: Tensor) -> Tensor:
-        """The value of one class for each token, differentiable: ``labels`` and the result are ``[...]``."""
+        """The value of each token's label, differentiable: ``labels`` and the result are ``[...]``."""
         if self.transform.normalized:
             return -self._linear_cross_entropy(labels, reduction="none", ignore_index=_NO_LABEL).to(self.dtype)
         return self.transform.apply_elementwise(self.head.project_to(self.tokens, labels))
 
     def over_chunks(self, function: Callable[..., Any], *token_tensors: Tensor) -> Any:
-        """``function`` of the values of a chunk of tokens, for all chunks, differentiable.
+        """Applies ``function`` to the values of one chunk of tokens after the other, differentiably.
 
-        Backward computes each chunk's logits again.
+        Backward computes each chunk's logits again. Chunks have the size of the head's ``chunk_bytes`` option.
 
         Args:
             function: Gets ``[chunk_size, vocab_size]`` and the same rows of ``token_tensors``, returns a tensor (or a
                 named tuple of them) whose first dimension is chunk_size and that has one more.
-            token_tensors: ``[..., any]``, with this object's tokens.
+            token_tensors: ``[..., any]``, with the same leading dimensions as :attr:`tokens`.
 
         Returns:
-            The same with the tokens' dimensions, and the last dimension where the vocabulary is.
+            The results of all chunks with the leading dimensions of :attr:`tokens`, and the last dimension where the
+            vocabulary is.
         """
         head, tokens = self.head.cast(), self.tokens
         element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
         num_tokens = math.prod(tokens.shape[:-1])
-        chunk_size = default_chunk_size(num_tokens, self.vocab_size, element_size, self.device)
+        chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
 
         def of_chunk(hidden_states: Tensor, *rows: Tensor) -> Any:
             return function(self.transform.apply(head.project(hidden_states)), *rows)
@@ -375,7 +267,7 @@ class LazyLogits:
         """``F.cross_entropy`` of these logits over their vocabulary, fused.
 
         Args:
-            target: Class indices, ``[...]`` as these logits without their vocabulary, int64.
+            target: Class indices, int64, of the logits' shape without the vocabulary.
             weight: Class weights, ``[vocab_size]``.
             ignore_index: Label of tokens to leave out.
             reduction: ``"none"``, ``"mean"`` or ``"sum"``.
@@ -394,21 +286,22 @@ class LazyLogits:
             return_stats=return_stats,
         )
         head, num_tokens = self.head, target.numel()
-        tokens_avoided = max(0, num_tokens - head.chunk_size(num_tokens))
-        head.ledger.num_losses += 1
-        head.ledger.bytes_avoided += tokens_avoided * self.vocab_size * head.compute_dtype.itemsize
+        element_size = head.compute_dtype.itemsize
+        tokens_avoided = max(0, num_tokens - head.chunk_size(num_tokens, head.weight.shape[0], element_size))
+        head.counters.num_losses += 1
+        head.counters.bytes_avoided += tokens_avoided * self.vocab_size * element_size
         return result
 
     def _linear_cross_entropy(self, target: Tensor, **options: Any) -> Any:
         head = self.head.cast()
         with torch.autocast(self.device.type, enabled=False):
-            hidden_states, low_rank = head.inputs(self.tokens)
+            (hidden_states, weight), *adapters = head.factors(self.tokens)
             return linear_cross_entropy(
                 hidden_states,
-                head.weight,
+                weight,
                 target,
                 linear_bias=head.bias,
-                adapter=None if low_rank is None else (low_rank, head.adapter),
+                adapter=adapters[0] if adapters else None,
                 **options,
                 **self.transform.loss_options(),
                 **head.loss_options(),
@@ -417,15 +310,15 @@ class LazyLogits:
     # Real logits
 
     def materialize(self, operation: str = "materialize()") -> Tensor:
-        """The real logits; warns once for each ``operation`` and line of code if they are part of a graph."""
+        """The real logits; warns once per ``operation`` and line of code if they are part of a graph."""
         if self._is_overwritten():
             return self._in_memory(operation)
         differentiable = torch.is_grad_enabled() and self.requires_grad
-        # Logits that were first seen without gradients have no graph, and must not stand in for those that need one.
+        # Logits that were first computed without gradients have no graph, and must not replace those that need one.
         if self._whole is not None and (self._whole.requires_grad or not differentiable):
             return self._whole
         if differentiable:
-            self.head.ledger.num_materialized += 1
+            self.head.counters.num_materialized += 1
             self._warn(operation)
         self._whole = self.transform.apply(self._project()).movedim(-1, self.vocab_dim)
         return self._whole
@@ -444,28 +337,29 @@ class LazyLogits:
             )
 
     def _is_overwritten(self) -> bool:
-        """Whether the real logits, here or in what this is a view of, were written to or are being watched."""
+        """Whether the real logits, or those that this is a view of, were written to in place or have hooks."""
         if self._origin is not None and self._origin.parent._is_overwritten():
             return True
         whole = self._whole
-        if whole is None or whole.is_inference():  # those do not count their versions
+        if whole is None or whole.is_inference():  # inference tensors have no version
             return whole is not None and torch.is_inference_mode_enabled()
+        # Private to torch: nothing public says whether a tensor was written to or has hooks.
         is_watched = whole.retains_grad or whole._backward_hooks or (whole.is_leaf and whole.requires_grad)
         return whole._version > 0 or bool(is_watched)
 
     def _in_memory(self, operation: str) -> Tensor:
-        """The real logits, as a view of those that this is a view of."""
+        """The real logits; if this is a view, as a view of its base's real logits."""
         if self._origin is not None:
             assert self._origin.replay is not None
             self._whole = self._origin.replay(self._origin.parent._in_memory(operation))
         elif not self._is_overwritten():
-            with torch.enable_grad():  # a write without gradients does not cut what is written to from its graph
+            with torch.enable_grad():  # an in-place write under no_grad does not detach the tensor written to
                 self.materialize(operation)
         assert self._whole is not None
         return self._whole
 
     def _become(self, other: LazyLogits) -> bool:
-        """Takes the place of a write if nobody else can see what is written to."""
+        """Takes over the fields of ``other``, the result of an in-place operation, if there is no alias of this."""
         alone = self._origin is None and not self._has_views and self._whole is None
         if not alone or (other.dtype, other.requires_grad) != (self.dtype, self.requires_grad):
             return False
@@ -473,7 +367,7 @@ class LazyLogits:
         self.vocab_dim = other.vocab_dim
         return True
 
-    # How operations arrive
+    # Dispatch
 
     @classmethod
     def __torch_function__(
@@ -495,7 +389,7 @@ class LazyLogits:
         return self.materialize("__array__").__array__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyLogits:
-        # Engines copy a module's output before converting the tensors in it; the graph behind it stays shared.
+        # Engines copy a module's output before they convert the tensors in it; the autograd graph stays shared.
         return self.changed(_whole=self._whole)
 
     def __reduce__(self) -> Any:
@@ -506,16 +400,28 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _whole(value: Any, operation: str) -> Any:
-    return value.materialize(operation) if isinstance(value, LazyLogits) else value
-
-
 def _has_lazy(tree: Any) -> bool:
-    return any(isinstance(leaf, LazyLogits) for leaf in tree_leaves(tree))
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return isinstance(tree, LazyLogits)
+    return any(map(_has_lazy, tree))
+
+
+def _materialized(tree: Any, operation: str) -> Any:
+    """``tree``, a function's arguments, with real logits."""
+    if isinstance(tree, LazyLogits):
+        return tree.materialize(operation)
+    if not _has_lazy(tree):
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: _materialized(value, operation) for key, value in tree.items()}
+    values = [_materialized(value, operation) for value in tree]
+    return values if isinstance(tree, list) else tuple(values)
 
 
 def _name_out_of_place(name: str) -> str | None:
-    """The name of the function that returns what the function ``name`` writes into its first argument, or None."""
+    """The name of the function that returns the value which the in-place function ``name`` writes, or None."""
     if name == "__setitem__":
         return name
     if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"):
@@ -524,17 +430,14 @@ def _name_out_of_place(name: str) -> str | None:
 
 
 def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of arguments among which are lazy logits: recorded if the table has it, else of real logits."""
-    if name in operations.COMMUTATIVE and len(args) == 2 and not isinstance(args[0], LazyLogits):
-        args = (args[1], args[0])
+    """``func`` of arguments that contain lazy logits: as registered if it is, else of the real logits."""
+    name_out_of_place = _name_out_of_place(name)
+    operation = _operations.get(name_out_of_place or name)
+    if name_out_of_place is None and operation is not None and operation.is_commutative and len(args) == 2:
+        args = args if isinstance(args[0], LazyLogits) else (args[1], args[0])
     first = args[0] if args else None
     if isinstance(first, LazyLogits):
-        name_out_of_place = _name_out_of_place(name)
-        result = NotImplemented
-        computed = name_out_of_place or name
-        takes_others = computed in operations.OF_TWO or not _has_lazy((args[1:], kwargs))
-        if takes_others and not first._is_overwritten():
-            result = operations.record(first, computed, args[1:], kwargs)
+        result = NotImplemented if operation is None else _registered(operation, first, args[1:], kwargs)
         if name_out_of_place is None:
             if result is not NotImplemented:
                 return _with_replay(result, lambda whole: func(whole, *args[1:], **kwargs))
@@ -542,26 +445,42 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
             return first
         else:
             first._in_memory(name)
-    whole_args, whole_kwargs = tree_map(lambda leaf: _whole(leaf, name), (args, kwargs))
-    return func(*whole_args, **whole_kwargs)
+    return func(*_materialized(args, name), **_materialized(kwargs, name))
+
+
+def _registered(operation: _Operation, first: LazyLogits, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
+    if not operation.takes_lazy_arguments and _has_lazy((others, kwargs)):
+        return NotImplemented
+    if first._is_overwritten():
+        return NotImplemented
+    try:
+        operation.signature.bind(first, *others, **kwargs)
+    except TypeError:
+        return NotImplemented
+    return operation.function(first, *others, **kwargs)
 
 
 def _with_replay(result: Any, replay: Callable[[Tensor], Any]) -> Any:
-    """``result`` where each view in it knows how to get itself from the real logits."""
+    """``result``, where ``replay`` derives each view in it from the real logits of its base."""
     if isinstance(result, tuple):
         for position, part in enumerate(result):
-            _with_replay(part, lambda whole, position=position: replay(whole)[position])
+            _with_replay(part, partial(_replayed_part, replay, position))
     elif isinstance(result, LazyLogits) and result._origin is not None and result._origin.replay is None:
         result._origin.replay = replay
     return result
 
 
+def _replayed_part(replay: Callable[[Tensor], Any], position: int, whole: Tensor) -> Any:
+    return replay(whole)[position]
+
+
 def _calling_line() -> str:
-    """``file:line`` of the innermost code that is neither PyTorch nor this project."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+    """``file:line`` of the innermost code outside of PyTorch and this project."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -581,4 +500,3 @@ for _name in (
     *("__getitem__", "__setitem__", "__iter__", "__float__", "__int__", "__bool__"),
 ):
     setattr(LazyLogits, _name, _method(_name))
-LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -1,59 +1,26 @@
-"""What lazy logits do without being computed: one table from the names of PyTorch's functions to what replaces them.
+"""The operations that lazy logits implement, by the names of PyTorch's functions; importing this registers them.
 
-Functions and methods of one name share an entry, and an operator or a write in place (``mul_``) that of the function it
-belongs to. An entry returns ``NotImplemented`` where it needs real logits, as does an argument that it does not list.
+Functions and methods of one name share an entry, and an operator or in-place method (``mul_``) uses the entry of the
+function that returns its result. An entry returns ``NotImplemented`` where it needs the real logits.
 """
 
-from __future__ import annotations
-
-import inspect
 import math
+from bisect import bisect_right
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
+from itertools import accumulate
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.head import LogitTransform
+from lightning_liger.lazy.logits import LazyLogits, implements
 
 Entry = Callable[..., Any]
-COMMUTATIVE = ("mul", "multiply", "__mul__", "__rmul__")
-OF_TWO = ("add", "__add__")
-"""Functions that take two lazy logits."""
 _REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "logsumexp", "special_logsumexp")
-_OF_CHUNKS = ("gather", "take_along_dim", "topk", *_REDUCED)
-"""Functions of the values over the vocabulary, computed for a chunk of tokens at a time."""
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_table: dict[str, Entry] = {}
-
-
-def record(x: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the function ``name`` of lazy logits and other arguments returns, or ``NotImplemented``."""
-    entry = _table.get(name)
-    if entry is None or (name in _OF_CHUNKS and not x.is_local):
-        return NotImplemented
-    try:
-        _signature(entry).bind(x, *args, **kwargs)
-    except TypeError:
-        return NotImplemented
-    return entry(x, *args, **kwargs)
-
-
-@cache
-def _signature(entry: Entry) -> inspect.Signature:
-    return inspect.signature(entry)
-
-
-def _entry(*names: str) -> Callable[[Entry], Entry]:
-    def register(function: Entry) -> Entry:
-        _table.update(dict.fromkeys(names, function))
-        return function
-
-    return register
 
 
 def _is_vocab(x: LazyLogits, dim: Any) -> bool:
@@ -66,7 +33,7 @@ def _is_vocab(x: LazyLogits, dim: Any) -> bool:
 
 
 def _factor(x: LazyLogits, other: Any) -> float | None:
-    """The number that ``other`` is, if reading it costs nothing and nobody wants its gradient."""
+    """``other`` as a number, None if reading it would wait for the device or it requires a gradient."""
     if isinstance(other, Tensor):
         fits = other.ndim == 0 or (other.numel() == 1 and other.ndim <= x.ndim and other.device == x.device)
         if not fits or other.requires_grad or other.device.type != "cpu" or other.is_complex():
@@ -88,23 +55,22 @@ def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     return _cast(scaled, dtype)
 
 
-@_entry("mul", "multiply", "__mul__", "__rmul__")
+@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)
 def _multiply(x: LazyLogits, other: Any) -> Any:
     return _scale(x, other, divide=False)
 
 
-@_entry("div", "divide", "true_divide", "__truediv__", "__div__")
+@implements("div", "divide", "true_divide", "__truediv__", "__div__")
 def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
     return NotImplemented if rounding_mode is not None else _scale(x, other, divide=True)
 
 
-@_entry(*OF_TWO)
+@implements("add", "__add__", takes_lazy_arguments=True)
 def _add(x: LazyLogits, other: Any) -> Any:
-    """A low-rank update, as LoRA makes it: its input follows the hidden states, its factor is folded into that."""
+    """Adds a low-rank update, as LoRA's: its input is appended to the hidden states, scaled by its factor."""
     if type(other) is not type(x) or other._is_overwritten():
         return NotImplemented
-    untouched = type(x.transform)
-    if x.transform != untouched(x.dtype) or other.transform._replace(scale=1.0) != untouched(other.dtype):
+    if x.transform != LogitTransform(x.dtype) or other.transform._replace(scale=1.0) != LogitTransform(other.dtype):
         return NotImplemented
     if other.head.bias is not None or other.head.adapter is not None or other.shape != x.shape:
         return NotImplemented
@@ -118,7 +84,7 @@ def _add(x: LazyLogits, other: Any) -> Any:
     return _cast(updated, torch.promote_types(x.dtype, other.dtype))
 
 
-@_entry("tanh")
+@implements("tanh")
 def _tanh(x: LazyLogits) -> Any:
     transform = x.transform
     if transform.tanh_scale is not None or transform.normalized:
@@ -126,13 +92,13 @@ def _tanh(x: LazyLogits) -> Any:
     return x.changed(transform=transform._replace(scale=1.0, tanh_scale=transform.scale))
 
 
-@_entry("log_softmax", "special_log_softmax")
+@implements("log_softmax", "special_log_softmax")
 def _log_softmax(
     x: LazyLogits, dim: int | None = None, dtype: torch.dtype | None = None, *, _stacklevel: int = 3
 ) -> Any:
     if not _is_vocab(x, dim):
         return NotImplemented
-    # Autocast may have it in float32.
+    # Autocast may compute it in float32.
     dtype = torch.log_softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1, dtype=dtype).dtype
     return _cast(x.changed(transform=x.transform._replace(normalized=True)), dtype)
 
@@ -143,7 +109,7 @@ def _cast(x: LazyLogits, dtype: torch.dtype) -> Any:
     return x.changed(transform=x.transform._replace(dtype=dtype)) if dtype in _RECORDED_DTYPES else NotImplemented
 
 
-@_entry("to")
+@implements("to")
 def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = False, **kwargs: Any) -> Any:
     dtype, device = x.dtype, x.device
     for value in (*args, *kwargs.values()):
@@ -160,46 +126,46 @@ def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = Fals
     return _cast(x.changed() if copy else x, dtype)
 
 
-@_entry("type")
+@implements("type")
 def _type(x: LazyLogits, dtype: torch.dtype) -> Any:
     return _cast(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
 
 
-@_entry("type_as")
+@implements("type_as")
 def _type_as(x: LazyLogits, other: Tensor) -> Any:
     return _to(x, other)
 
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 for _name, _dtype in _CASTS.items():
-    _entry(_name)(partial(_cast, dtype=_dtype))
+    implements(_name)(partial(_cast, dtype=_dtype))
 
 
-@_entry("clone", "contiguous")
+@implements("clone", "contiguous")
 def _copy(x: LazyLogits, *, memory_format: Any = None) -> Any:
     return x.changed()
 
 
-@_entry("detach")
+@implements("detach")
 def _detach(x: LazyLogits) -> Any:
     return x.viewed(hidden_states=x.hidden_states.detach(), head=x.head.map(Tensor.detach))
 
 
-_entry("numel")(lambda x: x.numel())
-_entry("is_floating_point")(lambda x: True)
-_entry("is_complex")(lambda x: False)
+implements("numel")(lambda x: x.numel())
+implements("is_floating_point")(lambda x: True)
+implements("is_complex")(lambda x: False)
 
 
-# Layout: what happens to dimensions happens to those of the hidden states
+# Layout: dimensions of the logits are dimensions of the hidden states
 
 
 def _follow(function: Entry, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Functions whose arguments name dimensions: the same one of the hidden states, if the vocabulary stays whole."""
+    """Applies a function whose arguments name dimensions to the hidden states, if the vocabulary stays whole."""
     hidden_states = x.hidden_states
     hidden_size = hidden_states.shape[x.vocab_dim]
-    if 1 in (hidden_size, x.vocab_size):  # would be squeezed, or look as if it was there for another
+    if 1 in (hidden_size, x.vocab_size):  # would be squeezed, or taken for another dimension of size 1
         return NotImplemented
-    # Of all the dimensions of a single row, which needs no memory, hidden_size alone moves in memory.
+    # An expanded row without memory: hidden_size alone has stride 1, so the result tells where that dimension went.
     sizes = [1] * x.ndim
     sizes[x.vocab_dim] = hidden_size
     row = function(torch.empty(sizes, device="meta").expand(hidden_states.shape), *args, **kwargs)
@@ -213,15 +179,15 @@ for _name in (
     *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t"),
     *("flatten", "squeeze", "unsqueeze"),
 ):
-    _entry(_name)(partial(_follow, getattr(Tensor, _name)))
+    implements(_name)(partial(_follow, getattr(Tensor, _name)))
 
 
-@_entry("unflatten")
+@implements("unflatten")
 def _unflatten(x: LazyLogits, dim: int, sizes: Any) -> Any:
     return NotImplemented if _is_vocab(x, dim) else _follow(torch.unflatten, x, dim, sizes)
 
 
-@_entry("reshape", "view")
+@implements("reshape", "view")
 def _reshape(x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> Any:
     sizes = shape or size or args
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
@@ -232,22 +198,22 @@ def _reshape(x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> 
     sizes = [x.numel() // max(known, 1) if value == -1 else value for value in sizes]
     if math.prod(sizes) != x.numel():
         return NotImplemented
-    # The vocabulary is still there if as much as before is in front of it, and thus behind it.
-    tokens_in_front = math.prod(x.shape[: x.vocab_dim])
+    # The vocabulary stays whole if a dimension of its size has as many elements before it, and so after it, as now.
+    tokens_before = math.prod(x.shape[: x.vocab_dim])
     for dim, value in enumerate(sizes):
-        if value == x.vocab_size and math.prod(sizes[:dim]) == tokens_in_front:
+        if value == x.vocab_size and math.prod(sizes[:dim]) == tokens_before:
             sizes[dim] = x.hidden_states.shape[x.vocab_dim]
             return x.viewed(hidden_states=x.hidden_states.reshape(sizes), vocab_dim=dim - len(sizes))
     return NotImplemented
 
 
-@_entry("reshape_as", "view_as")
+@implements("reshape_as", "view_as")
 def _reshape_as(x: LazyLogits, other: Tensor) -> Any:
     return _reshape(x, other.shape)
 
 
 def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Functions that take from one dimension, their argument at ``position``."""
+    """Applies a function that slices one dimension, its argument at ``position``."""
     dim = kwargs.get("dim", args[position] if len(args) > position else 0)
     if not isinstance(dim, int):
         return NotImplemented
@@ -260,44 +226,44 @@ def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwar
         args = args if "dim" in kwargs else (0, *args[1:])
         return derived(head=x.head.map(lambda parameter: function(parameter, *args, **kwargs)))
     result = function(x.hidden_states, *args, **kwargs)
-    is_behind = dim % x.ndim > x.vocab_dim % x.ndim
+    is_after = dim % x.ndim > x.vocab_dim % x.ndim
 
     def lazy(part: Tensor) -> LazyLogits:
-        return derived(hidden_states=part, vocab_dim=x.vocab_dim + (is_behind and part.ndim < x.ndim))
+        return derived(hidden_states=part, vocab_dim=x.vocab_dim + (is_after and part.ndim < x.ndim))
 
     return lazy(result) if isinstance(result, Tensor) else tuple(lazy(part) for part in result)
 
 
 _DIM_POSITIONS = {"narrow": 0, "select": 0, "index_select": 0, "unbind": 0, "chunk": 1, "tensor_split": 1}
 for _name, _position in _DIM_POSITIONS.items():
-    _entry(_name)(partial(_along_dim, getattr(torch, _name), _position))
+    implements(_name)(partial(_along_dim, getattr(torch, _name), _position))
 
 
-@_entry("split")
+@implements("split")
 def _split(x: LazyLogits, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
-    # The function and the method call their argument differently.
+    # The function and the method give their argument different names.
     return _along_dim(torch.split, 1, x, split_size_or_sections or split_size, dim)
 
 
-@_entry("__iter__")
+@implements("__iter__")
 def _iterate(x: LazyLogits) -> Any:
     return NotImplemented if _is_vocab(x, 0) else iter(x.unbind(0))
 
 
-@_entry("__getitem__")
+@implements("__getitem__")
 def _getitem(x: LazyLogits, index: Any) -> Any:
     entries = [_index_entry(entry) for entry in (index if isinstance(index, tuple) else (index,))]
     whole = [slice(None)] * (x.ndim - sum(map(_num_consumed, entries)))
     position = next((position for position, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     entries[position : position + 1] = whole
-    ends = np.cumsum([_num_consumed(entry) for entry in entries])
-    position = int(np.searchsorted(ends, x.vocab_dim % x.ndim, side="right"))
-    if position == len(entries):  # too many for the dimensions there are
+    ends = list(accumulate(map(_num_consumed, entries)))
+    position = bisect_right(ends, x.vocab_dim % x.ndim)
+    if position == len(entries):  # more entries than dimensions
         return NotImplemented
-    before, columns, behind = entries[:position], entries[position], entries[position + 1 :]
-    gathers = any(isinstance(entry, Tensor | bool) for entry in (*before, *behind))
+    before, columns, after = entries[:position], entries[position], entries[position + 1 :]
+    gathers = any(isinstance(entry, Tensor | bool) for entry in (*before, *after))
 
-    if gathers and behind:  # dimensions may come out in another order
+    if gathers and after:  # dimensions may come out in another order
         return NotImplemented
     if isinstance(columns, Tensor) and gathers:
         return _getitem_pairs(x, before, columns)
@@ -309,44 +275,47 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
             return NotImplemented
         head = head.map(lambda parameter: parameter[columns])
     derived = x.changed if gathers or isinstance(columns, Tensor) else x.viewed
+    rows = (*before, slice(None), *after)
     return derived(
-        hidden_states=x.hidden_states[(*before, slice(None), *behind)],
+        hidden_states=x.hidden_states[rows],
         head=head,
-        vocab_dim=-1 - sum(entry is None or isinstance(entry, slice) for entry in behind),
+        vocab_dim=-1 - sum(entry is None or isinstance(entry, slice) for entry in after),
     )
 
 
 def _index_entry(entry: Any) -> Any:
-    if not isinstance(entry, list | tuple | range | np.ndarray):
+    """A tensor instead of a sequence or array, such as NumPy's."""
+    is_array = hasattr(entry, "__array__") and hasattr(entry, "__len__") and not isinstance(entry, Tensor)
+    if not is_array and not isinstance(entry, list | tuple | range):
         return entry
     return torch.as_tensor(entry) if len(entry) else torch.empty(0, dtype=torch.int64)
 
 
 def _num_consumed(entry: Any) -> int:
-    """How many dimensions one entry of an index stands for."""
+    """How many dimensions one entry of an index selects from."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.ndim if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
-    """``logits[rows, labels]``: one class of each of some tokens."""
+    """``logits[rows, labels]``: the value of one label for each of the selected tokens."""
     if not all(isinstance(entry, Tensor) and entry.dtype == torch.int64 for entry in (*tokens, labels)):
         return NotImplemented
-    *tokens, labels = torch.broadcast_tensors(*(entry.to(x.device) for entry in (*tokens, labels)))
-    labels = torch.where(labels < 0, labels + x.vocab_size, labels)
-    return x.changed(hidden_states=x.hidden_states[tuple(tokens)]).at_labels(labels)
+    indices = torch.broadcast_tensors(*(entry.to(x.device) for entry in (*tokens, labels)))
+    labels = torch.where(indices[-1] < 0, indices[-1] + x.vocab_size, indices[-1])
+    return x.changed(hidden_states=x.hidden_states[tuple(indices[:-1])]).at_labels(labels)
 
 
 # Losses
 
 
 def _classes_are_vocab(x: LazyLogits, target: Tensor) -> bool:
-    """PyTorch's classes are the second dimension, or the only one; with probabilities the target has them too."""
+    """Whether the vocabulary is where PyTorch expects classes (dimension 1, or 0 of one token), with class indices."""
     return target.dtype == torch.int64 and _is_vocab(x, min(1, x.ndim - 1)) and target.ndim == x.ndim - 1
 
 
-@_entry("cross_entropy")
+@implements("cross_entropy")
 def _cross_entropy(
     x: LazyLogits,
     target: Tensor,
@@ -359,15 +328,16 @@ def _cross_entropy(
 ) -> Any:
     if not _classes_are_vocab(x, target):
         return NotImplemented
-    if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    if size_average is not None or reduce is not None:  # the deprecated spelling
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     loss = x.cross_entropy(
         target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
+    assert isinstance(loss, Tensor)
     return loss.to(torch.promote_types(x.dtype, torch.float32))  # a float64 head's logits may have been cast
 
 
-@_entry("nll_loss")
+@implements("nll_loss")
 def _nll_loss(
     x: LazyLogits,
     target: Tensor,
@@ -385,9 +355,9 @@ def _nll_loss(
 # Reductions over the vocabulary
 
 
-@_entry("gather")
-def _gather(x: LazyLogits, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    if not _is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
+@implements("gather")
+def _gather(x: LazyLogits, dim: int | None, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    if not x.is_local or not _is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
         return NotImplemented
     labels = index.movedim(x.vocab_dim, -1)
     if labels.shape[:-1] != x.tokens.shape[:-1]:
@@ -397,13 +367,13 @@ def _gather(x: LazyLogits, dim: int, index: Tensor, *, sparse_grad: bool = False
     return x.over_chunks(lambda values, rows: values.gather(-1, rows), labels)
 
 
-@_entry("take_along_dim")
+@implements("take_along_dim")
 def _take_along_dim(x: LazyLogits, indices: Tensor, dim: int | None = None) -> Any:
-    return _gather(x, dim, indices)  # type: ignore[arg-type]
+    return _gather(x, dim, indices)
 
 
 def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    if not _is_vocab(x, dim):
+    if not x.is_local or not _is_vocab(x, dim):
         return NotImplemented
     result = x.over_chunks(lambda values: function(values, -1, keepdim=True))
     if keepdim:
@@ -414,11 +384,11 @@ def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = Fal
 
 
 for _name in _REDUCED:
-    _entry(_name)(partial(_reduce, getattr(torch, _name.removeprefix("special_"))))
+    implements(_name)(partial(_reduce, getattr(torch, _name.removeprefix("special_"))))
 
 
-@_entry("topk")
+@implements("topk")
 def _topk(x: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if not _is_vocab(x, dim):
+    if not x.is_local or not _is_vocab(x, dim):
         return NotImplemented
     return x.over_chunks(lambda values: torch.topk(values, k, -1, largest, sorted))

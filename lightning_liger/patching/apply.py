@@ -1,45 +1,60 @@
-"""Walking over a model: plan every replacement first, then make them all."""
+"""``apply_liger_kernels``: plans every replacement in a model first, then makes them all."""
 
+import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_liger.lazy.logits import _loss_wanted
+from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
 from lightning_liger.patching.verify import PROBE_ERRORS
 
 KERNELS = ("rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul", "relu_squared", "linear_cross_entropy")
-"""The names that ``kernels=[...]`` takes."""
+"""The names that ``kernels=`` takes."""
 
 KernelChoice = str | list[str] | dict[str, Any]
 
 _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype")
+_LOSS_WANTED = "_liger_loss_wanted"
+_MAX_REASONS = 3
+_REASON_WIDTH = 120
+_warned_models: WeakSet[nn.Module] = WeakSet()
 
 
 def check_kernels(kernels: KernelChoice) -> dict[str, dict[str, Any]]:
-    """The kernels that a user's choice stands for, with their options.
+    """The kernels that a choice stands for, with their options.
+
+    Args:
+        kernels: See :func:`apply_liger_kernels`.
 
     Raises:
-        ValueError: For a name or an option that does not exist, listing those that do.
+        ValueError: For an unknown name or option, listing the known ones.
     """
-    if isinstance(kernels, str):
-        choice = dict.fromkeys({"auto": KERNELS, "none": ()}.get(kernels, (kernels,)), True)
-    elif isinstance(kernels, Mapping):
-        choice = dict(kernels)
-    else:
-        choice = dict.fromkeys(kernels, True)
-    unknown = [name for name in choice if name not in KERNELS]
+    named = _named(kernels)
+    unknown = [name for name in named if name not in KERNELS]
     if unknown:
         raise ValueError(
             f"kernels must be 'auto', 'none', or a list or dict of names out of {list(KERNELS)}; got unknown {unknown}"
         )
+    extends_auto = kernels == "auto" or isinstance(kernels, Mapping)
+    choice = {**dict.fromkeys(KERNELS if extends_auto else (), True), **named}
     return {name: _check_options(name, options) for name, options in choice.items() if options is not False}
+
+
+def _named(kernels: KernelChoice) -> dict[str, Any]:
+    """The names in ``kernels``, each with True, False or options."""
+    if isinstance(kernels, Mapping):
+        return dict(kernels)
+    if isinstance(kernels, str):
+        return {} if kernels in ("auto", "none") else {kernels: True}
+    return dict.fromkeys(kernels, True)
 
 
 def _check_options(name: str, options: Any) -> dict[str, Any]:
@@ -60,29 +75,29 @@ def _check_options(name: str, options: Any) -> dict[str, Any]:
 
 
 def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> PatchReport:
-    """Replaces what it recognises in ``model`` by fused kernels, after verifying each structure.
+    """Replaces the modules of ``model`` that it recognises by fused kernels, after verifying each structure.
 
-    The instance changes, no class and no other model does: parameters, their names and ``state_dict`` stay what they
-    were. A replacement whose outputs or gradients differ from the original's is not made and reported. Call it before
-    the model is wrapped by FSDP, DDP or ``torch.compile``.
+    Only the instance changes, no class and no other model: parameters, their names and ``state_dict`` stay the same. A
+    replacement whose outputs or gradients differ from the original's is not made, and reported. Call it before the
+    model is wrapped by FSDP, DDP or ``torch.compile``. Warns if nothing in the model was replaced, and why.
 
     Args:
-        model: Any module that holds a Hugging Face causal LM, or parts of one.
-        kernels: ``"auto"`` for all that fit, ``"none"``, a list of names out of :data:`KERNELS`, or a dict from such
-            names to True, False or options: ``linear_cross_entropy`` takes ``chunk_bytes`` and ``accumulate_dtype``
-            (see :func:`liger_ops.linear_cross_entropy`).
+        model: Any module that contains a Hugging Face causal LM, or parts of one.
+        kernels: ``"auto"`` for all that fit, ``"none"``, one name out of :data:`KERNELS`, a list of names for only
+            these, or a dict of changes to ``"auto"``: False leaves a kernel out, True requires it, options require and
+            configure it. ``linear_cross_entropy`` has the options ``chunk_bytes`` and ``accumulate_dtype`` (see
+            :func:`liger_ops.linear_cross_entropy`).
 
     Returns:
         A report that prints as a table and can undo the replacements.
 
     Raises:
-        ValueError: For an unknown name in ``kernels``, or one that was asked for by name and fits nothing in the
-            model. The model is then unchanged.
+        ValueError: For an unknown name in ``kernels``, or a name in it that fits nothing in the model. The model is
+            then unchanged.
     """
     chosen = check_kernels(kernels)
     plan = _plan(model, chosen)
-    if kernels not in ("auto", "none"):
-        _check_all_found(chosen.keys(), plan)
+    _check_all_found([name for name, options in _named(kernels).items() if options is not False], plan)
     report = PatchReport()
     for group in plan:
         report.entries.append(group.entry)
@@ -93,14 +108,37 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
     if any(group.replacement is not None and group.entry.kernel == "linear_cross_entropy" for group in plan):
         for owner, _ in _heads(model):
             report._undo.extend(_watch_labels(owner))
+    if chosen and not any(isinstance(module, Patched) for module in model.modules()):
+        _warn_of_nothing_replaced(model, kernels, report)
     return report
 
 
+def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: PatchReport) -> None:
+    """Warns once per model, with the reasons from the report."""
+    if model in _warned_models:
+        return
+    _warned_models.add(model)
+    structures: dict[str, list[str]] = {}
+    for entry in report.entries:
+        structures.setdefault(entry.reason, []).append(f"{entry.count} {entry.structure}")
+    reasons = [
+        f"{', '.join(names)}: {textwrap.shorten(reason, _REASON_WIDTH, placeholder=' ...')}"
+        for reason, names in structures.items()
+    ]
+    if len(reasons) > _MAX_REASONS:
+        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more reasons in the report"]
+    why = "; ".join(reasons) or "no module looks like a norm, rotary embedding, gated MLP or LM head of these kernels"
+    rank_zero_warn(
+        f"lightning-liger: kernels={kernels!r} replaced nothing in {type(model).__name__} ({why})."
+        " The model runs without fused kernels; choose kernels='none' if that is intended."
+    )
+
+
 def apply_and_announce(model: nn.Module, kernels: KernelChoice, earlier: PatchReport | None) -> PatchReport:
-    """:func:`apply_liger_kernels` for engines that may set up one model several times: says what it did the first time.
+    """:func:`apply_liger_kernels` for engines that may set up one model several times: logs the first time only.
 
     Returns:
-        The report, or ``earlier`` if that was of the same model and nothing was left to replace.
+        The report, or ``earlier`` if this call replaced nothing.
     """
     report = apply_liger_kernels(model, kernels)
     if earlier is not None and not report.num_replaced:
@@ -111,7 +149,7 @@ def apply_and_announce(model: nn.Module, kernels: KernelChoice, earlier: PatchRe
 
 @dataclass
 class _Group:
-    """Modules of one structure and what replaces them, None for those that stay."""
+    """Modules of one structure and their replacement, None for those that stay."""
 
     entry: PatchEntry
     modules: list[nn.Module]
@@ -119,11 +157,12 @@ class _Group:
 
 
 def _plan(model: nn.Module, chosen: Mapping[str, dict[str, Any]]) -> list[_Group]:
-    """What happens to which modules, verified, in the order in which structures appear."""
+    """Groups of modules with verified replacements, in the order in which structures appear."""
     head_rule = HeadRule(chosen.get(HeadRule.kernels[0], {}))
     heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
     # Modules of one class with equal candidates and signature are verified once.
     found: dict[Hashable, tuple[str, Sequence[Replacement] | str, list[nn.Module]]] = {}
+    rules: Sequence[Rule]
     for module in model.modules():
         if isinstance(module, Patched):
             rules, kernel = (), module.liger_replacement.kernel
@@ -138,8 +177,8 @@ def _plan(model: nn.Module, chosen: Mapping[str, dict[str, Any]]) -> list[_Group
                 key = (type(module), kernel, candidates, signature)
                 found.setdefault(key, (kernel, candidates, []))[2].append(module)
     merged: dict[Hashable, _Group] = {}
-    for kernel, candidates, modules in found.values():
-        entry, replacement = _choose(kernel, candidates, modules)
+    for kernel, proposed, modules in found.values():
+        entry, replacement = _choose(kernel, proposed, modules)
         group = merged.setdefault(
             (entry.structure, entry.kernel, entry.reason, replacement), _Group(entry, [], replacement)
         )
@@ -152,22 +191,22 @@ def _plan(model: nn.Module, chosen: Mapping[str, dict[str, Any]]) -> list[_Group
 def _candidates(
     rule: Rule, module: nn.Module, chosen: Collection[str]
 ) -> tuple[str, tuple[Replacement, ...] | str | None]:
-    """The kernel that ``module`` is reported under and what to try, or why there is nothing to."""
+    """The kernel that ``module`` is reported under, and the replacements to try or why there are none."""
     if not any(kernel in chosen for kernel in rule.kernels):
         return "", None
     candidates = rule.candidates(module)
     if candidates is None or isinstance(candidates, str):
         return rule.kernels[0], candidates
     if "forward" in vars(module):  # which would hide the replacement's
-        return rule.kernels[0], "this instance has a forward of its own"
-    candidates = tuple(candidate for candidate in candidates if candidate.kernel in chosen)
-    return (candidates[0].kernel if candidates else ""), candidates
+        return rule.kernels[0], "this instance overrides forward, as accelerate's hooks do"
+    allowed = tuple(candidate for candidate in candidates if candidate.kernel in chosen)
+    return (allowed[0].kernel if allowed else ""), allowed
 
 
 def _choose(
     kernel: str, candidates: Sequence[Replacement] | str, modules: list[nn.Module]
 ) -> tuple[PatchEntry, Replacement | None]:
-    """The first candidate that computes what the modules do, or why there is none."""
+    """The first candidate that is verified against the modules, or why there is none."""
     module_class = type(modules[0])
     name = (module_class.liger_original if issubclass(module_class, Patched) else module_class).__name__
     if isinstance(candidates, str):
@@ -196,28 +235,29 @@ def _check_all_found(chosen: Collection[str], plan: list[_Group]) -> None:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Each causal LM in ``model`` with its head, as the model itself names it; in models that do not, by structure."""
+    """Each causal LM in ``model`` with its output embeddings; of models that name none, the head by its structure."""
     seen: set[int] = set()
-    owners = [module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None))]
+    modules: list[Any] = list(model.modules())
+    owners = [module for module in modules if callable(getattr(module, "get_output_embeddings", None))]
     for owner in owners:
         head = owner.get_output_embeddings()
         if isinstance(head, nn.Module) and id(head) not in seen:
             seen.add(id(head))
             yield owner, head
     if not owners:
-        head = _head_of_plain_model(model)
-        if head is not None:
-            yield model, head
+        plain_head = _head_of_plain_model(model)
+        if plain_head is not None:
+            yield model, plain_head
 
 
 def _projections(head: nn.Module) -> list[nn.Module]:
-    """The layers that make the logits: the head itself, or what an adapter put in its place adds up."""
-    linears = [module for module in head.modules() if isinstance(getattr(module, "out_features", None), int)]
-    if isinstance(head, nn.Linear | nn.ModuleList) or not linears:
+    """The layers that project onto the vocabulary: the head itself, or those whose outputs an adapter adds up."""
+    sizes = {module: getattr(module, "out_features", None) for module in head.modules()}
+    vocab_size = max((size for size in sizes.values() if isinstance(size, int)), default=None)
+    if isinstance(head, nn.Linear | nn.ModuleList) or vocab_size is None:
         return [head]
-    vocab_size = max(linear.out_features for linear in linears)
-    layers = [linear for linear in linears if linear.out_features == vocab_size and not any(linear.children())]
-    # With one that has to be computed at once, nothing is gained by putting off the others.
+    layers = [module for module, size in sizes.items() if size == vocab_size and not any(module.children())]
+    # If one of them is computed at once, postponing the others gains nothing.
     return layers if all(type(layer).forward is nn.Linear.forward for layer in layers) else [head]
 
 
@@ -230,20 +270,22 @@ def _head_of_plain_model(model: nn.Module) -> nn.Linear | None:
 
 
 def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
-    """Makes a forward with labels ask for lazy logits without gradients too; returns how to stop that."""
-    if _before_forward in model._forward_pre_hooks.values():
+    """Makes forwards with labels ask for lazy logits without gradients too; returns the functions that undo it."""
+    if _LOSS_WANTED in vars(model):
         return []
+    vars(model)[_LOSS_WANTED] = []  # values outside of the forwards that are running
     return [
+        partial(vars(model).pop, _LOSS_WANTED),
         model.register_forward_pre_hook(_before_forward, with_kwargs=True).remove,
         model.register_forward_hook(_after_forward, always_call=True).remove,
     ]
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    model.__dict__.setdefault("_liger_loss_wanted", []).append(_loss_wanted.get())
+    vars(model)[_LOSS_WANTED].append(loss_wanted.get())
     if kwargs.get("labels") is not None:
-        _loss_wanted.set(True)
+        loss_wanted.set(True)
 
 
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    _loss_wanted.set(model.__dict__["_liger_loss_wanted"].pop())
+    loss_wanted.set(vars(model)[_LOSS_WANTED].pop())

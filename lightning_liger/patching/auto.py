@@ -1,4 +1,4 @@
-"""Hugging Face's auto classes, for models that come with fused kernels."""
+"""Hugging Face's auto classes whose models have fused kernels."""
 
 from typing import Any, ClassVar
 
@@ -19,27 +19,27 @@ class _AutoLigerModel:
         """Loads a model as transformers' auto class does, and applies fused kernels to it.
 
         Args:
-            args: What the auto class takes.
-            kernels: Which, see :func:`~lightning_liger.apply_liger_kernels`.
-            kwargs: What the auto class takes.
+            args: Arguments of the auto class.
+            kernels: See :func:`~lightning_liger.apply_liger_kernels`.
+            kwargs: Keyword arguments of the auto class.
 
         Returns:
-            The model, whose ``liger_report`` says what was replaced.
+            The model, with the report of replacements as ``liger_report``.
 
         Raises:
-            ValueError: For kernels that are unknown, before anything is loaded, or that fit nothing in the model.
+            ValueError: For unknown kernels, before anything is loaded, or kernels asked for by name that fit nothing.
         """
         check_kernels(kernels)
         return _patched(cls._auto_class.from_pretrained(*args, **kwargs), kernels)
 
     @classmethod
     def from_config(cls, *args: Any, kernels: KernelChoice = "auto", **kwargs: Any) -> PreTrainedModel:
-        """The same with random weights."""
+        """As :meth:`from_pretrained`, with random weights."""
         check_kernels(kernels)
         return _patched(cls._auto_class.from_config(*args, **kwargs), kernels)
 
 
-def _patched(model: PreTrainedModel, kernels: KernelChoice) -> PreTrainedModel:
+def _patched(model: Any, kernels: KernelChoice) -> PreTrainedModel:
     model.liger_report = apply_liger_kernels(model, kernels)
     return model
 
@@ -51,6 +51,6 @@ class AutoLigerModelForCausalLM(_AutoLigerModel):
 
 
 class AutoLigerModelForImageTextToText(_AutoLigerModel):
-    """``AutoModelForImageTextToText`` with fused kernels, for the loss over its text too."""
+    """``AutoModelForImageTextToText`` with fused kernels, also in the loss over its text."""
 
     _auto_class = AutoModelForImageTextToText

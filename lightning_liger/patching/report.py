@@ -1,4 +1,4 @@
-"""What was replaced in a model, what was not and why, and the way back."""
+"""The report of replaced modules, of those that stayed and why, and how to undo the replacements."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -10,7 +10,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class PatchEntry:
-    """One structure of the model."""
+    """The modules of one structure and their replacement."""
 
     structure: str
     """Class of the modules."""
@@ -19,7 +19,7 @@ class PatchEntry:
     count: int
     """How many modules."""
     replacement: str | None
-    """What they were replaced by; None if they were not."""
+    """Description of what replaced them; None if they stayed."""
     error: float | None = None
     """Largest verified difference of outputs and gradients, relative to the largest value."""
     reason: str = ""
@@ -39,7 +39,7 @@ class PatchReport:
         return sum(entry.count for entry in self.entries if entry.replacement is not None)
 
     def undo(self) -> None:
-        """Puts every replaced module back as it was. The second time nothing happens."""
+        """Restores every replaced module. A second call changes nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -68,4 +68,6 @@ class PatchReport:
                 "" if entry.error is None else f"{entry.error:.0e}" if entry.error else "exact",
                 style=None if replaced else "dim",
             )
+        if not self.entries:
+            table.add_row("(none)", "0", "- (no module matches a chosen kernel)", "", style="dim")
         return table

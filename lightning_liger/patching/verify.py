@@ -1,4 +1,4 @@
-"""Whether a replacement computes what the original does: outputs and gradients, on a small random input."""
+"""Compares a replacement's outputs and gradients with the original's on a small random input."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 TOLERANCE_ULPS = 16
-"""Allowed distance in units of ``finfo(dtype).eps`` of the largest value: both sides round, in another order."""
+"""Allowed error in units of ``finfo(dtype).eps`` times the largest value: both sides round, in different orders."""
 
 
 class Mismatch(Exception):
-    """A replacement that differs from what it replaces; the message says in what."""
+    """Raised for a replacement that differs from the original; the message says how."""
 
 
 PROBE_ERRORS = (
@@ -23,12 +23,12 @@ PROBE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What comparing may raise: a probe that a module's own forward rejects is a structure that a rule misjudged."""
+"""Errors that mean "not the same": a forward that rejects the input has not the structure that its rule assumed."""
 
 
 def random_like(reference: Tensor, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random values of ``reference``'s shape that require a gradient; the global random state is left alone."""
-    # On the CPU also inside a torch.device context, as modules are configured in: that is where the generator is.
+    """Random values of ``reference``'s shape that require a gradient; the global random state does not change."""
+    # On the CPU, where the generator is, also inside a torch.device context such as configure_model's.
     values = torch.randn(reference.shape, generator=generator, dtype=torch.float32, device="cpu")
     return values.to(dtype=dtype, device=device).requires_grad_()
 
@@ -43,7 +43,7 @@ def compare(
     Args:
         original: Computes the original's output or outputs.
         replacement: Computes the replacement's.
-        differentiate: The leaves to compare gradients of.
+        differentiate: The leaf tensors whose gradients are compared.
 
     Raises:
         Mismatch: If a shape, a dtype or a value differs by more than rounding.
@@ -72,8 +72,8 @@ def _run(function: Callable[[], Tensor | Sequence[Tensor]], leaves: list[Tensor]
     with torch.enable_grad():
         outputs = function()
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        # Distinct weights for each element, so that a wrong order of elements shows.
-        loss = sum((output.double() * _weights(output)).sum() for output in outputs)
+        # A different weight for each element, so that a wrong order of elements is detected.
+        loss = torch.stack([(output.double() * _weights(output)).sum() for output in outputs]).sum()
         gradients = torch.autograd.grad(loss, leaves)
     return [*(output.detach() for output in outputs), *gradients]
 

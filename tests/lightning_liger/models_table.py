@@ -32,7 +32,7 @@ HEADER = """# What is replaced in which model
 
 - A kernel's name: every module of that kind is replaced by it. In brackets, what stays as it is.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
-- Loss: "fused" if `model(..., labels=...).loss` never makes the logits.
+- Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
 
 | architecture | norms | rotary | MLP | experts | loss |
 |---|---|---|---|---|---|
@@ -57,8 +57,12 @@ def _loss(model: PreTrainedModel) -> str:
     loss = getattr(model(**tiny_inputs(model)), "loss", None)
     if loss is None:
         return ""
-    ledger = getattr(model.get_output_embeddings(), "logits_ledger", None)
-    return "fused" if ledger is not None and ledger.num_losses == 1 and ledger.num_materialized == 0 else "whole logits"
+    counters = getattr(model.get_output_embeddings(), "fusion_counters", None)
+    return (
+        "fused"
+        if counters is not None and counters.num_losses == 1 and counters.num_materialized == 0
+        else "whole logits"
+    )
 
 
 def row(model_type: str) -> str:

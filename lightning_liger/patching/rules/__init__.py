@@ -1,4 +1,4 @@
-"""What is recognised in a model, by structure and not by name, and what it is replaced by."""
+"""Rules that recognise modules by structure, not by name, and propose replacements for them."""
 
 from lightning_liger.patching.rules.base import Patched, Replacement, Rule
 from lightning_liger.patching.rules.gated_mlp import ExpertsRule, MLPRule
@@ -7,6 +7,6 @@ from lightning_liger.patching.rules.norm import NormRule
 from lightning_liger.patching.rules.rotary import RotaryRule
 
 RULES: tuple[Rule, ...] = (NormRule(), RotaryRule(), MLPRule(), ExpertsRule())
-"""Rules for the modules inside a model; the head's is applied to what the model itself calls its output embeddings."""
+"""Rules for the modules inside a model; :class:`HeadRule` applies to the model's output embeddings only."""
 
 __all__ = ["RULES", "HeadRule", "Patched", "Replacement", "Rule"]

@@ -1,4 +1,4 @@
-"""Rules propose replacements for the modules they recognise; :mod:`lightning_liger.patching.verify` disposes."""
+"""Rules propose replacements for modules; :mod:`lightning_liger.patching.verify` accepts or rejects them."""
 
 import copy
 import functools
@@ -17,14 +17,15 @@ NUM_PROBE_TOKENS = 5
 
 
 class Patched:
-    """Base of the classes that replacements make; their instances pickle by replacement and original class."""
+    """Base of the classes that replacements create; their instances pickle by replacement and original class."""
 
     liger_replacement: ClassVar["Replacement"]
     liger_original: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new_patched, (self.liger_replacement, self.liger_original), *state
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
+        return _new_patched, (self.liger_replacement, self.liger_original), *reduced[2:]
 
 
 def _new_patched(replacement: "Replacement", original: type[nn.Module]) -> nn.Module:
@@ -33,19 +34,21 @@ def _new_patched(replacement: "Replacement", original: type[nn.Module]) -> nn.Mo
 
 
 class Replacement(ABC):
-    """What can take a module's place. Frozen dataclasses: equal ones share the class they make."""
+    """A replacement for modules of one structure. Frozen dataclasses: equal ones share the class they create."""
 
-    kernel: str
-    """The name that users choose it by."""
+    @property
+    @abstractmethod
+    def kernel(self) -> str:
+        """Its name in ``kernels=``."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """What a report says the module was replaced by."""
+        """The text in the report's column "Replaced by"."""
 
     @abstractmethod
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        """What a subclass of ``original`` overrides."""
+        """Attributes of the subclass of ``original`` that replaces it."""
 
     @abstractmethod
     def verify(self, module: nn.Module) -> float:
@@ -56,8 +59,8 @@ class Replacement(ABC):
         """
 
     def patched_class(self, original: type[nn.Module]) -> type[nn.Module]:
-        """The subclass of ``original`` that a module becomes an instance of."""
-        return _patched_class(self, original)
+        """The subclass of ``original`` that becomes the module's class."""
+        return _patched_class(self, original)  # type: ignore[arg-type]  # mypy takes module classes for unhashable
 
     def patched_copy(self, module: nn.Module) -> nn.Module:
         """A shallow copy of ``module`` with this replacement."""
@@ -67,14 +70,14 @@ class Replacement(ABC):
 
 
 class Rule(ABC):
-    """One kind of structure and what may replace it."""
+    """One kind of structure and its possible replacements."""
 
     kernels: ClassVar[tuple[str, ...]]
-    """The names of the kernels that its replacements may use; the first stands for it where there is none."""
+    """Names of the kernels that its replacements may use; the first is reported where no replacement fits."""
 
     @abstractmethod
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
-        """Replacements to try in this order; a reason for what looks like it but has none; None for anything else."""
+        """Replacements to try in order; a reason if ``module`` looks like the structure but has none; else None."""
 
     def signature(self, module: nn.Module) -> Hashable:
         """Modules of one class, with equal candidates and signature, are verified once."""
@@ -99,14 +102,15 @@ def _patched_class(replacement: Replacement, original: type[nn.Module]) -> type[
 
 def settings_of(module: nn.Module) -> Hashable:
     """The numbers, strings and functions among a module's own attributes: instances of one class may differ in them."""
-    # A layer's index says where it is, not what it does.
+    # A layer's index does not change what it computes.
     own = [(name, value) for name, value in vars(module).items() if name != "layer_idx"]
     plain = tuple((name, value) for name, value in own if isinstance(value, bool | int | float | str))
     return plain, tuple((name, id(value)) for name, value in own if callable(value))
 
 
 def holds_buffers(module: nn.Module) -> bool:
-    """Whether ``module`` itself has buffers that a checkpoint may change, and with them what it computes."""
+    """Whether ``module`` itself has persistent buffers: loading a checkpoint may change what it computes."""
+    # Private to torch, which has no public way to tell persistent buffers from others.
     return not module._buffers.keys() <= module._non_persistent_buffers_set
 
 
@@ -122,7 +126,7 @@ def takes_one_tensor(module: nn.Module) -> bool:
 def forward_of_one_tensor(
     original: type[nn.Module], function: Callable[[nn.Module, Tensor], Tensor]
 ) -> Callable[..., Any]:
-    """A forward that is ``function`` for calls with the first argument only, and ``original``'s for all others."""
+    """A forward that calls ``function`` if it gets the first argument only, and ``original``'s forward otherwise."""
     first = list(inspect.signature(original.forward).parameters)[1:2]
 
     @functools.wraps(original.forward)
@@ -130,7 +134,7 @@ def forward_of_one_tensor(
         if len(args) + len(kwargs) != 1 or (kwargs and list(kwargs) != first):
             return original.forward(self, *args, **kwargs)
         (x,) = args or kwargs.values()
-        if isinstance(x, DTensor):  # operators of our own do not say how they are distributed
+        if isinstance(x, DTensor):  # the fused ops have no sharding rules
             return original.forward(self, x)
         return function(self, x)
 
@@ -138,21 +142,21 @@ def forward_of_one_tensor(
 
 
 def probe_of(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A shallow copy in training mode with some attributes exchanged, such as its dictionaries of parameters."""
+    """A shallow copy in training mode with other values of some attributes, such as its dictionaries of parameters."""
     probe = copy.copy(module)
     probe.__dict__.update(attributes, training=True)
     return probe
 
 
 def probe_device(module: nn.Module) -> torch.device:
-    """Where ``module`` will run, as far as one can tell now."""
-    # A module that its owner wrapped in FSDP has handed its parameters to the wrapper.
+    """The device of ``module``'s parameters, the CPU if they have none yet."""
+    # A module that was wrapped in FSDP before has no parameters: the wrapper has them.
     parameter = next(module.parameters(), None)
     return torch.device("cpu") if parameter is None or parameter.device.type == "meta" else parameter.device
 
 
 class Randoms:
-    """Random tensors that require a gradient, the same at every run."""
+    """Random tensors that require a gradient, the same in every run."""
 
     def __init__(self, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(0)

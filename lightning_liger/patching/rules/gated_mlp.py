@@ -1,8 +1,8 @@
 """Gated MLPs: SwiGLU, GeGLU and squared ReLU, of separate and of packed projections, and the same inside experts.
 
-Which projection is the gate, and what the activation is, is found by trying. Projections stand in for themselves as
-small random linear maps of their sizes, so trying costs nothing even where a weight has a hundred million elements,
-and what a user put in a projection's place (an adapter, quantised weights) is no obstacle.
+Which projection is the gate, and which activation it has, is found by comparing outputs and gradients. The comparison
+replaces projections by cheap random linear maps of their sizes, so it costs nothing even where a weight has a hundred
+million elements, and projections that a user replaced (an adapter, quantised weights) do not prevent it.
 """
 
 import copy
@@ -47,7 +47,7 @@ _LARGE = 1e3
 
 
 def _probes(module: nn.Module) -> list[tuple[torch.dtype, float]]:
-    """dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own last."""
+    """Dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own last."""
     own = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
     return [(torch.float32, 1.0), (torch.float32, _LARGE), *((dtype, 1.0) for dtype in own[:1])]
 
@@ -57,11 +57,11 @@ class MLPReplacement(Replacement):
     """``down(activation(gate(x)) * up(x))``.
 
     Attributes:
-        gate: The name of that child; of the one that projects both, if ``up`` is None.
-        up: The name of that child, or None.
-        down: The name of that child.
-        activation: A key of the gated units, or ``"relu_squared"`` without a second factor.
-        up_first: Whether in a packed projection the gate is the second half.
+        gate: Name of the gate projection; of the packed projection if ``up`` is None.
+        up: Name of the up projection, or None.
+        down: Name of the down projection.
+        activation: A key of ``_GATES``, or ``"relu_squared"`` without a second factor.
+        up_first: Whether the gate is the second half of a packed projection.
     """
 
     gate: str
@@ -71,7 +71,7 @@ class MLPReplacement(Replacement):
     up_first: bool = False
 
     @property
-    def kernel(self) -> str:  # type: ignore[override]
+    def kernel(self) -> str:
         return _kernel_of(self.activation)
 
     @property
@@ -82,38 +82,40 @@ class MLPReplacement(Replacement):
         return {"forward": forward_of_one_tensor(original, self._compute)}
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        children = module._modules
-        gate = children[self.gate](x)
+        gate = getattr(module, self.gate)(x)
         if self.activation == "relu_squared":
             hidden = relu_squared(gate)
         elif self.up is not None:
-            hidden = _GATES[self.activation](gate, children[self.up](x))
+            hidden = _GATES[self.activation](gate, getattr(module, self.up)(x))
         elif self.up_first:
             up, gate = gate.chunk(2, dim=-1)
             hidden = _GATES[self.activation](gate, up)
         else:
             hidden = _GATES[self.activation](gate)
-        return children[self.down](hidden)
+        return getattr(module, self.down)(hidden)
 
     def verify(self, module: nn.Module) -> float:
         error = 0.0  # of the last, the module's own dtype
         for dtype, size in _probes(module):
             random = Randoms(probe_device(module))
-            children = {
-                name: copy.deepcopy(child).train() for name, child in module._modules.items() if not _sizes(child)
-            }
-            for name, child in module.named_children():
-                if _sizes(child):
-                    children[name] = _Sketch(*_sizes(child), dtype, random)
+            # named_children() would leave out the second name of a child that has two.
+            own = {name: child for name, child in module._modules.items() if child is not None}
+            children = {name: _stand_in(child, dtype, random) for name, child in own.items()}
             probe = probe_of(module, _modules=children)
             patched = self.patched_copy(probe)
             x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype, scale=size)
-            error = compare(lambda p=probe, x=x: p.forward(x), lambda p=patched, x=x: p.forward(x), (x,))
+            error = compare(partial(probe.forward, x), partial(patched.forward, x), (x,))
         return error
 
 
+def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> Any:
+    """A cheap random linear map instead of a projection, a copy of any other child."""
+    sizes = _sizes(child)
+    return copy.deepcopy(child).train() if sizes is None else _Sketch(*sizes, dtype, random)
+
+
 class _Sketch(nn.Module):
-    """A random linear map as large as a projection: every input counts, every output differs."""
+    """A random linear map of a projection's sizes: every input is used, every output differs."""
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, random: Randoms) -> None:
         super().__init__()
@@ -131,35 +133,35 @@ class _Sketch(nn.Module):
         return x.new_zeros(*x.shape[:-1], self.out_features).index_add(-1, self.index, x * self.scale)
 
 
-def _sizes(child: nn.Module) -> tuple[int, int] | None:
-    """``in_features`` and ``out_features`` of what projects, whatever it is made of."""
-    sizes = getattr(child, "in_features", None), getattr(child, "out_features", None)
-    if all(isinstance(size, int) and size > 0 for size in sizes):
-        return sizes
+def _sizes(child: Any) -> tuple[int, int] | None:
+    """``in_features`` and ``out_features`` of a projection of any class, None for other modules."""
+    in_features, out_features = getattr(child, "in_features", None), getattr(child, "out_features", None)
+    if isinstance(in_features, int) and isinstance(out_features, int) and min(in_features, out_features) > 0:
+        return in_features, out_features
     weight = getattr(child, "weight", None)
     if type(child).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
-        return tuple(weight.shape)
+        return weight.shape[0], weight.shape[1]
     return None
 
 
 class MLPRule(Rule):
-    """Modules of two or three projections, out of the hidden size and back, that take one tensor."""
+    """Modules of two or three projections, from the hidden size and back to it, that take one tensor."""
 
     kernels = ("silu_mul", "gelu_mul", "relu_squared")
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         children = dict(module.named_children())
-        sizes = {name: _sizes(child) for name, child in children.items() if _sizes(child)}
+        sizes = {name: size for name, child in children.items() if (size := _sizes(child)) is not None}
         if len(sizes) not in (2, 3) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             return None
-        if module._parameters or holds_buffers(module):
+        if any(True for _ in module.parameters(recurse=False)) or holds_buffers(module):
             return None
         if not takes_one_tensor(module):
             return None
         others = [child for name, child in children.items() if name not in sizes]
         if any(True for child in others for _ in child.children()):
             return None
-        # An attention's projections look the same, but it has no activation and takes more than hidden states.
+        # Attention has projections of the same sizes, but no activation, and its forward has more parameters.
         is_simple = not others and len(inspect.signature(module.forward).parameters) == 1
         if not is_simple and not _activations(module):
             return None
@@ -177,7 +179,7 @@ class MLPRule(Rule):
 
 
 def _activations(module: nn.Module) -> list[Tensor]:
-    """What functions among the module's attributes and children give between -2 and 2, if each stands for itself."""
+    """Values between -2 and 2 of each elementwise function among the module's attributes and children."""
     x = torch.linspace(-2.0, 2.0, 9, device="cpu")
     values = []
     for function in (*vars(module).values(), *module.children()):
@@ -191,7 +193,8 @@ def _activations(module: nn.Module) -> list[Tensor]:
     return values
 
 
-def _mlps(sizes: dict[str, tuple[int, int]]) -> Iterator[Replacement]:
+def _mlps(sizes: dict[str, tuple[int, int]]) -> Iterator[MLPReplacement]:
+    """All MLPs of projections with these names and sizes."""
     for down in reversed(sizes):
         others = [name for name in sizes if name != down]
         hidden_size, width = sizes[down][1], sizes[down][0]
@@ -209,12 +212,12 @@ def _mlps(sizes: dict[str, tuple[int, int]]) -> Iterator[Replacement]:
 
 @dataclass(frozen=True)
 class ExpertsReplacement(Replacement):
-    """The gated unit between the two grouped matrix products of experts that hold their weights as 3-D tensors."""
+    """The gated unit between the two grouped matrix products of experts whose weights are 3-D tensors."""
 
     activation: str
 
     @property
-    def kernel(self) -> str:  # type: ignore[override]
+    def kernel(self) -> str:
         return _kernel_of(self.activation)
 
     @property
@@ -231,16 +234,17 @@ class ExpertsReplacement(Replacement):
 
     def verify(self, module: nn.Module) -> float:
         error = 0.0  # of the last, the module's own dtype
-        width = module.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
-        patched = self.patched_copy(module)
+        experts: Any = module
+        patched: Any = self.patched_copy(module)
+        width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
         for dtype, size in _probes(module):
             x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype, scale=size)
-            error = compare(lambda x=x: module._apply_gate(x), lambda x=x: patched._apply_gate(x), (x,))
+            error = compare(partial(experts._apply_gate, x), partial(patched._apply_gate, x), (x,))
         return error
 
 
 class ExpertsRule(Rule):
-    """Experts as transformers writes them, with ``gate_up_proj`` of three dimensions and an ``_apply_gate``."""
+    """Experts of transformers, with a ``gate_up_proj`` of three dimensions and a method ``_apply_gate``."""
 
     kernels = ("silu_mul", "gelu_mul", "relu_squared")
 
@@ -249,5 +253,5 @@ class ExpertsRule(Rule):
         if not (isinstance(gate_up, Tensor) and gate_up.dim() == 3 and callable(getattr(module, "_apply_gate", None))):
             return None
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
-            return "its experts run one after another, by code of their own"
+            return "its experts run one after another, without _apply_gate"
         return [ExpertsReplacement(activation) for activation in _GATES]

@@ -1,4 +1,4 @@
-"""The LM head: a linear layer whose logits wait for what becomes of them."""
+"""The LM head: a linear layer that returns lazy logits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_liger.lazy.distributed import distributed_logits
-from lightning_liger.lazy.logits import HeadParameters, LazyLogits, LogitsLedger, LogitTransform, is_loss_wanted
+from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
+from lightning_liger.lazy.logits import LazyLogits, is_loss_wanted
 from lightning_liger.patching.rules.base import Replacement, Rule
 
 
 @dataclass(frozen=True)
 class HeadReplacement(Replacement):
-    """A linear layer that returns :class:`LazyLogits` while gradients or a loss are wanted.
+    """A linear layer that returns :class:`LazyLogits` with gradients enabled or inside ``lazy_logits()``.
 
     Attributes:
         options: Names and values of the fused loss's options.
@@ -37,22 +38,22 @@ class HeadReplacement(Replacement):
             device_type = input.device.type
             autocast = torch.is_autocast_enabled(device_type)
             dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
-            ledger = self.__dict__.setdefault("logits_ledger", LogitsLedger())
+            counters = self.__dict__.setdefault("fusion_counters", FusionCounters())
             if isinstance(self.weight, DTensor):
-                # A forward of the instance's own, such as that of transformers' tensor parallelism, takes tensors only.
-                logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, ledger, options)
+                # A forward set on the instance, as by transformers' tensor parallelism, takes tensors only.
+                logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
                 return original.forward(self, input) if logits is None else logits
-            head = HeadParameters(self.weight, self.bias, dtype, ledger, options)
+            head = HeadParameters(self.weight, self.bias, dtype, counters, options)
             return LazyLogits(input, head, LogitTransform(dtype))
 
         return {"forward": forward}
 
     def verify(self, module: nn.Module) -> float:
-        return 0.0  # the projection that is put off is nn.Linear's own
+        return 0.0  # the postponed projection is that of nn.Linear
 
 
 class HeadRule(Rule):
-    """What a model names as its output embeddings, if it is a linear layer."""
+    """A model's output embeddings, if they are a linear layer."""
 
     kernels = ("linear_cross_entropy",)
 

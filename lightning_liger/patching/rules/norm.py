@@ -1,14 +1,13 @@
-"""RMSNorm and LayerNorm, whatever a model calls them: the roundings, the offset and eps are found by trying."""
+"""RMSNorm and LayerNorm under any name: rounding, offset and eps are found by comparing outputs and gradients."""
 
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from liger_ops import layer_norm, rms_norm
 from lightning_liger.patching.rules.base import (
@@ -24,7 +23,15 @@ from lightning_liger.patching.verify import PROBE_ERRORS, Mismatch, compare
 
 _LARGEST_EPS = 1e-2
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
-_WIDTH_OF_WEIGHTLESS = 37  # a prime, which no norm of groups divides
+_WIDTH_OF_WEIGHTLESS = 37  # a prime: a norm of groups rejects it
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,9 @@ class NormReplacement(Replacement):
     """A norm over the last dimension.
 
     Attributes:
-        eps: The name of the module's attribute, or, if it has none, the value.
-        weight: The name of the parameter, or None.
-        bias: Likewise.
+        eps: The name of the module's attribute, or the value if it has none.
+        weight: The name of the weight parameter, or None.
+        bias: The name of the bias parameter, or None.
         offset: Added to the weight.
     """
 
@@ -50,7 +57,7 @@ class NormReplacement(Replacement):
 
     @abstractmethod
     def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
-        """What takes the place of ``module``'s forward."""
+        """The fused forward of ``module``."""
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         return {"forward": forward_of_one_tensor(original, self.normalize)}
@@ -58,7 +65,7 @@ class NormReplacement(Replacement):
     def verify(self, module: nn.Module) -> float:
         own = next((parameter.dtype for parameter in module.parameters()), torch.float32)
         self._compare(module, torch.float32, torch.float32)
-        # The output's dtype tells roundings apart. Not every norm takes dtypes that differ.
+        # The output's dtype tells castings apart. Not every norm takes an input whose dtype is not its weight's.
         self._compare(module, torch.bfloat16, torch.float32)
         return self._compare(module, own, own)
 
@@ -90,7 +97,7 @@ def _runs(probe: nn.Module, x: Tensor) -> bool:
 
 
 def _rows(width: int, random: Randoms) -> Tensor:
-    """Rows that differ in size, where eps shows, and in mean, where centering shows."""
+    """Rows of different sizes, which show eps, and different means, which show centering."""
     scales = torch.tensor([1.0, 1e-3, 30.0, 1.0, 0.1], device=random.device).view(5, 1)
     means = torch.tensor([0.0, 0.0, 0.0, 2.0, -0.1], device=random.device).view(5, 1)
     return (random(5, width).detach() * scales + means).view(1, 5, width)
@@ -98,9 +105,9 @@ def _rows(width: int, random: Randoms) -> Tensor:
 
 @dataclass(frozen=True)
 class RMSNormReplacement(NormReplacement):
-    """``x / rms(x) * (offset + weight)`` in one of its roundings, see :func:`liger_ops.rms_norm`."""
+    """``x / rms(x) * (offset + weight)`` with one of the castings of :func:`liger_ops.rms_norm`."""
 
-    casting: str
+    casting: Literal["gemma", "llama", "none"]
     kernel = "rms_norm"
 
     @property
@@ -125,12 +132,15 @@ class LayerNormReplacement(NormReplacement):
 
     def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
         weight, bias, eps = self.parameters(module)
+        assert eps is not None
         shape = x.shape[-1:] if weight is None else weight.shape
-        return layer_norm(x, shape, weight + self.offset if self.offset else weight, bias, eps)
+        if weight is not None and self.offset:
+            weight = weight + self.offset
+        return layer_norm(x, shape, weight, bias, eps)
 
 
 class NormRule(Rule):
-    """Modules without children, with an eps, and a vector of weights, one of biases, or neither."""
+    """Modules without children, with an eps and at most two vectors, a weight and a bias."""
 
     kernels = ("rms_norm", "layer_norm")
 
@@ -153,13 +163,13 @@ def _eps_names(module: nn.Module) -> list[str]:
     own = vars(module)
     if isinstance(module, nn.RMSNorm | nn.LayerNorm):
         return ["eps"]
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, _DROPOUTS):  # p may be as small as an eps
         return []
     return [name for name, value in own.items() if isinstance(value, float) and 0 < value < _LARGEST_EPS]
 
 
 def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> Iterator[Replacement]:
-    """All norms of these parameters, the most usual first."""
+    """All norms of these parameters, the most common first."""
     for each in eps:
         if bias is None:
             yield RMSNormReplacement(each, weight, None, 0.0, "llama")
@@ -168,7 +178,7 @@ def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> 
                 yield RMSNormReplacement(each, weight, None, 0.0, "gemma")
                 yield RMSNormReplacement(each, weight, None, 1.0, "llama")
             yield RMSNormReplacement(each, weight, None, 0.0, "none")
-        # Either of two vectors may be the bias.
+        # Either of the two vectors may be the bias.
         for order in dict.fromkeys([(weight, bias), (weight, bias) if bias is None else (bias, weight)]):
             yield LayerNormReplacement(each, *order, 0.0)
             if weight is not None:

@@ -1,8 +1,8 @@
-"""Rotary embeddings: module-level functions of (q, k, cos, sin), or of complex numbers, that attention's methods call.
+"""Rotary embeddings: module-level functions of (q, k, cos, sin), or of complex numbers, that attention methods call.
 
-A method that calls one is bound anew, with the same code and a copy of its globals in which that one name is exchanged:
-nobody else's globals change, and no method is rewritten. What a function computes (pairs of which columns, how its
-tables are laid out, where the heads are) is found by trying.
+A method that calls such a function is copied with the same code and with globals in which that one name is replaced:
+the globals of the model's module do not change, and no method is rewritten. What a function computes (which columns
+form pairs, the layout of its tables, the dimension of heads) is found by comparing outputs and gradients.
 """
 
 import functools
@@ -28,23 +28,23 @@ _TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _ONE_COLUMN_A_PAIR = "one column a pair"
 _COMPLEX = "freqs_cis"
-"""The parameter of functions that multiply by cos + i sin."""
+"""The parameter name of functions that multiply by cos + i sin."""
 _PROBE_DIM = 16
 
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """How a function rotates.
+    """The form of rotation that a function computes.
 
     Attributes:
-        tensors: Names of its parameters that are rotated: queries and keys, or one tensor.
-        tables: A key of the layouts of cos and sin.
+        tensors: Names of the parameters that are rotated: queries and keys, or one tensor.
+        tables: The layout of cos and sin, a key of ``_TABLES``.
         interleaved: Whether pairs are neighbouring columns.
-        heads_dim: The dimension of heads where the call does not say.
+        heads_dim: The dimension of heads if the call has no ``unsqueeze_dim``.
         reverse: Whether the rotation is by minus the angle.
-        parts: Whether the neighbours of a pair end up in different halves.
-        keep_dtype: Whether outputs have their input's dtype, whatever cos and sin have.
-        partial: Whether cos and sin may have fewer columns than what is rotated, whose other columns come last.
+        parts: Whether the two columns of a pair are in different halves of the output.
+        keep_dtype: Whether outputs have their input's dtype, whatever the dtype of cos and sin.
+        partial: Whether cos and sin may have fewer columns than the rotated tensors, whose last columns then stay.
     """
 
     tensors: tuple[str, ...]
@@ -58,8 +58,9 @@ class RotaryForm:
 
     def covers(self, arguments: dict[str, Any]) -> bool:
         """Whether :func:`liger_ops.apply_rotary` computes this call."""
-        tensors = [arguments.get(name) for name in (*self.tensors, "cos", "sin")]
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        names = (*self.tensors, "cos", "sin")
+        tensors = [tensor for tensor in map(arguments.get, names) if isinstance(tensor, Tensor)]
+        if len(tensors) < len(names):
             return False
         *rotated, cos, sin = tensors
         heads_dim = arguments.get("unsqueeze_dim", self.heads_dim)
@@ -82,12 +83,12 @@ class RotaryForm:
     def __call__(self, arguments: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         lay_out = _TABLES[self.tables]
         heads_dim = arguments.get("unsqueeze_dim", self.heads_dim)
-        x = arguments[self.tensors[0]]
-        other = arguments[self.tensors[1]] if len(self.tensors) == 2 else x.narrow(heads_dim, 0, 0)
+        first = arguments[self.tensors[0]]
+        second = arguments[self.tensors[1]] if len(self.tensors) == 2 else first.narrow(heads_dim, 0, 0)
         cos, sin = lay_out(arguments["cos"]), lay_out(arguments["sin"])
-        rotated = apply_rotary(
-            x,
-            other,
+        first, second = apply_rotary(
+            first,
+            second,
             cos,
             -sin if self.reverse else sin,
             heads_dim=heads_dim,
@@ -95,8 +96,8 @@ class RotaryForm:
             keep_dtype=self.keep_dtype,
         )
         if self.parts:
-            rotated = tuple(_part(each, cos.shape[-1]) for each in rotated)
-        return rotated if len(self.tensors) == 2 else rotated[0]
+            first, second = _part(first, cos.shape[-1]), _part(second, cos.shape[-1])
+        return (first, second) if len(self.tensors) == 2 else first
 
 
 def _part(x: Tensor, rotary_dim: int) -> Tensor:
@@ -106,10 +107,11 @@ def _part(x: Tensor, rotary_dim: int) -> Tensor:
 
 def _forms(names: Sequence[str]) -> Iterator[RotaryForm]:
     tensors = tuple(names[:2]) if {"cos", "sin", _COMPLEX}.isdisjoint(names[:2]) else tuple(names[:1])
+    heads_dims = (1,) if "unsqueeze_dim" in names else (1, 2)
+    layouts = ("one column a pair, for neighbours",) if _COMPLEX in names else tuple(_TABLES)
+    flags = (False, True)
     for heads_dim, tables, interleaved, reverse, parts, keep_dtype in itertools.product(
-        (1,) if "unsqueeze_dim" in names else (1, 2),
-        ("one column a pair, for neighbours",) if _COMPLEX in names else _TABLES,
-        *[(False, True)] * 4,
+        heads_dims, layouts, flags, flags, flags, flags
     ):
         if interleaved >= ("neighbours" in tables) and interleaved >= parts:
             yield RotaryForm(tensors, tables, interleaved, heads_dim, reverse, parts, keep_dtype)
@@ -142,7 +144,7 @@ def _compare(
 
 @functools.cache
 def _form_of(function: Callable[..., Any]) -> RotaryForm | str:
-    """What ``function`` computes, or how it differs from the most usual form."""
+    """The form that ``function`` computes, or how it differs from the most common form."""
     mismatch, reason = "", ""
     for form in _forms(list(inspect.signature(function).parameters)):
         try:
@@ -158,7 +160,7 @@ def _form_of(function: Callable[..., Any]) -> RotaryForm | str:
 
 
 def _is_partial(function: Callable[..., Any], form: RotaryForm) -> bool:
-    """Whether ``function`` takes narrower tables; raises Mismatch if it then does something else."""
+    """Whether ``function`` takes narrower tables; raises Mismatch if it then computes another form."""
     try:
         _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, torch.device("cpu"), _PROBE_DIM // 2)
     except Mismatch:
@@ -170,7 +172,7 @@ def _is_partial(function: Callable[..., Any], form: RotaryForm) -> bool:
 
 @functools.cache
 def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]:
-    """``function``, fused for the calls that :func:`liger_ops.apply_rotary` covers."""
+    """``function``, fused for the calls that :func:`liger_ops.apply_rotary` can compute."""
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)
     defaults = {
@@ -192,10 +194,10 @@ def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]
 
 @dataclass(frozen=True)
 class RotaryReplacement(Replacement):
-    """Methods bound anew with fused rotary functions.
+    """Copies of methods that call fused rotary functions.
 
     Attributes:
-        forms: The name of each function and what it computes.
+        forms: The name of each rotary function and its form.
     """
 
     forms: tuple[tuple[str, RotaryForm], ...]
@@ -208,7 +210,7 @@ class RotaryReplacement(Replacement):
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         methods: dict[str, Any] = {}
-        for method_name, name, function in _calls(original):
+        for method_name, name, function in _calls(original):  # type: ignore[arg-type]  # mypy takes module classes for unhashable
             form = dict(self.forms).get(name)
             if form is not None:
                 method = methods.get(method_name) or inspect.getattr_static(original, method_name)
@@ -228,17 +230,19 @@ class RotaryReplacement(Replacement):
 
 
 def _rebound(method: FunctionType, name: str, replacement: Callable[..., Any]) -> FunctionType:
+    """``method`` with a copy of its globals in which ``name`` is ``replacement``."""
     scope = {**method.__globals__, name: replacement}
-    scope.pop("__name__", None)  # by which the compiler would look the name up in the module itself
+    scope.pop("__name__", None)  # torch.compile would look the name up in the module of that name
     rebound = FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
     rebound.__kwdefaults__ = method.__kwdefaults__
-    return functools.update_wrapper(rebound, method)
+    functools.update_wrapper(rebound, method)
+    return rebound
 
 
 @functools.cache
 def _calls(module_class: type[nn.Module]) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
-    """Every method of a model's class that calls a rotary function by its global name, with name and function."""
-    found = []
+    """Each method of a class that calls a rotary function: its name, the function's global name and the function."""
+    found: list[tuple[str, str, Callable[..., Any]]] = []
     for owner in module_class.__mro__:
         if owner is nn.Module:
             break
@@ -253,8 +257,8 @@ def _calls(module_class: type[nn.Module]) -> tuple[tuple[str, str, Callable[...,
 
 
 def _functions(module_class: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The rotary functions that a class calls, by their global names."""
-    return {name: function for _, name, function in _calls(module_class)}
+    """The rotary functions that methods of a class call, by their global names."""
+    return {name: function for _, name, function in _calls(module_class)}  # type: ignore[arg-type]  # mypy takes module classes for unhashable
 
 
 @functools.cache

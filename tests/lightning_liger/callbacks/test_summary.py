@@ -58,7 +58,7 @@ def test_results_hold_counts_of_a_fit(tmp_path, strategy):
 @pytest.mark.parametrize("chunk_size", [TOKENS, 8, 1])
 def test_bytes_avoided_are_the_logits_minus_one_chunk_for_each_loss(tmp_path, monkeypatch, chunk_size):
     # By name, as the package has a function of the module's name.
-    module = importlib.import_module("lightning_liger.lazy.logits")
+    module = importlib.import_module("lightning_liger.lazy.head")
     monkeypatch.setattr(module, "default_chunk_size", lambda *_: chunk_size)
     summary = TrainingSummary()
     make_trainer(summary, root=tmp_path, strategy="liger_fsdp").fit(LM(), make_loader(0, NUM_BATCHES))

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_liger import LazyLogits, apply_liger_kernels
 from lightning_liger.patching import KERNELS, check_kernels
+from lightning_liger.patching.apply import apply_and_announce
 from lightning_liger.patching.rules import Patched
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
@@ -81,16 +83,23 @@ def test_unknown_kernel_is_refused_with_the_known_ones(kernels: Any) -> None:
 
 def test_check_kernels_returns_the_names_that_are_meant() -> None:
     assert list(check_kernels("auto")) == list(KERNELS)
-    assert check_kernels("none") == check_kernels([]) == check_kernels({}) == {}
-    assert check_kernels("rope") == check_kernels(["rope", "rope"]) == check_kernels({"rope": True}) == {"rope": {}}
-    assert check_kernels({"rope": False, "rms_norm": None}) == {"rms_norm": {}}
+    assert check_kernels("none") == check_kernels([]) == {}
+    assert check_kernels("rope") == check_kernels(["rope", "rope"]) == {"rope": {}}
+
+
+def test_check_kernels_takes_a_dict_as_changes_to_auto() -> None:
+    auto = check_kernels("auto")
+    assert check_kernels({}) == check_kernels({"rope": True}) == check_kernels({"rms_norm": None}) == auto
+    assert check_kernels({"rope": False}) == {name: {} for name in auto if name != "rope"}
+    options = {"chunk_bytes": 3}
+    assert check_kernels({"linear_cross_entropy": options}) == auto | {"linear_cross_entropy": options}
 
 
 def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny_llama(), tiny_llama()
     options = {"chunk_bytes": 3 * VOCAB_SIZE * 4, "accumulate_dtype": "float64"}
     report = apply_liger_kernels(model, {"linear_cross_entropy": options, "rms_norm": True, "rope": False})
-    assert {entry.kernel for entry in report.entries} == {"linear_cross_entropy", "rms_norm"}
+    assert {entry.kernel for entry in report.entries} == {"linear_cross_entropy", "rms_norm", "silu_mul"}
     used: list[Any] = []
     module = importlib.import_module("liger_ops.loss.linear_cross_entropy")
     driver = module.chunked_linear_loss
@@ -99,7 +108,7 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     torch.testing.assert_close(model(**tiny_batch()).loss, plain(**tiny_batch()).loss)
     assert [(call["chunk_size"], call["accumulate_dtype"]) for call in used] == [(3, torch.float64)]
-    tokens_avoided = model.lm_head.logits_ledger.bytes_avoided // (4 * VOCAB_SIZE)
+    tokens_avoided = model.lm_head.fusion_counters.bytes_avoided // (4 * VOCAB_SIZE)
     assert tokens_avoided == tiny_batch()["labels"].numel() - 3
 
 
@@ -148,8 +157,42 @@ def test_kernel_asked_for_that_fits_nothing_is_an_error_and_changes_nothing(
     assert isinstance(logits(model), LazyLogits)
 
 
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, set()),
+        ({"linear_cross_entropy": {"chunk_bytes": 1 << 20}}, set()),
+        ({"rope": False}, {"rope"}),
+        ({"rope": False, "rms_norm": False, "silu_mul": True}, {"rope", "rms_norm"}),
+        ({"gelu_mul": False}, set()),
+    ],
+    ids=str,
+)
+def test_dict_replaces_what_auto_does_but_for_its_changes(changes: dict[str, Any], missing: set[str]) -> None:
+    report = apply_liger_kernels(tiny_llama(), changes)
+    counts = {entry.kernel: entry.count for entry in report.entries if entry.replacement is not None}
+    assert counts == {kernel: count for kernel, count in EXPECTED.items() if kernel not in missing}
+
+
+@pytest.mark.parametrize("kernel", ["gelu_mul", "layer_norm"])
+def test_kernel_that_a_dict_names_has_to_fit_and_those_of_auto_need_not(kernel: str) -> None:
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=f"'{kernel}', but nothing in the model can be replaced by it"):
+        apply_liger_kernels(model, {kernel: True})
+    assert replaced(model) == []
+    assert apply_liger_kernels(model, {kernel: False}).num_replaced == sum(EXPECTED.values())
+
+
+def test_options_of_a_head_that_is_not_replaced_are_an_error() -> None:
+    model = tiny_llama()
+    model.lm_head.__class__ = ScaledLinear
+    with pytest.raises(ValueError, match="'linear_cross_entropy', but nothing in the model can be replaced by it"):
+        apply_liger_kernels(model, {"linear_cross_entropy": {"chunk_bytes": 1 << 20}})
+    assert replaced(model) == []
+
+
 class ScaledLinear(nn.Linear):
-    """A head that computes something of its own."""
+    """A head that is not a plain linear layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2.0
@@ -237,7 +280,7 @@ def test_copy_of_a_patched_model_works_and_stays_patched(duplicate: Any) -> None
     assert all(parameter.grad is not None for parameter in twin.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert isinstance(logits(twin), LazyLogits)
-    assert twin.lm_head.logits_ledger is not getattr(model.lm_head, "logits_ledger", None)
+    assert twin.lm_head.fusion_counters is not getattr(model.lm_head, "fusion_counters", None)
 
 
 def test_model_on_the_meta_device_is_patched_and_filled_later() -> None:
@@ -281,3 +324,71 @@ def test_part_that_was_patched_before_is_hooked_once_and_stays_patched() -> None
     report.undo()
     assert [len(model._forward_pre_hooks) for model in owner.values()] == [1, 0]
     assert [isinstance(logits(model), LazyLogits) for model in owner.values()] == [True, False]
+
+
+def with_hooks_of_accelerate(model: nn.Module) -> nn.Module:
+    hooks = pytest.importorskip("accelerate.hooks")
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    return model
+
+
+def test_model_in_which_nothing_was_replaced_is_a_warning_that_says_why_once() -> None:
+    model = with_hooks_of_accelerate(tiny_llama())
+    with pytest.warns(UserWarning, match="replaced nothing in LlamaForCausalLM") as warned:
+        report = apply_liger_kernels(model)
+    assert report.num_replaced == 0
+    (message,) = (str(warning.message) for warning in warned)
+    reason = "this instance overrides forward, as accelerate's hooks do"
+    assert f"(2 LlamaAttention, 2 LlamaMLP, 5 LlamaRMSNorm, 1 Linear: {reason})" in message
+    assert "kernels='none'" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kernels in ("auto", {"rope": False}, "none"):
+            apply_liger_kernels(model, kernels)
+        assert apply_and_announce(model, "auto", report) is report
+    with pytest.warns(UserWarning, match="replaced nothing in LlamaForCausalLM"):
+        apply_liger_kernels(with_hooks_of_accelerate(tiny_llama()))  # another model
+
+
+def test_model_that_no_rule_recognises_is_a_warning_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    with pytest.warns(
+        UserWarning, match="in Sequential .no module looks like a norm, rotary embedding, gated MLP or LM"
+    ):
+        report = apply_and_announce(model, "auto", None)
+    assert report.entries == []
+
+
+def test_many_and_long_reasons_are_shortened() -> None:
+    class RaisingNorm(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.weight, self.eps, self.index = nn.Parameter(torch.ones(8)), 1e-6, index
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError(f"reason {self.index}" + " because" * 50)
+
+    with pytest.warns(UserWarning, match="and 2 more reasons in the report") as warned:
+        report = apply_liger_kernels(nn.ModuleList(map(RaisingNorm, range(5))))
+    assert len({entry.reason for entry in report.entries}) == 5
+    message = str(warned[0].message)
+    assert [f"reason {index} because" in message for index in range(5)] == [True, True, True, False, False]
+    assert message.count("1 RaisingNorm: ") == message.count("because ...") == 3
+    assert len(message) < 700
+
+
+@pytest.mark.parametrize("kernels", ["none", []], ids=str)
+def test_no_kernels_are_no_warning(kernels: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_liger_kernels(nn.Linear(3, 4), kernels)
+
+
+def test_model_that_is_already_patched_is_no_warning() -> None:
+    model = tiny_llama()
+    apply_liger_kernels(model, ["rms_norm"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert apply_liger_kernels(model, ["rms_norm"]).num_replaced == 0
+        assert apply_liger_kernels(model, {name: False for name in KERNELS if name != "layer_norm"}).num_replaced == 0

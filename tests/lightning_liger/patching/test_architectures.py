@@ -80,8 +80,8 @@ def train(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor | None]]:
 
 def is_fused(patched: PreTrainedModel) -> bool:
     """Whether the one loss that ``patched`` has computed took no whole logits."""
-    ledger = getattr(patched.get_output_embeddings(), "logits_ledger", None)
-    return ledger is not None and (ledger.num_losses, ledger.num_materialized) == (1, 0)
+    counters = getattr(patched.get_output_embeddings(), "fusion_counters", None)
+    return counters is not None and (counters.num_losses, counters.num_materialized) == (1, 0)
 
 
 def nudged(model: PreTrainedModel) -> PreTrainedModel:

@@ -24,7 +24,7 @@ def test_pretrained_model_is_patched_and_computes_the_same(checkpoint: Path) -> 
     assert model.liger_report.num_replaced == 2 + 2 + 5 + 1
     batch = tiny_batch()
     torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
-    assert model.get_output_embeddings().logits_ledger.num_losses == 1
+    assert model.get_output_embeddings().fusion_counters.num_losses == 1
 
 
 def test_patched_model_saves_copies_and_pickles_as_any_other(checkpoint: Path, tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_patched_model_saves_copies_and_pickles_as_any_other(checkpoint: Path, t
     loss = plain(**tiny_batch()).loss
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(**tiny_batch()).loss, loss)
-        assert other.get_output_embeddings().logits_ledger.num_losses == 1
-    assert not hasattr(model.get_output_embeddings(), "logits_ledger")
+        assert other.get_output_embeddings().fusion_counters.num_losses == 1
+    assert not hasattr(model.get_output_embeddings(), "fusion_counters")
 
 
 def test_from_config_takes_the_auto_class_arguments() -> None:
@@ -60,8 +60,8 @@ def test_image_text_model_computes_its_text_loss_fused() -> None:
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}
     model = AutoLigerModelForImageTextToText.from_config(Qwen2VLConfig(text_config=text, vision_config=vision))
     assert model(**tiny_batch()).loss.isfinite()
-    ledger = model.get_output_embeddings().logits_ledger
-    assert (ledger.num_losses, ledger.num_materialized) == (1, 0)
+    counters = model.get_output_embeddings().fusion_counters
+    assert (counters.num_losses, counters.num_materialized) == (1, 0)
 
 
 def test_auto_classes_have_no_instances() -> None:

@@ -56,8 +56,8 @@ def assert_same_loss_and_gradients(
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def ledger(model: nn.Module) -> Any:
-    return model.get_output_embeddings().logits_ledger
+def counters(model: nn.Module) -> Any:
+    return model.get_output_embeddings().fusion_counters
 
 
 @pytest.mark.parametrize("loss_function", LOSSES, ids=lambda function: function.__name__)
@@ -70,7 +70,7 @@ def test_patched_llama_has_the_loss_and_gradients_of_the_unpatched(
     patched = copy.deepcopy(model)
     assert apply_liger_kernels(patched).num_replaced == 2 + 2 + 5 + 1
     assert_same_loss_and_gradients(model, patched, tiny_batch(num_ignored=num_ignored), loss_function)
-    assert (ledger(patched).num_losses, ledger(patched).num_materialized) == (1, 0)
+    assert (counters(patched).num_losses, counters(patched).num_materialized) == (1, 0)
 
 
 FAMILIES = {
@@ -100,7 +100,7 @@ def test_patched_model_of_other_families_has_the_loss_and_gradients_of_the_unpat
     replaced = {entry.kernel: entry.count for entry in report.entries if entry.replacement is not None}
     assert replaced == {**counts, "linear_cross_entropy": 1}
     assert_same_loss_and_gradients(model, patched, tiny_batch())
-    assert (ledger(patched).num_losses, ledger(patched).num_materialized) == (1, 0)
+    assert (counters(patched).num_losses, counters(patched).num_materialized) == (1, 0)
 
 
 def test_patched_model_matches_in_evaluation_without_gradients() -> None:

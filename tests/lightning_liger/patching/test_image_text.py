@@ -36,5 +36,5 @@ def test_text_loss_is_fused_and_the_same(model_type: str) -> None:
             error = (got[1].grad - want.grad).abs().max().item()
             # Gradients that are zero but for rounding are compared with the model's largest.
             assert error <= max(1e-4 * want.grad.abs().max().item(), 1e-6 * largest), name
-    ledger = patched.get_output_embeddings().logits_ledger
-    assert (ledger.num_losses, ledger.num_materialized) == (1, 0)
+    counters = patched.get_output_embeddings().fusion_counters
+    assert (counters.num_losses, counters.num_materialized) == (1, 0)

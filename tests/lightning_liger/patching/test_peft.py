@@ -35,8 +35,8 @@ def with_adapters(model_type: str, settings: dict[str, Any], **overrides: Any) -
     return model
 
 
-def head_ledgers(model: nn.Module) -> list[Any]:
-    return [vars(module)["logits_ledger"] for module in model.modules() if "logits_ledger" in vars(module)]
+def head_counters(model: nn.Module) -> list[Any]:
+    return [vars(module)["fusion_counters"] for module in model.modules() if "fusion_counters" in vars(module)]
 
 
 def assert_same_gradients(model: nn.Module, patched: nn.Module) -> None:
@@ -63,8 +63,8 @@ def test_adapted_model_computes_the_same_fused(name: str, monkeypatch: pytest.Mo
         fused_loss.backward()
     torch.testing.assert_close(fused_loss, loss, rtol=1e-5, atol=0)
     assert_same_gradients(model, patched)
-    assert sum(ledger.num_losses for ledger in head_ledgers(patched)) == 1
-    assert sum(ledger.num_materialized for ledger in head_ledgers(patched)) == 0
+    assert sum(counters.num_losses for counters in head_counters(patched)) == 1
+    assert sum(counters.num_materialized for counters in head_counters(patched)) == 0
     assert sizes.largest < batch["labels"].numel() * model.get_base_model().config.vocab_size
     with torch.no_grad():
         inputs = {"input_ids": batch["input_ids"]}
@@ -90,7 +90,7 @@ def test_lora_on_the_head_is_part_of_every_use_of_the_logits() -> None:
 
     torch.testing.assert_close(results(patched), results(model))
     assert_same_gradients(model, patched)
-    assert sum(ledger.num_materialized for ledger in head_ledgers(patched)) == 0
+    assert sum(counters.num_materialized for counters in head_counters(patched)) == 0
 
 
 def test_two_adapters_at_once_are_both_in_the_loss() -> None:

@@ -73,7 +73,7 @@ def test_plain_model_gets_every_kernel_that_fits_and_computes_the_same(tied: boo
         loss.backward()
     for (name, want), got in zip(model.named_parameters(), patched.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, msg=lambda text, name=name: f"{name}: {text}")
-    assert patched.head.logits_ledger.num_losses == 1
+    assert patched.head.fusion_counters.num_losses == 1
     with torch.no_grad():
         torch.testing.assert_close(patched(tokens)[0], model(tokens)[0])
     report.undo()

@@ -49,3 +49,8 @@ def test_report_of_a_model_says_what_was_kept_and_why() -> None:
     assert "silu_mul is not the same: output" in table
     assert "rms_norm (gemma casting, offset 1)" in table
     assert [entry.kernel for entry in report.entries if entry.replacement is None] == ["silu_mul"]
+
+
+def test_empty_report_says_that_nothing_was_replaced() -> None:
+    assert "no module matches a chosen kernel" in str(PatchReport())
+    assert "no module matches" not in str(PatchReport([KEPT]))

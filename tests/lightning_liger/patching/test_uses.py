@@ -34,8 +34,8 @@ def assert_same(model: nn.Module, patched: nn.Module, batch: dict[str, Any], *, 
             continue
         tolerance = 1e-5 * want.grad.abs().max().item()
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    ledger = getattr(patched.get_output_embeddings(), "logits_ledger", None)
-    assert (ledger is not None and ledger.num_losses > 0 and ledger.num_materialized == 0) == is_fused
+    counters = getattr(patched.get_output_embeddings(), "fusion_counters", None)
+    assert (counters is not None and counters.num_losses > 0 and counters.num_materialized == 0) == is_fused
 
 
 def padded_batch() -> dict[str, Tensor]:

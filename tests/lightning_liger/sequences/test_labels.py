@@ -98,7 +98,7 @@ def train(model: nn.Module, batches: list[Batch]) -> tuple[dict[str, float], dic
 
 
 def ledger(model: nn.Module) -> tuple[int, int]:
-    return model.lm_head.logits_ledger.num_losses, model.lm_head.logits_ledger.num_materialized
+    return model.lm_head.fusion_counters.num_losses, model.lm_head.fusion_counters.num_materialized
 
 
 # Packing

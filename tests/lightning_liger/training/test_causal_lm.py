@@ -187,7 +187,7 @@ def test_configure_model_builds_once_over_the_stages_of_a_trainer() -> None:
     trainer.test(module, loader, verbose=False)
     assert module.model is model
     assert torch.equal(model.lm_head.weight, weights)
-    assert model.lm_head.logits_ledger.num_materialized == 0
+    assert model.lm_head.fusion_counters.num_materialized == 0
 
 
 def test_training_learns_a_batch_by_heart() -> None:

@@ -110,7 +110,7 @@ def test_default_step_logs_metrics_over_all_tokens_of_the_epoch(stage: str, patc
     assert logged.keys() - expected.keys() == ({"train_loss_step"} if stage == "train" else set())
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     if patched:
-        ledger = module.model.lm_head.logits_ledger
+        ledger = module.model.lm_head.fusion_counters
         num_batches = len(batches(all_ignored)) * (2 if stage == "train" else 1)
         num_sanity_checks = 2 if stage == "train" else 0
         assert (ledger.num_losses, ledger.num_materialized) == (num_batches + num_sanity_checks, 0)
@@ -119,7 +119,7 @@ def test_default_step_logs_metrics_over_all_tokens_of_the_epoch(stage: str, patc
 def test_own_training_step_is_fused_too() -> None:
     module = LMWithOwnStep()
     run("train", module, batches(), [LigerCallback()])
-    ledger = module.model.lm_head.logits_ledger
+    ledger = module.model.lm_head.fusion_counters
     # The model computes a loss of its own when it gets labels: 2 batches of 2, and 4 validation steps of one.
     assert (ledger.num_losses, ledger.num_materialized) == (2 * 2 + 4, 0)
 

@@ -469,6 +469,11 @@ def test_module_without_eps_and_name_of_a_norm_is_not_reported(make: Callable[[]
     assert apply_liger_kernels(make()).entries == []
 
 
+@pytest.mark.parametrize("name", [name for name in dir(nn) if "Dropout" in name])
+def test_dropout_whose_probability_looks_like_an_eps_is_not_reported(name: str) -> None:
+    assert apply_liger_kernels(getattr(nn, name)(0.005)).entries == []
+
+
 def test_instance_that_differs_in_a_number_is_judged_by_itself() -> None:
     model = nn.ModuleList([ScaledNorm(1.0), ScaledNorm(2.0), ScaledNorm(1.0)])
     entries = apply_liger_kernels(model).entries
@@ -476,13 +481,13 @@ def test_instance_that_differs_in_a_number_is_judged_by_itself() -> None:
     assert [isinstance(norm, Patched) for norm in model] == [True, False, True]
 
 
-def test_instance_with_a_forward_of_its_own_is_kept() -> None:
+def test_instance_that_overrides_forward_is_kept() -> None:
     norms = nn.ModuleList([Olmo2Form(), Olmo2Form()])
     original = norms[1].forward
     norms[1].forward = lambda hidden: original(hidden) + 1.0
     entries = apply_liger_kernels(norms).entries
     assert [(entry.count, entry.reason) for entry in entries] == [
         (1, ""),
-        (1, "this instance has a forward of its own"),
+        (1, "this instance overrides forward, as accelerate's hooks do"),
     ]
     assert type(norms[1]) is Olmo2Form

@@ -206,7 +206,7 @@ def wrapped_units(model: nn.Module) -> dict[str, str]:
 
 def logit_counts(model: nn.Module) -> tuple[int, int]:
     """How often the loss came without whole logits, and how often whole logits were needed."""
-    ledgers = [vars(module)["logits_ledger"] for module in model.modules() if "logits_ledger" in vars(module)]
+    ledgers = [vars(module)["fusion_counters"] for module in model.modules() if "fusion_counters" in vars(module)]
     return sum(ledger.num_losses for ledger in ledgers), sum(ledger.num_materialized for ledger in ledgers)
 
 

@@ -1,0 +1,170 @@
+"""The LM head of lazy logits: its parameters, what was done to its logits since, and counters of its losses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
+
+
+@dataclass
+class FusionCounters:
+    """Counts of a head's fused losses and of logits that were materialized; kept on the head, read by reports."""
+
+    num_losses: int = 0
+    """Losses computed without materializing the logits."""
+    num_materialized: int = 0
+    """Times that the logits were materialized with gradients enabled."""
+    bytes_avoided: int = 0
+    """Bytes of the logits minus those of one chunk, summed over the losses."""
+
+
+class HeadParameters:
+    """The linear head whose projection lazy logits postpone.
+
+    Not a dataclass: engines that convert the tensors in a module's output leave it alone.
+
+    Args:
+        weight: ``[vocab_size, hidden_size]``.
+        bias: ``[vocab_size]`` or None.
+        compute_dtype: Dtype of the projection: the weight's, or autocast's where it was enabled.
+        counters: Where the head's losses are counted.
+        options: How the fused loss is computed: ``chunk_bytes`` and ``accumulate_dtype`` of
+            :func:`liger_ops.linear_cross_entropy`.
+        adapter: ``[vocab_size, rank]``, the second factor of a low-rank update, or None. The hidden states then have
+            ``rank`` additional last columns, the input of the update.
+    """
+
+    __slots__ = ("adapter", "bias", "compute_dtype", "counters", "options", "weight")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute_dtype: torch.dtype,
+        counters: FusionCounters,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        adapter: Tensor | None = None,
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.compute_dtype = compute_dtype
+        self.counters = counters
+        self.options = options
+        self.adapter = adapter
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, self.adapter))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its tensors hold the whole vocabulary, so that they can be sliced along it."""
+        return True
+
+    def loss_options(self) -> Mapping[str, Any]:
+        """Keyword arguments of ``linear_cross_entropy`` that are specific to this head."""
+        return self.options
+
+    def _replaced(self, **tensors: Tensor | None) -> HeadParameters:
+        other = copy.copy(self)
+        for name, tensor in tensors.items():
+            setattr(other, name, tensor)
+        return other
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
+        """The same head with ``function`` applied to its tensors."""
+        bias, adapter = (None if tensor is None else function(tensor) for tensor in (self.bias, self.adapter))
+        return self._replaced(weight=function(self.weight), bias=bias, adapter=adapter)
+
+    def cast(self) -> HeadParameters:
+        """The same head with its parameters in ``compute_dtype``."""
+        return self.map(lambda parameter: parameter.to(self.compute_dtype))
+
+    def with_adapter(self, weight: Tensor) -> HeadParameters:
+        """The same head with one more low-rank update, whose input follows all other columns of the hidden states."""
+        return self._replaced(adapter=weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1))
+
+    def factors(self, hidden_states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of an input in ``compute_dtype`` and its weight, whose products add up to the logits.
+
+        Returns:
+            The hidden states and the weight, then the low-rank update's input and the adapter if there is one.
+        """
+        hidden_states = hidden_states.to(self.compute_dtype)
+        if self.adapter is None:
+            return [(hidden_states, self.weight)]
+        hidden_states, low_rank = hidden_states.split((self.weight.shape[1], self.adapter.shape[1]), dim=-1)
+        return [(hidden_states, self.weight), (low_rank, self.adapter)]
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """The real logits, ``[..., vocab_size]`` in ``compute_dtype``."""
+        head = self.cast()
+        # The dtype was decided when the head was called; autocast may have been switched since.
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            (input, weight), *adapters = head.factors(hidden_states)
+            logits = F.linear(input, weight, head.bias)
+            for input, weight in adapters:
+                logits = logits + F.linear(input, weight)
+            return logits
+
+    def project_to(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """One real logit per token, that of its label: ``[...]`` in ``compute_dtype``."""
+        head = self.cast()
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            logits = torch.zeros((), dtype=head.compute_dtype, device=labels.device)
+            for input, weight in head.factors(hidden_states):
+                logits = logits + torch.einsum("...h,...h->...", input, F.embedding(labels, weight))
+            return logits if head.bias is None else logits + F.embedding(labels, head.bias[:, None]).squeeze(-1)
+
+    def chunk_size(self, num_tokens: int, vocab_size: int, element_size: int) -> int:
+        """Tokens per chunk of ``[chunk_size, vocab_size]`` logits, within ``chunk_bytes`` if the options have it."""
+        chunk_bytes = self.options.get("chunk_bytes")
+        if chunk_bytes is None:
+            return default_chunk_size(num_tokens, vocab_size, element_size, self.weight.device)
+        return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
+
+
+class LogitTransform(NamedTuple):
+    """The elementwise operations and the log-softmax that were applied to the logits.
+
+    ``scale * logits``, or after a tanh ``scale * tanh(tanh_scale * logits)``; then a log-softmax if ``normalized``.
+    """
+
+    dtype: torch.dtype
+    scale: float = 1.0
+    tanh_scale: float | None = None
+    normalized: bool = False
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Applies them to real logits, ``[..., vocab_size]``."""
+        logits = self.apply_elementwise(logits)
+        return torch.log_softmax(logits, -1) if self.normalized else logits
+
+    def apply_elementwise(self, logits: Tensor) -> Tensor:
+        """Applies all but the log-softmax to any part of the logits."""
+        logits = logits.to(self.dtype)
+        if self.tanh_scale is not None:
+            logits = torch.tanh(logits * self.tanh_scale)
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def loss_options(self) -> dict[str, Any]:
+        """The same as arguments of ``linear_cross_entropy``: ``softcap * tanh(logit_scale * logits / softcap)``.
+
+        A log-softmax changes nothing for a loss that starts with one.
+        """
+        if self.tanh_scale is None:
+            return {"logit_scale": self.scale, "softcap": None}
+        return {"logit_scale": self.scale * self.tanh_scale, "softcap": abs(self.scale)}
