@@ -1,9 +1,9 @@
-"""What was measured, as JSON lines: first the environment, then one record for each measurement."""
+"""Files of results: JSON lines of ops and the loss (the environment, then the records), JSON of training runs."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +98,30 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
         return first["environment"], [Record.from_json(line) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} does not hold records of python -m benchmarks: {error}") from error
+
+
+class TrainingRun(NamedTuple):
+    """The file that ``benchmarks.train`` writes."""
+
+    environment: dict[str, Any]
+    """Device and versions."""
+    config: str
+    """Path of the yaml that every arm trained."""
+    arms: list[dict[str, Any]]
+    """One for each strategy and number of GPUs: ``arm``, ``processes``, ``steps``, ``tokens_per_second``, ..."""
+
+
+def read_training(path: Path) -> TrainingRun:
+    """The content of a file that ``python -m benchmarks.train`` wrote.
+
+    Raises:
+        ValueError: If ``path`` holds anything else.
+    """
+    measured = {"arm", "processes", "steps", "tokens_per_second", "peak_memory_bytes"}
+    try:
+        run = TrainingRun(**json.loads(path.read_text(encoding="utf-8")))
+        if not run.arms or any(not measured <= arm.keys() for arm in run.arms):
+            raise ValueError(f"expected arms, each with {sorted(measured)}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold results of python -m benchmarks.train: {error}") from error
+    return run
