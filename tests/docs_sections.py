@@ -163,14 +163,20 @@ def class_order(strategy: type) -> list[type]:
     return list(order[: last + 1])
 
 
+def strategy_class(name: str, user: str) -> type:
+    """The class that a registered name stands for, ``user`` being "Trainer" or "Fabric"."""
+    registry: Any = StrategyRegistry if user == "Trainer" else STRATEGY_REGISTRY
+    return registry[name]["strategy"]
+
+
 def classes() -> str:
     """The class order of each strategy, and file and first line of each class of this project in it."""
     text = ""
     ours: dict[type, None] = {}
     for name in STRATEGIES:
         text += f"`{name}`\n\n"
-        for user, registry in (("Trainer", StrategyRegistry), ("Fabric", STRATEGY_REGISTRY)):
-            order = class_order(registry[name]["strategy"])
+        for user in ("Trainer", "Fabric"):
+            order = class_order(strategy_class(name, user))
             names = ", ".join(f"`{cls.__name__}`" for cls in order[:-1])
             text += f"- {user}: {names}, Lightning's `{order[-1].__name__}`\n"
             ours |= dict.fromkeys(order[:-1])
@@ -214,7 +220,7 @@ def main() -> None:
         path = ROOT / name
         page = path.read_text(encoding="utf-8")
         start, stop = bounds(page, section.__name__)
-        path.write_text(page[:start] + "\n" + section().strip("\n") + "\n\n" + page[stop:], encoding="utf-8")
+        path.write_text(page[:start] + section().strip("\n") + "\n" + page[stop:], encoding="utf-8")
 
 
 if __name__ == "__main__":
