@@ -102,7 +102,7 @@ def _contenders(records: Iterable[Record]) -> list[str]:
 
 
 def _panel(axes: Axes, records: Sequence[Record], direction: str, quantity: str, op: Op) -> None:
-    """One line for each contender, and one for the floor of a time."""
+    """Draws one line per contender, and in a panel of times one for the floor."""
     for contender in _contenders(records):
         points = sorted(
             (record for record in records if record.contender == contender and record.pass_ == direction),
@@ -128,7 +128,7 @@ def _time_label(records: Sequence[Record]) -> str:
 
 
 def _finish(figure: Figure, title: str) -> Figure:
-    """A title, and one legend for all panels."""
+    """Adds a title, and one legend for all panels."""
     figure.suptitle(title, fontsize=10)
     handles = {}
     for axes in figure.axes:
@@ -155,7 +155,7 @@ def _op_figure(op: Op, records: Sequence[Record], where: str) -> Figure:
 
 
 def _overview(names: Sequence[str], swept: dict[str, list[Record]], where: str) -> Figure:
-    """Two ops a row, each with its time and its memory."""
+    """A figure with two ops per row, each with its time and its memory."""
     num_rows = (len(names) + 1) // 2
     figure = Figure(figsize=(13, 3.1 * num_rows + 0.6), layout="constrained")
     panels = figure.subplots(num_rows, 4, squeeze=False).reshape(-1, 2)
@@ -172,7 +172,7 @@ def _overview(names: Sequence[str], swept: dict[str, list[Record]], where: str) 
 
 
 def _loss_figure(records: Sequence[Record], where: str) -> Figure:
-    """Time against memory: down and to the left is better."""
+    """A figure of time against memory, in which down and to the left is better."""
     shapes = list(dict.fromkeys(record.shape for record in records))
     figure = Figure(figsize=(3.2 * len(shapes), 3.6), layout="constrained")
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
@@ -196,7 +196,7 @@ def _loss_figure(records: Sequence[Record], where: str) -> Figure:
 
 
 def _training_figure(run: TrainingRun) -> Figure:
-    """One labelled bar for each number of GPUs and arm."""
+    """A figure with one labelled bar for each number of GPUs and arm."""
     arms = sorted(run.arms, key=lambda arm: arm["processes"])
     gpus = list(dict.fromkeys(arm["processes"] for arm in arms))
     labels = [

@@ -10,26 +10,26 @@ from typing import Any, NamedTuple
 class Record:
     """One contender's measurement of one op at one shape in one direction.
 
-    What a machine cannot measure, or a direction does not have, is None. A backward direction is the difference of
-    ``both`` and ``forward``, so it has medians only.
+    A field is None if the machine cannot measure it or the direction does not have it. A backward direction is the
+    difference of ``both`` and ``forward``, so it has medians only.
 
     Attributes:
         op: Name of the op.
         suite: ``"shapes"``, compared with the floor, or ``"sweep"``, drawn in figures.
-        shape: As written in tables.
-        size: In a sweep, the size that varies.
-        dtype: Of the inputs.
-        contender: Whose implementation.
+        shape: The shape as text, for tables.
+        size: The size that varies in a sweep.
+        dtype: Dtype of the inputs.
+        contender: Name of the implementation.
         pass_: ``"forward"``, ``"backward"`` or ``"both"``; ``"pass"`` in JSON.
-        gpu_ms, gpu_ms_quartiles: Milliseconds in which GPU kernels ran.
+        gpu_ms, gpu_ms_quartiles: Milliseconds of GPU kernels.
         wall_ms, wall_ms_quartiles: Milliseconds from step to step.
         peak_mib: Peak memory above what was allocated before the step, gradients included.
         inputs_mib: Memory of the inputs and the incoming gradients.
-        floor_ms: What the GPU needs at its measured best rate for the work that nobody gets around.
+        floor_ms: Milliseconds of the least work that any implementation must do, at the best rate measured on the GPU.
         ratio: ``gpu_ms / floor_ms``.
         gradient_error: On a small problem, the largest relative L2 distance of a gradient from float64's.
         host_us: On a small problem, microseconds of a forward and backward.
-        first_call_s: Seconds of the very first forward and backward of this op in the process, compilation included.
+        first_call_s: Seconds of the first forward and backward of this op in the process, compilation included.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Record:
 
     @property
     def time_ms(self) -> float:
-        """The GPU's time where there is one."""
+        """GPU time, or wall time without a GPU."""
         return self.wall_ms if self.gpu_ms is None else self.gpu_ms
 
     @property
@@ -70,7 +70,7 @@ class Record:
 
 
 class Writer:
-    """Writes records as they come, so that a run that is cut short leaves what it has."""
+    """Writes each record at once, so that an interrupted run leaves those it has measured."""
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
         self._file = path.open("w", encoding="utf-8")

@@ -91,7 +91,7 @@ def test_contender_that_is_not_there_is_skipped_with_a_line(tmp_path: Path, caps
     arguments = ["--only", "silu_mul", "--against", "torch,liger", "--no-sweeps", "--out", str(tmp_path)]
     assert main(["ops", "--quick", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "silu_mul: torch is skipped: no function for this op beside eager's\n" in printed
+    assert "silu_mul: torch is skipped: there is no function for this op other than eager's\n" in printed
     assert "silu_mul: liger is skipped: it needs a GPU\n" in printed
 
 
