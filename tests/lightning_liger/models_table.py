@@ -32,7 +32,7 @@ HEADER = """# What is replaced in which model
 
 - A kernel's name: every module of that kind is replaced by it. In brackets, what stays as it is.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
-- Loss: "fused" if `model(..., labels=...).loss` never makes the logits.
+- Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
 
 | architecture | norms | rotary | MLP | experts | loss |
 |---|---|---|---|---|---|
