@@ -1,6 +1,6 @@
 # make demo   train a small language model on this machine's Python sources, and continue a prompt with it
 # make test   run the whole test suite
-# make docs   write docs/models.md again
+# make docs   write docs/models.md again, and the tables that are made from data and code
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,6 +31,7 @@ lint: $(VENV)/.complete
 
 docs: $(VENV)/.complete
 	$(BIN)/python -m tests.lightning_liger.models_table docs/models.md
+	$(BIN)/python -m tests.docs_sections
 
 wheel: $(VENV)/.complete
 	$(BIN)/python -m build --wheel

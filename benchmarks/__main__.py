@@ -24,7 +24,7 @@ _SUFFIXES = (".json", ".jsonl", ".png")
 
 
 def _names(what: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """An argument's type: a comma-separated list of known names."""
+    """The ``type`` of an argument that is a comma-separated list of known names."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -43,7 +43,7 @@ def _stem(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures liger_ops beside others.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compares liger_ops with others.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="ops|loss|plot")
     ops = commands.add_parser("ops", help="the memory-bound ops")
     loss = commands.add_parser("loss", help="the LM head with its loss")
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sweeps",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether to measure over sizes too, which the figures and the paper's claims need",
+        help="whether to also measure a range of sizes, which the figures and the paper's claims need",
     )
     for command in (ops, loss):
         command.add_argument(
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
             type=_names("contender", AGAINST),
             default=AGAINST,
             metavar="CONTENDER,...",
-            help=f"contenders beside ours (default: all): {', '.join(AGAINST)}",
+            help=f"contenders to compare ours with (default: all): {', '.join(AGAINST)}",
         )
         command.add_argument(
             "--quick", action="store_true", help="tiny sizes, a few repeats: a trial that also runs on a CPU"
@@ -74,13 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in (("ops", ops), ("loss", loss)):
         command.add_argument("--out", type=_stem, required=True, metavar="PATH", help=_OUT_HELP.format(name=name))
     plot = commands.add_parser("plot", help="draw the figures again from records")
-    plot.add_argument("records", type=Path, help="a .jsonl file that ops or loss wrote")
-    plot.add_argument("--out", type=_stem, metavar="PATH", help="start of the figures' paths (default: beside records)")
+    plot.add_argument(
+        "records", type=Path, help="a .jsonl file that ops or loss wrote, or a .json file of benchmarks.train"
+    )
+    plot.add_argument("--out", type=_stem, metavar="PATH", help="start of the figures' paths (default: the records')")
     return parser
 
 
 def _resolve_stem(out: str, name: str) -> str:
-    """The start of the paths to write, its folder made."""
+    """The start of the paths to write; creates their folder."""
     if out.endswith("/") or Path(out).is_dir():
         out = str(Path(out) / name)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,7 @@ def _resolve_stem(out: str, name: str) -> str:
 
 
 def _measure(ops: Sequence[Op], settings: Settings, stem: str, console: Console) -> bool:
-    """Measures, prints and writes; returns whether everything of ours worked."""
+    """Measures, prints and writes; returns whether all of our implementations ran."""
     about = environment() | {
         "copy_tb_s": settings.rates and settings.rates.copy / 1e12,
         "matrix_tflop_s": settings.rates and settings.rates.matrix / 1e12,
@@ -100,7 +102,7 @@ def _measure(ops: Sequence[Op], settings: Settings, stem: str, console: Console)
         )
     )
     runner = Runner(settings, say=console.print)
-    # Before the profiler first runs, because launches may cost more from then on.
+    # Before the profiler first runs: launches may cost more afterwards.
     small = {op.name: runner.measure_small(op) for op in ops}
     found: list[records.Record] = []
     with records.Writer(Path(f"{stem}.jsonl"), about) as writer:
@@ -121,7 +123,11 @@ def _measure(ops: Sequence[Op], settings: Settings, stem: str, console: Console)
 def _draw(file: Path, stem: str, console: Console) -> None:
     from benchmarks import plots  # needs matplotlib, which the package itself does not
 
-    for path in plots.draw(*records.read(file), stem):
+    if file.suffix == ".json":
+        paths = [plots.draw_training(records.read_training(file), stem)]
+    else:
+        paths = plots.draw(*records.read(file), stem)
+    for path in paths:
         console.print(f"wrote {path}")
 
 

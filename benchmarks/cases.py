@@ -1,4 +1,4 @@
-"""What is measured: an op, its inputs, its contenders, and the least work that none of them gets around."""
+"""Descriptions of measurements: an op, its inputs, its contenders, and the least work that each of them must do."""
 
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AGAINST = ("eager", "compile", "torch", "liger")  # whom the command line lets one choose; what is ours always runs
+AGAINST = ("eager", "compile", "torch", "liger")  # contenders that the command line can choose; ours always run
 DTYPE = torch.bfloat16
 
 Shape = tuple[int, ...]
@@ -16,12 +16,12 @@ Function = Callable[..., Any]
 
 
 class Unavailable(Exception):
-    """A contender that an op does not have, or that is not installed."""
+    """Raised for a contender that an op does not have, or that is not installed."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's arguments, those that take a gradient marked so, and what comes back (None for a scalar loss)."""
+    """Arguments of one call (those that take a gradient require it) and upstream gradients, None for a scalar loss."""
 
     arguments: tuple[Tensor, ...]
     grad_outputs: tuple[Tensor, ...] | None = None
@@ -72,12 +72,12 @@ class Maker:
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody's implementation of an op.
+    """An implementation of an op.
 
     Attributes:
         call: Takes the op's arguments, after the function that ``target`` names if there is one.
         target: ``"module:attribute"``, imported only when the contender is about to run.
-        has_gradient: False for work that is timed beside the others and gives no gradient.
+        has_gradient: False for work that is timed for comparison and gives no gradient.
     """
 
     call: Function | None = None
@@ -129,22 +129,22 @@ def _join(*shape: int) -> str:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation and everything that is measured of it.
+    """An operation and all of its measurements.
 
     Attributes:
         name: As on the command line and in the records.
         title: As in figures.
         inputs: Makes inputs from a :class:`Maker` and a shape.
-        exact: The mathematics of ``inputs``'s arguments in their own dtype, for float64.
+        exact: The op in plain PyTorch without casts, called with float64 inputs as the reference.
         contenders: By name. ``compile`` is made from ``eager``.
-        shapes: What is measured and compared with the floor.
-        small: For the host's time, and for the gradients' error where ``error_shape`` is None.
-        tiny: Instead of all of these with ``--quick``.
-        rate: What bounds the op: ``"copy"`` (bytes a second) or ``"matrix"`` (FLOPs a second).
+        shapes: The shapes that are measured and compared with the floor.
+        small: The shape for the host's time, and for the gradients' error if ``error_shape`` is None.
+        tiny: The shape that replaces all of these with ``--quick``.
+        rate: The rate that bounds the op: ``"copy"`` (bytes per second) or ``"matrix"`` (FLOPs per second).
         amount: Bytes of one pass over the op's large tensors, or FLOPs of one matrix product, from its arguments.
-        passes: How many such passes each direction cannot do without.
-        label: How a shape is written.
-        split: Whether the forward direction is measured alone too.
+        passes: Number of such passes that each direction needs at least.
+        label: Formats a shape.
+        split: Whether forward is also measured alone.
     """
 
     name: str
@@ -164,20 +164,20 @@ class Op:
     sweep: Sweep | None = field(default=None, repr=False)
 
     def chosen(self, against: tuple[str, ...]) -> tuple[str, ...]:
-        """Names of ours, of what always runs beside it, and of ``against``."""
+        """Names of the contenders to run: ours, those that always run, and ``against``."""
         return (*(name for name in self.contenders if name not in AGAINST), *against)
 
     def load(self, name: str, device: torch.device) -> Function:
         """The contender of that name as a function of the op's arguments.
 
         Raises:
-            Unavailable: If there is none; the message says why.
+            Unavailable: If there is none, with the reason.
         """
         if name == "compile":
-            torch._dynamo.reset()  # else it would give up compiling after a few shapes
+            torch._dynamo.reset()  # otherwise it stops compiling after a few shapes
             return torch.compile(self.contenders["eager"].load(), dynamic=False)
         if name not in self.contenders:
-            raise Unavailable("no function for this op beside eager's")
+            raise Unavailable("there is no function for this op other than eager's")
         if name == "liger" and device.type != "cuda":
             raise Unavailable("it needs a GPU")
         return self.contenders[name].load()

@@ -1,4 +1,4 @@
-"""Where a result was measured."""
+"""The environment that a result was measured in."""
 
 import datetime
 import importlib.metadata
@@ -18,7 +18,7 @@ def _version(distribution: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions and date, to be kept with every result."""
+    """Device, versions and date, which are saved with every result."""
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.date.today().isoformat(),

@@ -1,7 +1,7 @@
 """The LM head and its loss, forward and backward.
 
-Its bound is three matrix products over the tokens that are not ignored; ``products`` is what cuBLAS takes for them when
-one chunk holds all tokens.
+Its bound is three matrix products over the tokens that are not ignored; ``products`` is the time of cuBLAS for them,
+with all tokens in one chunk.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.cases import Contender, Inputs, Maker, Op, liger_kernel, ours, pytorch
 
 MIB = 2**20
-# MiB for one chunk of logits, by (num_tokens, hidden_size, vocab_size): about what liger-kernel's chunks take.
+# MiB for one chunk of logits, by (num_tokens, hidden_size, vocab_size): about the size of liger-kernel's chunks.
 _SMALL_BUDGETS = {
     (8192, 4096, 128256): 176,
     (8192, 2304, 256000): 150,
@@ -38,7 +38,7 @@ def _num_valid_tokens(labels: Tensor) -> int:
 
 
 def small_budget(hidden_states: Tensor, weight: Tensor) -> int:
-    """Bytes of one chunk of logits for who would rather save memory; an eighth of them all at other shapes."""
+    """Bytes of one chunk of logits in the setting that saves memory; at other shapes, an eighth of all logits."""
     num_tokens, (vocab_size, hidden_size) = hidden_states.shape[0], weight.shape
     budget = _SMALL_BUDGETS.get((num_tokens, hidden_size, vocab_size))
     return num_tokens * vocab_size * weight.itemsize // 8 if budget is None else budget * MIB
@@ -46,7 +46,7 @@ def small_budget(hidden_states: Tensor, weight: Tensor) -> int:
 
 @torch.no_grad()
 def _products(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits in place of their gradient: the same sizes, no loss between."""
+    """The three products, with the logits as a stand-in for their gradient, which has the same size."""
     valid = hidden_states[: _num_valid_tokens(labels)]
     logits = F.linear(valid, weight)
     return logits @ weight, logits.t() @ valid

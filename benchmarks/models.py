@@ -1,4 +1,4 @@
-"""Whole models at real width: a step of patched against unpatched ones, in time, memory and distance to float64.
+"""Whole models at real width, patched and unpatched: time, memory and distance to float64 of a step.
 
     python -m benchmarks.models --out benchmarks/results/models_h200.json
 
@@ -81,7 +81,7 @@ def _patch_by_liger_kernel(model: nn.Module) -> None:
 ARMS: dict[str, Callable[[nn.Module], Any]] = {
     "unpatched": lambda model: None,
     "ours": apply_liger_kernels,
-    "liger-kernel": _patch_by_liger_kernel,  # last: it changes modules for good
+    "liger-kernel": _patch_by_liger_kernel,  # last: its changes cannot be undone
 }
 
 
@@ -100,7 +100,7 @@ def _distance(actual: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def measure(name: str, quick: bool, device: torch.device) -> list[dict[str, Any]]:
-    """One record for each arm."""
+    """Records of one model, one for each arm."""
     model_type, settings = MODELS[name]
     if quick:
         settings = {key: _SMALL.get(key, value) for key, value in settings.items()}
@@ -132,7 +132,7 @@ def measure(name: str, quick: bool, device: torch.device) -> list[dict[str, Any]
             report = patch(model)
             loss, gradients = _gradients(model, few)
         except (ImportError, RuntimeError, TypeError, ValueError) as failure:
-            if arm != "liger-kernel":  # which does not have, or does not run, every model
+            if arm != "liger-kernel":  # liger-kernel does not support or run every model
                 raise
             print(f"{name}, {arm}: skipped, {failure}")
             continue
@@ -205,7 +205,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     records: list[dict[str, Any]] = []
     for name in names:
-        # In a process of its own: what liger-kernel changes, it changes for every model of the process.
+        # In a separate process: liger-kernel's changes are for every model of the process.
         with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
             records += process.submit(measure, name, options.quick, device).result()
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The memory-bound ops: their shapes, their contenders, and how many passes over memory they need at least.
 
-``eager`` is what Hugging Face's modules compute in plain PyTorch. liger-kernel's functions are called as its modules
-call them, so some write into their inputs or into the incoming gradients.
+``eager`` is the plain PyTorch code of Hugging Face's modules. liger-kernel's functions are called as its modules call
+them, so some write into their inputs or into the incoming gradients.
 """
 
 import torch
@@ -46,7 +46,7 @@ def _group_norm_inputs(make: Maker, batch_size: int, num_channels: int, height: 
 def _rotary_inputs(
     make: Maker, batch_size: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> Inputs:
-    # Views of what the projections write, [batch_size, seq_len, heads, head_dim].
+    # Views of the projections' outputs, [batch_size, seq_len, heads, head_dim].
     q, k = (
         make.normal(batch_size, seq_len, heads, head_dim).transpose(1, 2).requires_grad_()
         for heads in (num_heads, num_kv_heads)
@@ -74,7 +74,7 @@ def _logits_inputs(make: Maker, num_tokens: int, vocab_size: int) -> Inputs:
 
 
 def _eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """As LlamaRMSNorm."""
+    """RMSNorm as in LlamaRMSNorm."""
     hidden_states = x.float()
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     return weight * (hidden_states * torch.rsqrt(variance + EPS)).to(x.dtype)
@@ -180,7 +180,7 @@ _OPS = (
         exact=_torch_layer_norm,
         contenders={
             "ours": ours("layer_norm", lambda f, x, weight, bias: f(x, weight.shape, weight, bias, EPS)),
-            "eager": Contender(_torch_layer_norm),  # one fused op already
+            "eager": Contender(_torch_layer_norm),  # already one fused op
             "liger": liger_kernel("liger_layer_norm", lambda f, x, weight, bias: f(x, weight, bias, EPS)),
         },
         shapes=((16384, 4096), (4096, 16384), (32768, 1024)),
@@ -197,7 +197,7 @@ _OPS = (
         exact=_torch_group_norm,
         contenders={
             "ours": ours("group_norm", lambda f, x, weight, bias: f(x, _num_groups(x), weight, bias, EPS)),
-            "eager": Contender(_torch_group_norm),  # one fused op already
+            "eager": Contender(_torch_group_norm),  # already one fused op
             "liger": liger_kernel(
                 "liger_group_norm", lambda f, x, weight, bias: f(x, weight, bias, x.shape[1], _num_groups(x), EPS)
             ),
@@ -293,7 +293,7 @@ _OPS = (
         small=(256, 1024),
         tiny=(16, 64),
         amount=_bytes_of_first,
-        passes={"both": 2},  # read once, written once; which direction does so is free
+        passes={"both": 2},  # read once, written once, in either direction
         sweep=Sweep("vocabulary", (40960, 81920, 122880, 163840), lambda vocab_size: (8192, vocab_size), "8192 tokens"),
     ),
 )

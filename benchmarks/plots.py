@@ -1,4 +1,4 @@
-"""Records as figures, in the form of figures 2 to 7 of arXiv:2410.10989."""
+"""Figures of records: of ops in the form of figures 2 to 7 of arXiv:2410.10989, of the loss, and of training."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,9 +12,9 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from benchmarks.cases import Op
 from benchmarks.loss import LOSS
 from benchmarks.ops import OPS
-from benchmarks.records import Record
+from benchmarks.records import Record, TrainingRun
 
-# Of the colours that Okabe and Ito chose for all kinds of colour vision; a contender keeps its own in every figure.
+# From Okabe and Ito's palette, which is safe for colour blindness; a contender has the same colour in every figure.
 _STYLES = {
     "ours": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 4},
     "ours, in place": {"color": "#56B4E9", "marker": "d"},
@@ -31,6 +31,13 @@ _NAMES = {
     "torch": "PyTorch's fused op",
     "liger": "liger-kernel",
 }
+# Arms of benchmarks.train, each with a lightness and a hatch that remain distinct in greyscale.
+_ARMS = {
+    "fsdp": ("FSDP,\nHugging Face model", {"color": "#D9D9D9", "hatch": ""}),
+    "liger_kernel": ("FSDP, patched by\nliger-kernel", {"color": "#E69F00", "hatch": "///"}),
+    "liger_fsdp": ("liger_fsdp", {"color": "#0072B2", "hatch": ""}),
+    "liger_model_parallel": ("liger_model_parallel", {"color": "#56B4E9", "hatch": "..."}),
+}
 _OVERVIEW = ("cross_entropy", "rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul")
 _RESOLUTION = 150
 
@@ -39,8 +46,8 @@ def draw(environment: dict[str, Any], records: Sequence[Record], stem: str) -> l
     """Writes one figure for each op with a sweep, an overview of the ops in the paper, and one of the loss.
 
     Args:
-        environment: For the line that says where this was measured.
-        records: What to draw.
+        environment: Device and versions, for the titles.
+        records: The measurements to draw.
         stem: Start of the paths, ``<stem>_<op>.png``.
 
     Returns:
@@ -52,6 +59,18 @@ def draw(environment: dict[str, Any], records: Sequence[Record], stem: str) -> l
         for path, figure in zip(paths, figures.values(), strict=True):
             figure.savefig(path, dpi=_RESOLUTION)
     return paths
+
+
+def draw_training(run: TrainingRun, stem: str) -> Path:
+    """Writes ``<stem>.png``: speed and peak memory per GPU of each arm of ``benchmarks.train``.
+
+    Returns:
+        The file written.
+    """
+    path = Path(f"{stem}.png")
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        _training_figure(run).savefig(path, dpi=_RESOLUTION)
+    return path
 
 
 def _figures(environment: dict[str, Any], records: Sequence[Record]) -> dict[str, Figure]:
@@ -83,7 +102,7 @@ def _contenders(records: Iterable[Record]) -> list[str]:
 
 
 def _panel(axes: Axes, records: Sequence[Record], direction: str, quantity: str, op: Op) -> None:
-    """One line for each contender, and one for the floor of a time."""
+    """Draws one line per contender, and in a panel of times one for the floor."""
     for contender in _contenders(records):
         points = sorted(
             (record for record in records if record.contender == contender and record.pass_ == direction),
@@ -109,7 +128,7 @@ def _time_label(records: Sequence[Record]) -> str:
 
 
 def _finish(figure: Figure, title: str) -> Figure:
-    """A title, and one legend for all panels."""
+    """Adds a title, and one legend for all panels."""
     figure.suptitle(title, fontsize=10)
     handles = {}
     for axes in figure.axes:
@@ -136,7 +155,7 @@ def _op_figure(op: Op, records: Sequence[Record], where: str) -> Figure:
 
 
 def _overview(names: Sequence[str], swept: dict[str, list[Record]], where: str) -> Figure:
-    """Two ops a row, each with its time and its memory."""
+    """A figure with two ops per row, each with its time and its memory."""
     num_rows = (len(names) + 1) // 2
     figure = Figure(figsize=(13, 3.1 * num_rows + 0.6), layout="constrained")
     panels = figure.subplots(num_rows, 4, squeeze=False).reshape(-1, 2)
@@ -153,7 +172,7 @@ def _overview(names: Sequence[str], swept: dict[str, list[Record]], where: str) 
 
 
 def _loss_figure(records: Sequence[Record], where: str) -> Figure:
-    """Time against memory: down and to the left is better."""
+    """A figure of time against memory, in which down and to the left is better."""
     shapes = list(dict.fromkeys(record.shape for record in records))
     figure = Figure(figsize=(3.2 * len(shapes), 3.6), layout="constrained")
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
@@ -174,3 +193,35 @@ def _loss_figure(records: Sequence[Record], where: str) -> Figure:
         axes.grid(linewidth=0.4, alpha=0.6)
     figure.axes[0].set_ylabel("wall time, ms")
     return _finish(figure, f"{LOSS.title}, forward and backward, gradients included; {where}")
+
+
+def _training_figure(run: TrainingRun) -> Figure:
+    """A figure with one labelled bar for each number of GPUs and arm."""
+    arms = sorted(run.arms, key=lambda arm: arm["processes"])
+    gpus = list(dict.fromkeys(arm["processes"] for arm in arms))
+    labels = [
+        _ARMS[arm["arm"]][0] + (f", {arm['processes']} GPU{'s'[: arm['processes'] - 1]}" if len(gpus) > 1 else "")
+        for arm in arms
+    ]
+    styles = [_ARMS[arm["arm"]][1] for arm in arms]
+    speeds = [arm["tokens_per_second"] / arm["processes"] for arm in arms]
+    peaks = [arm["peak_memory_bytes"] / 2**30 for arm in arms]
+    figure = Figure(figsize=(9, 1.2 + 0.4 * len(labels)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    quantities = (
+        ("tokens/s per GPU (more is better)", speeds, ",.0f"),
+        ("peak GiB per GPU (less is better)", peaks, ".1f"),
+    )
+    for axes, (title, values, form) in zip(panels, quantities, strict=True):
+        for position, (value, style) in enumerate(zip(values, styles, strict=True)):
+            axes.barh(position, value, height=0.68, edgecolor="black", linewidth=0.8, **style)
+            axes.annotate(f"{value:{form}}", (value, position), (4, 0), textcoords="offset points", va="center")
+        axes.set_yticks(range(len(labels)), labels)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlim(0, 1.15 * max(values))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_title(title, fontsize=9)
+    panels[0].invert_yaxis()  # shared: the first arm on top in both
+    where = f"{', '.join(map(str, gpus))} x {run.environment['device']}, torch {run.environment['torch']}"
+    figure.suptitle(f"{run.config}, {arms[0]['steps']} steps; {where}", fontsize=10)
+    return figure

@@ -1,35 +1,35 @@
-"""What was measured, as JSON lines: first the environment, then one record for each measurement."""
+"""Files of results: JSON lines of ops and the loss (the environment, then the records), JSON of training runs."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
     """One contender's measurement of one op at one shape in one direction.
 
-    What a machine cannot measure, or a direction does not have, is None. A backward direction is the difference of
-    ``both`` and ``forward``, so it has medians only.
+    A field is None if the machine cannot measure it or the direction does not have it. A backward direction is the
+    difference of ``both`` and ``forward``, so it has medians only.
 
     Attributes:
         op: Name of the op.
         suite: ``"shapes"``, compared with the floor, or ``"sweep"``, drawn in figures.
-        shape: As written in tables.
-        size: In a sweep, the size that varies.
-        dtype: Of the inputs.
-        contender: Whose implementation.
+        shape: The shape as text, for tables.
+        size: The size that varies in a sweep.
+        dtype: Dtype of the inputs.
+        contender: Name of the implementation.
         pass_: ``"forward"``, ``"backward"`` or ``"both"``; ``"pass"`` in JSON.
-        gpu_ms, gpu_ms_quartiles: Milliseconds in which GPU kernels ran.
+        gpu_ms, gpu_ms_quartiles: Milliseconds of GPU kernels.
         wall_ms, wall_ms_quartiles: Milliseconds from step to step.
         peak_mib: Peak memory above what was allocated before the step, gradients included.
         inputs_mib: Memory of the inputs and the incoming gradients.
-        floor_ms: What the GPU needs at its measured best rate for the work that nobody gets around.
+        floor_ms: Milliseconds of the least work that any implementation must do, at the best rate measured on the GPU.
         ratio: ``gpu_ms / floor_ms``.
         gradient_error: On a small problem, the largest relative L2 distance of a gradient from float64's.
         host_us: On a small problem, microseconds of a forward and backward.
-        first_call_s: Seconds of the very first forward and backward of this op in the process, compilation included.
+        first_call_s: Seconds of the first forward and backward of this op in the process, compilation included.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Record:
 
     @property
     def time_ms(self) -> float:
-        """The GPU's time where there is one."""
+        """GPU time, or wall time without a GPU."""
         return self.wall_ms if self.gpu_ms is None else self.gpu_ms
 
     @property
@@ -70,7 +70,7 @@ class Record:
 
 
 class Writer:
-    """Writes records as they come, so that a run that is cut short leaves what it has."""
+    """Writes each record at once, so that an interrupted run leaves those it has measured."""
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -98,3 +98,30 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
         return first["environment"], [Record.from_json(line) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} does not hold records of python -m benchmarks: {error}") from error
+
+
+class TrainingRun(NamedTuple):
+    """The file that ``benchmarks.train`` writes."""
+
+    environment: dict[str, Any]
+    """Device and versions."""
+    config: str
+    """Path of the yaml that every arm trained."""
+    arms: list[dict[str, Any]]
+    """One for each strategy and number of GPUs: ``arm``, ``processes``, ``steps``, ``tokens_per_second``, ..."""
+
+
+def read_training(path: Path) -> TrainingRun:
+    """The content of a file that ``python -m benchmarks.train`` wrote.
+
+    Raises:
+        ValueError: If ``path`` holds anything else.
+    """
+    measured = {"arm", "processes", "steps", "tokens_per_second", "peak_memory_bytes"}
+    try:
+        run = TrainingRun(**json.loads(path.read_text(encoding="utf-8")))
+        if not run.arms or any(not measured <= arm.keys() for arm in run.arms):
+            raise ValueError(f"expected arms, each with {sorted(measured)}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} does not hold results of python -m benchmarks.train: {error}") from error
+    return run

@@ -15,15 +15,15 @@ from benchmarks.timing import Effort, Rates, Spread
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run and how.
+    """Settings of a run.
 
     Attributes:
-        device: Where.
-        against: Contenders beside what is ours.
+        device: Device to measure on.
+        against: Contenders to compare ours with.
         effort: How long to measure.
-        rates: What floors are computed from; None on a CPU, where there are none.
+        rates: The rates that floors are computed from; None on a CPU, which has no floors.
         tiny: Whether to measure small shapes only.
-        sweeps: Whether to measure what figures are drawn from.
+        sweeps: Whether to also measure a range of sizes, from which figures are drawn.
     """
 
     device: torch.device
@@ -36,7 +36,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SmallProblem:
-    """What is known of a contender from a small problem; fields as in :class:`Record`."""
+    """Results of a contender on a small problem; fields as in :class:`Record`."""
 
     first_call_s: float
     host_us: float
@@ -47,7 +47,7 @@ class Runner:
     """Runs contenders and keeps going when one of them fails.
 
     Attributes:
-        failed: Contenders that raised, somewhere; what is merely unavailable does not count.
+        failed: Contenders that raised at some shape. Unavailable ones do not count.
     """
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
@@ -56,7 +56,7 @@ class Runner:
         self._say = say
 
     def measure_small(self, op: Op) -> dict[str, SmallProblem]:
-        """Each contender that works on a small problem; says which do not."""
+        """Results of each contender that works on a small problem; prints which do not."""
         found = {}
         for name in op.chosen(self.settings.against):
             try:
@@ -82,7 +82,7 @@ class Runner:
         return SmallProblem(first_call_s, host_us, error)
 
     def measure(self, op: Op, small: dict[str, SmallProblem]) -> Iterator[Record]:
-        """Every shape, and every size of the sweep, for the contenders that ``small`` names."""
+        """Records of every shape, and of every size of the sweep, for the contenders in ``small``."""
         suites: list[tuple[str, int | None, Shape]] = [
             ("shapes", None, shape) for shape in ((op.tiny,) if self.settings.tiny else op.shapes)
         ]
@@ -100,8 +100,8 @@ class Runner:
     def _measure(self, op: Op, name: str, shape: Shape, known: SmallProblem, **where: Any) -> list[Record]:
         settings, device = self.settings, self.settings.device
         function = op.load(name, device)
-        # Inputs of its own for each contender: liger-kernel's functions write into theirs. These are not set back
-        # before each step, which would cost time that is no contender's; the values drift, the work stays the same.
+        # Separate inputs for each contender: liger-kernel's functions write into theirs. They are not restored before
+        # each step, because that time would count for the contender; the values drift, the work stays the same.
         make = Maker(device)
         first = op.inputs(make, *shape)
         count = timing.num_input_sets(first.num_bytes, device)
@@ -143,7 +143,7 @@ class Runner:
         return records
 
     def _times(self, steps: list[timing.Step]) -> tuple[Spread | None, Spread]:
-        """What the GPU takes, if there is one, and what the clock says."""
+        """GPU time (None without a GPU) and wall time."""
         device, effort = self.settings.device, self.settings.effort
         warm_up = timing.wall_ms(steps, max(len(steps), 2), device)
         repeats = effort.repeats(warm_up[-1])
@@ -166,7 +166,7 @@ def _forward(function: Function, inputs: Inputs) -> timing.Step:
 
 
 def _both(function: Function, inputs: Inputs) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward into fresh gradients, the same way for every contender."""
+    """A step of forward and backward into new gradients, the same way for every contender."""
     arguments, leaves, grad_outputs = inputs.arguments, inputs.leaves, inputs.grad_outputs
     return lambda: torch.autograd.grad(function(*arguments), leaves, grad_outputs)
 
@@ -182,7 +182,7 @@ def gradient_error(op: Op, function: Function, make_inputs: Callable[[], Inputs]
 
 
 def rms_norm_host_us(settings: Settings, op: Op) -> float:
-    """The host's time of ``F.rms_norm``, forward and backward: what a cheap op of PyTorch costs."""
+    """Microseconds of the host for ``F.rms_norm``, forward and backward: the cost of a cheap op of PyTorch."""
     inputs = op.inputs(Maker(settings.device), *(op.tiny if settings.tiny else op.small))
     step = _both(op.load("torch", settings.device), inputs)
     return timing.host_us(step, settings.effort.host_calls, settings.device)

@@ -13,7 +13,7 @@ DIRECTIONS = ("forward", "backward", "both")
 
 @dataclass(frozen=True)
 class Claim:
-    """How many times less than Hugging Face's arXiv:2410.10989 says that its kernels take, at one size, on an A100."""
+    """A claim of arXiv:2410.10989: how many times less its kernels need than Hugging Face's at one size (A100)."""
 
     op: str
     size: int
@@ -36,7 +36,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _grid(title: str, *columns: str, caption: str | None = None) -> Table:
-    """A table whose first columns are words and whose others are numbers."""
+    """An empty table; columns of names are left-aligned, columns of numbers right-aligned."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in ("shape", "op", "contender") else "right", no_wrap=True)
@@ -44,7 +44,7 @@ def _grid(title: str, *columns: str, caption: str | None = None) -> Table:
 
 
 def op_table(op: str, records: Sequence[Record]) -> Table:
-    """Every shape and contender of one op, a row each."""
+    """A table of one op with a row for every shape and contender."""
     table = _grid(
         f"{op}, {records[0].dtype}, milliseconds"
         + (" by the clock" if records[0].gpu_ms is None else " of GPU kernels (wall: from step to step)"),
@@ -74,7 +74,7 @@ def op_table(op: str, records: Sequence[Record]) -> Table:
 
 
 def host_table(records: Sequence[Record], environment: dict[str, Any]) -> Table:
-    """What a forward and backward costs the host, each op by each contender."""
+    """A table of the host's time for forward and backward, for each op and contender."""
     by_op: dict[str, dict[str, Record]] = {}
     for record in records:
         if record.host_us is not None:
@@ -95,14 +95,14 @@ def host_table(records: Sequence[Record], environment: dict[str, Any]) -> Table:
 
 
 def _ratios(records: Sequence[Record], quantity: Callable[[Record], float | None]) -> list[float | None]:
-    """How many times liger-kernel's quantity and both of ours go into eager's."""
+    """Eager's quantity divided by that of liger-kernel and of both of ours; None where one is missing."""
     found = {record.contender: quantity(record) for record in records}
     eager = found.get("eager")
     return [eager / found[name] if eager and found.get(name) else None for name in ("liger", "ours", "ours, in place")]
 
 
 def claims_table(records: Sequence[Record]) -> Table:
-    """The paper's claims beside what was measured."""
+    """A table of the paper's claims and the measurements."""
     table = _grid(
         "The paper's claims (arXiv:2410.10989): how many times less than eager, forward and backward",
         *("op", *("time: paper", "liger", "ours", "in place"), *("memory: paper", "liger", "ours", "in place")),

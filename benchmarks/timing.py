@@ -1,4 +1,4 @@
-"""How time and memory are measured, on a GPU or, wall time only, on a CPU."""
+"""Measuring time and memory on a GPU, and wall time on a CPU."""
 
 import itertools
 import math
@@ -33,9 +33,9 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        milliseconds: Of work for each measurement, about.
-        min_repeats, max_repeats: Bounds of how often a step runs for that.
-        host_calls: Calls for one mean of the host's time.
+        milliseconds: Approximate time for each measurement.
+        min_repeats, max_repeats: Bounds of the number of steps in that time.
+        host_calls: Number of calls for one mean of the host's time.
     """
 
     milliseconds: float = 30.0
@@ -44,7 +44,7 @@ class Effort:
     host_calls: int = 300
 
     def repeats(self, milliseconds: float) -> int:
-        """How often to run a step that takes so long."""
+        """Number of times to run a step that takes ``milliseconds``."""
         wanted = math.ceil(self.milliseconds / max(milliseconds, 1e-3))
         return min(max(wanted, self.min_repeats), self.max_repeats)
 
@@ -58,7 +58,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def num_input_sets(num_bytes: int, device: torch.device) -> int:
-    """How many sets of inputs to take turns with so that the cache holds none of them when its turn comes."""
+    """Number of input sets to alternate between, so that none is in the cache when it is used again."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -66,7 +66,7 @@ def num_input_sets(num_bytes: int, device: torch.device) -> int:
 
 
 def wall_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds of each of ``repeats`` steps in a row, ``steps`` taking turns; on a GPU between CUDA events."""
+    """Milliseconds of each of ``repeats`` consecutive steps, alternating ``steps``; on a GPU between CUDA events."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for turn in range(repeats):
@@ -84,7 +84,7 @@ def wall_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[f
 
 
 def gpu_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds that the GPU spends in kernels and copies, for each of ``repeats`` steps, ``steps`` taking turns."""
+    """Milliseconds of kernels and copies on the GPU in each of ``repeats`` steps, alternating ``steps``."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for turn in range(repeats):
             steps[turn % len(steps)]()
@@ -97,14 +97,14 @@ def gpu_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[fl
 def sum_by_step(durations: Sequence[float], num_steps: int) -> list[float]:
     """Sums the durations of each step's kernels, all given in the order of their start."""
     if not durations or len(durations) % num_steps:
-        # Steps that launch different kernels cannot be told apart; their mean stands for each.
+        # Steps that launch different kernels cannot be separated; each counts as their mean.
         return [math.fsum(durations) / num_steps] * num_steps
     each = len(durations) // num_steps
     return [math.fsum(durations[start : start + each]) for start in range(0, len(durations), each)]
 
 
 def host_us(step: Step, calls: int, device: torch.device) -> float:
-    """Microseconds of one of many calls in a row without waiting for the GPU between them; the best of three means."""
+    """Microseconds per call, over many calls without waiting for the GPU in between; the best of three means."""
     for _ in range(min(calls, 20)):
         step()
     means = []
@@ -126,7 +126,7 @@ def first_call_s(step: Step, device: torch.device) -> float:
 
 
 def peak_mib(step: Step, device: torch.device) -> float:
-    """MiB that a step needs at most, above what is allocated before it."""
+    """Peak memory of a step in MiB, above the memory allocated before it."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -137,7 +137,7 @@ def peak_mib(step: Step, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """What this GPU does at its best: bytes read and written a second in a copy, bfloat16 FLOPs a second."""
+    """Best rates of this GPU: bytes read and written per second in a copy, bfloat16 FLOPs per second."""
 
     copy: float
     matrix: float

@@ -3,11 +3,10 @@
     python -m benchmarks.train --config examples/llama3_8b.yaml --out benchmarks/results/train_llama3_8b.json
 
 The arms: ``liger_fsdp`` runs the yaml as it is; ``fsdp`` runs it with Lightning's own FSDPStrategy, the same layers
-wrapped and checkpointed, and plain Hugging Face code; ``liger_kernel`` is the latter with the published liger-kernel
-package's patches and loss; ``liger_model_parallel`` runs the yaml under FSDP2, with the same layers sharded and
-checkpointed.
+wrapped and checkpointed, and plain Hugging Face code; ``liger_kernel`` is ``fsdp`` with the patches and the loss of the
+liger-kernel package; ``liger_model_parallel`` runs the yaml under FSDP2, with the same layers sharded and checkpointed.
 
-With ``--devices 1,2,4`` every arm is trained on each number of GPUs, with the same tokens a GPU.
+With ``--devices 1,2,4`` every arm is trained on each number of GPUs, with the same number of tokens per GPU.
 """
 
 import argparse
@@ -31,7 +30,7 @@ ARMS = ("fsdp", "liger_kernel", "liger_fsdp", "liger_model_parallel")
 
 
 class PlainFSDPStrategy(FSDPStrategy):
-    """Lightning's strategy with the layers to wrap and to checkpoint taken from the model, as LigerStrategy does."""
+    """Lightning's strategy, wrapping and checkpointing the layers that LigerFSDPStrategy chooses by default."""
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         from lightning.fabric.strategies.fsdp import _activation_checkpointing_kwargs, _auto_wrap_policy_kwargs
@@ -43,7 +42,7 @@ class PlainFSDPStrategy(FSDPStrategy):
 
 
 class HuggingFaceLossLM(LigerCausalLM):
-    """The same model trained on the loss that its own forward returns, which liger-kernel patches."""
+    """The same model, trained on the loss that its forward returns, which liger-kernel patches."""
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         return self.model(**batch).loss
@@ -75,7 +74,7 @@ class ArmCLI(LigerCLI):
 
 
 def run_arm(arm: str, config: str, steps: int, out: Path, overrides: list[str]) -> None:
-    """Trains in this process (and those that Lightning starts) and writes what it measured."""
+    """Trains in this process (and those that Lightning starts) and writes the results."""
     ArmCLI.arm = arm
     args = [
         f"--config={config}",
@@ -138,7 +137,10 @@ def main() -> None:
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:
-    """Speed and memory against the first arm on as many devices, and speed of a device against the arm's first run."""
+    """Prints a table of the arms.
+
+    Speed and memory are relative to the first arm on as many devices, scaling to the first run of the same arm.
+    """
     print(f"{'arm':22}{'devices':>8}{'tokens/s/device':>16}{'peak GiB':>10}", end="")
     print(f"{'speed':>8}{'memory':>8}{'scaling':>8}{'loss':>8}")
     for result in results:

@@ -1,4 +1,4 @@
-"""Every yaml in ``examples/`` is one that the command line takes."""
+"""Every yaml in ``examples/`` is accepted by the command line."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_there_are_examples():
 def test_example_parses_and_instantiates(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightning-liger"])
-    # What a machine without a GPU cannot have; the model itself is built when training starts.
+    # Overrides for a machine without a GPU. The model itself is built when training starts.
     cli = LigerCLI(args=[f"--config={example}", "--trainer.accelerator=cpu", "--trainer.devices=1"], run=False)
     assert isinstance(cli.model, LigerCausalLM)
     assert isinstance(cli.trainer.strategy, LigerStrategy)

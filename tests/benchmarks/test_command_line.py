@@ -91,7 +91,7 @@ def test_contender_that_is_not_there_is_skipped_with_a_line(tmp_path: Path, caps
     arguments = ["--only", "silu_mul", "--against", "torch,liger", "--no-sweeps", "--out", str(tmp_path)]
     assert main(["ops", "--quick", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "silu_mul: torch is skipped: no function for this op beside eager's\n" in printed
+    assert "silu_mul: torch is skipped: there is no function for this op other than eager's\n" in printed
     assert "silu_mul: liger is skipped: it needs a GPU\n" in printed
 
 
@@ -132,6 +132,22 @@ def test_plot_draws_again_from_records(tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert main(["plot", f"{out}.jsonl", "--out", str(tmp_path / "again")]) == 0
     assert (tmp_path / "again_rope.png").exists()
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", ["train_llama3_8b_4xh200", "scaling_llama3_8b_h200"])
+def test_plot_draws_training(name: str, tmp_path: Path) -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    assert main(["plot", str(results / f"{name}.json"), "--out", str(tmp_path / name)]) == 0
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("text", ["{}", '{"environment": {}, "config": "a.yaml", "arms": [{"arm": "fsdp"}]}'])
+def test_plot_rejects_other_json(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "foreign.json"
+    path.write_text(text)
+    assert "foreign.json does not hold results of python -m benchmarks.train" in rejected(capsys, "plot", str(path))
 
 
 @needs_matplotlib

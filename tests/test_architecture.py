@@ -1,0 +1,98 @@
+"""The modules of the two packages keep to the import order that CONTRIBUTING.md states, and stay small."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 600
+
+
+def _modules() -> dict[str, Path]:
+    """The dotted name and the path of every module; a package has its own name."""
+    found = {}
+    for source_root, package in ((ROOT, "lightning_liger"), (ROOT / "kernels", "liger_ops")):
+        for path in sorted((source_root / package).rglob("*.py")):
+            name = ".".join(path.relative_to(source_root).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _stated_order() -> list[list[str]]:
+    """The list under "Import order" in CONTRIBUTING.md, top to bottom; rooms on one line are peers."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = re.search(r"\n## Import order\n(.*?)(?=\n## )", text, flags=re.DOTALL)
+    assert section is not None
+    return [re.findall(r"`([\w.]+)`", line) for line in re.findall(r"^\d+\. (.*)$", section[1], flags=re.MULTILINE)]
+
+
+ORDER = _stated_order()
+LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+
+
+def room_of(module: str) -> str:
+    """The longest entry of the list that the module is, or lies in; packages themselves only count as such."""
+    if module in MODULES and module in LEVELS:
+        return module
+    rooms = [room for room in LEVELS if module.startswith(f"{room}.") and "." in room]
+    return max(rooms, key=len, default="")
+
+
+def imports_of(module: str, source: str) -> Iterator[str]:
+    """The modules of this project that ``module`` imports, anywhere in its source, TYPE_CHECKING blocks included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import in line {node.lineno}"
+            # ``from package import module`` imports the module, any other name the package.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else str(node.module) for name in names]
+        else:
+            continue
+        yield from (name for name in names if name in MODULES)
+
+
+GRAPH = {module: set(imports_of(module, path.read_text(encoding="utf-8"))) for module, path in MODULES.items()}
+
+
+def test_list_names_every_room_once() -> None:
+    listed = [room for rooms in ORDER for room in rooms]
+    assert len(listed) == len(set(listed)) > 8
+    assert [module for module in MODULES if not room_of(module)] == []
+    assert [room for room in listed if room not in MODULES] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down_the_list(module: str) -> None:
+    own = room_of(module)
+    wrong = [other for other in GRAPH[module] if room_of(other) != own and LEVELS[room_of(other)] <= LEVELS[own]]
+    assert not wrong, f"{module} is in {own!r}, which must not import {wrong}"
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_are_small(module: str) -> None:
+    num_lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_LINES, f"{MODULES[module]} has {num_lines} lines, at most {MAX_LINES} are allowed"
+
+
+def test_imports_are_found_wherever_they_are() -> None:
+    source = (
+        "if TYPE_CHECKING:\n    from lightning_liger.lazy import logits\n"
+        "def f():\n    import liger_ops.nn\n    from liger_ops import rms_norm\n"
+    )
+    assert set(imports_of("x", source)) == {"lightning_liger.lazy.logits", "liger_ops.nn", "liger_ops"}
