@@ -27,9 +27,10 @@ def use_triton(tensor: Tensor) -> bool:
 
 def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     """Whether an op on these tensors launches kernels: ``tensor`` decides, and none may be float64."""
-    if not use_triton(tensor) or tensor.dtype == torch.float64:
-        return False
-    return all(other is None or other.dtype != torch.float64 for other in others)
+    for each in (tensor, *others):  # a loop, which is faster than a generator
+        if each is not None and each.dtype == torch.float64:
+            return False
+    return use_triton(tensor)
 
 
 @functools.cache

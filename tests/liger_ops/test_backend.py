@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import BaseBackend
+from triton.backends.nvidia.driver import CudaLauncher
 
 from liger_ops import backend, cross_entropy, layer_norm, rms_norm, silu_mul
 
@@ -296,6 +298,32 @@ def test_known_versions_of_triton_are_those_that_the_project_accepts() -> None:
     (accepted,) = re.findall(r'"triton>=(3\.\d+),<(3\.\d+)"', pyproject.read_text(encoding="utf-8"))
     minor = [int(version.split(".")[1]) for version in accepted]
     assert list(backend._KNOWN_LAUNCHERS) == [f"3.{number}" for number in range(*minor)]
+
+
+def test_installed_launcher_takes_the_known_order() -> None:
+    names = list(signature(CudaLauncher.__call__).parameters)
+    order = ["gridX", "gridY", "gridZ", "stream", "function"]
+    others = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
+    assert names in (["self", *order, "args"], ["self", *order, *others, "args"])  # 3.6, and later
+
+
+def test_second_launch_passes_arguments_in_the_known_order(
+    kernel: backend.Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    compiled = SimpleNamespace(run=lambda *values: runs.append(values), function="function", packed_metadata="metadata")
+    kernel.jit = triton.runtime.JITFunction(_combine)
+    monkeypatch.setattr(kernel, "_launch_by_triton", lambda *_, **__: compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # "device" of tensors on the CPU
+    driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    x, y = torch.zeros(BLOCK_SIZE), torch.zeros(BLOCK_SIZE, dtype=torch.float64)
+    values = {"start": 16, "number": 17, "factor": 0.5, "pair": (1, 2), "SIGN": -1, "BLOCK": BLOCK_SIZE}
+    for _ in range(2):
+        kernel.launch(3, num_warps=1, y_ptr=y, x_ptr=x, other_ptr=None, **values)
+    grid, hooks = (3, 1, 1), (None, None, None)
+    addresses = (y.data_ptr(), x.data_ptr(), None)
+    assert runs == [(*grid, "stream of -1", "function", "metadata", *hooks, *addresses, *values.values())]
 
 
 def test_launch_keys_tell_apart_what_triton_does() -> None:
