@@ -96,3 +96,17 @@ def test_imports_are_found_wherever_they_are() -> None:
         "def f():\n    import liger_ops.nn\n    from liger_ops import rms_norm\n"
     )
     assert set(imports_of("x", source)) == {"lightning_liger.lazy.logits", "liger_ops.nn", "liger_ops"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_needs_private_names_of_others_to_be_imported(module: str) -> None:
+    """Those that are used are listed in CONTRIBUTING.md, and imported where they are used."""
+    own = ("lightning_liger", "liger_ops", "__future__")
+    for node in ast.parse(MODULES[module].read_text(encoding="utf-8")).body:
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] not in own:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        private = [name for name in names if any(part.startswith("_") for part in name.split("."))]
+        assert not private, f"line {node.lineno} of {module} imports {private} at module level"

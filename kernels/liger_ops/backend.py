@@ -81,8 +81,6 @@ def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
 _KNOWN_LAUNCHERS = {
     "3.6": "3.6.0 ran on H200 GPUs",
     "3.7": "3.7.1 was read: the same order; a launcher in C takes the place of generated ones",
-    "3.8": "3.8.0 was read: the same order; a kernel is unloaded once nothing refers to it",
-    "3.9": "3.9.0 was read: as 3.8.0",
 }
 
 

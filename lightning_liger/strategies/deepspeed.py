@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from transformers.integrations.deepspeed import (
     is_deepspeed_zero3_enabled,
     set_hf_deepspeed_config,
@@ -318,6 +317,8 @@ def _whole_parameters(model: Module, dtype: torch.dtype | None, device: torch.de
 
 def _announce_backward(engine: "DeepSpeedEngine", args: Any, output: Any) -> None:
     """Tells the engine when backward starts, where it found no tensor to watch because it returned only lazy logits."""
+    from torch.utils._pytree import tree_leaves
+
     leaves = tree_leaves(output)
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return

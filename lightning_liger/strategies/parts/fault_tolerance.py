@@ -18,7 +18,7 @@ else:
 
 
 class TrainerFaultTolerance(_TrainerStrategy):
-    """Mixin for strategies of the Trainer; list before Lightning's class.
+    """Saves atomic checkpoints, resumes exactly, shuts down gracefully. A mixin for the Trainer's strategies.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all. They also hold the state of each
     rank (see :class:`~lightning_liger.resuming.rank_state.RankStates`), so that a resumed run reproduces the
@@ -120,7 +120,7 @@ class TrainerFaultTolerance(_TrainerStrategy):
 
 
 class FabricFaultTolerance(_FabricStrategy):
-    """Mixin for strategies of Fabric; list before Lightning's class.
+    """Saves atomic checkpoints. A mixin for Fabric's strategies.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all.
 

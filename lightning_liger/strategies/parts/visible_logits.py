@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,6 +39,8 @@ class Exposure:
 
     def show(self, module: Module, args: Any, output: Any) -> Any:
         """The forward hook before the engine's."""
+        from torch.utils._pytree import tree_flatten
+
         leaves, structure = tree_flatten(output)
         if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
             return output
@@ -53,6 +54,8 @@ class Exposure:
         """The forward hook after the engine's."""
         if not (isinstance(output, list) and output and isinstance(output[0], _Hidden)):
             return output
+        from torch.utils._pytree import tree_unflatten
+
         hidden, *leaves = output
         for position, logits in hidden.logits.items():
             leaves[position] = self.with_tensors(logits, leaves[position])
@@ -89,7 +92,7 @@ class _Hidden:
 
     __slots__ = ("logits", "structure")
 
-    def __init__(self, structure: TreeSpec, logits: dict[int, LazyLogits]) -> None:
+    def __init__(self, structure: Any, logits: dict[int, LazyLogits]) -> None:
         self.structure = structure
         self.logits = logits
 

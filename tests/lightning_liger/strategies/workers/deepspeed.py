@@ -52,6 +52,13 @@ CONFIGS: dict[int, dict[str, Any]] = {
 PRECISIONS = {2: ("bf16-mixed", "16-mixed"), 3: ("bf16-mixed", "bf16-true")}
 
 
+def _is_supported(precision: str) -> bool:
+    """DeepSpeed trains in float16 on some processors only."""
+    from deepspeed.accelerator import get_accelerator
+
+    return not precision.startswith("16") or bool(get_accelerator().is_fp16_supported())
+
+
 class WholeAtFirst(LM):
     """Has its parameters before DeepSpeed can partition them as they are made."""
 
@@ -240,7 +247,8 @@ def _run_stage(run: dict[str, Any], stage: int) -> dict[str, Any]:
     results["uneven"] = _fit(run, stage, WholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
     results["clipped"] = _fit(run, stage, WholeAtFirst(), accumulate_grad_batches=2, gradient_clip_val=MAX_NORM)
     results["stages"] = _stages(run, stage)
-    for precision in PRECISIONS[stage]:
+    results["precisions"] = [precision for precision in PRECISIONS[stage] if _is_supported(precision)]
+    for precision in results["precisions"]:
         results[precision] = _fit(run, stage, WholeAtFirst(), num_batches=12, precision=precision)
     # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
     saved = f"stage-{stage}.ckpt"
