@@ -18,15 +18,15 @@ from tests.lightning_liger.workers.example_runs import (
 
 WORKER = "tests.lightning_liger.workers.example_runs"
 CLASSES = {
-    "tiny.yaml": "LigerStrategy",
-    "llama3_8b.yaml": "LigerStrategy",
-    "strategies/context_parallel.yaml": "LigerStrategy",
+    "tiny.yaml": "LigerFSDPStrategy",
+    "llama3_8b.yaml": "LigerFSDPStrategy",
+    "strategies/context_parallel.yaml": "LigerFSDPStrategy",
     "strategies/liger.yaml": "LigerSingleDeviceStrategy",
     "strategies/liger_ddp.yaml": "LigerDDPStrategy",
     "strategies/liger_deepspeed_stage_2.yaml": "LigerDeepSpeedStrategy",
     "strategies/liger_deepspeed_stage_3.yaml": "LigerDeepSpeedStrategy",
-    "strategies/liger_fsdp.yaml": "LigerStrategy",
-    "strategies/liger_fsdp_cpu_offload.yaml": "LigerStrategy",
+    "strategies/liger_fsdp.yaml": "LigerFSDPStrategy",
+    "strategies/liger_fsdp_cpu_offload.yaml": "LigerFSDPStrategy",
     "strategies/liger_model_parallel.yaml": "LigerModelParallelStrategy",
 }
 
