@@ -1,8 +1,8 @@
 """Fused kernels and a loss that never materializes the logits, for PyTorch Lightning and Fabric.
 
 Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_fsdp"``, ``"liger_model_parallel"``,
-``"liger_deepspeed_stage_2"`` and ``"liger_deepspeed_stage_3"`` (and each ``_offload``) for :class:`lightning.Trainer`
-and :class:`lightning.Fabric`.
+``"liger_deepspeed_stage_2"`` and ``"liger_deepspeed_stage_3"`` (and their variants, such as ``_offload``) for
+:class:`lightning.Trainer` and :class:`lightning.Fabric`.
 """
 
 from lightning_liger.callbacks import LigerCallback, TrainingSummary

@@ -182,7 +182,7 @@ def classes() -> str:
             ours |= dict.fromkeys(order[:-1])
         text += "\n"
     rows = [(f"`{cls.__name__}`", f"`{cls.__module__.replace('.', '/')}.py`", _first_line(cls)) for cls in ours]
-    return text + _table(("class", "file", "what it is"), sorted(rows, key=lambda row: row[1]))
+    return text + _table(("class", "file", "summary"), sorted(rows, key=lambda row: row[1]))
 
 
 def _first_line(cls: type) -> str:

@@ -26,7 +26,7 @@ MODULES = _modules()
 
 
 def _stated_order() -> list[list[str]]:
-    """The list under "Import order" in CONTRIBUTING.md, top to bottom; rooms on one line are peers."""
+    """The list under "Import order" in CONTRIBUTING.md, top to bottom; entries on one line are peers."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = re.search(r"\n## Import order\n(.*?)(?=\n## )", text, flags=re.DOTALL)
     assert section is not None
@@ -34,15 +34,15 @@ def _stated_order() -> list[list[str]]:
 
 
 ORDER = _stated_order()
-LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+LEVELS = {entry: level for level, entries in enumerate(ORDER) for entry in entries}
 
 
-def room_of(module: str) -> str:
+def entry_of(module: str) -> str:
     """The longest entry of the list that the module is, or lies in; packages themselves only count as such."""
     if module in MODULES and module in LEVELS:
         return module
-    rooms = [room for room in LEVELS if module.startswith(f"{room}.") and "." in room]
-    return max(rooms, key=len, default="")
+    entries = [entry for entry in LEVELS if module.startswith(f"{entry}.") and "." in entry]
+    return max(entries, key=len, default="")
 
 
 def imports_of(module: str, source: str) -> Iterator[str]:
@@ -63,17 +63,17 @@ def imports_of(module: str, source: str) -> Iterator[str]:
 GRAPH = {module: set(imports_of(module, path.read_text(encoding="utf-8"))) for module, path in MODULES.items()}
 
 
-def test_list_names_every_room_once() -> None:
-    listed = [room for rooms in ORDER for room in rooms]
+def test_list_names_every_entry_once() -> None:
+    listed = [entry for entries in ORDER for entry in entries]
     assert len(listed) == len(set(listed)) > 8
-    assert [module for module in MODULES if not room_of(module)] == []
-    assert [room for room in listed if room not in MODULES] == []
+    assert [module for module in MODULES if not entry_of(module)] == []
+    assert [entry for entry in listed if entry not in MODULES] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down_the_list(module: str) -> None:
-    own = room_of(module)
-    wrong = [other for other in GRAPH[module] if room_of(other) != own and LEVELS[room_of(other)] <= LEVELS[own]]
+    own = entry_of(module)
+    wrong = [other for other in GRAPH[module] if entry_of(other) != own and LEVELS[entry_of(other)] <= LEVELS[own]]
     assert not wrong, f"{module} is in {own!r}, which must not import {wrong}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from lightning_liger.strategies.registration import REGISTRATIONS
 from tests import docs_sections
 from tests.lightning_liger.models_table import HEADER, row
 
@@ -88,3 +89,8 @@ def _anchors(page: Path) -> set[str]:
 def test_headings_that_a_page_links_to_exist(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)\s#]*)#([\w-]+)\)", page.read_text(encoding="utf-8")):
         assert anchor in _anchors(page.parent / target if target else page), (target, anchor)
+
+
+def test_page_on_strategies_has_every_name() -> None:
+    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    assert [each.name for each in REGISTRATIONS if f"`{each.name}`" not in page] == []

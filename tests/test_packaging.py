@@ -36,7 +36,7 @@ def test_package_has_the_version_of_the_project():
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
 def test_compromised_lightning_versions_are_excluded_by_name(version):
-    # By name and not only by the lower bound, which somebody may lower.
+    # By name and not only by the lower bound, which may be lowered.
     assert f"!={version}" in str(DEPENDENCIES["lightning"].specifier).split(",")
     assert version not in DEPENDENCIES["lightning"].specifier
 

@@ -29,6 +29,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu_squared": lambda gate: F.relu(gate).square(),
 }
+"""The reference of each activation; ``_activate`` has the same for the kernels."""
 
 
 def gated_unit_reference(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
@@ -105,7 +106,7 @@ def _activate(gate, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
         value = gate * sigmoid
         complement = tl.where(decay < float("inf"), decay * sigmoid, 1.0)
         slope = sigmoid + value * complement * (1.5957691216057308 + 0.2140644384779411 * square)
-    else:
+    else:  # relu_squared
         positive = tl.where(gate < 0.0, 0.0, gate)  # NaN stays NaN
         value = positive * positive
         slope = 2.0 * positive

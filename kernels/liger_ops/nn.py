@@ -303,7 +303,7 @@ class LinearCrossEntropyLoss(nn.Module):
     Args:
         in_features, num_classes, bias, device, dtype: Of the head, ``self.linear``.
         out_features, reduction, weight, ignore_index, label_smoothing: As in ``torch.nn.LinearCrossEntropyLoss``; with
-            out_features, logits are whole.
+            out_features, logits are materialized.
         options: PyTorch's ``LinearCrossEntropyOptions``; its ``batch_chunk_size`` and ``acc_dtype`` are followed.
         softcap, logit_scale, z_loss_weight, chunk_bytes, accumulate_dtype: As in
             :func:`liger_ops.linear_cross_entropy`.

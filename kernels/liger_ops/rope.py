@@ -454,7 +454,7 @@ def _check_shapes(
         raise ValueError(f"q must have 4 dimensions, got shape {tuple(q.shape)}")
     if k.dim() != 4 or any(q.shape[dim] != k.shape[dim] for dim in range(4) if dim != heads_dim):
         raise ValueError(
-            f"k must have q's shape {tuple(q.shape)} but for its number of heads, dimension {heads_dim}, got"
+            f"k must have q's shape {tuple(q.shape)} except for its number of heads, dimension {heads_dim}, got"
             f" {tuple(k.shape)}"
         )
     batch_size, seq_len, head_dim = q.shape[0], q.shape[3 - heads_dim], q.shape[3]

@@ -1,4 +1,4 @@
-"""The LM head of lazy logits: its parameters, what was done to its logits since, and counters of its losses."""
+"""The LM head of lazy logits: its parameters, the operations on its logits, and counters of its losses."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _operations: dict[str, _Operation] = {}
 def implements(
     *names: str, commutative: bool = False, takes_lazy_arguments: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for what lazy logits do for PyTorch's functions and methods of these names.
+    """Decorator of a function that computes PyTorch's functions and methods of these names for lazy logits.
 
     The decorated function gets the lazy logits and the call's other arguments. It returns ``NotImplemented`` where it
     needs the real logits; a call with arguments that its signature does not have gets real logits too.
@@ -332,8 +332,8 @@ class LazyLogits:
             _warned_operations.add((operation, line))
             size = self.numel() * self.dtype.itemsize / 2**30
             rank_zero_warn(
-                f"{operation} on an LM head's output ({line}) needs whole logits: {tuple(self.shape)} {self.dtype},"
-                f" {size:.2f} GiB. The result is right, but the loss is not fused."
+                f"{operation} on an LM head's output ({line}) materializes the logits: {tuple(self.shape)}"
+                f" {self.dtype}, {size:.2f} GiB. The result is right, but the loss is not fused."
             )
 
     def _is_overwritten(self) -> bool:

@@ -41,7 +41,8 @@ def check_kernels(kernels: KernelChoice) -> dict[str, dict[str, Any]]:
     unknown = [name for name in named if name not in KERNELS]
     if unknown:
         raise ValueError(
-            f"kernels must be 'auto', 'none', or a list or dict of names out of {list(KERNELS)}; got unknown {unknown}"
+            f"kernels must be 'auto', 'none', a name, or a list or dict of names; the names are {list(KERNELS)}, got"
+            f" unknown {unknown}"
         )
     extends_auto = kernels == "auto" or isinstance(kernels, Mapping)
     choice = {**dict.fromkeys(KERNELS if extends_auto else (), True), **named}
@@ -231,6 +232,7 @@ def _check_all_found(chosen: Collection[str], plan: list[_Group]) -> None:
             raise ValueError(
                 f"kernels asks for {kernel!r}, but nothing in the model can be replaced by it"
                 + (f" ({seen})" if seen else "")
+                + f": remove {kernel!r} from kernels"
             )
 
 

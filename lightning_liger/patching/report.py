@@ -19,7 +19,7 @@ class PatchEntry:
     count: int
     """How many modules."""
     replacement: str | None
-    """Description of what replaced them; None if they stayed."""
+    """Description of the replacement; None if they were not replaced."""
     error: float | None = None
     """Largest verified difference of outputs and gradients, relative to the largest value."""
     reason: str = ""

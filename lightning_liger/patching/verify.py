@@ -23,7 +23,7 @@ PROBE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Errors that mean "not the same": a forward that rejects the input has not the structure that its rule assumed."""
+"""Errors that mean "not the same": a forward that rejects the input lacks the structure that its rule assumed."""
 
 
 def random_like(reference: Tensor, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.fabric.strategies.fsdp as fabric_fsdp
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
+import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -81,7 +82,9 @@ class _FusedFSDP(_Strategy):
         super().setup_environment()
         if isinstance(sizes, tuple):
             if math.prod(sizes) != dist.get_world_size():
-                raise ValueError(f"device_mesh={sizes}: sizes must multiply to world_size = {dist.get_world_size()}")
+                raise ValueError(
+                    f"device_mesh={sizes}: the product of the sizes must be world_size = {dist.get_world_size()}"
+                )
             sizes = init_device_mesh(self.root_device.type, sizes)
         if sizes is not None:
             self._fsdp_arguments["device_mesh"] = sizes
@@ -117,15 +120,15 @@ class _FusedFSDP(_Strategy):
         root = FullyShardedDataParallel(
             model,
             device_id=self.root_device,
-            cpu_offload=None if on_cpu else self.cpu_offload,  # there is nowhere to bring parameters from
+            cpu_offload=None if on_cpu else self.cpu_offload,  # parameters are in CPU memory already
             mixed_precision=self.mixed_precision_config,
             sharding_strategy=self.sharding_strategy,
             **arguments,
         )
         if root.sharding_strategy == ShardingStrategy.NO_SHARD != self.sharding_strategy and dist.get_world_size() > 1:
             raise ValueError(  # FSDP falls back to NO_SHARD, within the one process
-                f"sharding_strategy={self.sharding_strategy.name} over groups of one process leaves every replica with"
-                " gradients of its own; expected at least two processes to shard over, or 'NO_SHARD'"
+                f"sharding_strategy={self.sharding_strategy.name} shards over groups of one process, so replicas would"
+                " not average their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
             )
         check_head_units(root, pairs)
         if on_cpu:
@@ -257,7 +260,8 @@ def _checked(name: str, owner: object) -> str:
     """``name``, if it is a method of ``owner``; assigning to another name would change nothing, silently."""
     if not callable(getattr(owner, name, None)):
         raise RuntimeError(
-            f"this PyTorch's {type(owner).__name__} has no method {name!r}, which training on CPUs has to replace"
+            f"torch {torch.__version__}: {type(owner).__name__} has no method {name!r}, which liger_fsdp replaces on"
+            " CPUs. Use a version of torch that lightning-liger supports, or train on GPUs"
         )
     return name
 

@@ -91,7 +91,7 @@ class _FullySharded(_Strategy):
     def _expose_lazy_logits(self, model: Module) -> None:
         """Shows the tensors of lazy logits to FSDP2, which waits for the gradients of what its modules return.
 
-        A head's weight stays gathered until then, also where the head is a unit of its own.
+        A head's weight stays gathered until then, also if the head is a separate FSDP unit.
         """
         heads = set(patched_heads(model))
         for unit in model.modules():

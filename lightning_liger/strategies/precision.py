@@ -138,7 +138,7 @@ class GradientClipping(_TrainerPrecision):
 
 
 class OffloadedGradients(_AnyPrecision):
-    """Accumulates gradients that FSDP brings to the CPU, each over the last. A mixin for FSDP's precision plugins."""
+    """Accumulates gradients that FSDP offloads to the CPU and would overwrite. A mixin for FSDP's precision plugins."""
 
     _with_gradients: set[Parameter] | None = None
     """Parameters that had a gradient on the CPU before every forward since the last backward."""
@@ -166,22 +166,22 @@ class OffloadedGradients(_AnyPrecision):
 
 
 class EvaluatedPrecision(KernelConversion, LazyEvaluation):
-    """The Trainer's, where something else clips gradients: DeepSpeed, or a plugin with a way of its own."""
+    """For the Trainer's plugins if something else clips: DeepSpeed, or the user's own plugin."""
 
 
 class ClippedPrecision(EvaluatedPrecision, GradientClipping):
-    """The Trainer's."""
+    """For the Trainer's plugins; the default."""
 
 
 class ShardedClippedPrecision(OffloadedGradients, ClippedPrecision):
-    """The Trainer's under FSDP."""
+    """For the Trainer's plugins under FSDP."""
 
     def _clip_norm(self, parameters: list[Parameter], max_norm: float) -> Tensor:
         return clip_gradient_norm(self._model, parameters, max_norm)
 
 
 class ShardedPrecision(OffloadedGradients, KernelConversion):
-    """Fabric's under FSDP."""
+    """For Fabric's plugins under FSDP."""
 
 
 def _check_users_scaler(precision: str, scaler: Any) -> None:
@@ -233,11 +233,12 @@ class FabricLigerPrecisionPlugin(ShardedPrecision, fabric_fsdp.FSDPPrecision):
 
 
 def adopt(plugin: Any, mixin: type[KernelConversion], **settings: Any) -> None:
-    """Extends a precision plugin by what our strategies need of it.
+    """Extends a precision plugin by the mixin that a strategy needs.
 
     Args:
-        plugin: Changes its class. One that its user made with settings for kernels keeps them and stays as it is.
-        mixin: The class to list before the plugin's own. A plugin with a way of clipping of its own keeps that.
+        plugin: The plugin, whose class is changed. A plugin that its user made with settings for kernels is not.
+        mixin: The class to list before the plugin's own. A plugin with another ``clip_grad_by_norm`` than Lightning's
+            keeps that method.
         settings: Attributes of ``mixin``.
 
     Raises:
@@ -249,8 +250,9 @@ def adopt(plugin: Any, mixin: type[KernelConversion], **settings: Any) -> None:
     if issubclass(mixin, GradientClipping) and not _clips_as_lightning(type(plugin)):
         if on_nonfinite_grad != "ignore":
             raise ValueError(
-                f"on_nonfinite_grad={on_nonfinite_grad!r} needs a precision plugin that clips by norm as Lightning's"
-                f" do, got {type(plugin).__name__} with a clip_grad_by_norm of its own"
+                f"on_nonfinite_grad={on_nonfinite_grad!r} needs a precision plugin with Lightning's"
+                f" clip_grad_by_norm, got {type(plugin).__name__}, which overrides it: use"
+                " on_nonfinite_grad='ignore' or Lightning's plugin"
             )
         mixin = EvaluatedPrecision
     _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))

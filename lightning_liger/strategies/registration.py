@@ -14,13 +14,15 @@ from lightning_liger.strategies.single import FabricLigerSingleDeviceStrategy, L
 
 
 class Registration(NamedTuple):
-    """One name."""
+    """One name for ``strategy=``."""
 
     name: str
     of_trainer: type
     of_fabric: type
     engine: str
+    """Begins the description in Lightning's registry; "with fused kernels ..." follows."""
     options: dict[str, Any] = {}
+    """Arguments of both classes."""
 
 
 _DEEPSPEED = (LigerDeepSpeedStrategy, FabricLigerDeepSpeedStrategy)
@@ -68,7 +70,7 @@ REGISTRATIONS = (
 
 
 def register_strategies() -> None:
-    """Registers every name that is not taken, of those whose engine this PyTorch has."""
+    """Registers every name that is not taken; without ``torch.distributed`` only ``liger``."""
     for name, of_trainer, of_fabric, engine, options in REGISTRATIONS:
         if name != "liger" and not dist.is_available():
             continue

@@ -9,7 +9,7 @@ from torchmetrics import Metric, MetricCollection
 
 
 class _TokenMean(Metric):
-    """A mean over tokens, summed in float64: millions of tokens would drown in float32.
+    """A mean over tokens, summed in float64: in float32 a sum over millions of tokens would lose small batches.
 
     torchmetrics' MeanMetric either searches for NaN, for which the host waits for the device, or drops the weights.
     """

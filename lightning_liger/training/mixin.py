@@ -65,7 +65,7 @@ class LigerLMMixin(_Module):
     they are the mean of the means of micro-batches, as with a training step of your own.
 
     The loss is fused when the model's head was patched, which the ``liger`` strategies, ``LigerCallback`` and
-    :func:`~lightning_liger.apply_liger_kernels` do; otherwise the steps work on whole logits.
+    :func:`~lightning_liger.apply_liger_kernels` do; otherwise the steps materialize the logits.
 
     Raises:
         TypeError: When a class lists the mixin after ``LightningModule``.
@@ -158,7 +158,7 @@ class LigerLMMixin(_Module):
         batch = self._context_parallel_shard(stage, batch)
         inputs = {key: value for key, value in batch.items() if key not in _LABELS}
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
-        if position_ids is not None and position_ids.ndim > 2:  # of images and text, where they start again at will
+        if position_ids is not None and position_ids.ndim > 2:  # of images and text: a restart is not a new document
             position_ids = None
         if position_ids is not None and getattr(getattr(self.model, "config", None), "use_cache", False):
             inputs.setdefault("use_cache", False)  # transformers looks for documents only where it keeps no cache

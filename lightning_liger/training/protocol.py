@@ -1,4 +1,4 @@
-"""What a module asks of the strategy that trains it, whether it is one of ours or another."""
+"""The protocol between a module and the strategy that trains it, whether ours or another."""
 
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -17,7 +17,7 @@ class TrainingEngine(Protocol):
 
     @property
     def context_parallel(self) -> ContextParallel | None:
-        """The group of ranks that share each sequence, None if every rank has sequences of its own."""
+        """The group of ranks that share each sequence, None if ranks do not share sequences."""
 
     @property
     def materializes(self) -> bool:
@@ -25,7 +25,7 @@ class TrainingEngine(Protocol):
 
     @property
     def patch_report(self) -> PatchReport | None:
-        """What was replaced in the model, None before it was set up."""
+        """The report of replaced modules, None before the model was set up."""
 
     @property
     def handles_gradient_accumulation(self) -> bool:

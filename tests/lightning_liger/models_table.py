@@ -1,4 +1,4 @@
-"""Writes docs/models.md: what is replaced in a tiny model of every causal LM architecture.
+"""Writes docs/models.md: the replaced modules of a tiny model of every causal LM architecture.
 
 python -m tests.lightning_liger.models_table docs/models.md
 """
@@ -24,13 +24,13 @@ COLUMNS = {
     "MLP": ("silu_mul", "gelu_mul", "relu_squared"),
     "experts": ("silu_mul", "gelu_mul", "relu_squared"),
 }
-HEADER = """# What is replaced in which model
+HEADER = """# Replaced modules by architecture
 
-`apply_liger_kernels` recognises structures, not names; this is what it finds in a small model of every architecture of
-`AutoModelForCausalLM` in transformers {version}, with all of its kinds of layers. Written by
-`make docs`.
+`apply_liger_kernels` recognises structures, not names. This table shows what it finds in a small model of every
+architecture of `AutoModelForCausalLM` in transformers {version}, with all of its kinds of layers. `make docs` writes
+this page.
 
-- A kernel's name: every module of that kind is replaced by it. In brackets, what stays as it is.
+- A kernel's name: every module of that kind is replaced by it. In brackets: modules that are not replaced.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
 - Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
 
@@ -61,7 +61,7 @@ def _loss(model: PreTrainedModel) -> str:
     return (
         "fused"
         if counters is not None and counters.num_losses == 1 and counters.num_materialized == 0
-        else "whole logits"
+        else "materialized logits"
     )
 
 

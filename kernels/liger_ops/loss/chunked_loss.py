@@ -85,7 +85,7 @@ class KeptTokens:
         plan: The order and the number, on the device; without an order tokens are visited as they are.
         max_kept: An upper bound of the number that the host knows already. Without one the number is copied to the host
             in the background: :meth:`count` waits for it, which the loop does only once the first chunk's work is
-            queued, so that the device never runs dry.
+            queued, so that the device is never idle.
     """
 
     def __init__(self, plan: TokenPlan, max_kept: int | None = None) -> None:
@@ -108,7 +108,7 @@ class KeptTokens:
 
 ChunkLoss = Callable[[Tensor, Tensor | None], None]
 """Called with one chunk's logits ``[chunk_size, vocab_size]`` and its tokens' indices (None if it holds all tokens in
-order); makes the logits their gradient."""
+order); overwrites the logits with their gradient."""
 
 
 def chunked_linear_loss(

@@ -125,7 +125,7 @@ def loss_and_gradient_in_place(
     losses: Tensor,
     stats: TokenStats | None,
 ) -> None:
-    """Writes the losses and stats of some tokens, and overwrites their logits, which the caller owns, by the gradient.
+    """Writes losses and stats of some tokens, and overwrites their logits, which the caller owns, with the gradient.
 
     Args:
         logits: ``[num_rows, vocab_size]``, unit stride in the last dimension.

@@ -22,7 +22,7 @@ def gradient_kernel(
     grad_scale_stride,
     vocab_size,
     ignore_index,
-    label_smoothing,  # None for none, as the next two; see TokenLossOptions
+    label_smoothing,  # None if it is not used, as are the next two; see TokenLossOptions
     softcap,
     logit_scale,
     z_loss_weight,
@@ -61,7 +61,7 @@ def shard_gradient_kernel(
     class_weight_ptr,  # [num_columns] or None
     logits_row_stride,
     num_columns,
-    label_smoothing,  # None for none, as the next two; see TokenLossOptions
+    label_smoothing,  # None if it is not used, as are the next two; see TokenLossOptions
     softcap,
     logit_scale,
     BLOCK_SIZE: tl.constexpr,

@@ -44,7 +44,7 @@ from liger_ops.loss.vocab_parallel import VocabShard, sharded_loss_and_gradient_
 def linear_cross_entropy_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **kwargs: Any
 ) -> Tensor | tuple[Tensor, TokenStats]:
-    """The same through whole logits; also takes class probabilities and several sets of classes for each token."""
+    """Materializes the logits in plain PyTorch; also takes class probabilities and several classes per token."""
     bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, linear_weight.shape[:-1])
     return cross_entropy(logits, target, **kwargs)
@@ -286,7 +286,7 @@ def linear_cross_entropy(
         input: Hidden states, ``[..., hidden_size]``.
         linear_weight: The head, ``[vocab_size, hidden_size]``.
         target: Class indices, int64, ``[...]`` as ``input`` without its last dimension. Class probabilities, and heads
-            of more dimensions, are computed through whole logits, as PyTorch does, without regard to chunks.
+            of more dimensions, materialize the logits, as PyTorch does; ``chunk_bytes`` has no effect on them.
         linear_bias: The head's bias, ``[vocab_size]``.
         weight: Class weights, ``[vocab_size]``; not differentiable.
         reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by their weight.
@@ -335,7 +335,10 @@ def linear_cross_entropy(
             )
         for name, value in (("adapter", adapter), ("vocab_shard", vocab_shard)):
             if value is not None:
-                raise ValueError(f"{name} must be None for class probabilities and heads of more than two dimensions")
+                raise ValueError(
+                    f"{name} must be None for class probabilities and heads of more than two dimensions, got"
+                    f" {type(value).__name__}; pass class indices and a head [vocab_size, hidden_size] to use it"
+                )
         return linear_cross_entropy_reference(
             input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,

@@ -34,7 +34,7 @@ class TokenLossOptions:
             raise ValueError(f"z_loss_weight must not be negative, got {self.z_loss_weight}")
 
     def as_scalars(self) -> tuple[int, float, float, float, float]:
-        """The options as an op's schema takes them, ``softcap`` 0 for none."""
+        """The options as an op's schema takes them, ``softcap`` is 0 if there is none."""
         return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
 
     @classmethod

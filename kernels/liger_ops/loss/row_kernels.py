@@ -276,7 +276,7 @@ def loss_kernel(
     num_rows,
     vocab_size,
     ignore_index,
-    label_smoothing,  # None for none, as the next two; see TokenLossOptions
+    label_smoothing,  # None if it is not used, as are the next two; see TokenLossOptions
     softcap,
     logit_scale,
     z_loss_weight,

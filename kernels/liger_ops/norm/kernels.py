@@ -12,8 +12,8 @@ as the identity in backward.
 Forward and backward hold a whole row in registers and read it once. The backward kernel runs a fixed number of
 programs, each walking over many rows and keeping its parts of dweight and dbias in registers; a second kernel adds the
 parts up in a fixed order, so results repeat. Rows that do not fit are walked over in blocks: forward reads them twice,
-the second time from the L2 cache while few enough rows are under way; backward takes the two means in a kernel of their
-own, after which columns are independent and a program can keep to a few of them.
+the second time from the L2 cache while few enough rows are under way; backward takes the two means in a separate
+kernel, after which columns are independent and a program needs only a few of them.
 """
 
 import triton

@@ -46,7 +46,7 @@ class RowLaunch:
 
 
 class _ForwardChoice(NamedTuple):
-    """A row of ``_FORWARD``: tiles for rows that have all that its last columns say (None: either way)."""
+    """A row of ``_FORWARD``: tiles for rows that meet the conditions in its last columns (None: no condition)."""
 
     max_block_size: int
     tile_size: int  # elements, at least one row
@@ -97,7 +97,7 @@ def choose_forward_launch(
 
 
 class _BackwardChoice(NamedTuple):
-    """A row of ``_BACKWARD``: programs for rows that have all that its last columns say (None: either way)."""
+    """A row of ``_BACKWARD``: programs for rows that meet the conditions in its last columns (None: no condition)."""
 
     max_block_size: int
     num_warps: int

@@ -73,7 +73,7 @@ class Rule(ABC):
     """One kind of structure and its possible replacements."""
 
     kernels: ClassVar[tuple[str, ...]]
-    """Names of the kernels that its replacements may use; the first is reported where no replacement fits."""
+    """Names of all kernels that its replacements may use; the first is reported where no replacement fits."""
 
     @abstractmethod
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:

@@ -95,7 +95,7 @@ class MLPReplacement(Replacement):
         return getattr(module, self.down)(hidden)
 
     def verify(self, module: nn.Module) -> float:
-        error = 0.0  # of the last, the module's own dtype
+        error = 0.0  # that of the last probe, in the module's own dtype
         for dtype, size in _probes(module):
             random = Randoms(probe_device(module))
             # named_children() would leave out the second name of a child that has two.
@@ -233,7 +233,7 @@ class ExpertsReplacement(Replacement):
         return {"_apply_gate": _apply_gate}
 
     def verify(self, module: nn.Module) -> float:
-        error = 0.0  # of the last, the module's own dtype
+        error = 0.0  # that of the last probe, in the module's own dtype
         experts: Any = module
         patched: Any = self.patched_copy(module)
         width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]

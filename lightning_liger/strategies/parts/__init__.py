@@ -1,1 +1,1 @@
-"""What the strategies are made of."""
+"""Mixins and helper functions that the strategies share."""

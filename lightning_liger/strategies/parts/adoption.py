@@ -1,4 +1,4 @@
-"""Strategies adopt the precision plugin that they are given, so that it applies their kernels and clips their way."""
+"""Strategies extend the precision plugin that Lightning gives them: it then applies kernels and clips gradients."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ class TrainerKernels(EngineDefaults, _TrainerStrategy):
     """
 
     _precision_mixin: type[KernelConversion] = ClippedPrecision
-    """What the plugin needs under this engine."""
+    """The mixin that extends the precision plugin under this engine."""
     _overridden: tuple[str, ...] = ()
     """Lightning's private methods that the strategy overrides."""
 
@@ -70,7 +70,7 @@ class TrainerKernels(EngineDefaults, _TrainerStrategy):
 
     @property
     def patch_report(self) -> PatchReport | None:
-        """What was replaced in the model, None before it was set up."""
+        """The report of replaced modules, None before the model was set up."""
         return getattr(self._precision_plugin, "patch_report", None)
 
 
@@ -126,5 +126,5 @@ class FabricKernels(_FabricStrategy):
 
     @property
     def patch_report(self) -> PatchReport | None:
-        """What was replaced in the model, None before it was set up."""
+        """The report of replaced modules, None before the model was set up."""
         return getattr(self._precision, "patch_report", None)

@@ -1,4 +1,4 @@
-"""Engines that keep models whole give what is on the meta device memory and values when they move it."""
+"""Engines that keep models whole give tensors on the meta device memory and values when they move the model."""
 
 from typing import TYPE_CHECKING
 

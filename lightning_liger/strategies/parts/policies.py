@@ -44,7 +44,9 @@ def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> 
         }
         if not matching:
             known = sorted({type(module).__name__ for module in model.modules()})
-            raise ValueError(f"{argument} names the layer class {name!r}, but the model has none; it has {known}")
+            raise ValueError(
+                f"{argument} names the layer class {name!r}, but the model has no such layer; it has {known}"
+            )
         classes |= matching
     return classes
 
@@ -66,5 +68,5 @@ def _import_class(argument: str, name: str) -> type[Module]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{argument} names the layer class {name!r}, which cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Module)):
-        raise ValueError(f"{argument} names {name!r}, which is {found!r} and no torch.nn.Module class")
+        raise ValueError(f"{argument} must name subclasses of torch.nn.Module, got {name!r}, which is {found!r}")
     return found

@@ -109,7 +109,7 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
     if not styles:
         raise ValueError(
             f"tensor_parallel_size={device_mesh.size()} needs a Hugging Face model with a tensor-parallel plan"
-            " (base_model_tp_plan in its configuration), which is not in the module: parallelize your model in"
+            " (base_model_tp_plan in its configuration), but the module has none: parallelize your model in"
             ' configure_model, on self.device_mesh["tensor_parallel"]'
         )
     pairs = tied_pairs(model)

@@ -501,7 +501,7 @@ def test_other_operation_computes_real_logits_once_and_says_where(
     with pytest.warns(UserWarning, match=" on an LM head's output") as warned:
         lazy = operation(twin.lazy)
     assert len(warned) == 1
-    found = re.match(r"(\w+) on an LM head's output \((.*):(\d+)\) needs whole logits: \(", str(warned[0].message))
+    found = re.match(r"(\w+) on an LM head's output \((.*):(\d+)\) materializes the logits: \(", str(warned[0].message))
     assert found is not None
     assert (found[1], found[2]) == (name.strip("_"), __file__)
     assert first_line <= int(found[3]) < first_line + len(lines)

@@ -96,7 +96,7 @@ def fabric_model(**options):
     return fabric, fabric.setup_module(build_model())
 
 
-@pytest.mark.filterwarnings("ignore:.*needs whole logits")
+@pytest.mark.filterwarnings("ignore:.*materializes the logits")
 def test_logits_that_the_model_wrote_to_are_real_where_unused_parameters_are_sought():
     fabric, model = fabric_model(find_unused_parameters=True)
     (batch,) = make_batches(0, 1)

@@ -67,7 +67,7 @@ def reference(ranks):
 @pytest.mark.parametrize("way", ["trainer", "no-kernels", "fabric-labels", "fabric-logits"])
 def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, way, head):
     device, _, results = ranks
-    # The mixin's steps are of tokens; with Fabric each rank's loss is a mean of its own.
+    # The mixin's steps are of tokens; with Fabric each rank takes the mean over its own tokens.
     losses, squared_norms, parameters = reference[head, not way.startswith("fabric")]
     # What wrong gradients could not pass: the model learnt, from other batches on each rank.
     assert losses[0][-1] < losses[0][0] - 0.5

@@ -73,7 +73,7 @@ def test_fabric_trains_and_clips_in_groups_as_it_does_without(ranks):
 
 def test_mesh_of_another_size_than_the_processes_is_refused(tmp_path):
     trainer = make_trainer(root=tmp_path, strategy=LigerStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)))
-    with pytest.raises(ValueError, match=r"device_mesh=\(2, 2\): sizes must multiply to world_size = 1"):
+    with pytest.raises(ValueError, match=r"device_mesh=\(2, 2\): the product of the sizes must be world_size = 1"):
         trainer.fit(LM(), make_loader(0, 1))
 
 

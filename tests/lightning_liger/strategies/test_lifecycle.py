@@ -29,7 +29,7 @@ class Life(NamedTuple):
 
 
 def plain_life(num_ranks: int, num_fits: int, device: str = "cpu") -> Life:
-    """One process, stock model: an epoch with an optimizer of its own for each fit; validation after the first."""
+    """One process, stock model: an epoch with a new optimizer for each fit; validation after the first."""
     model = build_model().to(device)
     of_ranks = [make_uneven_batches(rank, NUM_BATCHES) for rank in range(num_ranks)]
     losses: list[list[float]] = [[] for _ in of_ranks]

@@ -68,7 +68,7 @@ def test_plugin_that_clips_by_itself_gets_kernels_and_keeps_its_way():
     adopt(plugin, ClippedPrecision, kernels="auto", on_nonfinite_grad="ignore")
     assert plugin.clip_grad_by_norm(None, 1.0) == "own"
     assert isinstance(plugin.convert_module(build_model())(INPUT_IDS).logits, LazyLogits)
-    with pytest.raises(ValueError, match="on_nonfinite_grad='skip' needs a precision plugin that clips by norm as"):
+    with pytest.raises(ValueError, match="on_nonfinite_grad='skip' needs a precision plugin with Lightning's clip"):
         adopt(Own(), ClippedPrecision, kernels="auto", on_nonfinite_grad="skip")
 
 

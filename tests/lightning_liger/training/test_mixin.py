@@ -120,7 +120,7 @@ def test_own_training_step_is_fused_too() -> None:
     module = LMWithOwnStep()
     run("train", module, batches(), [LigerCallback()])
     ledger = module.model.lm_head.fusion_counters
-    # The model computes a loss of its own when it gets labels: 2 batches of 2, and 4 validation steps of one.
+    # The model computes its own loss when it gets labels: 2 batches of 2, and 4 validation steps of one.
     assert (ledger.num_losses, ledger.num_materialized) == (2 * 2 + 4, 0)
 
 

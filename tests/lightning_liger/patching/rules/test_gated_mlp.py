@@ -126,7 +126,7 @@ class Sharpened(nn.Module):
 
 
 class DroppingMLP(MLP):
-    """A dropout of its own before the last projection."""
+    """An additional dropout before the last projection."""
 
     def __init__(self, p: float) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ class Weightless(nn.Module):
 
 
 class EpsInCodeNorm(nn.Module):
-    """eps is nobody's attribute."""
+    """eps is not an attribute."""
 
     def __init__(self) -> None:
         super().__init__()

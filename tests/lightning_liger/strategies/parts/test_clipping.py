@@ -328,7 +328,7 @@ def test_plugin_with_a_way_of_its_own_to_clip_keeps_it_or_is_refused():
     plugin = Own()
     assert LigerDDPStrategy(precision_plugin=plugin).precision_plugin is plugin
     assert type(plugin).clip_grad_by_norm is Own.clip_grad_by_norm
-    with pytest.raises(ValueError, match=r"on_nonfinite_grad='skip' needs a precision plugin .* got Own with a"):
+    with pytest.raises(ValueError, match=r"on_nonfinite_grad='skip' needs a precision plugin .* got Own, which"):
         LigerDDPStrategy(precision_plugin=plugin, on_nonfinite_grad="skip")
 
 

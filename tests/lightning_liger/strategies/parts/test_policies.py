@@ -81,7 +81,7 @@ def test_layers_are_wrapped_as_the_user_named_them(policy, units):
     [
         ("no_such_package.Layer", "cannot be imported"),
         (LLAMA + "NoSuchLayer", "cannot be imported"),
-        ("torch.nn.functional.linear", "no torch.nn.Module class"),
+        ("torch.nn.functional.linear", "must name subclasses of torch.nn.Module, got 'torch.nn.functional.linear'"),
     ],
 )
 def test_dotted_name_of_no_layer_class_is_refused_at_once(strategy, argument, name, message):
@@ -126,7 +126,7 @@ def test_activation_checkpointing_wraps_the_named_layers_and_keeps_the_losses(tm
     strategy = LigerStrategy(activation_checkpointing_policy=policy)
     make_trainer(checkpointed, root=tmp_path, strategy=strategy).fit(LM(), make_loader(0, 4))
     wrapped = [module for module in strategy.model.modules() if isinstance(module, CheckpointWrapper)]
-    # A layer that is a unit of its own is checkpointed around its unit.
+    # The checkpoint of a layer that is a separate unit is around that unit.
     layers = [module._checkpoint_wrapped_module for module in wrapped]
     assert [type(getattr(layer, "module", layer)).__name__ for layer in layers] == [kind, kind]
     torch.testing.assert_close(checkpointed.losses, plain.losses, rtol=1e-6, atol=0.0)

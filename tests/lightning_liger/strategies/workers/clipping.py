@@ -54,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "partly-optimized": {"optimized": ".layers."},
 }
 ENGINES = {"ddp": LigerDDPStrategy, "model_parallel": LigerModelParallelStrategy}
-"""Beside FSDP, which has the most ways of its own."""
+"""Tested in addition to FSDP, which has the most special cases."""
 MODELS_OF_ENGINES = ("untied", "frozen", "partly-optimized")
 POLICIES = ("raise", "skip", "ignore")
 CLIPPING: dict[str, dict[str, Any]] = {
@@ -246,7 +246,7 @@ def _run_rank(device: str, folder: Path) -> None:
         results[name] = _fit(run, {}, module, **by_norm)
     results["accumulated"] = _fit(run, {}, {}, accumulate_grad_batches=2, **by_norm)
     results["value"] = _fit(run, {}, {}, **by_value)
-    # A fused loss needs the head's weight after the head has run, when a root of its own has given it back.
+    # A fused loss needs the head's weight after the head has run, when a separate root has freed it.
     results["roots"] = _fit(run, {"kernels": "none"}, {"wrap": ("model", "lm_head")}, **by_norm)
     results["outside"] = _fit(run, {"kernels": "none"}, {"wrap": ("model",)}, **by_norm)
     scaler = ShardedGradScaler(device=device, init_scale=64.0)

@@ -178,7 +178,7 @@ class Reads:
 
 
 def peak_bytes(device: str, action: Callable[[], Any]) -> tuple[int, Any]:
-    """The most memory that tensors took while ``action`` ran, beside what there was, and its result."""
+    """The most memory that tensors took while ``action`` ran, in addition to the memory before it, and its result."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
