@@ -169,6 +169,10 @@ class EvaluatedPrecision(KernelConversion, LazyEvaluation):
     """For the Trainer's plugins if something else clips: DeepSpeed, or the user's own plugin."""
 
 
+class ShardedEvaluatedPrecision(OffloadedGradients, EvaluatedPrecision):
+    """The Trainer's under FSDP, where the plugin has a way of clipping of its own."""
+
+
 class ClippedPrecision(EvaluatedPrecision, GradientClipping):
     """For the Trainer's plugins; the default."""
 
@@ -254,7 +258,7 @@ def adopt(plugin: Any, mixin: type[KernelConversion], **settings: Any) -> None:
                 f" clip_grad_by_norm, got {type(plugin).__name__}, which overrides it: use"
                 " on_nonfinite_grad='ignore' or Lightning's plugin"
             )
-        mixin = EvaluatedPrecision
+        mixin = ShardedEvaluatedPrecision if issubclass(mixin, OffloadedGradients) else EvaluatedPrecision
     _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))
     plugin_class: Any = type(plugin)
     plugin.__class__ = _with_mixin(plugin_class, cast(Any, mixin))
@@ -273,4 +277,16 @@ def _with_mixin(plugin_class: Any, mixin: Any) -> type[Any]:
     for named in (LigerPrecisionPlugin, FabricLigerPrecisionPlugin):
         if named.__bases__ == (mixin, plugin_class):
             return named
-    return type(plugin_class.__name__, (mixin, plugin_class), {"__module__": plugin_class.__module__})
+    namespace = {"__module__": plugin_class.__module__, "__reduce_ex__": _reduce_adopted}
+    return type(plugin_class.__name__, (mixin, plugin_class), namespace)
+
+
+def _reduce_adopted(plugin: Any, protocol: Any) -> Any:
+    """Pickles a plugin, as launchers that spawn processes do, by the bases of its class, which no module has."""
+    reduced = super(type(plugin), plugin).__reduce_ex__(protocol)
+    return _new_adopted, type(plugin).__bases__, *reduced[2:]
+
+
+def _new_adopted(mixin: Any, plugin_class: Any) -> Any:
+    adopted: Any = _with_mixin(plugin_class, mixin)
+    return adopted.__new__(adopted)

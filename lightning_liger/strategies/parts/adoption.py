@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 
@@ -67,6 +68,12 @@ class TrainerKernels(EngineDefaults, _TrainerStrategy):
         super(TrainerKernels, type(self)).precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
         if precision_plugin is not None:
             adopt(precision_plugin, self._precision_mixin, **self._precision_settings())
+
+    def connect(self, model: L.LightningModule) -> None:
+        # The first call of each run: another strategy may have adopted the plugin since.
+        if self._precision_plugin is not None:
+            adopt(self._precision_plugin, self._precision_mixin, **self._precision_settings())
+        super().connect(model)
 
     @property
     def patch_report(self) -> PatchReport | None:

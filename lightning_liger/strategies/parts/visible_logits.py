@@ -27,6 +27,8 @@ _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class Exposure:
     """How an engine sees lazy logits.
 
+    Its hooks stay on modules: give it functions that a module has, so that models with them can be pickled.
+
     Attributes:
         connect: Returns the logits with tensors that the engine may watch or replace.
         tensors: Returns those tensors.
@@ -107,11 +109,15 @@ def _connected(logits: LazyLogits) -> LazyLogits:
     return logits.changed(hidden_states=_Connected.apply(logits.hidden_states, *parameters))
 
 
-HIDDEN_STATES = Exposure(
-    connect=_connected,
-    tensors=lambda logits: [logits.hidden_states],
-    with_tensors=lambda logits, tensors: logits.changed(hidden_states=tensors[0]),
-)
+def _hidden_states(logits: LazyLogits) -> list[Tensor]:
+    return [logits.hidden_states]
+
+
+def _with_hidden_states(logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
+    return logits.changed(hidden_states=tensors[0])
+
+
+HIDDEN_STATES = Exposure(connect=_connected, tensors=_hidden_states, with_tensors=_with_hidden_states)
 """The hidden states, connected to everything that the logits depend on: for engines that only watch the graph."""
 
 
@@ -143,9 +149,9 @@ def _map_tensors(logits: LazyLogits, function: Callable[[Tensor], Tensor]) -> La
     return logits.changed(hidden_states=function(logits.hidden_states), head=logits.head.map(function))
 
 
-ALL_TENSORS = Exposure(
-    connect=lambda logits: _map_tensors(logits, lambda tensor: tensor.view_as(tensor)),
-    tensors=_all_tensors,
-    with_tensors=_with_all_tensors,
-)
+def _with_views(logits: LazyLogits) -> LazyLogits:
+    return _map_tensors(logits, lambda tensor: tensor.view_as(tensor))
+
+
+ALL_TENSORS = Exposure(connect=_with_views, tensors=_all_tensors, with_tensors=_with_all_tensors)
 """The hidden states and views of the head's parameters, which keep gathered memory until the loss is computed."""

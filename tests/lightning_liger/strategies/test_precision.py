@@ -1,15 +1,28 @@
 """The precision plugin applies kernels after the dtype conversion, and keeps losses lazy in evaluation."""
 
+import copy
+import pickle
+from functools import partial
+
 import pytest
 import torch
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from lightning_liger import FabricLigerPrecisionPlugin, LazyLogits, LigerPrecisionPlugin
+from lightning_liger import (
+    FabricLigerDDPStrategy,
+    FabricLigerPrecisionPlugin,
+    FabricLigerStrategy,
+    LazyLogits,
+    LigerDDPStrategy,
+    LigerPrecisionPlugin,
+    LigerStrategy,
+)
 from lightning_liger.patching import KERNELS
-from lightning_liger.strategies.precision import ClippedPrecision, adopt
+from lightning_liger.strategies.precision import ClippedPrecision, ShardedClippedPrecision, adopt
 from tests.lightning_liger.strategies.workers.distributed import build_model
 
 PLUGINS = [
@@ -70,6 +83,41 @@ def test_plugin_that_clips_by_itself_gets_kernels_and_keeps_its_way():
     assert isinstance(plugin.convert_module(build_model())(INPUT_IDS).logits, LazyLogits)
     with pytest.raises(ValueError, match="on_nonfinite_grad='skip' needs a precision plugin with Lightning's clip"):
         adopt(Own(), ClippedPrecision, kernels="auto", on_nonfinite_grad="skip")
+
+
+def test_plugin_of_fsdp_that_clips_by_itself_accumulates_offloaded_gradients_too():
+    class Own(FSDPPrecision):
+        def clip_grad_by_norm(self, optimizer, clip_val):
+            return "own"
+
+    plugin = Own("32-true")
+    adopt(plugin, ShardedClippedPrecision, kernels="auto", on_nonfinite_grad="ignore")
+    assert plugin.clip_grad_by_norm(None, 1.0) == "own"
+    plugin.accumulate_offloaded(build_model())
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize(
+    ("strategy", "name", "plugin"),
+    [
+        pytest.param(LigerDDPStrategy, "precision_plugin", Precision, id="ddp"),
+        pytest.param(LigerStrategy, "precision_plugin", partial(FSDPPrecision, "32-true"), id="fsdp"),
+        pytest.param(FabricLigerDDPStrategy, "precision", FabricPrecision, id="fabric_ddp"),
+        pytest.param(FabricLigerStrategy, "precision", partial(FabricFSDPPrecision, "32-true"), id="fabric_fsdp"),
+    ],
+)
+def test_strategy_with_an_adopted_plugin_can_be_pickled(strategy, name, plugin, duplicate):
+    """As launchers that spawn processes do."""
+    plugin = plugin()
+    restored = duplicate(strategy(kernels=["rms_norm"], **{name: plugin}))
+    duplicated = getattr(restored, name)
+    assert duplicated is not plugin
+    assert type(duplicated) is type(plugin)
+    assert vars(duplicated).keys() == vars(plugin).keys()
+    duplicated.convert_module(build_model())
+    assert {entry.kernel for entry in restored.patch_report.entries} == {"rms_norm"}
 
 
 @pytest.mark.parametrize(("plugin_class", "base"), PLUGINS)

@@ -231,12 +231,15 @@ def test_one_device_acts_on_gradients_that_are_not_finite(policy):
     assert_same_parameters(whole_parameters(lm), reference, 1e-5)
 
 
-def test_plugin_that_several_trainers_share_does_as_the_last_strategy_says():
+def test_plugin_that_several_trainers_share_does_as_the_strategy_of_each_says():
     plugin = MixedPrecision("bf16-mixed", "cpu")
-    for policy in ("ignore", "skip"):
+    strategies = {policy: LigerSingleDeviceStrategy(on_nonfinite_grad=policy) for policy in ("ignore", "skip")}
+    trainers = {
+        policy: make_trainer(root=None, strategy=strategy, plugins=[plugin], **CLIPPING["norm"])
+        for policy, strategy in strategies.items()
+    }
+    for policy, trainer in trainers.items():
         lm = ClippedLM()
-        strategy = LigerSingleDeviceStrategy(on_nonfinite_grad=policy)
-        trainer = make_trainer(root=None, strategy=strategy, plugins=[plugin], **CLIPPING["norm"])
         trainer.fit(lm, DataLoader(make_scaled_batches(1, broken=True), batch_size=None))
         assert trainer.precision_plugin is plugin
         assert lm.model.lm_head.weight.isnan().any() == (policy == "ignore")

@@ -1,5 +1,6 @@
 """Engines see the tensors of lazy logits, and users see lazy logits."""
 
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -111,3 +112,11 @@ def test_outputs_without_lazy_logits_pass_unchanged():
     engine = Engine(inner)
     HIDDEN_STATES.expose_within(engine, inner)
     assert type(engine(torch.ones(1, 2))) is torch.Tensor
+
+
+@pytest.mark.parametrize("exposure", [HIDDEN_STATES, ALL_TENSORS], ids=["hidden", "all"])
+def test_module_with_hooks_can_be_pickled(exposure):
+    model, batch = model_and_inputs()
+    exposure.expose(model)
+    restored = pickle.loads(pickle.dumps(model))
+    assert isinstance(restored(batch["input_ids"]).logits, LazyLogits)
