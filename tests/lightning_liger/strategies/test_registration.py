@@ -35,9 +35,8 @@ def test_every_strategy_has_a_name_and_is_public():
 
 
 def test_names_are_registered_once_and_keep_what_took_them_first(monkeypatch):
-    monkeypatch.setitem(
-        StrategyRegistry, "liger_ddp", {"strategy": dict, "init_params": {}, "description": "of others"}
-    )
+    # The entry, not the registry: monkeypatch would restore what the registry's `get` returns, a strategy.
+    monkeypatch.setitem(StrategyRegistry["liger_ddp"], "strategy", dict)
     register_strategies()
     assert StrategyRegistry["liger_ddp"]["strategy"] is dict
     assert StrategyRegistry.available_strategies().count("liger_ddp") == 1
