@@ -159,10 +159,16 @@ def commit(temporary: Path, path: Path) -> None:
     _sync(temporary)
     if temporary.is_dir() or path.is_dir():
         old = temporary_path(temporary)
-        if os.path.lexists(path):
+        is_replaced = os.path.lexists(path)
+        if is_replaced:
             _remove(old)
             path.rename(old)
-        temporary.rename(path)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if is_replaced:
+                old.rename(path)
+            raise
         _remove(old)
     else:
         temporary.replace(path)

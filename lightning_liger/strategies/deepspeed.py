@@ -93,7 +93,7 @@ class _FusedDeepSpeed(_Strategy):
             )
         if found == "cpu":
             self.parallel_devices = [torch.device("cpu", index) for index in range(len(devices))]
-        # Of the class after Lightning's DeepSpeedStrategy, which insists on CUDA.
+        # Of the class after Lightning's DeepSpeedStrategy, which insists on CUDA; mixins in between are skipped too.
         super(self._lightnings_class, self).setup_environment()
 
     def _precision_settings(self) -> dict[str, Any]:

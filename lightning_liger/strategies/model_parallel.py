@@ -100,8 +100,26 @@ class _FullySharded(_Strategy):
                 HIDDEN_STATES.expose(unit)
 
 
+class _ShardsOnMeta(_Strategy):
+    """Shards models on the meta device before they get memory. A mixin to list right before Lightning's class."""
+
+    model: Any
+
+    def setup(self, trainer: L.Trainer) -> None:
+        if has_meta_tensors(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+            self._shard_children(self.model)
+            self._materialize(self.model)
+        super().setup(trainer)  # which would give the model memory before it is sharded
+
+
 class LigerModelParallelStrategy(
-    _FullySharded, SharesSequences, TrainerFaultTolerance, TrainerKernels, pytorch_model_parallel.ModelParallelStrategy
+    _FullySharded,
+    SharesSequences,
+    TrainerFaultTolerance,
+    TrainerKernels,
+    _ShardsOnMeta,
+    pytorch_model_parallel.ModelParallelStrategy,
 ):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
 
@@ -135,16 +153,6 @@ class LigerModelParallelStrategy(
     @override
     def saves_folders(self) -> bool:
         return self._save_distributed_checkpoint
-
-    @override
-    def setup(self, trainer: L.Trainer) -> None:
-        model = self.model
-        if model is not None and has_meta_tensors(model):
-            # Before Lightning's, which would give the model memory before it is sharded.
-            self.model = model = self.precision_plugin.convert_module(model)
-            self._shard_children(model)
-            self._materialize(model)
-        super().setup(trainer)
 
     @override
     def model_to_device(self) -> None:

@@ -1,22 +1,11 @@
 """Runs each kernel test twice: under Triton's interpreter on the CPU and compiled on the GPU."""
 
-from typing import Any
-
 import pytest
 import torch
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder
 
 from liger_ops import backend
-
-_create_splat = InterpreterBuilder.create_splat
-
-
-def _splat_that_keeps_booleans(builder: Any, block_type: Any, scalar: TensorHandle) -> TensorHandle:
-    """The interpreter's own makes integers of the results of comparisons, which its version 3.9 refuses as masks."""
-    splat = _create_splat(builder, block_type, scalar)
-    if scalar.data.dtype == bool:
-        splat.data = splat.data.astype(bool)
-    return splat
+from tests.liger_ops.interpreter import splat_that_keeps_booleans
 
 
 @pytest.fixture(
@@ -32,7 +21,7 @@ def triton_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         if torch.cuda.is_available():
             pytest.skip("the interpreter is chosen when Triton is imported, on machines without a GPU")
         monkeypatch.setattr(backend, "use_triton", lambda tensor: True)
-        monkeypatch.setattr(InterpreterBuilder, "create_splat", _splat_that_keeps_booleans)
+        monkeypatch.setattr(InterpreterBuilder, "create_splat", splat_that_keeps_booleans)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -315,6 +315,7 @@ def test_second_launch_passes_arguments_in_the_known_order(
     compiled = SimpleNamespace(run=lambda *values: runs.append(values), function="function", packed_metadata="metadata")
     kernel.jit = triton.runtime.JITFunction(_combine)
     monkeypatch.setattr(kernel, "_launch_by_triton", lambda *_, **__: compiled)
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # "device" of tensors on the CPU
     driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))

@@ -107,6 +107,25 @@ def test_folder_is_renamed_away_before_another_gets_its_name(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_folder_gets_its_name_back_if_another_cannot_have_it(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    save_in("folder", path, OLD)
+    rename = Path.rename
+
+    def refuse_new(self, target):
+        if self.name.startswith(".incomplete-") and (self / "new").exists():
+            raise OSError("refused")
+        return rename(self, target)
+
+    new = atomic_io.temporary_path(path)
+    new.mkdir()
+    (new / "new").touch()
+    monkeypatch.setattr(Path, "rename", refuse_new)
+    with pytest.raises(OSError, match="refused"):
+        atomic_io.commit(new, path)
+    torch.testing.assert_close(load(path), OLD)
+
+
 @pytest.mark.parametrize("when", ["writing", "renaming"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_killed_process_leaves_the_checkpoint_before_and_the_next_one_clears_up(tmp_path, monkeypatch, kind, when):
