@@ -63,7 +63,7 @@ def test_shards_within_nodes_train_as_one_process_and_not_with_one_rank_a_node(u
     if NUM_DEVICES > 1:
         assert_trained_as_one_process(device, runs, "TorchElasticEnvironment")
     else:  # PyTorch would average no gradients
-        assert all("sharding_strategy=HYBRID_SHARD over groups of one process" in run for run in runs)
+        assert all("sharding_strategy=HYBRID_SHARD shards over groups of one process" in run for run in runs)
 
 
 def test_two_nodes_under_slurm_train_as_one_process(under_slurm):
