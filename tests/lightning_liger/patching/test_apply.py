@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_liger import LazyLogits, apply_liger_kernels
 from lightning_liger.patching import KERNELS, check_kernels
 from lightning_liger.patching.apply import apply_and_announce
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules import RULES, HeadRule, Patched
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
@@ -392,3 +392,7 @@ def test_model_that_is_already_patched_is_no_warning() -> None:
         warnings.simplefilter("error")
         assert apply_liger_kernels(model, ["rms_norm"]).num_replaced == 0
         assert apply_liger_kernels(model, {name: False for name in KERNELS if name != "layer_norm"}).num_replaced == 0
+
+
+def test_kernels_of_the_rules_are_those_that_users_choose():
+    assert {kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels} == set(KERNELS)
