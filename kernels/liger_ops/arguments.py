@@ -1,0 +1,149 @@
+"""Checks of arguments, one for each kind: the error names the argument, what was expected and the value.
+
+A value of a wrong type raises TypeError, a value out of range ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """``value`` as error messages show it: tensors and modules by their kind, all others by a short ``repr``."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype} on {value.device}"
+    if isinstance(value, torch.nn.Module):
+        return f"the module {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def wrong_type(name: str, expected: str, value: object) -> TypeError:
+    """The error for a value that is of no type that ``name`` takes."""
+    return TypeError(f"{name} must be {expected}, got {shown(value)}")
+
+
+def wrong_value(name: str, expected: str, value: object) -> ValueError:
+    """The error for a value of the right type that ``name`` does not take."""
+    return ValueError(f"{name} must be {expected}, got {shown(value)}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    optional: bool = False,
+) -> None:
+    """Raises unless ``value`` is a finite number within the bounds, or None if ``optional``.
+
+    Tensors are refused: an option is a constant, and a learnable one would get no gradient.
+    """
+    _check_real("a finite number", float, name, value, above, at_least, below, at_most, optional)
+
+
+def check_integer(
+    name: str,
+    value: Any,
+    *,
+    at_least: int | None = None,
+    at_most: int | None = None,
+    optional: bool = False,
+) -> None:
+    """Raises unless ``value`` is an integer (and not a bool) within the bounds, or None if ``optional``."""
+    _check_real("an integer", int, name, value, None, at_least, None, at_most, optional)
+
+
+def _check_real(
+    kind: str,
+    python_type: type,
+    name: str,
+    value: Any,
+    above: float | None,
+    at_least: float | None,
+    below: float | None,
+    at_most: float | None,
+    optional: bool,
+) -> None:
+    if value is None and optional:
+        return
+    if not _is_real(value, python_type):
+        raise wrong_type(name, _expected(kind, above, at_least, below, at_most, optional), value)
+    if (
+        (above is not None and not value > above)
+        or (at_least is not None and not value >= at_least)
+        or (below is not None and not value < below)
+        or (at_most is not None and not value <= at_most)
+        or (python_type is float and not -math.inf < value < math.inf)
+    ):
+        raise wrong_value(name, _expected(kind, above, at_least, below, at_most, optional), value)
+
+
+def _is_real(value: Any, python_type: type) -> bool:
+    if type(value) is int or type(value) is python_type:
+        return True
+    if isinstance(value, bool):
+        return False
+    if python_type is int:
+        return isinstance(value, numbers.Integral | torch.SymInt)
+    return isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
+
+
+def _expected(
+    kind: str,
+    above: float | None,
+    at_least: float | None,
+    below: float | None,
+    at_most: float | None,
+    optional: bool,
+) -> str:
+    bounds = (("above", above), ("of at least", at_least), ("below", below), ("at most", at_most))
+    text = " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+    return f"{kind}{' ' if text else ''}{text}{' or None' if optional else ''}"
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raises unless ``value`` is one of ``choices``."""
+    try:
+        if value in choices and not isinstance(value, Tensor):
+            return
+    except TypeError:  # not hashable, or not comparable
+        pass
+    raise wrong_value(name, f"one of {', '.join(map(repr, choices))}", value)
+
+
+def check_bool(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is True or False, or None if ``optional``; "no" and 0 would count as something else."""
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise wrong_type(name, f"True or False{', or None' if optional else ''}", value)
+
+
+def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a tensor of any dtype, or None if ``optional``."""
+    if not isinstance(value, Tensor) and not (optional and value is None):
+        raise wrong_type(name, f"a tensor{' or None' if optional else ''}", value)
+
+
+def check_floating(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a real floating-point tensor, or None if ``optional``."""
+    if optional and value is None:
+        return
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise wrong_type(name, f"a floating-point tensor{' or None' if optional else ''}", value)
+
+
+def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str = "") -> None:
+    """Raises unless the tensor has ``shape``; ``expected`` says what the shape stands for."""
+    if tuple(value.shape) != tuple(shape):
+        raise wrong_value(name, f"a tensor of shape {tuple(shape)}{expected and f' ({expected})'}", value)
