@@ -147,3 +147,23 @@ def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str 
     """Raises unless the tensor has ``shape``; ``expected`` says what the shape stands for."""
     if tuple(value.shape) != tuple(shape):
         raise wrong_value(name, f"a tensor of shape {tuple(shape)}{expected and f' ({expected})'}", value)
+
+
+def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:
+    """Raises unless each of ``others`` is a tensor on the device of ``tensor``, or None.
+
+    A kernel that gets a tensor of another device reads memory that is not there, and a meta tensor has no values at all.
+
+    Args:
+        name: Of ``tensor``, as the message shows it.
+        tensor: A tensor.
+        others: By the names of the arguments.
+    """
+    device = tensor.device
+    for other, value in others.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise wrong_type(other, "a tensor or None", value)
+        if value.device != device:
+            raise wrong_value(other, f"on {name}'s device {device}", value)
