@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _MAX_SHOWN = 80
+_FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # float8 has no arithmetic
 
 
 def shown(value: object) -> str:
@@ -136,10 +137,10 @@ def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def check_floating(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises unless ``value`` is a real floating-point tensor, or None if ``optional``."""
+    """Raises unless ``value`` is a tensor of float16, bfloat16, float32 or float64, or None if ``optional``."""
     if optional and value is None:
         return
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATING_DTYPES:
         raise wrong_type(name, f"a floating-point tensor{' or None' if optional else ''}", value)
 
 
@@ -167,3 +168,33 @@ def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:
             raise wrong_type(other, "a tensor or None", value)
         if value.device != device:
             raise wrong_value(other, f"on {name}'s device {device}", value)
+
+
+def check_floating_tensors(name: str, tensor: Any, /, *, optional: bool = True, **others: Any) -> None:
+    """Raises unless all are real floating-point tensors on one device; ``others`` may be None if ``optional``.
+
+    Args:
+        name: Of ``tensor``, as the message shows it.
+        tensor: Must not be None.
+        optional: Whether others may be None.
+        others: By the names of the arguments.
+    """
+    check_floating(name, tensor)
+    for other, value in others.items():
+        check_floating(other, value, optional=optional)
+    check_same_device(name, tensor, **others)
+
+
+def check_floating_dtype(name: str, value: Any) -> None:
+    """Raises unless ``value`` is a dtype of :func:`check_floating`'s tensors, ``float``, or None for the default."""
+    if value is not None and value is not float and value not in _FLOATING_DTYPES:
+        raise wrong_type(name, f"one of {', '.join(map(str, _FLOATING_DTYPES))}, or None", value)
+
+
+def check_device(name: str, value: Any) -> None:
+    """Raises unless ``value`` names a device, or is None for the default."""
+    if value is not None:
+        try:
+            torch.device(value)
+        except (RuntimeError, TypeError):
+            raise wrong_value(name, "a device, such as 'cpu' or 'cuda:0', or None", value) from None
