@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 _MAX_SHOWN = 80
-_FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # float8 has no arithmetic
+_FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 def shown(value: object) -> str:
@@ -137,11 +138,12 @@ def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def check_floating(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises unless ``value`` is a tensor of float16, bfloat16, float32 or float64, or None if ``optional``."""
+    """Raises unless ``value`` is a tensor of 16 to 64 bits floating point, or None if ``optional``."""
     if optional and value is None:
         return
-    if not isinstance(value, Tensor) or value.dtype not in _FLOATING_DTYPES:
-        raise wrong_type(name, f"a floating-point tensor{' or None' if optional else ''}", value)
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
+        expected = "a floating-point tensor (float32, bfloat16, float16 or float64)"
+        raise wrong_type(name, f"{expected}{' or None' if optional else ''}", value)
 
 
 def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str = "") -> None:
@@ -153,7 +155,7 @@ def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str 
 def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:
     """Raises unless each of ``others`` is a tensor on the device of ``tensor``, or None.
 
-    A kernel that gets a tensor of another device reads memory that is not there, and a meta tensor has no values at all.
+    A kernel that gets a tensor of another device reads memory that is not there, and a meta tensor has no values.
 
     Args:
         name: Of ``tensor``, as the message shows it.
@@ -185,10 +187,18 @@ def check_floating_tensors(name: str, tensor: Any, /, *, optional: bool = True, 
     check_same_device(name, tensor, **others)
 
 
+def as_integers(name: str, value: Any) -> tuple[int, ...]:
+    """``value`` as a tuple; raises unless it is a sequence of integers."""
+    try:
+        return tuple(map(operator.index, value))
+    except TypeError:
+        raise wrong_type(name, "a sequence of integers", value) from None
+
+
 def check_floating_dtype(name: str, value: Any) -> None:
     """Raises unless ``value`` is a dtype of :func:`check_floating`'s tensors, ``float``, or None for the default."""
-    if value is not None and value is not float and value not in _FLOATING_DTYPES:
-        raise wrong_type(name, f"one of {', '.join(map(str, _FLOATING_DTYPES))}, or None", value)
+    if value is not None and value is not float and not (isinstance(value, torch.dtype) and value in _FLOATING):
+        raise wrong_type(name, "torch.float32, bfloat16, float16 or float64, or None", value)
 
 
 def check_device(name: str, value: Any) -> None:

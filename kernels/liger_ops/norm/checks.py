@@ -1,12 +1,18 @@
 """Checks of arguments that all norms share."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from liger_ops.arguments import check_floating_tensors, check_integer, check_number, check_shape, wrong_type, wrong_value
+from liger_ops.arguments import (
+    as_integers,
+    check_floating_tensors,
+    check_integer,
+    check_number,
+    check_shape,
+    wrong_value,
+)
 
 
 def _without_tensor(value: Any) -> Any:
@@ -32,14 +38,6 @@ def as_num_groups(value: Any, num_channels: int) -> int:
     return value
 
 
-def as_sizes(name: str, value: Any) -> tuple[int, ...]:
-    """``value`` as a tuple of integers."""
-    try:
-        return tuple(map(operator.index, value))
-    except TypeError:
-        raise wrong_type(name, "a sequence of integers", value) from None
-
-
 def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters: Tensor | None) -> tuple[int, ...]:
     """Returns ``normalized_shape`` as a tuple, which are the trailing sizes of ``input`` and the sizes of parameters.
 
@@ -48,7 +46,7 @@ def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters:
         ValueError: If devices or shapes do not fit together.
     """
     check_floating_tensors("input", input, **parameters)
-    sizes = as_sizes("normalized_shape", normalized_shape)
+    sizes = as_integers("normalized_shape", normalized_shape)
     if not sizes or 0 in sizes or input.shape[-len(sizes) :] != sizes:
         raise ValueError(
             "normalized_shape must be input's trailing sizes, positive and at least one, got"

@@ -12,7 +12,6 @@ from liger_ops import backend
 from liger_ops.norm.kernels import backward_kernel, forward_kernel, long_forward_kernel, projections_kernel
 from liger_ops.norm.reductions import sum_parts
 
-
 # Offsets inside a row are int32, for one row and, in backward, for the two sums: longer rows run in PyTorch.
 MAX_HIDDEN_SIZE = 2**30
 
