@@ -5,6 +5,7 @@ the same state dict, and adds keyword-only arguments. It is a subclass of its na
 ``LinearCrossEntropyLoss``, which older versions of PyTorch do not have.
 """
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -145,13 +146,14 @@ class GroupNorm(nn.GroupNorm):
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype: As in ``torch.nn.GroupNorm``.
-        newer: Keywords that newer versions of PyTorch have: bias.
+        newer: Arguments of newer versions of PyTorch: bias.
 
     Raises:
         TypeError: If an argument is of a wrong type.
         ValueError: If num_groups is no divisor of num_channels, or eps is negative or not finite.
     """
 
+    @functools.wraps(nn.GroupNorm.__init__)  # so that the signature shows bias where PyTorch has it
     def __init__(
         self,
         num_groups: int,

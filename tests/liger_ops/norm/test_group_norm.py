@@ -256,11 +256,13 @@ def test_group_norm_off_cuda_is_the_reference(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("shape", "arguments", "message"),
     [
-        pytest.param((4,), (2,), r"input must have shape \[batch_size, num_channels, \*\], got \(4,\)", id="input"),
-        pytest.param((2, 4), (3,), r"num_groups must be a divisor of input's 4 channels, got 3", id="no divisor"),
-        pytest.param((2, 4), (0,), r"num_groups must be a divisor of input's 4 channels, got 0", id="no groups"),
-        pytest.param((2, 4, 3), (2, torch.ones(3)), r"weight must have shape \(4,\), got \(3,\)", id="weight"),
-        pytest.param((2, 4, 3), (2, None, torch.ones(4, 1)), r"bias must have shape \(4,\), got \(4, 1\)", id="bias"),
+        pytest.param((4,), (2,), r"input must be .* shape \[batch_size, num_channels, \*\], got .* \(4,\)", id="input"),
+        pytest.param((2, 4), (3,), r"num_groups must be a divisor of num_channels = 4, got 3", id="no divisor"),
+        pytest.param((2, 4), (0,), r"num_groups must be a divisor of num_channels = 4, got 0", id="no groups"),
+        pytest.param((2, 4, 3), (2, torch.ones(3)), r"weight must be .* shape \(4,\) .*, got .* \(3,\)", id="weight"),
+        pytest.param(
+            (2, 4, 3), (2, None, torch.ones(4, 1)), r"bias must be .* shape \(4,\) .*, got .* \(4, 1\)", id="bias"
+        ),
     ],
 )
 def test_group_norm_rejects(shape: tuple[int, ...], arguments: tuple, message: str) -> None:
