@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _MAX_SHOWN = 80
+_FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 def shown(value: object) -> str:
@@ -116,9 +117,9 @@ def _expected(
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raises unless ``value`` is one of ``choices``."""
     try:
-        if value in choices and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and value in choices:
             return
-    except TypeError:  # not hashable, or not comparable
+    except (TypeError, ValueError):  # not hashable, or an array that compares its elements
         pass
     raise wrong_value(name, f"one of {', '.join(map(repr, choices))}", value)
 
@@ -136,11 +137,12 @@ def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def check_floating(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises unless ``value`` is a real floating-point tensor, or None if ``optional``."""
+    """Raises unless ``value`` is a tensor of 16 to 64 bits floating point, or None if ``optional``."""
     if optional and value is None:
         return
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise wrong_type(name, f"a floating-point tensor{' or None' if optional else ''}", value)
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
+        expected = "a floating-point tensor (float32, bfloat16, float16 or float64)"
+        raise wrong_type(name, f"{expected}{' or None' if optional else ''}", value)
 
 
 def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str = "") -> None:
@@ -152,7 +154,7 @@ def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str 
 def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:
     """Raises unless each of ``others`` is a tensor on the device of ``tensor``, or None.
 
-    A kernel that gets a tensor of another device reads memory that is not there, and a meta tensor has no values at all.
+    A kernel that gets a tensor of another device reads memory that is not there, and a meta tensor has no values.
 
     Args:
         name: Of ``tensor``, as the message shows it.
