@@ -118,9 +118,9 @@ def _expected(
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raises unless ``value`` is one of ``choices``."""
     try:
-        if value in choices and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and value in choices:
             return
-    except TypeError:  # not hashable, or not comparable
+    except (TypeError, ValueError):  # not hashable, or an array that compares its elements
         pass
     raise wrong_value(name, f"one of {', '.join(map(repr, choices))}", value)
 
