@@ -231,6 +231,11 @@ def test_packed_tensor_must_have_an_even_number_of_columns() -> None:
         gelu_mul(torch.ones(2, 3))
 
 
+def test_kernel_has_no_activation_of_another_name(triton_device: torch.device) -> None:
+    with pytest.raises(Exception, match="unknown activation"):
+        torch.ops.liger_ops.gated_unit_forward(torch.ones(2, 4, device=triton_device), None, "relu", False)
+
+
 def test_unknown_approximation_raises() -> None:
     with pytest.raises(ValueError, match="approximate must be one of 'none', 'tanh', got 'erf'"):
         gelu_mul(torch.ones(2, 4), approximate="erf")
