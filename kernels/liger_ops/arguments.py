@@ -182,9 +182,13 @@ def check_floating_tensors(name: str, tensor: Any, /, *, optional: bool = True, 
         others: By the names of the arguments.
     """
     check_floating(name, tensor)
+    device = tensor.device
     for other, value in others.items():
-        check_floating(other, value, optional=optional)
-    check_same_device(name, tensor, **others)
+        if value is None and optional:
+            continue
+        if not isinstance(value, Tensor) or value.dtype not in _FLOATING or value.device != device:
+            check_floating(other, value, optional=optional)
+            check_same_device(name, tensor, **{other: value})
 
 
 def as_integers(name: str, value: Any) -> tuple[int, ...]:

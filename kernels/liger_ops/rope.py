@@ -459,10 +459,10 @@ def _check_shapes(
 ) -> None:
     if q.dim() != 4:
         raise wrong_value("q", "a tensor of 4 dimensions", q)
-    if k.dim() != 4 or any(q.shape[dim] != k.shape[dim] for dim in range(4) if dim != heads_dim):
+    batch_size, seq_len, head_dim = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    if k.dim() != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[3]) != (batch_size, seq_len, head_dim):
         expected = f"a tensor of q's shape {tuple(q.shape)} except for its number of heads, dimension {heads_dim}"
         raise wrong_value("k", expected, k)
-    batch_size, seq_len, head_dim = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
     rotary_dim = cos.shape[-1] if cos.dim() else 0
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         expected = f"a tensor whose last dimension, rotary_dim, is even and at most head_dim = {head_dim}"
@@ -477,7 +477,8 @@ def _check_shapes(
         expected = "[batch_size or 1, seq_len, rotary_dim] or [seq_len, rotary_dim]"
     if not fits:
         raise wrong_value("cos", f"{expected}, for q of shape {tuple(q.shape)} with heads_dim={heads_dim}", cos)
-    check_shape("sin", sin, cos.shape, "cos'")
+    if sin.shape != cos.shape:
+        check_shape("sin", sin, cos.shape, "cos'")
 
 
 def check_positions_shape(position_ids: Tensor, q: Tensor, heads_dim: int) -> None:

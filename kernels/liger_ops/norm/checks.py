@@ -1,7 +1,8 @@
 """Checks of arguments that all norms share."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -22,8 +23,10 @@ def _without_tensor(value: Any) -> Any:
     return value
 
 
-def as_number(name: str, value: Any, *, at_least: float | None = None) -> float:
-    """``value`` as a float; raises unless it is a finite number of at least ``at_least``."""
+def as_number(name: str, value: Any, *, at_least: Literal[0] | None = None) -> float:
+    """``value`` as a float; raises unless it is a finite number, with ``at_least`` of at least 0."""
+    if type(value) is float and 0.0 <= value < math.inf:  # as almost always, without the time of three calls
+        return value
     value = _without_tensor(value)
     check_number(name, value, at_least=at_least)
     return float(value)
@@ -53,6 +56,6 @@ def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters:
             f" {sizes} for input of shape {tuple(input.shape)}"
         )
     for name, parameter in parameters.items():
-        if parameter is not None:
+        if parameter is not None and parameter.shape != sizes:
             check_shape(name, parameter, sizes, "normalized_shape")
     return sizes

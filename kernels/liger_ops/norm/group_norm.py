@@ -444,7 +444,7 @@ def group_norm(
     num_channels = input.shape[1]
     num_groups = as_num_groups(num_groups, num_channels)
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
+        if parameter is not None and parameter.shape != (num_channels,):
             check_shape(name, parameter, (num_channels,), "num_channels")
     eps = as_number("eps", eps, at_least=0)
     if not backend.runs_on_triton(input, weight, bias):
