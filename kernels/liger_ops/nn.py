@@ -135,7 +135,7 @@ class LayerNorm(nn.LayerNorm):
         check_bool("bias", bias)
         _check_factory(device, dtype)
         eps = as_number("eps", eps, at_least=0)
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -153,7 +153,7 @@ class GroupNorm(nn.GroupNorm):
         ValueError: If num_groups is no divisor of num_channels, or eps is negative or not finite.
     """
 
-    @functools.wraps(nn.GroupNorm.__init__)  # so that the signature shows bias where PyTorch has it
+    @functools.wraps(nn.GroupNorm.__init__)  # type: ignore[misc]  # the signature shows bias where PyTorch has it
     def __init__(
         self,
         num_groups: int,

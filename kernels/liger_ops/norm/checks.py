@@ -41,7 +41,7 @@ def as_num_groups(value: Any, num_channels: int) -> int:
     return value
 
 
-def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters: Tensor | None) -> tuple[int, ...]:
+def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters: Any) -> tuple[int, ...]:
     """Returns ``normalized_shape`` as a tuple, which are the trailing sizes of ``input`` and the sizes of parameters.
 
     Raises:
