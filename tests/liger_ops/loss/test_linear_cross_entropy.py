@@ -128,10 +128,10 @@ def test_weights_scale_single_losses_and_their_sum(reduction: str, rows: int, de
 def test_adapter_of_low_rank_is_part_of_the_head(
     reduction: str, rows: int, frozen: tuple[int, ...], device: torch.device
 ) -> None:
-    options = make_options("everything", 5, 123, device) | {"reduction": reduction}
-    tensors, labels = make_batch(5, 123, device=device, ignore_index=options["ignore_index"])
-    tensors = [*tensors, torch.randn(5, 3, device=device), torch.randn(123, 3, device=device)]
-    upstream = torch.randn(5 if reduction == "none" else (), device=device)
+    options = make_options("everything", 6, 123, device) | {"reduction": reduction}
+    tensors, labels = make_batch(6, 123, device=device, ignore_index=options["ignore_index"])
+    tensors = [*tensors, torch.randn(6, 3, device=device), torch.randn(123, 3, device=device)]
+    upstream = torch.randn(6 if reduction == "none" else (), device=device)
 
     def run(dtype: torch.dtype, function: Callable[..., Tensor], **more: Any) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_(index not in frozen) for index, x in enumerate(tensors)]
