@@ -85,7 +85,7 @@ WEIGHTS: dict[str, list[Value]] = {
         *no_tensors("a tensor", none=True),
         *of_dtypes("class indices of dtype torch.int64", (4,), "int32", "bool", "complex64"),
         *on_meta((4,), torch.int64),
-        ("empty", shaped(0, dtype=torch.int64), ("input's shape", "(0,)")),
+        ("empty", shaped(0, dtype=torch.int64), ("input", "(0,)")),
         ("shape", shaped(4, 1, dtype=torch.int64), ("(4, 1)",)),
         ("label too large", partial(torch.full, (4,), 11), ("between 0 and vocab_size - 1 = 10", "got 11")),
         ("negative label", partial(torch.full, (4,), -1), ("between 0 and", "ignore_index = -100", "got -1")),
