@@ -216,10 +216,8 @@ def _aligned_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """A matrix whose rows start at multiples of 16 bytes, whatever their length; only the padding is initialized."""
     padding = -num_columns % max(1, 16 // like.element_size())
     padded = like.new_empty(num_rows, num_columns + padding)
-    if padding:
-        padded[:, num_columns:] = (
-            0.0  # matrix products in half precision read it on CPUs with AMX, and NaN would spread
-        )
+    if padding:  # matrix products in half precision read it on CPUs with AMX, where NaN would spread
+        padded[:, num_columns:] = 0.0
     return padded[:, :num_columns]
 
 

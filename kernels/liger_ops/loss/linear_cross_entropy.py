@@ -398,6 +398,8 @@ def linear_cross_entropy(
             raise wrong_type("vocab_shard", "a VocabShard or None", vocab_shard)
         vocab_shard.check(vocab_size)
         vocab_size = vocab_shard.vocab_size
+    elif vocab_size == 0:
+        raise ValueError(f"linear_weight must have at least one class, got shape {tuple(linear_weight.shape)}")
     check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
 

@@ -145,7 +145,7 @@ def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Te
             f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
         )
     for name, tensor in (("weight", weight), ("token_weight", token_weight)):
-        if backend.needs_graph(tensor):
+        if tensor is not None and backend.needs_graph(tensor):
             raise ValueError(
                 f"{name} must not require a gradient, since the loss has none for it, got {shown(tensor)} that requires"
                 f" one; pass {name}.detach(), or multiply the losses of reduction='none' by it"

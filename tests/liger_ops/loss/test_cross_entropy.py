@@ -864,7 +864,13 @@ def test_backward_op_passes_opcheck(name: str, num_tokens: int, triton_device: t
 
 COMPILED = {
     "mean+inplace_backward": {"reduction": "mean", "inplace_backward": True},  # which changes nothing here
-    "mean+stats": {"reduction": "mean", "return_stats": True, "label_smoothing": 0.1, "softcap": 8.0},
+    "mean+stats": {
+        "reduction": "mean",
+        "return_stats": True,
+        "label_smoothing": 0.1,
+        "softcap": 8.0,
+        "z_loss_weight": 1e-2,
+    },
     "none+stats": {"reduction": "none", "return_stats": True, "z_loss_weight": 1e-2, "ignore_index": 3},
 }
 
