@@ -71,7 +71,7 @@ class ContextParallel:
             ValueError: If there is none, or if context parallelism would change the results of one: because layers mix
                 tokens without transformers' attention interface, or ``size`` does not divide the number of heads.
         """
-        models = list(_outermost_models(model))
+        models = list(outermost_models(model))
         if not models:
             raise ValueError(f"context parallelism needs a Hugging Face model, {type(model).__name__} holds none")
         self.undo(model)  # the process groups of an earlier context may be destroyed
@@ -82,7 +82,7 @@ class ContextParallel:
     @staticmethod
     def undo(model: nn.Module) -> None:
         """Restores attention as before :meth:`apply`, for rows that were not split, as in generation."""
-        for found in _outermost_models(model):
+        for found in outermost_models(model):
             for module in _attention_modules(found):
                 whole = module.__dict__.pop("context_parallel", None)
                 if whole is not None:
@@ -243,12 +243,13 @@ def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
 
 
-def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+def outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The Hugging Face models in ``module``, without those inside others."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:
         for child in module.children():
-            yield from _outermost_models(child)
+            yield from outermost_models(child)
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:

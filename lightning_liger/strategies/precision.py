@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import lightning as L
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
+from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm, clip_whole_norm
 
 if TYPE_CHECKING:
@@ -61,8 +63,9 @@ class KernelConversion(_AnyPrecision):
     """Returns a context in which the module's parameters look as the engine will have them."""
 
     def convert_module(self, module: Module) -> Module:
-        """Casts the module's parameters as the precision says, then applies the kernels."""
-        module = super().convert_module(module)
+        """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
+        with buffers_as_pretrained(module):
+            module = super().convert_module(module)
         with self.shown_parameters(module):
             self.patch_report = apply_and_announce(module, self.kernels, self.patch_report)
         return module
@@ -137,11 +140,20 @@ class GradientClipping(_TrainerPrecision):
         return clip_whole_norm(parameters, max_norm)
 
 
-class OffloadedGradients(_AnyPrecision):
-    """Accumulates gradients that FSDP offloads to the CPU and would overwrite. A mixin for FSDP's precision plugins."""
+class UnderFSDP(_AnyPrecision):
+    """Keeps the dtypes of converted buffers, and accumulates offloaded gradients. A mixin for FSDP's precision plugins.
+
+    FSDP would cast buffers again in the first forward, and overwrite gradients that it offloads to the CPU.
+    """
 
     _with_gradients: set[Parameter] | None = None
     """Parameters that had a gradient on the CPU before every forward since the last backward."""
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """As Lightning's, without a dtype for buffers in true half precision: ``convert_module`` has cast them."""
+        config = super().mixed_precision_config  # type: ignore[misc]  # of Lightning's FSDPPrecision
+        return replace(config, buffer_dtype=None) if self.precision in ("16-true", "bf16-true") else config
 
     def accumulate_offloaded(self, model: Module) -> None:
         """Accumulates gradients of ``model``, which FSDP wraps and offloads."""
@@ -169,7 +181,7 @@ class EvaluatedPrecision(KernelConversion, LazyEvaluation):
     """For the Trainer's plugins if something else clips: DeepSpeed, or the user's own plugin."""
 
 
-class ShardedEvaluatedPrecision(OffloadedGradients, EvaluatedPrecision):
+class ShardedEvaluatedPrecision(UnderFSDP, EvaluatedPrecision):
     """The Trainer's under FSDP, where the plugin has a way of clipping of its own."""
 
 
@@ -177,14 +189,14 @@ class ClippedPrecision(EvaluatedPrecision, GradientClipping):
     """For the Trainer's plugins; the default."""
 
 
-class ShardedClippedPrecision(OffloadedGradients, ClippedPrecision):
+class ShardedClippedPrecision(UnderFSDP, ClippedPrecision):
     """For the Trainer's plugins under FSDP."""
 
     def _clip_norm(self, parameters: list[Parameter], max_norm: float) -> Tensor:
         return clip_gradient_norm(self._model, parameters, max_norm)
 
 
-class ShardedPrecision(OffloadedGradients, KernelConversion):
+class ShardedPrecision(UnderFSDP, KernelConversion):
     """For Fabric's plugins under FSDP."""
 
 
@@ -258,7 +270,7 @@ def adopt(plugin: Any, mixin: type[KernelConversion], **settings: Any) -> None:
                 f" clip_grad_by_norm, got {type(plugin).__name__}, which overrides it: use"
                 " on_nonfinite_grad='ignore' or Lightning's plugin"
             )
-        mixin = ShardedEvaluatedPrecision if issubclass(mixin, OffloadedGradients) else EvaluatedPrecision
+        mixin = ShardedEvaluatedPrecision if issubclass(mixin, UnderFSDP) else EvaluatedPrecision
     _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))
     plugin_class: Any = type(plugin)
     plugin.__class__ = _with_mixin(plugin_class, cast(Any, mixin))
