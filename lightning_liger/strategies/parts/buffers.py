@@ -69,9 +69,9 @@ def _dtypes_when_made_in(dtype: torch.dtype, model: PreTrainedModel) -> dict[str
             twin = type(model)(copy.deepcopy(model.config))
     except Exception as error:  # whatever the constructor of a user's class raises
         rank_zero_warn(
-            f"{type(model).__name__}: its buffers were cast to {dtype} with its parameters, because it could not be made"
-            f" again on the meta device to see which ones ask for float32 ({type(error).__name__}: {error}). Make it in"
-            " configure_model, or inside fabric.init_module(), to keep those in float32"
+            f"{type(model).__name__}: its buffers were cast to {dtype} with its parameters, because it could not be"
+            f" made again on the meta device to see which ones ask for float32 ({type(error).__name__}: {error}). Make"
+            " it in configure_model, or inside fabric.init_module(), to keep those in float32"
         )
         return {}
     finally:
