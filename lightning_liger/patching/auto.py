@@ -27,6 +27,7 @@ class _AutoLigerModel:
             The model, with the report of replacements as ``liger_report``.
 
         Raises:
+            TypeError: For ``kernels`` of another type, before anything is loaded.
             ValueError: For unknown kernels, before anything is loaded, or kernels asked for by name that fit nothing.
         """
         check_kernels(kernels)
