@@ -20,9 +20,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from liger_ops.arguments import check_choice, wrong_type
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
@@ -40,8 +42,7 @@ OnNonfiniteGrad = Literal["raise", "skip", "ignore"]
 
 def check_on_nonfinite_grad(on_nonfinite_grad: str) -> None:
     """Raises ValueError for a value that is none of the three."""
-    if on_nonfinite_grad not in get_args(OnNonfiniteGrad):
-        raise ValueError(f"on_nonfinite_grad must be one of {get_args(OnNonfiniteGrad)}, got {on_nonfinite_grad!r}")
+    check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
 
 
 def _check_scaler(on_nonfinite_grad: OnNonfiniteGrad, scaler: Any) -> None:
@@ -203,6 +204,8 @@ class ShardedPrecision(UnderFSDP, KernelConversion):
 def _check_users_scaler(precision: str, scaler: Any) -> None:
     if scaler is not None and precision != "16-mixed":
         raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
+    if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
+        raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
 
 
 class LigerPrecisionPlugin(ShardedClippedPrecision, pytorch_fsdp.FSDPPrecision):
@@ -217,6 +220,7 @@ class LigerPrecisionPlugin(ShardedClippedPrecision, pytorch_fsdp.FSDPPrecision):
         on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
 
     Raises:
+        TypeError: For ``kernels`` or a ``scaler`` of another type.
         ValueError: For an unknown precision, kernel or ``on_nonfinite_grad``, and for ``"raise"`` with ``"16-mixed"``.
     """
 
