@@ -17,7 +17,7 @@ from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
 from lightning_liger.patching.verify import Mismatch, trial
 
-KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule) for kernel in rule.kernels))
+KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels))
 """The names that ``kernels=`` takes."""
 
 KernelChoice = str | list[str] | dict[str, Any]

@@ -32,6 +32,8 @@ def shift_labels(labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
         ValueError: If the shape or the device of ``position_ids`` does not fit the labels.
     """
     _check_integers("labels", labels)
+    if not labels.dim():
+        raise wrong_value("labels", "a tensor of shape [..., seq_len]", labels)
     targets = F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
     if position_ids is None:
         return targets
@@ -107,8 +109,6 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
 def _check_integers(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
         raise wrong_type(name, "a tensor of signed integers", value)
-    if not value.dim():
-        raise wrong_value(name, "a tensor of shape [..., seq_len]", value)
 
 
 def _check_per_token(name: str, value: Any, is_floating: bool) -> None:
