@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -147,3 +148,14 @@ def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str 
     """Raises unless the tensor has ``shape``; ``expected`` says what the shape stands for."""
     if tuple(value.shape) != tuple(shape):
         raise wrong_value(name, f"a tensor of shape {tuple(shape)}{expected and f' ({expected})'}", value)
+
+
+def check_path(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a path that is not empty, as a str or an ``os.PathLike``, or None if ``optional``."""
+    if value is None and optional:
+        return
+    expected = f"a path{' or None' if optional else ''}"
+    if not isinstance(value, str | os.PathLike):
+        raise wrong_type(name, expected, value)
+    if not os.fspath(value):
+        raise wrong_value(name, f"{expected} that is not empty", value)
