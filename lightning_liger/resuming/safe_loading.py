@@ -62,21 +62,28 @@ def check_checkpoint(path: Path, weights_only: bool | None = None, allowed: Sequ
         pickle.UnpicklingError: As :func:`load_file`.
         ValueError: As :func:`load_file`, and for a folder that is not a checkpoint.
     """
-    files = [path]
-    if path.is_dir():
+    with safe_globals(list(allowed)):
+        if not path.is_dir():
+            _check_file(path, weights_only)
+            return
         for file in sorted(path.glob("*.metadata")):
             check_metadata(file, weights_only)
-        files = sorted(Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
-        files = [file for file in files if file.suffix == ".pt"]
         for file in (path / name for name in _LATEST if (path / name).is_file()):
             if (tag := file.read_text(encoding="utf-8", errors="replace").strip()) != Path(tag).name:
                 raise ValueError(f"{file} must hold the name of a folder in {path}, got {tag!r}")
+        files = sorted(Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
+        files = [file for file in files if file.suffix == ".pt"]
         if not files:
             raise ValueError(f"{path} is not a checkpoint: the folder has no file that ends in .pt")
-    if weights_only is not False:
-        with safe_globals(list(allowed)):
-            for file in files:
-                load_file(file, weights_only)
+        for file in files:
+            _check_file(file, weights_only)
+
+
+def _check_file(file: Path, weights_only: bool | None) -> None:
+    if weights_only is False:
+        file.open("rb").close()
+    else:
+        load_file(file, weights_only)
 
 
 def check_metadata(file: Path, weights_only: bool | None = None) -> None:

@@ -89,7 +89,7 @@ class TrainerFaultTolerance(_TrainerStrategy):
             checkpoint = super().load_checkpoint(path, weights_only)
         check_is_of_trainer(checkpoint, path)
         if self.fault_tolerance:
-            self._rank_states.take_from(checkpoint, self._trainer)
+            self._rank_states.take_from(checkpoint, self._trainer, path)
         return checkpoint
 
     def process_dataloader(self, dataloader: Any) -> Any:
