@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
@@ -100,36 +100,46 @@ def check_metadata(file: Path, weights_only: bool | None = None) -> None:
     """
     try:
         with file.open("rb") as opened:
-            entries = list(_entries_without_tensors(_MetadataUnpickler(opened, file).load()))
+            entries = list(_entries(_MetadataUnpickler(opened, file).load()))
     except (OSError, UnsafePickleError):
         raise
     except Exception as error:
         raise ValueError(
             f"{file} is not the metadata of a sharded checkpoint, or incomplete: {_told(error)}"
         ) from error
-    if weights_only is False:
-        return
-    for name, relative_path, offset, length in entries:
-        part = file.parent / relative_path
+    for entry in entries:
+        part = file.parent / entry.relative_path
+        if part.is_file() and (size := part.stat().st_size) < (end := entry.offset + entry.length):
+            raise ValueError(f"{part} is incomplete: {entry.name!r} ends at byte {end}, got a file of {size}")
+        if entry.is_tensor or weights_only is False:
+            continue
         with part.open("rb") as opened:
-            opened.seek(offset)
-            content = io.BytesIO(opened.read(length))
-        with loading_errors_explained(f"{part} ({name!r})"):
+            opened.seek(entry.offset)
+            content = io.BytesIO(opened.read(entry.length))
+        with loading_errors_explained(f"{part} ({entry.name!r})"):
             torch.load(content, map_location="cpu", weights_only=weights_only)
 
 
-def _entries_without_tensors(metadata: Any) -> Iterator[tuple[str, str, int, int]]:
-    """Name, file, offset and length of the entries that are not read with ``weights_only=True``."""
+class _Entry(NamedTuple):
+    name: str
+    is_tensor: bool
+    """Whether it is read with ``weights_only=True`` in any case."""
+    relative_path: str
+    offset: int
+    length: int
+
+
+def _entries(metadata: Any) -> Iterator[_Entry]:
     entries, places = _checked(metadata["state_dict_metadata"], dict), _checked(metadata["storage_data"], dict)
     tensors = {name for name, entry in entries.items() if entry.cls == "TensorStorageMetadata"}
     for index, info in places.items():
-        if (name := _checked(index["fqn"], str)) not in tensors:
-            if "transform_descriptors" in info.state:
-                raise ValueError(f"{name!r} is compressed, so that it cannot be checked")
-            offset, length = _checked(info["offset"], int), _checked(info["length"], int)
-            if offset < 0 or length < 0:
-                raise ValueError(f"{name!r} is at {offset}, with {length} bytes")
-            yield name, _checked(info["relative_path"], str), offset, length
+        name = _checked(index["fqn"], str)
+        if name not in tensors and "transform_descriptors" in info.state:
+            raise ValueError(f"{name!r} is compressed, so that it cannot be checked")
+        offset, length = _checked(info["offset"], int), _checked(info["length"], int)
+        if offset < 0 or length < 0:
+            raise ValueError(f"{name!r} is at {offset}, with {length} bytes")
+        yield _Entry(name, name in tensors, _checked(info["relative_path"], str), offset, length)
 
 
 def _checked(value: Any, cls: type) -> Any:
@@ -143,7 +153,7 @@ def loading_errors_explained(path: Any) -> Iterator[None]:
     """Names the file in errors of ``torch.load``, and what a user can do about them."""
     try:
         yield
-    except (OSError, MemoryError):
+    except (FileNotFoundError, PermissionError, MemoryError):
         raise
     except Exception as error:
         found = re.search(r"GLOBAL (\S+) ", str(error))
@@ -159,7 +169,7 @@ def sharded_errors_explained(path: Any) -> Iterator[None]:
         yield
     except CheckpointException as error:
         failure = next((failure for failure, _ in error.failures.values()), error)
-        raise ValueError(f"{path} cannot be loaded: {_told(failure)}") from error
+        raise ValueError(f"{path} is incomplete, or does not fit the model: {_told(failure)}") from error
 
 
 def check_is_of_trainer(checkpoint: Any, path: Any) -> None:
