@@ -107,6 +107,7 @@ def test_export_refuses_a_checkpoint(tmp_path, marker, monkeypatch, capsys, writ
         export_pretrained(LigerCausalLM(config=TINY_CONFIG), path, tmp_path / "out")
     monkeypatch.setattr(sys, "argv", ["lightning-liger"])
     model = ["--model=LigerCausalLM", f"--model.config={json.dumps(TINY_CONFIG)}"]
+    model += ["--data=lightning.pytorch.demos.boring_classes.BoringDataModule"]
     with pytest.raises((pickle.UnpicklingError, SystemExit)) as raised:
         main(["export", *model, f"--ckpt_path={path}", f"--output={tmp_path / 'out'}"])
     message = str(raised.value) + capsys.readouterr().err
