@@ -134,7 +134,7 @@ def _entries(metadata: Any) -> Iterator[_Entry]:
     tensors = {name for name, entry in entries.items() if entry.cls == "TensorStorageMetadata"}
     for index, info in places.items():
         name = _checked(index["fqn"], str)
-        if name not in tensors and "transform_descriptors" in info.state:
+        if name not in tensors and info.state.get("transform_descriptors"):
             raise ValueError(f"{name!r} is compressed, so that it cannot be checked")
         offset, length = _checked(info["offset"], int), _checked(info["length"], int)
         if offset < 0 or length < 0:

@@ -61,14 +61,14 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         raise wrong_type("model", "a module", model)
     check_path("folder", folder)
     weights = PretrainedWeights(model, Path(folder))
-    generation = isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file()
-    generation_config = GenerationConfig.from_pretrained(folder) if generation else None
+    has_generation_config = isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file()
+    generation_config = GenerationConfig.from_pretrained(folder) if has_generation_config else None
     for module, name, tensor in weights.tensors():
         if not tensor.is_meta:
             weights.fill(module, name)
     if any(tensor.is_meta for _, _, tensor in weights.tensors()):
         setattr(model, _ATTRIBUTE, weights)
-    if generation_config is not None:
+    if isinstance(model, PreTrainedModel) and generation_config is not None:
         model.generation_config = generation_config
 
 

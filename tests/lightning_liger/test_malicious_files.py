@@ -100,6 +100,13 @@ def test_fit_refuses_a_checkpoint(tmp_path, marker, strategy, write):
         fit(tmp_path, strategy, ckpt_path=path)
 
 
+@pytest.mark.parametrize("strategy", ["liger_fsdp", "liger_model_parallel"])
+def test_shards_of_another_model_are_an_error_that_names_the_folder(tmp_path, strategy):
+    path = write_sharded(tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"^{path} is incomplete, or does not fit the model: .*Missing key"):
+        fit(tmp_path, strategy, ckpt_path=path)
+
+
 @pytest.mark.parametrize("write", [file, metadata])
 def test_export_refuses_a_checkpoint(tmp_path, marker, monkeypatch, capsys, write):
     path = write(tmp_path / "evil", marker)

@@ -38,8 +38,6 @@ class TrainerFaultTolerance(_TrainerStrategy):
 
     _reads_by_itself = False
     """Whether the strategy reads checkpoints without its ``checkpoint_io``."""
-    _classes_in_checkpoints: tuple[type, ...] = ()
-    """Further classes that its checkpoints consist of."""
 
     def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
         check_fault_tolerance(fault_tolerance)
@@ -47,6 +45,11 @@ class TrainerFaultTolerance(_TrainerStrategy):
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
         super().__init__(*args, **kwargs)
+
+    @property
+    def _classes_in_checkpoints(self) -> tuple[type, ...]:
+        """Further classes that checkpoints of the strategy consist of."""
+        return ()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -151,13 +154,16 @@ class FabricFaultTolerance(_FabricStrategy):
 
     _writes_by_itself = False
     """Whether the strategy writes and reads files and folders without its ``checkpoint_io``."""
-    _classes_in_checkpoints: tuple[type, ...] = ()
-    """Further classes that its checkpoints consist of."""
 
     def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
         check_fault_tolerance(fault_tolerance)
         self.fault_tolerance = fault_tolerance
         super().__init__(*args, **kwargs)
+
+    @property
+    def _classes_in_checkpoints(self) -> tuple[type, ...]:
+        """Further classes that checkpoints of the strategy consist of."""
+        return ()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
