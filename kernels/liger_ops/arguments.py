@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -212,3 +213,14 @@ def check_device(name: str, value: Any) -> None:
             torch.device(value)
         except (RuntimeError, TypeError):
             raise wrong_value(name, "a device, such as 'cpu' or 'cuda:0', or None", value) from None
+
+
+def check_path(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a path that is not empty, as a str or an ``os.PathLike``, or None if ``optional``."""
+    if value is None and optional:
+        return
+    expected = f"a path{' or None' if optional else ''}"
+    if not isinstance(value, str | os.PathLike):
+        raise wrong_type(name, expected, value)
+    if not os.fspath(value):
+        raise wrong_value(name, f"{expected} that is not empty", value)

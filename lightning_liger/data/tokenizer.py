@@ -78,7 +78,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ValueError: If the folder holds no tokenizer, or one without an end-of-sequence token.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(path).expanduser(), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            Path(path).expanduser(), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # which types a broken tokenizer.json raises is not documented: KeyError is one
         raise ValueError(f"data.tokenizer={str(path)!r} could not be loaded by AutoTokenizer: {error!r}") from error
     if tokenizer.eos_token_id is None:
