@@ -39,6 +39,18 @@ def check_batch(stage: str, batch: Any, model: LanguageModel) -> None:
     check_packing(model.model, batch.get("position_ids"))
 
 
+def check_prompts(batch: Any) -> None:
+    """Raises unless ``batch`` has ``input_ids`` of shape ``[batch_size, seq_len]``."""
+    if not isinstance(batch, Mapping) or batch.get("input_ids") is None:
+        found = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"batch must be a mapping with the key 'input_ids' for predict_step, got {found}")
+    input_ids = batch["input_ids"]
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in _INTEGERS:
+        raise wrong_type("batch['input_ids']", "a tensor of dtype torch.int64", input_ids)
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise wrong_value("batch['input_ids']", "a tensor of shape [batch_size, seq_len] with tokens", input_ids)
+
+
 def _check_inputs(batch: Mapping[str, Any], model: LanguageModel) -> None:
     for key in ("input_ids", "position_ids"):
         value = batch.get(key)
