@@ -59,12 +59,7 @@ class LanguageModel:
         self.model = model
         self.pretrained = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
         self.known_keys = _known_keys(model, self.pretrained)
-        own, takes_any = _named_arguments(model)
-        self._passes_labels = (
-            self.pretrained is not None
-            and "labels" in _named_arguments(self.pretrained)[0]
-            and ("labels" in own or takes_any)
-        )
+        self._passes_labels = self.pretrained is not None and _takes_labels(model) and _takes_labels(self.pretrained)
         self._no_cross_entropy = _NoCrossEntropy()
         self._has_warned = False
         config = getattr(self.pretrained, "config", None)
@@ -156,6 +151,11 @@ def _named_arguments(module: nn.Module) -> tuple[set[str], bool]:
     parameters = inspect.signature(module.forward).parameters.values()
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return named, any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _takes_labels(module: nn.Module) -> bool:
+    named, takes_any = _named_arguments(module)
+    return takes_any or "labels" in named
 
 
 def _known_keys(model: nn.Module, pretrained: PreTrainedModel | None) -> frozenset[str]:

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_bool, check_choice, check_tensor, wrong_type
+from liger_ops.arguments import check_bool, check_choice, check_tensor, wrong_type, wrong_value
 from liger_ops.loss.options import check_labels
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.sequences.labels import shift_labels
@@ -121,7 +121,8 @@ class LigerLMMixin(_Module):
             A scalar, NaN if every label is ignored.
 
         Raises:
-            ValueError: If the shapes do not fit, or a label on the CPU is out of range.
+            TypeError: If ``logits`` are no floating-point tensor, ``labels`` no int64 one, or ``shifted`` no bool.
+            ValueError: If shapes or devices do not fit, or a label on the CPU is out of range.
         """
         return self.lm_loss_with_counts(logits, labels, position_ids=position_ids, shifted=shifted).loss
 
@@ -146,6 +147,10 @@ class LigerLMMixin(_Module):
                 f"labels must hold one label for each token of the logits: logits have {tuple(logits.shape[:-1])}"
                 f" tokens, labels have shape {tuple(labels.shape)}"
             )
+        if not labels.ndim:
+            raise wrong_value("labels", "a tensor of shape [batch_size, seq_len]", labels)
+        if labels.device != logits.device:
+            raise wrong_value("labels", f"on the device of the logits, {logits.device}", labels)
         # Shifting the labels instead of the logits costs nothing, and the last token is ignored, not cut.
         targets = labels if shifted else shift_labels(labels, position_ids)
         if isinstance(logits, LazyLogits):
