@@ -1,7 +1,9 @@
 """The configuration of a Hugging Face causal LM, from a folder or from the name of an architecture."""
 
 import copy
+import inspect
 import math
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -76,10 +78,17 @@ def _build(pretrained: str | None, model_type: str, settings: Mapping[str, Any])
     return config
 
 
+def _is_read(config: PreTrainedConfig, name: str) -> bool:
+    """Whether the model's code reads a setting that its configuration does not have by default."""
+    module = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    source = "" if module is None else inspect.getsource(module)
+    return re.search(rf'config\.{re.escape(name)}\b|getattr\((self\.)?config, "{re.escape(name)}"', source) is not None
+
+
 def _check_old_name(default: PreTrainedConfig, config: PreTrainedConfig, name: str, value: Any) -> None:
     """Raises ValueError unless the setting changes another one, as former names of settings do."""
     before, after = default.to_dict(), config.to_dict()
-    if any(after[key] != before.get(key) for key in after if key != name):
+    if _is_read(default, name) or any(after[key] != before.get(key) for key in after if key != name):
         return
     close = get_close_matches(name, list(before), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

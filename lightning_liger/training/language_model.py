@@ -62,7 +62,7 @@ class LanguageModel:
         self._passes_labels = self.pretrained is not None and _takes_labels(model) and _takes_labels(self.pretrained)
         self._no_cross_entropy = _NoCrossEntropy()
         self._has_warned = False
-        config = getattr(self.pretrained, "config", None)
+        config: Any = getattr(self.pretrained, "config", None)
         # Else it reads images or sound, or labels are for a decoder.
         self.reads_tokens = (
             getattr(self.pretrained, "main_input_name", None) == "input_ids"

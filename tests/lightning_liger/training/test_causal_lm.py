@@ -210,6 +210,13 @@ def test_attention_is_the_choice_of_transformers_unless_named() -> None:
     assert make_module(trainer, model_type="mamba2", config=config).model.config._attn_implementation == "eager"
 
 
+def test_setting_that_has_no_effect_in_a_checkpoint_is_refused(checkpoint_folder: Path) -> None:
+    """rope_parameters in the folder's config.json win over the former name."""
+    with pytest.raises(ValueError, match=r"config must be settings of 'llama', got 'rope_theta': 5000\.0"):
+        LigerCausalLM(pretrained=str(checkpoint_folder), config={"rope_theta": 5000.0})
+    assert LigerCausalLM(config={"rope_theta": 5000.0}).config.rope_parameters["rope_theta"] == 5000.0
+
+
 def test_config_is_not_written_into() -> None:
     rope = {"rope_type": "linear", "factor": 2.0}
     LigerCausalLM(config=TINY_CONFIG | {"rope_scaling": rope})
@@ -224,7 +231,7 @@ def checkpoint_folder(tmp_path: Path) -> Path:
 
 def test_pretrained_weights_and_config_come_from_the_folder(checkpoint_folder: Path) -> None:
     trainer = make_trainer()
-    module = make_module(trainer, pretrained=str(checkpoint_folder), config={"rope_theta": 5000.0})
+    module = make_module(trainer, pretrained=str(checkpoint_folder), config={"attention_dropout": 0.1})
     reference = tiny_llama()
     assert module.model.config.vocab_size == reference.config.vocab_size
     for (name, want), got in zip(reference.named_parameters(), module.model.parameters(), strict=True):
