@@ -38,6 +38,8 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     the memory of one device, nor of the host::
 
         def configure_model(self):
+            if getattr(self, "model", None) is not None:  # Lightning calls this for each stage
+                return
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(config)
             load_pretrained(self.model, folder)
