@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -147,3 +148,26 @@ def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str 
     """Raises unless the tensor has ``shape``; ``expected`` says what the shape stands for."""
     if tuple(value.shape) != tuple(shape):
         raise wrong_value(name, f"a tensor of shape {tuple(shape)}{expected and f' ({expected})'}", value)
+
+
+def check_text(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a string that is not empty, or None if ``optional``."""
+    _check_not_empty("a string that is not empty", str, name, value, optional)
+
+
+def check_path(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a string or path-like object that is not empty, or None if ``optional``.
+
+    An empty path would stand for the current folder.
+    """
+    _check_not_empty("a path that is not empty", str | os.PathLike, name, value, optional)
+
+
+def _check_not_empty(kind: str, python_type: Any, name: str, value: Any, optional: bool) -> None:
+    if value is None and optional:
+        return
+    expected = f"{kind}{' or None' if optional else ''}"
+    if not isinstance(value, python_type):
+        raise wrong_type(name, expected, value)
+    if value == "":
+        raise wrong_value(name, expected, value)

@@ -48,7 +48,8 @@ def make(tmp_path, corpus):
 
 def ready(data: TextDataModule, num_replicas: int = 1, rank: int = 0) -> TextDataModule:
     """Prepared and set up as by a Trainer on this rank."""
-    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": num_replicas, "rank": rank})
+    sampler_kwargs = {"num_replicas": num_replicas, "rank": rank}
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs=sampler_kwargs, predicting=False)
     data.prepare_data()
     data.setup("fit")
     return data
@@ -238,19 +239,19 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("vocab_size", 256, "at least 257"),
-        ("block_size", 1, "at least 2"),
-        ("batch_size", 0, "at least 1"),
-        ("validation_fraction", 1.0, "at least 0 and below 1"),
-        ("validation_fraction", -0.1, "at least 0 and below 1"),
-        ("seed", -1, "at least 0"),
-        ("text_field", "", "the name of a field"),
-        ("num_workers", -1, "at least 0"),
-        ("max_documents", 0, "at least 1"),
+        ("vocab_size", 256, "an integer of at least 257"),
+        ("block_size", 1, "an integer of at least 2"),
+        ("batch_size", 0, "an integer of at least 1"),
+        ("validation_fraction", 1.0, "a finite number of at least 0 and below 1"),
+        ("validation_fraction", -0.1, "a finite number of at least 0 and below 1"),
+        ("seed", -1, "an integer of at least 0"),
+        ("text_field", "", "a string that is not empty"),
+        ("num_workers", -1, "an integer of at least 0"),
+        ("max_documents", 0, "an integer of at least 1"),
     ],
 )
 def test_impossible_arguments_are_named(make, name, value, expected):
-    with pytest.raises(ValueError, match=rf"data\.{name}={value!r} is not possible: expected {expected}"):
+    with pytest.raises(ValueError, match=rf"data\.{name} must be {expected}.*, got {value!r}"):
         make(**{name: value})
 
 
