@@ -9,10 +9,9 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_liger.training.mixin import LigerLMMixin
-from lightning_liger.training.model_config import check_vocabulary, model_config
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained
 
@@ -78,13 +77,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
         if temperature < 0.0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
-        self.config = model_config(pretrained, model_type, config)
-
-    def setup(self, stage: str) -> None:
-        check_vocabulary(self.config, getattr(getattr(self.trainer, "datamodule", None), "text_tokenizer", None))
-
-    def on_predict_start(self) -> None:  # the tokenizer may come with the checkpoint
-        self.setup("predict")
+        if pretrained is None:
+            self.config = AutoConfig.for_model(model_type, **(config or {}))
+        else:
+            self.config = AutoConfig.from_pretrained(pretrained, **(config or {}))
 
     def configure_model(self) -> None:
         """Builds the model once: on the meta device for strategies that shard it there, else where it will train.
