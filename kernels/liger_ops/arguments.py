@@ -150,24 +150,23 @@ def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str 
         raise wrong_value(name, f"a tensor of shape {tuple(shape)}{expected and f' ({expected})'}", value)
 
 
-def check_text(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises unless ``value`` is a string that is not empty, or None if ``optional``."""
-    _check_not_empty("a string that is not empty", str, name, value, optional)
-
-
 def check_path(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises unless ``value`` is a string or path-like object that is not empty, or None if ``optional``.
-
-    An empty path would stand for the current folder.
-    """
-    _check_not_empty("a path that is not empty", str | os.PathLike, name, value, optional)
-
-
-def _check_not_empty(kind: str, python_type: Any, name: str, value: Any, optional: bool) -> None:
+    """Raises unless ``value`` is a path that is not empty, as a str or an ``os.PathLike``, or None if ``optional``."""
     if value is None and optional:
         return
-    expected = f"{kind}{' or None' if optional else ''}"
-    if not isinstance(value, python_type):
+    expected = f"a path{' or None' if optional else ''}"
+    if not isinstance(value, str | os.PathLike):
         raise wrong_type(name, expected, value)
-    if value == "":
+    if not os.fspath(value):
+        raise wrong_value(name, f"{expected} that is not empty", value)
+
+
+def check_text(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a string that is not empty, or None if ``optional``."""
+    if value is None and optional:
+        return
+    expected = f"a string that is not empty{' or None' if optional else ''}"
+    if not isinstance(value, str):
+        raise wrong_type(name, expected, value)
+    if not value:
         raise wrong_value(name, expected, value)

@@ -119,6 +119,10 @@ class RankStates:
             state |= {"loaders": [{**loader, "is_done": True} for loader in state["loaders"]], "module": None}
         self._loaded = state
 
+    def forget(self) -> None:
+        """Drops the state that :meth:`take_from` kept for a run that did not start to train."""
+        self._loaded = None
+
     def process_dataloader(self, loader: Any, trainer: L.Trainer) -> Any:
         """A resumable copy of ``loader``, at the position that the checkpoint has for it.
 

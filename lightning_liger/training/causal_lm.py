@@ -77,10 +77,12 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
         if temperature < 0.0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
+        if "trust_remote_code" in (config or {}):  # also in a checkpoint's hyperparameters
+            raise ValueError("config must not have trust_remote_code: code in the checkpoint's folder is never run")
         if pretrained is None:
             self.config = AutoConfig.for_model(model_type, **(config or {}))
         else:
-            self.config = AutoConfig.from_pretrained(pretrained, **(config or {}))
+            self.config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False, **(config or {}))
 
     def configure_model(self) -> None:
         """Builds the model once: on the meta device for strategies that shard it there, else where it will train.
@@ -97,6 +99,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if self._trainer is not None and engine_of(self.trainer).materializes:
             device = torch.device("meta")
         settings = {"attn_implementation": self._settings.attn_implementation, "dtype": torch.get_default_dtype()}
+        settings["trust_remote_code"] = False
         with device:
             if pretrained is None or device.type == "meta":
                 self.model = AutoModelForCausalLM.from_config(self.config, **settings)
