@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from liger_ops.arguments import check_bool, check_integer, check_number, check_path, check_text, shown, wrong_value
 from lightning_liger.data.sources import fingerprints, read_documents, source_files
 from lightning_liger.data.tokenizer import (
     MAX_VOCAB_SIZE,
@@ -39,7 +40,6 @@ from lightning_liger.data.tokenizer import (
     write_tokens,
 )
 from lightning_liger.resuming.dataloader import resumable
-from liger_ops.arguments import check_bool, check_integer, check_number, check_path, check_text, shown, wrong_value
 
 Split = Literal["train", "validation"]
 _T = TypeVar("_T")

@@ -77,7 +77,9 @@ def tokenizer_files(path: str | Path) -> list[Path]:
         folder = Path(path).expanduser()
         files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
     except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
-        raise ValueError(f"data.tokenizer must be a folder that can be read, got {shown(str(path))}: {error}") from error
+        raise ValueError(
+            f"data.tokenizer must be a folder that can be read, got {shown(str(path))}: {error}"
+        ) from error
     if not {"tokenizer.json", "tokenizer_config.json"} & {file.name for file in files}:
         raise FileNotFoundError(
             f"data.tokenizer={str(path)!r}: expected a folder with a Hugging Face tokenizer (tokenizer.json or "
