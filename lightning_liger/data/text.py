@@ -169,6 +169,7 @@ class TextDataModule(L.LightningDataModule):
     @override
     def setup(self, stage: str | None = None) -> None:
         if self._predicts:  # the checkpoint, which is loaded later, may have the tokenizer
+            self._require_prompt()
             return
         folder, dtype = self._take_tokenizer()
         last_token = self._after_setup(self.text_tokenizer).eos_token_id if self.separate_documents else None
@@ -241,8 +242,7 @@ class TextDataModule(L.LightningDataModule):
         Raises:
             ValueError: If there is no prompt, or it has no tokens.
         """
-        if not self.prompt:
-            raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
+        prompt = self._require_prompt()
         if self._predicts and self.text_tokenizer is None:
             self._prepare_cache()
             self._take_tokenizer()
@@ -251,11 +251,16 @@ class TextDataModule(L.LightningDataModule):
                 f"{self.trainer.ckpt_path} holds no tokenizer: the prompt is encoded with {self._tokenizer_source}."
             )
         tokenizer = self._after_setup(self.text_tokenizer)
-        input_ids = tokenizer(self.prompt, add_special_tokens=False)["input_ids"]
+        input_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if not input_ids:
-            raise wrong_value("data.prompt", "a text that has tokens", self.prompt)
+            raise wrong_value("data.prompt", "a text that has tokens", prompt)
         prompts: Any = [{"input_ids": torch.tensor(input_ids)}]  # a list is a map-style dataset
         return DataLoader(prompts, batch_size=1)
+
+    def _require_prompt(self) -> str:
+        if not self.prompt:
+            raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
+        return self.prompt
 
     @property
     def _predicts(self) -> bool:

@@ -136,9 +136,11 @@ def loading_errors_explained(path: Any) -> Iterator[None]:
     """Names the file in errors of ``torch.load``, and what a user can do about them."""
     try:
         yield
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # without a name, torch's reader made it
+            raise
         found = re.search(r"GLOBAL (\S+) ", str(error))
         if isinstance(error, pickle.UnpicklingError) and found is not None:
             raise _unsafe(path, found[1]) from None
