@@ -33,7 +33,7 @@ MAX_CPU_PROCESSES = 2
 
 _PACKAGES = {
     *("__main__", "lightning_liger", "liger_ops", "lightning", "lightning_utilities", "jsonargparse"),
-    *("transformers", "huggingface_hub"),
+    *("transformers", "huggingface_hub", "contextlib"),
 }
 """Code that tells users about their input."""
 _NOISE = re.compile(
@@ -184,6 +184,7 @@ class LigerCLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand] if self.subcommand else self.config
+        _take_tokenizer_of_pretrained(config)
         trainer = config.trainer
         if trainer.devices != "auto" or self.subcommand == "export":
             return
@@ -195,6 +196,17 @@ class LigerCLI(LightningCLI):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
             rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
+
+
+def _take_tokenizer_of_pretrained(config: Namespace) -> None:
+    """Pretrained weights know their own tokenizer only; one trained on the text would be noise to them."""
+    model, data = ((config.get(key) or Namespace()).get("init_args") or Namespace() for key in ("model", "data"))
+    pretrained = model.get("pretrained")
+    if not isinstance(pretrained, str) or "tokenizer" not in data or data.tokenizer is not None:
+        return
+    if any((Path(pretrained) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        rank_zero_info(f"data.tokenizer is that of model.pretrained={pretrained!r}.")
+        data.tokenizer = pretrained
 
 
 def _is_for_one_device(strategy: Any) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_bool, check_integer, check_number, check_path, check_text, shown, wrong_value
+from liger_ops.arguments import check_bool, check_integer, check_number, check_path, check_text, shown, wrong_type, wrong_value
 from lightning_liger.data.sources import fingerprints, read_documents, source_files
 from lightning_liger.data.tokenizer import (
     MAX_VOCAB_SIZE,
@@ -199,6 +199,8 @@ class TextDataModule(L.LightningDataModule):
         Raises:
             ValueError: If it is not the tokenizer of this data module.
         """
+        if not isinstance(state_dict, dict):
+            raise wrong_type("state_dict", "a dict, as state_dict() returns", state_dict)
         if not state_dict:
             return
         self._loaded_state = state_dict

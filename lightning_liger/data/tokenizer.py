@@ -130,7 +130,7 @@ def tokenizer_from_content(content: Any, described: str) -> PreTrainedTokenizerB
 
 def _is_file(item: tuple[Any, Any]) -> bool:
     name, value = item  # a name with folders could overwrite files elsewhere
-    return isinstance(value, bytes) and isinstance(name, str) and name == Path(name).name and "\0" not in name
+    return isinstance(value, bytes) and isinstance(name, str) and Path(name).name == name not in ("", "..")
 
 
 def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
