@@ -240,7 +240,9 @@ def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
     file = ckpt_path / "meta.pt" if ckpt_path.is_dir() else ckpt_path
     contents = load_file(file, weights_only) if file.is_file() else {}
-    return contents if isinstance(contents, dict) else {}
+    if not isinstance(contents, dict) or (file == ckpt_path and "state_dict" not in contents):
+        raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(contents)}")
+    return contents
 
 
 def _message(error: BaseException) -> str | None:

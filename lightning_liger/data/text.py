@@ -26,7 +26,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_bool, check_integer, check_number, check_path, check_text, shown, wrong_type, wrong_value
+from liger_ops.arguments import (
+    check_bool,
+    check_integer,
+    check_number,
+    check_path,
+    check_text,
+    shown,
+    wrong_type,
+    wrong_value,
+)
 from lightning_liger.data.sources import fingerprints, read_documents, source_files
 from lightning_liger.data.tokenizer import (
     MAX_VOCAB_SIZE,
@@ -178,7 +187,7 @@ class TextDataModule(L.LightningDataModule):
             num_shards = self._shard()["num_replicas"]
             needed_for = f"one batch of data.batch_size={self.batch_size} rows for each of {num_shards} processes"
             self._require_rows("train", self.train_data, self.batch_size * num_shards, needed_for)
-        if self.validation_fraction:
+        if self.validation_fraction and stage != "predict":
             self.validation_data = PackedTokens(folder / "validation.bin", dtype, self.block_size, last_token)
             needed_for = f"one row (data.validation_fraction={self.validation_fraction})"
             self._require_rows("validation", self.validation_data, 1, needed_for)
