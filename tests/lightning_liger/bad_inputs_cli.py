@@ -72,7 +72,7 @@ command = [
         prepare=yaml_of("a: [b\n"),
     ),
     row(
-        "config with an unknown key", ("fit", *BASE, "--config={tmp}/a.yaml"), "trainr", prepare=yaml_of("trainr: {}\n")
+        "unknown key", ("fit", *BASE, "--config={tmp}/a.yaml"), "accept", "trainr", prepare=yaml_of("trainr: {a: 1}\n")
     ),
     row("no model", ("fit", "--data=lightning_liger.data.TextDataModule"), "model", "required"),
     row("no data", ("fit", "--model=lightning_liger.LigerCausalLM"), "data", "required"),

@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
+from lightning.fabric.strategies.fsdp import _METADATA_FILENAME
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -327,6 +330,24 @@ def test_checkpoint_without_a_tokenizer_is_used_with_a_warning(trained, tmp_path
     with pytest.warns(UserWarning, match="holds no tokenizer: that of the data settings is written"):
         main(["export", *arguments, f"--output={tmp_path / 'exported'}"])
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
+
+
+def test_export_reads_the_tokenizer_of_a_sharded_checkpoint(trained, tmp_path):
+    checkpoint, arguments = trained
+    contents = torch.load(checkpoint, weights_only=True)
+    folder = tmp_path / "sharded"
+    weights = {f"model.{name}": tensor for name, tensor in contents.pop("state_dict").items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(weights, checkpoint_id=folder, no_dist=True)
+    torch.save(contents, folder / _METADATA_FILENAME)
+    main(["export", *arguments, f"--ckpt_path={folder}", f"--output={tmp_path / 'exported'}"])
+    assert not (tmp_path / "other").exists()
+    expected = contents["TextDataModule"]["tokenizer"]["tokenizer.json"].decode()
+    assert (
+        Tokenizer.from_file(str(tmp_path / "exported" / "tokenizer.json")).to_str()
+        == Tokenizer.from_str(expected).to_str()
+    )
 
 
 def test_settings_win_over_those_of_a_checkpoint_but_for_the_architecture(trained):
