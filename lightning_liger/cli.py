@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import lightning as L
 import torch
@@ -152,7 +152,7 @@ class LigerCLI(LightningCLI):
         if self.subcommand == "export":  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.append(_Guard())
+        cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
         return trainer
 
     @override
@@ -162,8 +162,10 @@ class LigerCLI(LightningCLI):
         Lightning's method would replace all settings of the model by the checkpoint's.
         """
         config = self.config[self.config.subcommand] if self.config.get("subcommand") else Namespace()
-        path = config.get("ckpt_path")
-        if path is None or path in _CHECKPOINTS_BY_NAME or path.startswith("registry") or "://" in path:
+        if (path := config.get("ckpt_path")) is None:
+            return
+        path = str(path)
+        if path in _CHECKPOINTS_BY_NAME or path.startswith("registry") or "://" in path:
             return
         if not path or not Path(path).exists():
             raise wrong_value("ckpt_path", "the path of a checkpoint that exists", path)
