@@ -224,3 +224,14 @@ def check_path(name: str, value: Any, *, optional: bool = False) -> None:
         raise wrong_type(name, expected, value)
     if not os.fspath(value):
         raise wrong_value(name, f"{expected} that is not empty", value)
+
+
+def check_text(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a string that is not empty, or None if ``optional``."""
+    if value is None and optional:
+        return
+    expected = f"a string that is not empty{' or None' if optional else ''}"
+    if not isinstance(value, str):
+        raise wrong_type(name, expected, value)
+    if not value:
+        raise wrong_value(name, expected, value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
-from lightning_liger.training.architecture import build_config
+from lightning_liger.training.architecture import build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
@@ -97,10 +97,17 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             raise wrong_value("num_training_steps", f"at least warmup_steps={warmup_steps}", num_training_steps)
         if attn_implementation is not None and not (isinstance(attn_implementation, str) and attn_implementation):
             raise wrong_type("attn_implementation", "a name such as 'sdpa', or None", attn_implementation)
-        if "/" in (attn_implementation or ""):  # also in a checkpoint's hyperparameters
-            raise wrong_value("attn_implementation", "a name without '/': code of the Hub is not run", attn_implementation)
+        if "/" in (attn_implementation or ""):  # a kernel of the Hub, which a checkpoint's hyperparameters could name
+            raise wrong_value("attn_implementation", "a name without '/', as no code is loaded", attn_implementation)
         self.config = build_config(pretrained, model_type, config)
         self._undecayed: set[tuple[nn.Module, str]] = set()
+
+    def setup(self, stage: str) -> None:
+        check_vocabulary(self.config, getattr(getattr(self.trainer, "datamodule", None), "text_tokenizer", None))
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self.setup("predict")  # the tokenizer may come with the checkpoint
 
     def configure_model(self) -> None:
         """Builds the model once: on the meta device for strategies that shard it there, else where it will train.
