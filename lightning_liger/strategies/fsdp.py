@@ -30,6 +30,7 @@ from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
+from lightning_liger.strategies.parts.optimizer_states import FabricOptimizerStates, TrainerOptimizerStates
 from lightning_liger.strategies.parts.policies import (
     LayerPolicy,
     check_policy,
@@ -141,7 +142,14 @@ class _FusedFSDP(_Strategy):
         return root
 
 
-class LigerFSDPStrategy(_FusedFSDP, SharesSequences, TrainerFaultTolerance, TrainerKernels, pytorch_fsdp.FSDPStrategy):
+class LigerFSDPStrategy(
+    _FusedFSDP,
+    SharesSequences,
+    TrainerFaultTolerance,
+    TrainerKernels,
+    TrainerOptimizerStates,
+    pytorch_fsdp.FSDPStrategy,
+):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
     Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm: the norm over all
@@ -207,7 +215,9 @@ class LigerFSDPStrategy(_FusedFSDP, SharesSequences, TrainerFaultTolerance, Trai
 LigerStrategy = LigerFSDPStrategy
 
 
-class FabricLigerFSDPStrategy(_FusedFSDP, FabricFaultTolerance, FabricKernels, fabric_fsdp.FSDPStrategy):
+class FabricLigerFSDPStrategy(
+    _FusedFSDP, FabricFaultTolerance, FabricKernels, FabricOptimizerStates, fabric_fsdp.FSDPStrategy
+):
     """:class:`LigerFSDPStrategy` for Fabric.
 
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``: ``fabric.clip_gradients``

@@ -9,12 +9,18 @@ import lightning.pytorch.strategies.model_parallel as pytorch_model_parallel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.head_units import check_tied_units, patched_heads
+from lightning_liger.strategies.parts.optimizer_states import (
+    FabricOptimizerStates,
+    TrainerOptimizerStates,
+    states_left_empty,
+)
 from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
 from lightning_liger.strategies.parts.shared_sequences import SharesSequences
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
@@ -119,6 +125,7 @@ class LigerModelParallelStrategy(
     TrainerFaultTolerance,
     TrainerKernels,
     _ShardsOnMeta,
+    TrainerOptimizerStates,
     pytorch_model_parallel.ModelParallelStrategy,
 ):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
@@ -155,6 +162,11 @@ class LigerModelParallelStrategy(
         return self._save_distributed_checkpoint
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with states_left_empty([optimizer]):
+            return super().optimizer_state(optimizer)
+
+    @override
     def model_to_device(self) -> None:
         super().model_to_device()
         assert self.model is not None
@@ -168,7 +180,11 @@ class LigerModelParallelStrategy(
 
 
 class FabricLigerModelParallelStrategy(
-    _FullySharded, FabricFaultTolerance, FabricKernels, fabric_model_parallel.ModelParallelStrategy
+    _FullySharded,
+    FabricFaultTolerance,
+    FabricKernels,
+    FabricOptimizerStates,
+    fabric_model_parallel.ModelParallelStrategy,
 ):
     """:class:`LigerModelParallelStrategy` for Fabric.
 
@@ -216,6 +232,11 @@ class FabricLigerModelParallelStrategy(
             self._materialize(module)
             self._expose_lazy_logits(module)
         return module
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        with states_left_empty(part for part in state.values() if isinstance(part, Optimizer)):
+            super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
     def module_to_device(self, module: Module) -> None:
