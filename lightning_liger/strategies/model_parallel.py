@@ -1,15 +1,18 @@
 """``liger_model_parallel``: FSDP2 and tensor parallelism on a device mesh with fused kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import lightning.fabric.strategies.model_parallel as fabric_model_parallel
 import lightning.pytorch.strategies.model_parallel as pytorch_model_parallel
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
     _Strategy = Any  # Lightning's for the Trainer or for Fabric, which have no common base
 else:
     _Strategy = object
+
+
+_SETUP_ORDER = (
+    "call model = fabric.setup_module(model), then make the optimizer of model.parameters(), then call optimizer ="
+    " fabric.setup_optimizers(optimizer)"
+)
 
 
 class _FullySharded(_Strategy):
@@ -116,7 +125,25 @@ class _ShardsOnMeta(_Strategy):
             self.model = self.precision_plugin.convert_module(self.model)
             self._shard_children(self.model)
             self._materialize(self.model)
-        super().setup(trainer)  # which would give the model memory before it is sharded
+        with _configured(self.lightning_module):
+            super().setup(trainer)  # which would give the model memory before it is sharded
+
+
+@contextmanager
+def _configured(module: Any) -> Iterator[None]:
+    """Lets Lightning, which insists on a ``configure_model`` that parallelizes, accept a module without one."""
+    if is_overridden("configure_model", module):
+        yield
+        return
+    module.configure_model = _do_nothing
+    try:
+        yield
+    finally:
+        del module.configure_model
+
+
+def _do_nothing() -> None:
+    """Stands for a ``configure_model`` that has been called."""
 
 
 class LigerModelParallelStrategy(
@@ -197,6 +224,10 @@ class FabricLigerModelParallelStrategy(
         data_parallel_size: As in :class:`LigerModelParallelStrategy`.
         tensor_parallel_size: As in :class:`LigerModelParallelStrategy`, or for ``parallelize_fn`` to use.
         **kwargs: ``fault_tolerance``, and as in Lightning's strategy.
+
+    Raises:
+        RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with
+            ``fabric.setup_module``, make the optimizer of its parameters, then call ``fabric.setup_optimizers``.
     """
 
     _writes_by_itself = True
@@ -221,6 +252,7 @@ class FabricLigerModelParallelStrategy(
             **kwargs,
         )
         self._parallelize = parallelize_fn or self._shard_whole
+        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def _shard_whole(self, module: Module, mesh: DeviceMesh) -> Module:
         self._shard(module, [module], mesh)
@@ -232,6 +264,34 @@ class FabricLigerModelParallelStrategy(
             self._materialize(module)
             self._expose_lazy_logits(module)
         return module
+
+    @override
+    def setup_module_and_optimizers(self, module: Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_distributed(module):
+            raise RuntimeError(
+                f"fabric.setup(model, optimizer) is not supported by {type(self).__name__}, which replaces the model's"
+                f" parameters: {_SETUP_ORDER}"
+            )
+        return super().setup_module_and_optimizers(module, *args, **kwargs)
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        before = list(module.parameters())
+        module = super().setup_module(module)
+        after = set(module.parameters())
+        self._replaced.update((parameter, None) for parameter in before if parameter not in after)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        num_replaced = sum(parameter in self._replaced for parameter in parameters)
+        if num_replaced:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has {num_replaced} of {len(parameters)} parameters that sharding has"
+                f" replaced, so its steps would not train the model: {_SETUP_ORDER}"
+            )
+        return super().setup_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
