@@ -214,13 +214,14 @@ class LigerFSDPStrategy(
         model = super()._setup_model(self._wrap(model, self.precision_plugin))
         return _connect_gradients(model, self.precision_plugin)
 
-
     def _check_optimization(self, model: Module) -> None:
         """Raises before a module of manual optimization is wrapped: its backward would run inside FSDP's forward."""
         module = self.lightning_module
         if module is None or module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
             return
-        by_user = _ROOT not in vars(model) and any(isinstance(unit, FullyShardedDataParallel) for unit in model.modules())
+        by_user = _ROOT not in vars(model) and any(
+            isinstance(unit, FullyShardedDataParallel) for unit in model.modules()
+        )
         if not by_user:
             raise ValueError(
                 "automatic_optimization=False is not supported by 'liger_fsdp' around a whole LightningModule, because"

@@ -57,8 +57,8 @@ class _FullySharded(_Strategy):
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        check_policy("auto_wrap_policy", auto_wrap_policy)
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        check_policy("auto_wrap_policy", auto_wrap_policy, takes_functions=False)
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
         self._layers_to_wrap = auto_wrap_policy
         self._layers_to_checkpoint = activation_checkpointing_policy
         super().__init__(

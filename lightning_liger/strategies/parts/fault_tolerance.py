@@ -9,6 +9,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
 from lightning_liger.resuming.rank_state import RankStates
 from lightning_liger.resuming.sigterm import GracefulShutdown
+from lightning_liger.strategies.parts.checked import CheckedArguments
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import Strategy as _FabricStrategy
@@ -17,7 +18,7 @@ else:
     _FabricStrategy = _TrainerStrategy = object
 
 
-class TrainerFaultTolerance(_TrainerStrategy):
+class TrainerFaultTolerance(CheckedArguments, _TrainerStrategy):
     """Saves atomic checkpoints, resumes exactly, shuts down gracefully. A mixin for the Trainer's strategies.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all. They also hold the state of each
@@ -119,7 +120,7 @@ class TrainerFaultTolerance(_TrainerStrategy):
         return self.lightning_module.trainer
 
 
-class FabricFaultTolerance(_FabricStrategy):
+class FabricFaultTolerance(CheckedArguments, _FabricStrategy):
     """Saves atomic checkpoints. A mixin for Fabric's strategies.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all.

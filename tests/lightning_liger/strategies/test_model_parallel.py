@@ -157,7 +157,10 @@ def test_fabric_refuses_an_optimizer_of_parameters_that_sharding_replaces(is_tog
     model = build_model()
     optimizer = make_optimizer(model.parameters())
     with pytest.raises(RuntimeError, match="then make the optimizer of model.parameters"):
-        fabric.setup(model, optimizer) if is_together else (fabric.setup_module(model), fabric.setup_optimizers(optimizer))
+        fabric.setup(model, optimizer) if is_together else (
+            fabric.setup_module(model),
+            fabric.setup_optimizers(optimizer),
+        )
 
 
 def test_fabric_trains_in_the_order_that_the_error_names():
