@@ -220,7 +220,7 @@ def _check_zero(name: str, settings: dict[str, Any]) -> None:
 
 
 _BOOLS_OF_ENGINES = (
-    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "init_sync"),
+    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "init_sync"),
     *("use_orig_params", "limit_all_gathers", "forward_prefetch", "sync_module_states", "save_distributed_checkpoint"),
 )
 _BOOLS_OF_DEEPSPEED = (
@@ -262,6 +262,7 @@ _CHECKS: dict[str, _Check] = {
     "param_init_fn": _callable,
     "device_mesh": _check_mesh,
     "activation_checkpointing": _check_layers,
+    "broadcast_buffers": lambda name, value: check_bool(name, value, optional=True),
     "bucket_cap_mb": _number(above=0, optional=True),
     "model_averaging_period": _at_least(1, optional=True),
     "ddp_comm_hook": _callable,

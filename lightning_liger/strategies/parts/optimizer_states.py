@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +26,6 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     OptimStateKeyType,
 )
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -42,7 +42,8 @@ class TrainerOptimizerStates(_TrainerStrategy):
     """Loads optimizer states of sharded models. A mixin for the Trainer's strategies, right before Lightning's."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None and self.model is not None
+        assert self.lightning_module is not None
+        assert self.model is not None
         state, optimizers = self.lightning_module.trainer.state, self.optimizers
         if state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)

@@ -374,7 +374,7 @@ class Manual(LM):
 
 def test_manual_optimization_is_refused_where_fsdp_is_around_the_module(tmp_path):
     trainer = make_trainer(root=tmp_path, strategy=LigerStrategy())
-    with pytest.raises(ValueError, match="automatic_optimization=False.*'liger_model_parallel'"):
+    with pytest.raises(ValueError, match=r"automatic_optimization=False.*'liger_model_parallel'"):
         trainer.fit(Manual(), make_loader(0, 1))
 
 
