@@ -72,10 +72,12 @@ def test_arguments_of_other_strategies_are_refused_unless_they_change_nothing(st
 )
 def test_every_default_passes_its_check(taker):
     # The command line gives each argument that a yaml leaves out as its default.
-    for cls in taker.__mro__:
-        for name, parameter in inspect.signature(cls.__init__).parameters.items():
-            if name in _CHECKS and parameter.default is not inspect.Parameter.empty:
-                _CHECKS[name](name, parameter.default)
+    parameters = {}
+    for cls in reversed(taker.__mro__):
+        parameters |= inspect.signature(cls.__init__).parameters
+    for name, parameter in parameters.items():
+        if name in _CHECKS and parameter.default is not inspect.Parameter.empty:
+            _CHECKS[name](name, parameter.default)
 
 
 @pytest.mark.parametrize("strategy", TRAINER + FABRIC, ids=lambda strategy: strategy.__name__)
