@@ -183,7 +183,7 @@ def local_path(path: Any) -> Path | None:
 
 def temporary_path(path: Path) -> Path:
     """Where the future ``path`` is written: hidden, and no name that Lightning could take for a checkpoint's."""
-    return path.with_name(f".incomplete-{zlib.crc32(path.name.encode()):08x}")
+    return path.with_name(f".incomplete-{zlib.crc32(path.name.encode()):08x}.part")  # torch.save wants a stem
 
 
 def commit(temporary: Path, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.fabric.strategies.fsdp as fabric_fsdp
@@ -9,6 +10,7 @@ import lightning.pytorch.strategies.fsdp as pytorch_fsdp
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +32,7 @@ from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
+from lightning_liger.strategies.parts.optimizer_states import FabricOptimizerStates, TrainerOptimizerStates
 from lightning_liger.strategies.parts.policies import (
     LayerPolicy,
     check_policy,
@@ -141,7 +144,14 @@ class _FusedFSDP(_Strategy):
         return root
 
 
-class LigerFSDPStrategy(_FusedFSDP, SharesSequences, TrainerFaultTolerance, TrainerKernels, pytorch_fsdp.FSDPStrategy):
+class LigerFSDPStrategy(
+    _FusedFSDP,
+    SharesSequences,
+    TrainerFaultTolerance,
+    TrainerKernels,
+    TrainerOptimizerStates,
+    pytorch_fsdp.FSDPStrategy,
+):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
     Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm: the norm over all
@@ -201,14 +211,33 @@ class LigerFSDPStrategy(_FusedFSDP, SharesSequences, TrainerFaultTolerance, Trai
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        self._check_optimization(model)
         model = super()._setup_model(self._wrap(model, self.precision_plugin))
         return _connect_gradients(model, self.precision_plugin)
+
+    def _check_optimization(self, model: Module) -> None:
+        """Raises before a module of manual optimization is wrapped: its backward would run inside FSDP's forward."""
+        module = self.lightning_module
+        if module is None or module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        by_user = _ROOT not in vars(model) and any(
+            isinstance(unit, FullyShardedDataParallel) for unit in model.modules()
+        )
+        if not by_user:
+            raise ValueError(
+                "automatic_optimization=False is not supported by 'liger_fsdp' around a whole LightningModule, because"
+                " manual_backward would run inside FSDP's forward: use strategy='liger_model_parallel' (FSDP2) or"
+                " 'liger_ddp', or wrap the model inside the LightningModule in FullyShardedDataParallel in"
+                " configure_model"
+            )
 
 
 LigerStrategy = LigerFSDPStrategy
 
 
-class FabricLigerFSDPStrategy(_FusedFSDP, FabricFaultTolerance, FabricKernels, fabric_fsdp.FSDPStrategy):
+class FabricLigerFSDPStrategy(
+    _FusedFSDP, FabricFaultTolerance, FabricKernels, FabricOptimizerStates, fabric_fsdp.FSDPStrategy
+):
     """:class:`LigerFSDPStrategy` for Fabric.
 
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``: ``fabric.clip_gradients``
@@ -235,7 +264,10 @@ class FabricLigerFSDPStrategy(_FusedFSDP, FabricFaultTolerance, FabricKernels, f
 
     @override
     def setup_module(self, module: Module) -> Module:
-        return _connect_gradients(super().setup_module(self._wrap(module, self.precision)), self.precision)
+        root = _connect_gradients(super().setup_module(self._wrap(module, self.precision)), self.precision)
+        if isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD:
+            root.module.register_forward_pre_hook(partial(_check_gathered, root))
+        return root
 
     @override
     def clip_gradients_norm(
@@ -301,6 +333,17 @@ def _connect_gradients(model: Module, precision: Any) -> Module:
     ):
         model.register_comm_hook(model.process_group, _reduce_scatter_mean)
     return model
+
+
+def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -> None:
+    """Raises if ``module`` is called from outside ``root``, as by a method that Fabric does not know."""
+    if root.training_state.name == "IDLE":
+        name = type(module).__name__
+        raise RuntimeError(
+            f"{name} is called outside FSDP's forward, where its parameters are sharded: call the model that"
+            " fabric.setup returned, and mark its other methods that call the model, as with"
+            ' model.mark_forward_method("generate")'
+        )
 
 
 def _reduce_scatter_mean(process_group: dist.ProcessGroup, gradient: Tensor, shard: Tensor) -> None:

@@ -1,20 +1,29 @@
 """``liger_model_parallel``: FSDP2 and tensor parallelism on a device mesh with fused kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import lightning.fabric.strategies.model_parallel as fabric_model_parallel
 import lightning.pytorch.strategies.model_parallel as pytorch_model_parallel
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.head_units import check_tied_units, patched_heads
+from lightning_liger.strategies.parts.optimizer_states import (
+    FabricOptimizerStates,
+    TrainerOptimizerStates,
+    states_left_empty,
+)
 from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
 from lightning_liger.strategies.parts.shared_sequences import SharesSequences
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
@@ -25,6 +34,12 @@ if TYPE_CHECKING:
     _Strategy = Any  # Lightning's for the Trainer or for Fabric, which have no common base
 else:
     _Strategy = object
+
+
+_SETUP_ORDER = (
+    "call model = fabric.setup_module(model), then make the optimizer of model.parameters(), then call optimizer ="
+    " fabric.setup_optimizers(optimizer)"
+)
 
 
 class _FullySharded(_Strategy):
@@ -42,8 +57,8 @@ class _FullySharded(_Strategy):
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        check_policy("auto_wrap_policy", auto_wrap_policy)
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        check_policy("auto_wrap_policy", auto_wrap_policy, takes_functions=False)
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
         self._layers_to_wrap = auto_wrap_policy
         self._layers_to_checkpoint = activation_checkpointing_policy
         super().__init__(
@@ -110,7 +125,25 @@ class _ShardsOnMeta(_Strategy):
             self.model = self.precision_plugin.convert_module(self.model)
             self._shard_children(self.model)
             self._materialize(self.model)
-        super().setup(trainer)  # which would give the model memory before it is sharded
+        with _configured(self.lightning_module):
+            super().setup(trainer)  # which would give the model memory before it is sharded
+
+
+@contextmanager
+def _configured(module: Any) -> Iterator[None]:
+    """Lets Lightning, which insists on a ``configure_model`` that parallelizes, accept a module without one."""
+    if is_overridden("configure_model", module):
+        yield
+        return
+    module.configure_model = _do_nothing
+    try:
+        yield
+    finally:
+        del module.configure_model
+
+
+def _do_nothing() -> None:
+    """Stands for a ``configure_model`` that has been called."""
 
 
 class LigerModelParallelStrategy(
@@ -119,6 +152,7 @@ class LigerModelParallelStrategy(
     TrainerFaultTolerance,
     TrainerKernels,
     _ShardsOnMeta,
+    TrainerOptimizerStates,
     pytorch_model_parallel.ModelParallelStrategy,
 ):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
@@ -157,6 +191,11 @@ class LigerModelParallelStrategy(
         return self._save_distributed_checkpoint
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with states_left_empty([optimizer]):
+            return super().optimizer_state(optimizer)
+
+    @override
     def model_to_device(self) -> None:
         super().model_to_device()
         assert self.model is not None
@@ -170,7 +209,11 @@ class LigerModelParallelStrategy(
 
 
 class FabricLigerModelParallelStrategy(
-    _FullySharded, FabricFaultTolerance, FabricKernels, fabric_model_parallel.ModelParallelStrategy
+    _FullySharded,
+    FabricFaultTolerance,
+    FabricKernels,
+    FabricOptimizerStates,
+    fabric_model_parallel.ModelParallelStrategy,
 ):
     """:class:`LigerModelParallelStrategy` for Fabric.
 
@@ -183,6 +226,10 @@ class FabricLigerModelParallelStrategy(
         data_parallel_size: As in :class:`LigerModelParallelStrategy`.
         tensor_parallel_size: As in :class:`LigerModelParallelStrategy`, or for ``parallelize_fn`` to use.
         **kwargs: ``fault_tolerance``, and as in Lightning's strategy.
+
+    Raises:
+        RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with
+            ``fabric.setup_module``, make the optimizer of its parameters, then call ``fabric.setup_optimizers``.
     """
 
     _writes_by_itself = True
@@ -207,6 +254,7 @@ class FabricLigerModelParallelStrategy(
             **kwargs,
         )
         self._parallelize = parallelize_fn or self._shard_whole
+        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def _shard_whole(self, module: Module, mesh: DeviceMesh) -> Module:
         self._shard(module, [module], mesh)
@@ -218,6 +266,39 @@ class FabricLigerModelParallelStrategy(
             self._materialize(module)
             self._expose_lazy_logits(module)
         return module
+
+    @override
+    def setup_module_and_optimizers(self, module: Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_distributed(module):
+            raise RuntimeError(
+                f"fabric.setup(model, optimizer) is not supported by {type(self).__name__}, which replaces the model's"
+                f" parameters: {_SETUP_ORDER}"
+            )
+        return super().setup_module_and_optimizers(module, *args, **kwargs)
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        before = list(module.parameters())
+        module = super().setup_module(module)
+        after = set(module.parameters())
+        self._replaced.update((parameter, None) for parameter in before if parameter not in after)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        num_replaced = sum(parameter in self._replaced for parameter in parameters)
+        if num_replaced:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has {num_replaced} of {len(parameters)} parameters that sharding has"
+                f" replaced, so its steps would not train the model: {_SETUP_ORDER}"
+            )
+        return super().setup_optimizer(optimizer)
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        with states_left_empty(part for part in state.values() if isinstance(part, Optimizer)):
+            super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
     def module_to_device(self, module: Module) -> None:

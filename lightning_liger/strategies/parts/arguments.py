@@ -16,6 +16,9 @@ FABRIC_REFUSES: Refused = {
 }
 
 
+_GIVEN_BY_LIGHTNING = {"self", "module", "device_id", "device_ids"}
+
+
 def refuse(strategy: str, refused: Refused, **arguments: Any) -> None:
     """Raises ValueError if one of the ``refused`` arguments would change something."""
     for name, value in arguments.items():
@@ -29,7 +32,7 @@ def refuse_unknown(strategy: str, arguments: Mapping[str, Any], *takers: Callabl
 
     Lightning passes whatever a strategy does not know on to the engine, which sees it when the model is wrapped.
     """
-    known = {name for taker in takers for name in inspect.signature(taker).parameters} - {"self"}
+    known = {name for taker in takers for name in inspect.signature(taker).parameters} - _GIVEN_BY_LIGHTNING
     for name in arguments:
         if name not in known:
             similar = difflib.get_close_matches(name, known)

@@ -6,20 +6,56 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO
 
-from liger_ops.arguments import check_path
+from liger_ops.arguments import check_path, wrong_value
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
 from lightning_liger.resuming.rank_state import RankStates
 from lightning_liger.resuming.safe_loading import check_checkpoint, check_is_of_trainer, sharded_errors_explained
 from lightning_liger.resuming.sigterm import GracefulShutdown
+from lightning_liger.strategies.parts.checked import CheckedArguments
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import Strategy as _FabricStrategy
     from lightning.pytorch.strategies import Strategy as _TrainerStrategy
+
+    _Strategy = Any
 else:
-    _FabricStrategy = _TrainerStrategy = object
+    _FabricStrategy = _TrainerStrategy = _Strategy = object
 
 
-class TrainerFaultTolerance(_TrainerStrategy):
+class _FaultTolerance(CheckedArguments, _Strategy):
+    """The switch, and checkpoint plugins that write atomically. A mixin for strategies of Trainer and Fabric."""
+
+    _checkpoint_io: CheckpointIO | None
+
+    def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
+        if not isinstance(fault_tolerance, bool):
+            raise wrong_value("fault_tolerance", "True or False", fault_tolerance)
+        self.fault_tolerance = fault_tolerance
+        super().__init__(*args, **kwargs)
+
+    @property
+    def _classes_in_checkpoints(self) -> tuple[type, ...]:
+        """Further classes that checkpoints of the strategy consist of."""
+        return ()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, by default one that writes atomically."""
+        if not self.fault_tolerance:
+            return super().checkpoint_io
+        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.fault_tolerance:
+            self._checkpoint_io = io
+        else:  # Lightning's strategies for FSDP and FSDP2 in Fabric refuse plugins
+            lightnings: Any = super(_FaultTolerance, type(self))
+            lightnings.checkpoint_io.fset(self, io)
+
+
+class TrainerFaultTolerance(_FaultTolerance, _TrainerStrategy):
     """Saves atomic checkpoints, resumes exactly, shuts down gracefully. A mixin for the Trainer's strategies.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all. They also hold the state of each
@@ -39,29 +75,10 @@ class TrainerFaultTolerance(_TrainerStrategy):
     _reads_by_itself = False
     """Whether the strategy reads checkpoints without its ``checkpoint_io``."""
 
-    def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
-        check_fault_tolerance(fault_tolerance)
-        self.fault_tolerance = fault_tolerance
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
         super().__init__(*args, **kwargs)
-
-    @property
-    def _classes_in_checkpoints(self) -> tuple[type, ...]:
-        """Further classes that checkpoints of the strategy consist of."""
-        return ()
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, by default one that writes atomically."""
-        if not self.fault_tolerance:
-            return super().checkpoint_io
-        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
@@ -140,7 +157,7 @@ class TrainerFaultTolerance(_TrainerStrategy):
         return self.lightning_module.trainer
 
 
-class FabricFaultTolerance(_FabricStrategy):
+class FabricFaultTolerance(_FaultTolerance, _FabricStrategy):
     """Saves atomic checkpoints. A mixin for Fabric's strategies.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all.
@@ -154,32 +171,6 @@ class FabricFaultTolerance(_FabricStrategy):
 
     _writes_by_itself = False
     """Whether the strategy writes and reads files and folders without its ``checkpoint_io``."""
-
-    def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
-        check_fault_tolerance(fault_tolerance)
-        self.fault_tolerance = fault_tolerance
-        super().__init__(*args, **kwargs)
-
-    @property
-    def _classes_in_checkpoints(self) -> tuple[type, ...]:
-        """Further classes that checkpoints of the strategy consist of."""
-        return ()
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, by default one that writes atomically."""
-        if not self.fault_tolerance:
-            return super().checkpoint_io
-        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        if self.fault_tolerance:
-            self._checkpoint_io = io
-        else:  # Lightning's strategies for FSDP and FSDP2 refuse plugins
-            lightnings: Any = super(FabricFaultTolerance, type(self))
-            lightnings.checkpoint_io.fset(self, io)
 
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
         def save(to: Any) -> None:
@@ -204,9 +195,3 @@ class FabricFaultTolerance(_FabricStrategy):
             check_checkpoint(Path(path), weights_only, self._classes_in_checkpoints)
         with sharded_errors_explained(path):
             return super().load_checkpoint(path, state, strict, weights_only)
-
-
-def check_fault_tolerance(fault_tolerance: Any) -> None:
-    """Raises ValueError unless ``fault_tolerance`` is a bool."""
-    if not isinstance(fault_tolerance, bool):
-        raise ValueError(f"fault_tolerance must be True or False, got {fault_tolerance!r}")

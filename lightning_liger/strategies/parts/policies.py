@@ -6,12 +6,21 @@ from typing import Any
 
 from torch.nn import Module
 
+from liger_ops.arguments import wrong_type
+
 LayerPolicy = list[str] | set[type[Module]] | Callable[..., bool]
 """Layer classes, names of layer classes (dotted, or bare if the model has one of that name), or an FSDP policy."""
+_EXPECTED = "a list or set of layer classes"
 
 
-def check_policy(argument: str, policy: LayerPolicy | str | None) -> None:
-    """Raises a ValueError that names the argument for dotted names that cannot be imported."""
+def check_policy(argument: str, policy: Any, takes_functions: bool = True) -> None:
+    """Raises an error that names the argument for anything but layers, and for dotted names that cannot be imported."""
+    if isinstance(policy, list | tuple | set | frozenset):
+        for layer in policy:
+            if not isinstance(layer, str) and not (isinstance(layer, type) and issubclass(layer, Module)):
+                raise wrong_type(argument, f"{_EXPECTED}, each a class or its name", policy)
+    elif policy is not None and not (takes_functions and callable(policy) and not isinstance(policy, type)):
+        raise wrong_type(argument, f"{_EXPECTED}{', an FSDP policy' if takes_functions else ''} or None", policy)
     for name in _names(policy):
         if "." in name:
             _import_class(argument, name)
@@ -31,7 +40,7 @@ def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> 
     Raises:
         ValueError: For a name that is no class, or one that ``model`` has no layer of.
     """
-    if not isinstance(policy, list | tuple | set | frozenset | str):
+    if not isinstance(policy, list | tuple | set | frozenset):
         return policy
     names = _names(policy)
     classes: set[type[Module]] = {layer for layer in policy if isinstance(layer, type)}
@@ -52,9 +61,8 @@ def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> 
 
 
 def _names(policy: Any) -> list[str]:
-    if isinstance(policy, str):
-        return [policy]
-    return [name for name in policy if isinstance(name, str)] if isinstance(policy, list | tuple | set) else []
+    layers = policy if isinstance(policy, list | tuple | set | frozenset) else ()
+    return [layer for layer in layers if isinstance(layer, str)]
 
 
 def _class_names(module: Module) -> set[str]:

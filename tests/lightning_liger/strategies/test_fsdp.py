@@ -154,6 +154,18 @@ def test_full_checkpoint_of_two_ranks_is_the_gathered_model_and_loads_into_stock
     stock.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_two_ranks_resume_from_a_checkpoint_saved_before_the_first_step(ranks, kind):
+    for run in ranks[2]:
+        assert run[f"started-{kind}"]["losses"] == run["first-epoch"]["losses"]
+
+
+def test_two_ranks_generate_with_fabric_once_the_method_is_marked(ranks):
+    for run in ranks[2]:
+        assert 'model.mark_forward_method("generate")' in run["generated"]["error"]
+        assert run["generated"]["tokens"].equal(run["generated"]["stock"])
+
+
 def test_sharded_checkpoint_of_two_ranks_is_a_folder_that_training_resumes_from(ranks):
     device, folder, results = ranks
     assert len(list((folder / "sharded.ckpt").glob("*.distcp"))) == NUM_RANKS
@@ -337,3 +349,43 @@ def test_module_that_the_user_wrapped_is_not_wrapped_again():
     assert sum(isinstance(module, FullyShardedDataParallel) for module in model.modules()) == 1
     (batch,) = make_batches(0, 1)
     torch.testing.assert_close(model(**batch).loss, build_model()(**batch).loss, rtol=1e-6, atol=0.0)
+
+
+class Manual(LM):
+    def __init__(self, by_user: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.by_user = by_user
+        self.losses: list[float] = []
+
+    def configure_model(self):
+        super().configure_model()
+        if self.by_user:
+            self.model = FullyShardedDataParallel(self.model, device_id=torch.device("cpu"), use_orig_params=True)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.model(**batch).loss
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+
+
+def test_manual_optimization_is_refused_where_fsdp_is_around_the_module(tmp_path):
+    trainer = make_trainer(root=tmp_path, strategy=LigerStrategy())
+    with pytest.raises(ValueError, match=r"automatic_optimization=False.*'liger_model_parallel'"):
+        trainer.fit(Manual(), make_loader(0, 1))
+
+
+def test_manual_optimization_trains_where_fsdp_is_inside_the_module(tmp_path):
+    module = Manual(by_user=True)
+    make_trainer(root=tmp_path, strategy=LigerStrategy()).fit(module, make_loader(0, 3))
+    stock = build_model()
+    optimizer = make_optimizer(stock.parameters())
+    for batch, loss in zip(make_batches(0, 3), module.losses, strict=True):
+        expected = stock(**batch).loss
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,19 +1,22 @@
 """``liger_model_parallel``: two processes under FSDP2 against one with the stock model."""
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_liger import LigerModelParallelStrategy
+from lightning_liger import LigerLMMixin, LigerModelParallelStrategy
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
     NUM_STEPS,
+    Losses,
     Reference,
     build_model,
     launch,
     make_batches,
+    make_loader,
     make_optimizer,
     make_trainer,
     make_uneven_batches,
@@ -128,3 +131,44 @@ def test_strategy_is_registered_by_name_and_checks_its_arguments(tmp_path):
         with pytest.raises(ValueError, match=f"{argument} names the layer class 'NoSuchLayer'"):
             trainer.fit(LM(), [make_batches(0, 1)[0]])
     torch.distributed.destroy_process_group()
+
+
+class MadeInInit(LigerLMMixin, L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model()
+
+    def configure_optimizers(self):
+        return make_optimizer(self.parameters())
+
+
+def test_module_without_configure_model_trains_as_one_with_it(tmp_path):
+    found, expected = Losses(), Losses()
+    for recorder, module in ((found, MadeInInit()), (expected, LM())):
+        make_trainer(recorder, root=tmp_path, strategy="liger_model_parallel").fit(module, make_loader(0, 3))
+        assert "configure_model" not in vars(module)
+    assert found.losses == expected.losses
+
+
+@pytest.mark.parametrize("is_together", [True, False], ids=["together", "optimizer-made-before"])
+def test_fabric_refuses_an_optimizer_of_parameters_that_sharding_replaces(is_together):
+    fabric = L.Fabric(strategy="liger_model_parallel", accelerator="cpu", devices=1)
+    fabric.launch()
+    model = build_model()
+    optimizer = make_optimizer(model.parameters())
+    with pytest.raises(RuntimeError, match="then make the optimizer of model"):
+        fabric.setup(model, optimizer) if is_together else (
+            fabric.setup_module(model),
+            fabric.setup_optimizers(optimizer),
+        )
+
+
+def test_fabric_trains_in_the_order_that_the_error_names():
+    fabric = L.Fabric(strategy="liger_model_parallel", accelerator="cpu", devices=1)
+    fabric.launch()
+    model = fabric.setup_module(build_model())
+    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
+    before = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    fabric.backward(model(**make_batches(0, 1)[0]).loss)
+    optimizer.step()
+    assert not any(old.equal(new.full_tensor()) for old, new in zip(before, model.parameters(), strict=True))

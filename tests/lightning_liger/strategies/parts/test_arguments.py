@@ -1,6 +1,10 @@
 """Arguments that a strategy cannot follow are refused when it is made."""
 
+import inspect
+
 import pytest
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_liger import (
     FabricLigerDDPStrategy,
@@ -14,6 +18,7 @@ from lightning_liger import (
     LigerModelParallelStrategy,
     LigerSingleDeviceStrategy,
 )
+from lightning_liger.strategies.parts.checked import _CHECKS
 
 TRAINER = [
     LigerSingleDeviceStrategy,
@@ -60,6 +65,19 @@ def test_arguments_of_other_strategies_are_refused_unless_they_change_nothing(st
         strategy(on_nonfinite_grad="skip")
     with pytest.raises(ValueError, match=rf"{strategy.__name__} does not support context_parallel_size=2, only 1: use"):
         strategy(context_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "taker", [*TRAINER, *FABRIC, DistributedDataParallel, FullyShardedDataParallel], ids=lambda taker: taker.__name__
+)
+def test_every_default_passes_its_check(taker):
+    # The command line gives each argument that a yaml leaves out as its default.
+    parameters = {}
+    for cls in reversed(taker.__mro__):
+        parameters |= inspect.signature(cls.__init__).parameters
+    for name, parameter in parameters.items():
+        if name in _CHECKS and parameter.default is not inspect.Parameter.empty:
+            _CHECKS[name](name, parameter.default)
 
 
 @pytest.mark.parametrize("strategy", TRAINER + FABRIC, ids=lambda strategy: strategy.__name__)

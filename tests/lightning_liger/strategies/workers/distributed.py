@@ -262,6 +262,21 @@ def _fabric(loss_of: Callable[[nn.Module, Batch], Tensor], tied: bool, run: dict
     return {"losses": losses, "squared_norms": squared_norms, "num_replaced": num_replaced, **_describe(model)}
 
 
+def _generate(run: dict[str, Any]) -> dict[str, Any]:
+    """Continuations of another length on each rank, and the error without a marked method."""
+    fabric = L.Fabric(strategy="liger_fsdp", accelerator=run["accelerator"], devices=NUM_RANKS)
+    fabric.launch()
+    model, prompt = fabric.setup_module(build_model()).eval(), make_batches(run["rank"])[0]["input_ids"][:1]
+    try:
+        error = str(model.generate(prompt.to(fabric.device), max_new_tokens=1))
+    except RuntimeError as raised:
+        error = str(raised)
+    model.mark_forward_method("generate")
+    options = {"max_new_tokens": 2 + run["rank"], "do_sample": False}
+    tokens = model.generate(prompt.to(fabric.device), synced_gpus=True, **options)
+    return {"error": error, "tokens": tokens.cpu(), "stock": build_model().eval().generate(prompt, **options)}
+
+
 def _run_rank(device: str, folder: Path) -> None:
     torch.set_num_threads(1)
     run = {"rank": int(os.environ["RANK"]), "folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device)}
@@ -281,6 +296,11 @@ def _run_rank(device: str, folder: Path) -> None:
     results["second-epoch"] = _fit(
         LigerStrategy(state_dict_type="sharded"), max_epochs=2, ckpt_path=folder / "sharded.ckpt", **epochs
     )
+    for kind in ("full", "sharded"):
+        name = f"unstarted-{kind}.ckpt"
+        _fit(LigerStrategy(state_dict_type=kind), save_as=name, max_steps=0, **epochs)
+        results[f"started-{kind}"] = _fit(LigerStrategy(state_dict_type=kind), ckpt_path=folder / name, **epochs)
+    results["generated"] = _generate(run)
     torch.save(results, folder / f"rank{run['rank']}.pt")
     torch.distributed.destroy_process_group()
 

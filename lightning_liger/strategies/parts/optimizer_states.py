@@ -1,0 +1,145 @@
+"""Optimizer states in checkpoints of sharded models, also of optimizers that have no state.
+
+No optimizer has a state before its first step, and plain SGD never has one. Lightning 2.6 fails to load a checkpoint of
+such an optimizer under FSDP and FSDP2. PyTorch, asked for its state under FSDP2, makes one by a step with zero
+gradients, which Adam counts. The learning-rate finder saves before the first step, and loads that after some steps.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+)
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_liger.strategies.parts.tensor_parallel import is_distributed
+
+if TYPE_CHECKING:
+    _TrainerStrategy = Strategy
+    _FabricStrategy = FabricStrategy
+else:
+    _TrainerStrategy = _FabricStrategy = object
+
+
+class TrainerOptimizerStates(_TrainerStrategy):
+    """Loads optimizer states of sharded models. A mixin for the Trainer's strategies, right before Lightning's."""
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        assert self.model is not None
+        state, optimizers = self.lightning_module.trainer.state, self.optimizers
+        if state.fn != TrainerFn.FITTING:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        # Lightning loads no optimizers for evaluation (FSDP), and none if there are none (FSDP2).
+        state.fn, self.optimizers = TrainerFn.VALIDATING, []
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            state.fn, self.optimizers = TrainerFn.FITTING, optimizers
+        path = Path(self.broadcast(checkpoint_path))
+        states = checkpoint.get("optimizer_states")
+        if path.is_file() and states is None:  # only weights were saved
+            return checkpoint
+        if states is not None and len(states) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint {path} has the states of {len(states)} optimizers, but configure_optimizers returns"
+                f" {len(optimizers)}"
+            )
+        for index, optimizer in enumerate(optimizers):
+            load_optimizer_state(self.model, optimizer, path, f"optimizer_{index}", states and states[index])
+        return checkpoint
+
+
+class FabricOptimizerStates(_FabricStrategy):
+    """Loads optimizer states of sharded models. A mixin for Fabric's strategies, right before Lightning's."""
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        parts = state if isinstance(state, dict) else {}
+        optimizers = {key: part for key, part in parts.items() if isinstance(part, Optimizer)}
+        if not optimizers:
+            return super().load_checkpoint(path, state, strict, weights_only)
+        others = {key: part for key, part in parts.items() if key not in optimizers}
+        rest = super().load_checkpoint(path, others, strict, weights_only)  # refuses all but one sharded model
+        parts.update(others)
+        path = Path(self.broadcast(path))
+        model = next(part for part in others.values() if isinstance(part, Module) and _is_sharded(part))
+        for key, optimizer in optimizers.items():
+            load_optimizer_state(model, optimizer, path, key, rest.pop(key, None))
+        return rest
+
+
+def load_optimizer_state(
+    model: Module, optimizer: Optimizer, path: Path, key: str, whole: dict[str, Any] | None = None
+) -> None:
+    """Loads the state of an optimizer of a sharded model, also an empty one.
+
+    Args:
+        model: With FSDP units, or with DTensors as parameters.
+        optimizer: Of parameters of ``model``.
+        path: The checkpoint: a file, or a folder of shards.
+        key: The name of the optimizer in the checkpoint.
+        whole: The optimizer's state in a file, read on every rank.
+
+    Raises:
+        ValueError: If the checkpoint has no optimizer of that name.
+    """
+    if path.is_dir():
+        reader = dcp.FileSystemReader(path)
+        names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(f"{key}.")]
+        if any(name.startswith(f"{key}.state.") for name in names):
+            shards = {key: get_optimizer_state_dict(model, optimizer)}
+            dcp.load(shards, storage_reader=reader)
+            set_optimizer_state_dict(model, optimizer, shards[key])
+            return
+        whole = load_sharded_optimizer_state_dict({}, key, reader)[key] if names else None
+    if whole is None:
+        raise ValueError(f"the checkpoint {path} has no state of the optimizer {key!r}")
+    if not whole.get("state"):
+        optimizer.load_state_dict({**whole, "state": {}})
+        return
+    if isinstance(next(iter(whole["state"])), int):  # of a model that is not sharded
+        whole = FullyShardedDataParallel.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_NAME, model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_distributed(model))
+    set_optimizer_state_dict(model, optimizer, whole, options=options)
+
+
+@contextmanager
+def states_left_empty(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Keeps PyTorch from making states for optimizers without one, where it is asked for them.
+
+    It does so by a step with zero gradients, but not for an optimizer of a parameter that has a gradient.
+    """
+    marked = []
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not optimizer.state and all(parameter.grad is None for parameter in parameters):
+            marked.append(min(parameters, key=Tensor.numel))
+            marked[-1].grad = torch.zeros_like(marked[-1])
+    try:
+        yield
+    finally:
+        for parameter in marked:
+            parameter.grad = None
+
+
+def _is_sharded(model: Module) -> bool:
+    return is_distributed(model) or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

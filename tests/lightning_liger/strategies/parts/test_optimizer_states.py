@@ -1,0 +1,123 @@
+"""Checkpoints of optimizers that have no state: before their first step, or of plain SGD."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+
+from lightning_liger import (
+    FabricLigerFSDPStrategy,
+    FabricLigerModelParallelStrategy,
+    LigerFSDPStrategy,
+    LigerModelParallelStrategy,
+)
+from tests.lightning_liger.strategies.workers.distributed import (
+    LM,
+    Losses,
+    build_model,
+    make_batches,
+    make_loader,
+    make_trainer,
+)
+
+OPTIMIZERS = {
+    "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
+}
+OF_TRAINER = {
+    "fsdp-full": lambda: LigerFSDPStrategy(),
+    "fsdp-sharded": lambda: LigerFSDPStrategy(state_dict_type="sharded"),
+    "model-parallel-full": lambda: LigerModelParallelStrategy(save_distributed_checkpoint=False),
+    "model-parallel-sharded": lambda: LigerModelParallelStrategy(),
+}
+OF_FABRIC = {
+    "fsdp-full": lambda: FabricLigerFSDPStrategy(state_dict_type="full"),
+    "fsdp-sharded": lambda: FabricLigerFSDPStrategy(),
+    "model-parallel-full": lambda: FabricLigerModelParallelStrategy(save_distributed_checkpoint=False),
+    "model-parallel-sharded": lambda: FabricLigerModelParallelStrategy(),
+}
+NUM_BATCHES = 3
+
+
+class Tuned(LM):
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer, self.lr = optimizer, 3e-3
+
+    def configure_optimizers(self):
+        return OPTIMIZERS[self.optimizer](self.parameters(), self.lr)
+
+
+class SavesFirst(L.Callback):
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+def fit(root, strategy, optimizer, *callbacks, ckpt_path=None):
+    recorder = Losses()
+    trainer = make_trainer(recorder, *callbacks, root=root, strategy=strategy)
+    trainer.fit(Tuned(optimizer), make_loader(0, NUM_BATCHES), ckpt_path=ckpt_path)
+    return recorder.losses
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer"), [*((engine, "adamw") for engine in OF_TRAINER), ("model-parallel-full", "sgd")]
+)
+def test_trainer_resumes_from_before_the_first_step_and_saving_changes_nothing(tmp_path, engine, optimizer):
+    path = tmp_path / "first.ckpt"
+    saved = fit(tmp_path, OF_TRAINER[engine](), optimizer, SavesFirst(path))
+    assert saved == fit(tmp_path, OF_TRAINER[engine](), optimizer)
+    assert saved == fit(tmp_path, OF_TRAINER[engine](), optimizer, ckpt_path=path)
+
+
+@pytest.mark.parametrize("engine", ["fsdp-full", "model-parallel-sharded"])
+def test_learning_rate_finder_leaves_the_model_as_it_was(tmp_path, engine):
+    trainer, module = make_trainer(root=tmp_path, strategy=OF_TRAINER[engine](), max_steps=NUM_BATCHES), Tuned("adamw")
+    found = Tuner(trainer).lr_find(module, make_loader(0, 8), num_training=8, update_attr=False)
+    assert len(found.results["loss"]) == 8
+    recorder = Losses()
+    trainer.callbacks.append(recorder)
+    trainer.fit(module, make_loader(0, NUM_BATCHES))
+    assert recorder.losses == fit(tmp_path, OF_TRAINER[engine](), "adamw")
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer"), [*((engine, "adamw") for engine in OF_FABRIC), ("fsdp-sharded", "sgd")]
+)
+def test_fabric_loads_what_was_saved_before_the_first_step(tmp_path, engine, optimizer):
+    fabric = L.Fabric(strategy=OF_FABRIC[engine](), accelerator="cpu", devices=1)
+    fabric.launch()
+    model = fabric.setup_module(build_model())
+    made = fabric.setup_optimizers(OPTIMIZERS[optimizer](model.parameters(), 3e-3))
+    state = {"model": model, "optimizer": made, "step": 0}
+    fabric.save(tmp_path / "first.ckpt", state)
+    assert not made.optimizer.state
+
+    def train() -> list[float]:
+        losses = []
+        for batch in make_batches(0, NUM_BATCHES):
+            loss = model(**batch).loss
+            fabric.backward(loss)
+            made.step()
+            made.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first = train()
+    state["step"] = NUM_BATCHES
+    assert fabric.load(tmp_path / "first.ckpt", state) == {}
+    assert state["step"] == 0
+    assert train() == first
+
+
+def test_checkpoint_without_the_optimizer_is_refused(tmp_path):
+    fabric = L.Fabric(strategy=FabricLigerFSDPStrategy(), accelerator="cpu", devices=1)
+    fabric.launch()
+    model = fabric.setup_module(build_model())
+    made = fabric.setup_optimizers(OPTIMIZERS["sgd"](model.parameters(), 3e-3))
+    fabric.save(tmp_path / "model.ckpt", {"model": model})
+    with pytest.raises(ValueError, match="has no state of the optimizer 'optimizer'"):
+        fabric.load(tmp_path / "model.ckpt", {"model": model, "optimizer": made})
