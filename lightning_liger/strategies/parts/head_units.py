@@ -121,4 +121,4 @@ def _detach_frozen(parameters: dict[str, Tensor], head: Module, args: Any, outpu
         return output
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     detached = {name: getattr(output.head, name).detach() for name in frozen}
-    return output.changed(head=output.head._replaced(**detached))
+    return output.same(head=output.head._replaced(**detached))
