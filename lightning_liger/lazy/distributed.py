@@ -151,7 +151,7 @@ class DistributedLazyLogits(LazyLogits):
         loss: Any = super().cross_entropy(target.full_tensor(), weight, **options)
         return DTensor.from_local(loss, self.device_mesh, [Replicate()], run_check=False)
 
-    def become_real(self, operation: str) -> None:
+    def become_real(self, operation: str, warn: bool = True) -> None:
         raise RuntimeError(
             f"{operation} needs a real DTensor in the place of a sharded LM head's lazy output. Use an operation that"
             " returns a new tensor, call full_tensor() before, or choose kernels without 'linear_cross_entropy'"

@@ -62,7 +62,7 @@ def materialize(logits: Tensor) -> Tensor:
         RuntimeError: If the logits can no longer be computed, because their sources were modified.
     """
     if isinstance(logits, LazyLogits):
-        logits.become_real("materialize()")
+        logits.become_real("materialize()", warn=False)
     return logits
 
 
@@ -120,13 +120,14 @@ class LazyLogits(LazyTensor):
             vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
-        head, tokens = self.head.cast(), self.tokens
+        recipe, head, tokens = self.recipe, self.head.cast(), self.tokens
         element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
         num_tokens = math.prod(tokens.shape[:-1])
         chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
 
         def of_chunk(hidden_states: Tensor, *rows: Tensor) -> Any:
-            return function(self.transform.apply(head.project(hidden_states)), *rows)
+            recipe.check("backward of a reduction over the vocabulary")  # which calls this again
+            return function(recipe.transform.apply(head.project(hidden_states)), *rows)
 
         if torch.is_grad_enabled() and self.requires_grad:
             of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
@@ -135,7 +136,7 @@ class LazyLogits(LazyTensor):
 
         def joined(tensors: Any) -> Tensor:
             rows = torch.cat(tensors)
-            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
+            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, recipe.vocab_dim)
 
         if isinstance(parts[0], Tensor):
             return joined(parts)

@@ -78,7 +78,8 @@ class Recipe:
     def compute(self, operation: str) -> Tensor:
         """The real logits, for ``operation``; raises as :meth:`check`."""
         self.check(operation)
-        return self.transform.apply(self._project()).movedim(-1, self.vocab_dim)
+        logits = self.transform.apply(self._project())
+        return logits if self.vocab_dim == -1 else logits.movedim(-1, self.vocab_dim)
 
     def _project(self) -> Tensor:
         return self.head.project(self.tokens)

@@ -8,6 +8,7 @@ output, into real tensors (:func:`realize`). Operations that PyTorch calls below
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from typing_extensions import Self
 
 import liger_ops
 from lightning_liger.lazy import table
+from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, refuse_bypassed
 from lightning_liger.lazy.lineage import Lineage
 from lightning_liger.lazy.recipe import Recipe
 
@@ -127,8 +129,12 @@ class LazyTensor(Tensor):
     def compute(self, operation: str) -> Tensor:
         """The real tensor, part of the graph if gradients are enabled."""
         if self.is_foreign:
-            return _PassedOn.apply(self, operation)
-        return self.recipe.compute(operation)
+            return self.passed_on(self.recipe.compute(operation))
+        return _laid_out(self.recipe.compute(operation), self.twin)
+
+    def passed_on(self, values: Tensor) -> Tensor:
+        """``values`` in the place of this tensor in a foreign graph."""
+        return _PassedOn.apply(self, _laid_out(values, self.twin).detach())
 
     def values(self, operation: str) -> Tensor:
         """The real tensor for operations that only read it; it is computed once, and this one stays lazy."""
@@ -153,9 +159,9 @@ class LazyTensor(Tensor):
                 tensor.lineage.forget_tensor()  # weak references prevent the exchange
         swap_tensors(self, other)
 
-    def become_real(self, operation: str) -> None:
+    def become_real(self, operation: str, warn: bool = True) -> None:
         """Turns this tensor, and all that was recorded from the same output, into real ones; see :func:`realize`."""
-        if any(_lazy_tensor(lineage).requires_grad for lineage in self.lineage.alive()):
+        if warn and any(_lazy_tensor(lineage).requires_grad for lineage in self.lineage.alive()):
             self._warn(operation)
         self.forget_values()
         realize(self, operation)
@@ -192,6 +198,10 @@ class LazyTensor(Tensor):
         # Engines copy a module's output before they convert the tensors in it; the autograd graph stays shared.
         return self.same()
 
+    def __copy__(self) -> Tensor:
+        self.become_real("copy.copy")  # which shares memory
+        return copy.copy(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values("pickling").__reduce_ex__(protocol)
 
@@ -212,8 +222,6 @@ def realize(logits: LazyTensor, operation: str) -> None:
     real: dict[Lineage, Tensor] = {}
     # Also under no_grad: a write there does not detach the tensor written to.
     with torch.inference_mode(logits.is_inference()), torch.enable_grad():
-        if len(lineages) == 1:  # its real logits may be a small part of those of the whole tree
-            real[lineages[0]] = logits.compute(operation)
         for lineage in lineages:
             real[lineage] = _exchanged(lineage, _real_logits(lineage, real, operation))
 
@@ -235,10 +243,12 @@ def _check_exchangeable(lineage: Lineage, operation: str) -> None:
 def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) -> Tensor:
     if lineage not in real:
         if lineage.parent is None:
-            tensor = lineage.tensor()
-            real[lineage] = lineage.recipe.compute(operation) if tensor is None else tensor.compute(operation)
+            values = lineage.recipe.compute(operation)
         else:
-            real[lineage] = lineage.replayed(_real_logits(lineage.parent, real, operation))
+            values = lineage.replayed(_real_logits(lineage.parent, real, operation))
+        tensor = lineage.tensor()
+        is_foreign = isinstance(tensor, LazyTensor) and tensor.is_foreign
+        real[lineage] = tensor.passed_on(values) if is_foreign else values
     return real[lineage]
 
 
@@ -246,6 +256,9 @@ def _exchanged(lineage: Lineage, real: Tensor) -> Tensor:
     """The object that was lazy, with the contents of ``real``."""
     tensor = _lazy_tensor(lineage)
     tensor.become(real)
+    if lineage.bypassed_by is not None:
+        tensor.__class__ = Bypassed
+        tensor.bypassed_by = lineage.bypassed_by
     return tensor
 
 
@@ -253,6 +266,14 @@ def _lazy_tensor(lineage: Lineage) -> LazyTensor:
     tensor = lineage.tensor()
     assert isinstance(tensor, LazyTensor)
     return tensor
+
+
+def _laid_out(values: Tensor, twin: Tensor) -> Tensor:
+    """``values`` with the strides of ``twin`` if those are of permuted dimensions, which results of functions keep."""
+    order = sorted(range(twin.ndim), key=twin.stride, reverse=True)
+    if values.stride() == twin.stride() or not twin.permute(order).is_contiguous():
+        return values
+    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(twin.ndim)])
 
 
 class _Deferred(torch.autograd.Function):
@@ -289,11 +310,11 @@ class _Deferred(torch.autograd.Function):
 
 
 class _PassedOn(torch.autograd.Function):
-    """The real tensor of a lazy one whose gradient has to pass the graph that it is in."""
+    """The values of a lazy tensor, whose gradient is that of the lazy tensor."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyTensor, operation: str) -> Tensor:
-        return lazy.recipe.compute(operation)
+    def forward(ctx: Any, lazy: LazyTensor, values: Tensor) -> Tensor:
+        return values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -322,8 +343,6 @@ _LIKE = frozenset(
 )
 """Functions that make a tensor of the same layout or kind."""
 
-_WATCHES = frozenset((*("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),))
-
 _SHOWS_MEMORY = frozenset(
     (
         *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
@@ -340,8 +359,6 @@ _VIEWS = frozenset(
     )
 )
 """Functions that usually return a view; others are recognised by their result."""
-
-_ENGINES = ("torch.distributed.", "torch.nn.parallel.", "lightning.", "lightning_fabric.", "deepspeed.", "accelerate.")
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -367,7 +384,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             return func(*args, **kwargs)
     if func is torch.autograd.grad:
         return _gradient(*args, **kwargs)
-    if name in _WATCHES:
+    if name in WATCHES:
         return _watch(func, name, *args, **kwargs)
     return _computed(func, name, args, kwargs)
 
@@ -389,8 +406,8 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     written: Any = [kwargs.get("out")]
     if name_out_of_place is not None or name in _SHOWS_MEMORY or name in _VIEWS or kwargs.get("inplace") is True:
         written.append(first)
-    if found := list(_lazy_in(written)):
-        for lazy in found:
+    if lazy_written := list(_lazy_in(written)):
+        for lazy in lazy_written:
             if isinstance(lazy, LazyTensor):  # not yet real with another one
                 lazy.become_real(name)
         return func(*args, **kwargs)
@@ -480,9 +497,9 @@ def _done_in_place(
 def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """Registers a hook of, or retains, the gradient of the first argument."""
     lazy = args[0]
-    hook = args[1] if len(args) > 1 else kwargs.get("hook")
-    if hook is not None and _module_of(hook).startswith(_ENGINES):
-        # Engines only want to know when backward comes by, which it does also if the loss is fused.
+    if is_engines(*args[1:], **kwargs):
+        hook = args[1] if len(args) > 1 else kwargs["hook"]
+        # Backward comes by the hidden states also if the loss is fused.
         hidden_states = lazy.recipe.hidden_states
         return hidden_states.register_hook(hook) if hidden_states.requires_grad else RemovableHandle({})
     _become_watched(lazy, name)
@@ -502,20 +519,11 @@ def _become_watched(lazy: LazyTensor, name: str) -> None:
         lazy.become_real(name)
         return
     if lazy.lineage.bypassed_by is not None:
-        raise RuntimeError(
-            f"{name} of an LM head's lazy output comes after {lazy.lineage.bypassed_by}, whose gradient does not pass"
-            f" the output. Call lightning_liger.materialize(logits) before {lazy.lineage.bypassed_by}"
-        )
+        refuse_bypassed(name, lazy.lineage.bypassed_by)
     lineages = lazy.lineage.alive()
     lazy.become_real(name)
     for lineage in lineages:
         lineage.watched_by = name
-
-
-def _module_of(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return f"{getattr(hook, '__module__', None)}."
 
 
 # Below autograd
@@ -550,14 +558,7 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _lazy_in(tree: Any) -> Iterator[LazyTensor]:
-    if isinstance(tree, LazyTensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _lazy_in(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _lazy_in(value)
+    return found(LazyTensor, tree)
 
 
 def _replaced(tree: Any, function: Callable[[LazyTensor], Any]) -> Any:
