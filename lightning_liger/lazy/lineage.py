@@ -26,7 +26,18 @@ class Lineage:
     """
 
     __slots__ = (
-        *("__weakref__", "_modes", "bypassed_by", "members", "parent", "recipe", "replay", "tensor", "watched_by"),
+        *(
+            "__weakref__",
+            "_modes",
+            "bypassed_by",
+            "members",
+            "parent",
+            "recipe",
+            "replay",
+            "tensor",
+            "twin",
+            "watched_by",
+        ),
     )
 
     def __init__(
@@ -38,6 +49,8 @@ class Lineage:
     ) -> None:
         self.tensor: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.recipe = recipe
+        self.twin = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        """A tensor of the same layout on the meta device."""
         self.parent = parent
         self.replay = replay
         self.bypassed_by: str | None = None

@@ -57,9 +57,11 @@ def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     value = _factor(x, other)
     if value is None or x.transform.normalized:
         return NotImplemented
-    factor = 1.0 / value if divide else value
+    scale = x.transform.scale * (1.0 / value if divide else value)
+    if not math.isfinite(scale) or scale == 0:
+        return NotImplemented
     dtype = torch.result_type(torch.empty((1,) * x.ndim, dtype=x.dtype), other)
-    return _in_dtype(x, dtype, scale=x.transform.scale * factor)
+    return _in_dtype(x, dtype, scale=scale)
 
 
 @implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)

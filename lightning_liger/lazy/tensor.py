@@ -134,7 +134,9 @@ class LazyTensor(Tensor):
 
     def passed_on(self, values: Tensor) -> Tensor:
         """``values`` in the place of this tensor in a foreign graph."""
-        return _PassedOn.apply(self, _laid_out(values, self.twin).detach())
+        values = _laid_out(values, self.twin)
+        # In a list, since autograd does not allow writes to what a function returns of its arguments.
+        return _PassedOn.apply(self, [values.detach() if values.requires_grad else values])
 
     def values(self, operation: str) -> Tensor:
         """The real tensor for operations that only read it; it is computed once, and this one stays lazy."""
@@ -194,9 +196,12 @@ class LazyTensor(Tensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         # Engines copy a module's output before they convert the tensors in it; the autograd graph stays shared.
-        return self.same()
+        if self.requires_grad:
+            return self.same()
+        self.become_real("copy.deepcopy")
+        return copy.deepcopy(self, memo)
 
     def __copy__(self) -> Tensor:
         self.become_real("copy.copy")  # which shares memory
@@ -243,7 +248,7 @@ def _check_exchangeable(lineage: Lineage, operation: str) -> None:
 def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) -> Tensor:
     if lineage not in real:
         if lineage.parent is None:
-            values = lineage.recipe.compute(operation)
+            values = _laid_out(lineage.recipe.compute(operation), lineage.twin)
         else:
             values = lineage.replayed(_real_logits(lineage.parent, real, operation))
         tensor = lineage.tensor()
@@ -313,8 +318,8 @@ class _PassedOn(torch.autograd.Function):
     """The values of a lazy tensor, whose gradient is that of the lazy tensor."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyTensor, values: Tensor) -> Tensor:
-        return values
+    def forward(ctx: Any, lazy: LazyTensor, values: list[Tensor]) -> Tensor:
+        return values[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -488,6 +493,7 @@ def _done_in_place(
     if same_kind:
         first.become(result)
         first._descend(None)
+        first.lineage.bypass(name)
     return same_kind
 
 
