@@ -1,21 +1,46 @@
-"""``lightning-liger fit --config examples/tiny.yaml``: a yaml file as a whole program."""
+"""``lightning-liger fit --config examples/tiny.yaml``: a yaml file as a whole program.
+
+Errors that tell users about their settings, files or text end the command with the message and the exit code 2; all
+others are bugs and keep their traceback.
+"""
 
 import os
+import re
+import signal
+import sys
+import traceback
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import lightning as L
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
+from liger_ops.arguments import shown, wrong_value
 from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
+from lightning_liger.resuming.safe_loading import load_file
+from lightning_liger.training.causal_lm import LigerCausalLM
 from lightning_liger.weights.export import export_pretrained
 
+PROGRAM = "lightning-liger"
 MAX_CPU_PROCESSES = 2
 """Processes of ``devices: auto`` without a GPU: enough to shard, and each has some cores."""
+
+_PACKAGES = {
+    *("__main__", "lightning_liger", "liger_ops", "lightning", "lightning_utilities", "jsonargparse"),
+    *("transformers", "huggingface_hub", "contextlib"),
+}
+"""Code that tells users about their input."""
+_NOISE = re.compile(
+    r"\s*(- )?(Does not validate against any of the Union subtypes|Subtypes: |Errors:$|Given value type: |Given value: "
+    r"(Namespace|NestedArg)\(|Expected a <class 'NoneType'>$|$)"
+)
+_CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning looks for
 
 
 class _Trainer(L.Trainer):
@@ -35,7 +60,7 @@ class _Trainer(L.Trainer):
 
         Args:
             model: A module with a Hugging Face model.
-            datamodule: If it has a tokenizer, that is saved too.
+            datamodule: If it has a tokenizer, the checkpoint's is saved too; data.tokenizer must be the same, if given.
             ckpt_path: A checkpoint file, or the folder of a sharded checkpoint.
             output: The folder to write to.
             max_shard_size: The maximum size of a file.
@@ -43,12 +68,47 @@ class _Trainer(L.Trainer):
         """
         tokenizer = None
         if datamodule is not None and hasattr(datamodule, "text_tokenizer"):
-            datamodule.prepare_data()
-            datamodule.setup("predict")
+            if state := _contents(Path(ckpt_path), weights_only).get(type(datamodule).__qualname__):
+                datamodule.load_state_dict(state)
+            else:
+                rank_zero_warn(f"{ckpt_path} holds no tokenizer: that of the data settings is written.")
+                datamodule.prepare_data()
+                datamodule.setup("predict")
             tokenizer = datamodule.text_tokenizer
         export_pretrained(
             model, ckpt_path, output, tokenizer=tokenizer, max_shard_size=max_shard_size, weights_only=weights_only
         )
+
+
+class _Parser(LightningArgumentParser):
+    """Prints what is wrong with an option, and how to list the options, instead of the list."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # it is called by another parser, which may try something else
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        _exit(f"{_shortened(message)}\nOptions: {parser.prog.replace(' [options]', '')} --help")
+
+
+class _Guard(L.Callback):
+    """Refuses to predict with random weights, and ends processes that would wait for this one."""
+
+    @override
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        _require_weights(pl_module, trainer.ckpt_path)  # it is None also for "last" without a checkpoint
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # Of the processes that this one launched, each would print that its connection was closed.
+        if trainer.strategy.launcher is not None and _message(exception) is not None:
+            trainer.strategy.launcher.kill(signal.SIGKILL)
+
+
+def _require_weights(model: L.LightningModule, ckpt_path: Any) -> None:
+    if ckpt_path is None and isinstance(model, LigerCausalLM) and model.hparams["pretrained"] is None:
+        expected = "a checkpoint to predict with, unless model.pretrained is a folder with weights"
+        raise wrong_value("ckpt_path", expected, ckpt_path)
 
 
 class LigerCLI(LightningCLI):
@@ -66,11 +126,16 @@ class LigerCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             trainer_class=_Trainer,
+            parser_class=_Parser,
             seed_everything_default=42,
             save_config_kwargs={"overwrite": True},
             args=args,
             **kwargs,
         )
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        return super().init_parser(**{"prog": PROGRAM, **kwargs})
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -86,11 +151,42 @@ class LigerCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if self.subcommand == "export":  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
+        return trainer
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Checks the checkpoint before the model is built, and takes the model's architecture from it.
+
+        Lightning's method would replace all settings of the model by the checkpoint's.
+        """
+        config = self.config[self.config.subcommand] if self.config.get("subcommand") else Namespace()
+        if (path := config.get("ckpt_path")) is None:
+            return
+        path = str(path)
+        if path in _CHECKPOINTS_BY_NAME or path.startswith("registry") or "://" in path:
+            return
+        if not path or not Path(path).exists():
+            raise wrong_value("ckpt_path", "the path of a checkpoint that exists", path)
+        saved = _contents(Path(path), config.get("weights_only")).get("hyper_parameters", {})
+        is_causal_lm = (config.model.get("class_path") or "").endswith(".LigerCausalLM")
+        given = config.model.get("init_args")
+        if not is_causal_lm or given is None or given.pretrained is not None:
+            return
+        for name in ("pretrained", "model_type", "config"):
+            if name in saved and saved[name] != given[name]:
+                values = f"{shown(saved[name])} instead of {shown(given[name])}"
+                rank_zero_warn(f"model.{name} is taken from the checkpoint: {values}")
+                given[name] = saved[name]
+
+    def before_predict(self) -> None:
+        _require_weights(self.model, self.config.predict.ckpt_path)
 
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand] if self.subcommand else self.config
+        _take_tokenizer_of_pretrained(config)
         trainer = config.trainer
         if trainer.devices != "auto" or self.subcommand == "export":
             return
@@ -102,6 +198,17 @@ class LigerCLI(LightningCLI):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
             rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
+
+
+def _take_tokenizer_of_pretrained(config: Namespace) -> None:
+    """Pretrained weights know their own tokenizer only; one trained on the text would be noise to them."""
+    model, data = ((config.get(key) or Namespace()).get("init_args") or Namespace() for key in ("model", "data"))
+    pretrained = model.get("pretrained")
+    if not isinstance(pretrained, str) or "tokenizer" not in data or data.tokenizer is not None:
+        return
+    if any((Path(pretrained) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        rank_zero_info(f"data.tokenizer is that of model.pretrained={pretrained!r}.")
+        data.tokenizer = pretrained
 
 
 def _is_for_one_device(strategy: Any) -> bool:
@@ -116,4 +223,58 @@ def main(args: ArgsType = None) -> None:
     """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``."""
     # Raised by Lightning 2.6 itself: users cannot act on it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
-    LigerCLI(args=args)
+    try:
+        LigerCLI(args=args)
+    except Exception as error:
+        message = _message(error)
+        if message is None:
+            raise
+        _exit(message)
+
+
+def _exit(message: str) -> NoReturn:
+    rank = getattr(rank_zero_only, "rank", None) or 0  # several processes may find the same mistake
+    print(f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
+    file = ckpt_path / "meta.pt" if ckpt_path.is_dir() else ckpt_path
+    contents = load_file(file, weights_only) if file.is_file() else {}
+    if not isinstance(contents, dict) or (file == ckpt_path and "state_dict" not in contents):
+        raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(contents)}")
+    return contents
+
+
+def _message(error: BaseException) -> str | None:
+    """What ``error`` tells users about their input; None if it may be a bug, in this program or in their code.
+
+    It is about their input if a ``raise`` statement or a file made it, either while the objects that the settings
+    describe are made, or in code that no code of users called.
+    """
+    text = _shortened(str(error))
+    while error.__cause__ is not None and _callers(error)[-1] == "jsonargparse":  # which adds all settings to the text
+        error = error.__cause__
+        if _callers(error)[-1] != "jsonargparse":
+            text = str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    is_check = (frames[-1].line or "").startswith("raise") or (isinstance(error, OSError) and error.filename)
+    if not is_check:
+        return None
+    is_setting = any(frame.name == "instantiate_classes" for frame in frames)
+    if is_setting or frames[-1].name == "load_state_dict" or set(_callers(error)) <= _PACKAGES:
+        return text
+    return None
+
+
+def _callers(error: BaseException) -> list[str]:
+    """The packages whose code ran when ``error`` was raised, the one that raised it last."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames] or [""]
+
+
+def _shortened(message: str) -> str:
+    """A message of jsonargparse without the types that it tried and the values of all other settings."""
+    lines = [line for line in message.splitlines() if not _NOISE.match(line)]
+    return re.sub(r"a <class '(\w+)'>", r"\1", "\n".join(lines))

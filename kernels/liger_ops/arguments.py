@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 _MAX_SHOWN = 80
+_FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 def shown(value: object) -> str:
@@ -116,9 +119,9 @@ def _expected(
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raises unless ``value`` is one of ``choices``."""
     try:
-        if value in choices and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and value in choices:
             return
-    except TypeError:  # not hashable, or not comparable
+    except (TypeError, ValueError):  # not hashable, or an array that compares its elements
         pass
     raise wrong_value(name, f"one of {', '.join(map(repr, choices))}", value)
 
@@ -136,14 +139,99 @@ def check_tensor(name: str, value: Any, *, optional: bool = False) -> None:
 
 
 def check_floating(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raises unless ``value`` is a real floating-point tensor, or None if ``optional``."""
+    """Raises unless ``value`` is a tensor of 16 to 64 bits floating point, or None if ``optional``."""
     if optional and value is None:
         return
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise wrong_type(name, f"a floating-point tensor{' or None' if optional else ''}", value)
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATING:
+        expected = "a floating-point tensor (float32, bfloat16, float16 or float64)"
+        raise wrong_type(name, f"{expected}{' or None' if optional else ''}", value)
 
 
 def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str = "") -> None:
     """Raises unless the tensor has ``shape``; ``expected`` says what the shape stands for."""
     if tuple(value.shape) != tuple(shape):
         raise wrong_value(name, f"a tensor of shape {tuple(shape)}{expected and f' ({expected})'}", value)
+
+
+def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:
+    """Raises unless each of ``others`` is a tensor on the device of ``tensor``, or None.
+
+    A kernel that gets a tensor of another device reads memory that is not there, and a meta tensor has no values.
+
+    Args:
+        name: Of ``tensor``, as the message shows it.
+        tensor: A tensor.
+        others: By the names of the arguments.
+    """
+    device = tensor.device
+    for other, value in others.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise wrong_type(other, "a tensor or None", value)
+        if value.device != device:
+            raise wrong_value(other, f"on {name}'s device {device}", value)
+
+
+def check_floating_tensors(name: str, tensor: Any, /, *, optional: bool = True, **others: Any) -> None:
+    """Raises unless all are real floating-point tensors on one device; ``others`` may be None if ``optional``.
+
+    Args:
+        name: Of ``tensor``, as the message shows it.
+        tensor: Must not be None.
+        optional: Whether others may be None.
+        others: By the names of the arguments.
+    """
+    check_floating(name, tensor)
+    device = tensor.device
+    for other, value in others.items():
+        if value is None and optional:
+            continue
+        if not isinstance(value, Tensor) or value.dtype not in _FLOATING or value.device != device:
+            check_floating(other, value, optional=optional)
+            check_same_device(name, tensor, **{other: value})
+
+
+def as_integers(name: str, value: Any) -> tuple[int, ...]:
+    """``value`` as a tuple; raises unless it is a sequence of integers."""
+    try:
+        return tuple(map(operator.index, value))
+    except TypeError:
+        raise wrong_type(name, "a sequence of integers", value) from None
+
+
+def check_floating_dtype(name: str, value: Any) -> None:
+    """Raises unless ``value`` is a dtype of :func:`check_floating`'s tensors, ``float``, or None for the default."""
+    if value is not None and value is not float and not (isinstance(value, torch.dtype) and value in _FLOATING):
+        raise wrong_type(name, "torch.float32, bfloat16, float16 or float64, or None", value)
+
+
+def check_device(name: str, value: Any) -> None:
+    """Raises unless ``value`` names a device, or is None for the default."""
+    if value is not None:
+        try:
+            torch.device(value)
+        except (RuntimeError, TypeError):
+            raise wrong_value(name, "a device, such as 'cpu' or 'cuda:0', or None", value) from None
+
+
+def check_path(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a path that is not empty, as a str or an ``os.PathLike``, or None if ``optional``."""
+    if value is None and optional:
+        return
+    expected = f"a path{' or None' if optional else ''}"
+    if not isinstance(value, str | os.PathLike):
+        raise wrong_type(name, expected, value)
+    if not os.fspath(value):
+        raise wrong_value(name, f"{expected} that is not empty", value)
+
+
+def check_text(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a string that is not empty, or None if ``optional``."""
+    if value is None and optional:
+        return
+    expected = f"a string that is not empty{' or None' if optional else ''}"
+    if not isinstance(value, str):
+        raise wrong_type(name, expected, value)
+    if not value:
+        raise wrong_value(name, expected, value)

@@ -14,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from liger_ops.arguments import check_same_device
+
 _TRITON_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _LIBRARY = torch.library.Library("liger_ops", "DEF")
 # Tensor subclasses may hold no data (fake tensors) or data that is not there yet (results of collectives).
@@ -94,7 +96,7 @@ class Kernel:
 
     Parameters whose names end in ``_ptr``, the first of all among them, take tensors or None, others integers, floats,
     None or tuples of those. ``launch(num_programs, *, num_warps, **arguments)`` runs the kernel on the device of its
-    first tensor:
+    first tensor, and raises a ValueError if another tensor is not on that device:
 
     Args:
         num_programs: Size of the one-dimensional grid, positive.
@@ -116,7 +118,9 @@ class Kernel:
 
     def _launch_by_triton(self, num_programs: int, *, num_warps: int, **arguments: Any) -> Any:
         """Launches as Triton does, on the device of the first tensor; returns the compiled kernel."""
-        tensor = arguments[self.jit.arg_names[0]]
+        first, *others = (name for name in self.jit.arg_names if name.endswith("_ptr"))
+        tensor = arguments[first]
+        check_same_device(first, tensor, **{name: arguments[name] for name in others})
         with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
             return self.jit[(num_programs,)](**arguments, num_warps=num_warps)
 
@@ -128,7 +132,7 @@ class Kernel:
     def _write_launch(self) -> Callable[..., None]:
         """``launch`` for this kernel's parameters, as source code: a loop over them would cost more than the launch."""
         names = [parameter.name for parameter in self.jit.params]
-        lines, values, key = [], [], ["device", "num_warps"]
+        lines, values, key = [], [], ["num_warps"]
         for parameter in self.jit.params:
             name = parameter.name
             if parameter.is_constexpr:
@@ -137,7 +141,9 @@ class Kernel:
             elif name.endswith("_ptr"):
                 lines.append(f"{name}_address = None if {name} is None else {name}.data_ptr()")
                 values.append(f"{name}_address")
-                key.append(f"None if {name} is None else ({name}.dtype, {name}_address & 15 == 0)")
+                # With its device, so that a tensor of another one is not found, and raises in ``_launch_by_triton``.
+                parts = f"{name}.dtype, {name}.get_device(), {name}_address & 15 == 0"
+                key.append(f"None if {name} is None else ({parts})")
             else:
                 values.append(name)
                 key.append(f"specialisation({name})")

@@ -22,6 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.arguments import check_choice, check_floating, check_floating_tensors, check_shape, wrong_value
+
+APPROXIMATIONS = ("none", "tanh")
+"""Of gelu, as ``F.gelu`` names them."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -106,7 +110,8 @@ def _activate(gate, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
         value = gate * sigmoid
         complement = tl.where(decay < float("inf"), decay * sigmoid, 1.0)
         slope = sigmoid + value * complement * (1.5957691216057308 + 0.2140644384779411 * square)
-    else:  # relu_squared
+    else:
+        tl.static_assert(ACTIVATION == "relu_squared", "unknown activation")
         positive = tl.where(gate < 0.0, 0.0, gate)  # NaN stays NaN
         value = positive * positive
         slope = 2.0 * positive
@@ -125,7 +130,7 @@ def _gated_unit_forward_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes BLOCK_SIZE columns of one row of y."""
-    blocks_per_row = tl.cdiv(num_columns, BLOCK_SIZE)
+    blocks_per_row = (num_columns - 1) // BLOCK_SIZE + 1  # cdiv would overflow just below 2**31 columns
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
@@ -152,7 +157,7 @@ def _gated_unit_backward_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes BLOCK_SIZE columns of one row of the gradients."""
-    blocks_per_row = tl.cdiv(num_columns, BLOCK_SIZE)
+    blocks_per_row = (num_columns - 1) // BLOCK_SIZE + 1  # cdiv would overflow just below 2**31 columns
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
@@ -296,13 +301,16 @@ class GatedUnitFunction(torch.autograd.Function):
         return grad_gate if needs_grad_gate else None, grad_up if needs_grad_up else None, None, None
 
 
-def _gated_unit(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
-    if packed and (gate.dim() == 0 or gate.shape[-1] % 2):
-        raise ValueError(
-            f"gate without up must be packed, with an even number of columns, got shape {tuple(gate.shape)}"
-        )
-    if up is not None and gate.shape != up.shape:
-        raise ValueError(f"up must have gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+def _gated_unit(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    check_floating_tensors("gate", gate, up=up)
+    if up is not None:
+        check_shape("up", up, gate.shape, "gate's")
+    elif gate.dim() == 0 or gate.shape[-1] % 2:
+        raise wrong_value("gate", "packed, with an even number of columns, without up", gate)
+    return _compute(gate, up, activation, packed=up is None)
+
+
+def _compute(gate: Tensor, up: Tensor | None, activation: str, *, packed: bool) -> Tensor:
     if not backend.runs_on_triton(gate, up):
         return gated_unit_reference(gate, up, activation, packed)
     if backend.needs_graph(gate, up):
@@ -324,9 +332,10 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
         A contiguous tensor ``[..., intermediate_size]`` in the promoted dtype of both.
 
     Raises:
-        ValueError: If the shapes differ, or a packed tensor has an odd number of columns.
+        TypeError: If a tensor is none, or not real and floating-point.
+        ValueError: If shapes or devices differ, or a packed tensor has an odd number of columns.
     """
-    return _gated_unit(gate, up, "silu", packed=up is None)
+    return _gated_unit(gate, up, "silu")
 
 
 def gelu_mul(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
@@ -341,18 +350,19 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none
         A contiguous tensor ``[..., intermediate_size]`` in the promoted dtype of both.
 
     Raises:
+        TypeError: As :func:`silu_mul`.
         ValueError: As :func:`silu_mul`, or if ``approximate`` is unknown.
     """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    return _gated_unit(gate, up, "gelu" if approximate == "none" else "gelu_tanh", packed=up is None)
+    check_choice("approximate", approximate, APPROXIMATIONS)
+    return _gated_unit(gate, up, "gelu" if approximate == "none" else "gelu_tanh")
 
 
 def relu_squared_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Returns ``relu(gate)**2 * up`` in one pass over both tensors; see :func:`silu_mul`."""
-    return _gated_unit(gate, up, "relu_squared", packed=up is None)
+    return _gated_unit(gate, up, "relu_squared")
 
 
 def relu_squared(input: Tensor) -> Tensor:
     """Returns ``relu(input)**2``, the ungated activation of Primer and Nemotron, as a contiguous tensor."""
-    return _gated_unit(input, None, "relu_squared", packed=False)
+    check_floating("input", input)
+    return _compute(input, None, "relu_squared", packed=False)

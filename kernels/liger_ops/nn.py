@@ -5,21 +5,38 @@ the same state dict, and adds keyword-only arguments. It is a subclass of its na
 ``LinearCrossEntropyLoss``, which older versions of PyTorch do not have.
 """
 
+import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_ops.gated_linear_unit import gelu_mul, silu_mul
+from liger_ops.arguments import (
+    as_integers,
+    check_bool,
+    check_choice,
+    check_device,
+    check_floating,
+    check_floating_dtype,
+    check_integer,
+    check_number,
+    check_same_device,
+    check_shape,
+    wrong_type,
+    wrong_value,
+)
+from liger_ops.gated_linear_unit import APPROXIMATIONS, gelu_mul, silu_mul
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions, TokenStats, check_reduction
+from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
-from liger_ops.norm.rms_norm import CASTINGS, Casting, rms_norm
-from liger_ops.rope import apply_rotary
+from liger_ops.norm.rms_norm import Casting, check_options, rms_norm
+from liger_ops.rope import apply_rotary, check_positions_shape
 
 __all__ = [
     "CrossEntropyLoss",
@@ -36,6 +53,20 @@ Device = torch.device | str | int | None
 Dtype = torch.dtype | None
 
 
+def _check_factory(device: Any, dtype: Any) -> None:
+    check_device("device", device)
+    check_floating_dtype("dtype", dtype)
+
+
+def _check_normalized_shape(normalized_shape: Any) -> None:
+    if isinstance(normalized_shape, numbers.Integral):
+        sizes: tuple[int, ...] = (int(normalized_shape),)
+    else:
+        sizes = as_integers("normalized_shape", normalized_shape)
+    if not sizes or min(sizes) < 1:
+        raise wrong_value("normalized_shape", "a positive integer or several", normalized_shape)
+
+
 class RMSNorm(nn.RMSNorm):
     """:class:`torch.nn.RMSNorm`, ``[*, *normalized_shape]`` to the same shape, by :func:`liger_ops.rms_norm`.
 
@@ -45,7 +76,8 @@ class RMSNorm(nn.RMSNorm):
         casting: Where half precision is rounded, "gemma", "llama" or "none"; see :func:`liger_ops.rms_norm`.
 
     Raises:
-        ValueError: If casting is unknown, or offset is given without a weight.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If a size is not positive, eps is negative, casting is unknown, or offset is given without a weight.
     """
 
     def __init__(
@@ -59,10 +91,10 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         casting: Casting = "gemma",
     ) -> None:
-        if casting not in CASTINGS:
-            raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
-        if offset and not elementwise_affine:
-            raise ValueError(f"offset is added to the weight, so it must be 0 without one, got {offset}")
+        _check_normalized_shape(normalized_shape)
+        check_bool("elementwise_affine", elementwise_affine)
+        eps, offset = check_options(eps, offset, casting, has_weight=elementwise_affine)
+        _check_factory(device, dtype)
         self.offset = offset  # first, because the base class calls reset_parameters
         self.casting: Casting = casting
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
@@ -79,14 +111,66 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """:class:`torch.nn.LayerNorm`, ``[*, *normalized_shape]`` to the same shape, by :func:`liger_ops.layer_norm`."""
+    """:class:`torch.nn.LayerNorm`, ``[*, *normalized_shape]`` to the same shape, by :func:`liger_ops.layer_norm`.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: As in ``torch.nn.LayerNorm``.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If a size is not positive, or eps is negative or not finite.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        _check_normalized_shape(normalized_shape)
+        check_bool("elementwise_affine", elementwise_affine)
+        check_bool("bias", bias)
+        _check_factory(device, dtype)
+        eps = as_number("eps", eps, at_least=0)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class GroupNorm(nn.GroupNorm):
-    """:class:`torch.nn.GroupNorm`, ``[batch_size, num_channels, *]`` to the same, by :func:`liger_ops.group_norm`."""
+    """:class:`torch.nn.GroupNorm`, ``[batch_size, num_channels, *]`` to the same, by :func:`liger_ops.group_norm`.
+
+    Args:
+        num_groups, num_channels, eps, affine, device, dtype: As in ``torch.nn.GroupNorm``.
+        newer: Arguments of newer versions of PyTorch: bias.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If num_groups is no divisor of num_channels, or eps is negative or not finite.
+    """
+
+    @functools.wraps(nn.GroupNorm.__init__)  # type: ignore[misc]  # the signature shows bias where PyTorch has it
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+        **newer: Any,
+    ) -> None:
+        check_integer("num_channels", num_channels, at_least=1)
+        num_groups = as_num_groups(num_groups, num_channels)
+        check_bool("affine", affine)
+        check_bool("bias", newer.get("bias"), optional=True)
+        _check_factory(device, dtype)
+        eps = as_number("eps", eps, at_least=0)
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype, **newer)
 
     def forward(self, input: Tensor) -> Tensor:
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -106,7 +190,8 @@ class RotaryEmbedding(nn.Module):
         device: Of ``inv_freq``; call :meth:`reset_parameters` after ``to_empty`` on a module made on "meta".
 
     Raises:
-        ValueError: If base is not positive, or rotary_dim not even and between 2 and head_dim.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If base is not positive and finite, or rotary_dim not even and between 2 and head_dim.
     """
 
     inv_freq: Tensor
@@ -120,11 +205,14 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
         device: Device = None,
     ) -> None:
+        check_integer("head_dim", head_dim, at_least=1)
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        check_integer("rotary_dim", rotary_dim)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ValueError(f"rotary_dim must be even, positive and at most head_dim = {head_dim}, got {rotary_dim}")
-        if not base > 0.0:
-            raise ValueError(f"base must be positive, got {base}")
+            raise wrong_value("rotary_dim", f"even, positive and at most head_dim = {head_dim}", rotary_dim)
+        check_number("base", base, above=0)
+        check_bool("interleaved", interleaved)
+        check_device("device", device)
         super().__init__()
         self.head_dim = head_dim
         self.base = base
@@ -155,22 +243,25 @@ class RotaryEmbedding(nn.Module):
             q: ``[batch_size, num_heads, seq_len, head_dim]``, or ``[batch_size, seq_len, num_heads, head_dim]`` if
                 ``heads_dim=2``.
             k: The same with ``num_kv_heads``.
-            position_ids: ``[seq_len]`` or ``[batch_size or 1, seq_len]``; by default 0, 1, 2, ...
+            position_ids: ``[seq_len]`` or ``[batch_size or 1, seq_len]``, integers or floating-point numbers; by
+                default 0, 1, 2, ...
             heads_dim: The dimension of q and k that counts heads, 1 or 2.
 
         Raises:
-            ValueError: If the shapes do not fit together, or heads_dim is neither 1 nor 2.
+            TypeError: If a tensor is none or of a wrong dtype.
+            ValueError: If the shapes or devices do not fit together, or heads_dim is neither 1 nor 2.
         """
+        check_floating("q", q)
+        check_same_device("q", q, position_ids=position_ids, inv_freq=self.inv_freq)
+        check_integer("heads_dim", heads_dim, at_least=1, at_most=2)
         if q.dim() != 4 or q.shape[-1] != self.head_dim:
-            raise ValueError(f"q must have 4 dimensions, the last head_dim = {self.head_dim}, got {tuple(q.shape)}")
-        batch_size, seq_len = q.shape[0], q.shape[1 if heads_dim == 2 else 2]
+            raise wrong_value("q", f"a tensor of 4 dimensions, the last head_dim = {self.head_dim}", q)
         if position_ids is None:
-            position_ids = torch.arange(seq_len, device=q.device)
-        elif tuple(position_ids.shape) not in ((seq_len,), (1, seq_len), (batch_size, seq_len)):
-            raise ValueError(
-                f"position_ids must be [seq_len] or [batch_size or 1, seq_len] with batch_size = {batch_size} and"
-                f" seq_len = {seq_len}, got shape {tuple(position_ids.shape)}"
-            )
+            position_ids = torch.arange(q.shape[3 - heads_dim], device=q.device)
+        elif position_ids.dtype == torch.bool or position_ids.is_complex():
+            raise wrong_type("position_ids", "a tensor of integers or floating-point numbers", position_ids)
+        else:
+            check_positions_shape(position_ids, q, heads_dim)
         # A product of elements, unlike one of matrices, stays float32 under autocast.
         angles = position_ids.unsqueeze(-1).float() * self.inv_freq
         angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
@@ -193,10 +284,20 @@ class _GatedMLP(nn.Module):
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
+        check_integer("hidden_size", hidden_size, at_least=1)
+        check_integer("intermediate_size", intermediate_size, at_least=1)
+        check_bool("bias", bias)
+        _check_factory(device, dtype)
         super().__init__()
+        self.hidden_size = hidden_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
+
+    def _check_input(self, input: Tensor) -> None:
+        check_floating("input", input)
+        if input.dim() == 0 or input.shape[-1] != self.hidden_size:
+            raise wrong_value("input", f"a tensor whose last dimension is hidden_size = {self.hidden_size}", input)
 
 
 class SwiGLU(_GatedMLP):
@@ -207,9 +308,14 @@ class SwiGLU(_GatedMLP):
         intermediate_size: Columns in between.
         bias: Whether the three projections have biases.
         device, dtype: Of the parameters.
+
+    Raises:
+        TypeError: If an argument is of a wrong type.
+        ValueError: If a size is not positive.
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        self._check_input(input)
         return self.down_proj(silu_mul(self.gate_proj(input), self.up_proj(input)))
 
 
@@ -221,7 +327,8 @@ class GeGLU(_GatedMLP):
         approximate: "none" for the error function, "tanh" for Gemma's approximation, as in ``F.gelu``.
 
     Raises:
-        ValueError: If approximate is unknown.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If a size is not positive, or approximate is unknown.
     """
 
     def __init__(
@@ -234,12 +341,12 @@ class GeGLU(_GatedMLP):
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        check_choice("approximate", approximate, APPROXIMATIONS)
         super().__init__(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
+        self._check_input(input)
         return self.down_proj(gelu_mul(self.gate_proj(input), self.up_proj(input), approximate=self.approximate))
 
     def extra_repr(self) -> str:
@@ -254,6 +361,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         softcap, logit_scale, z_loss_weight, inplace_backward: As in :func:`liger_ops.cross_entropy`.
 
     Raises:
+        TypeError: If an option is of a wrong type.
         ValueError: If an option is out of its range.
     """
 
@@ -271,9 +379,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         z_loss_weight: float = 0.0,
         inplace_backward: bool = False,
     ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        check_reduction(self.reduction)
+        check_floating("weight", weight, optional=True)
+        check_bool("size_average", size_average, optional=True)
+        check_bool("reduce", reduce, optional=True)
+        check_reduction(reduction)
+        check_bool("inplace_backward", inplace_backward)
         TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.softcap = softcap
         self.logit_scale = logit_scale
         self.z_loss_weight = z_loss_weight
@@ -309,7 +421,8 @@ class LinearCrossEntropyLoss(nn.Module):
             :func:`liger_ops.linear_cross_entropy`.
 
     Raises:
-        ValueError: If an option is out of its range, or weight not ``[num_classes]``.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If an argument is out of its range, or weight not ``[num_classes]``.
     """
 
     weight: Tensor | None
@@ -334,14 +447,27 @@ class LinearCrossEntropyLoss(nn.Module):
         chunk_bytes: int | None = None,
         accumulate_dtype: Dtype = None,
     ) -> None:
+        check_integer("in_features", in_features, at_least=1)
+        check_integer("num_classes", num_classes, at_least=1)
+        out_features = as_integers("out_features", out_features)
+        if any(size < 1 for size in out_features):
+            raise wrong_value("out_features", "positive integers", out_features)
+        check_bool("bias", bias)
+        _check_factory(device, dtype)
         check_reduction(reduction)
+        check_floating("weight", weight, optional=True)
+        if weight is not None:
+            check_shape("weight", weight, (num_classes,), "num_classes")
+        check_integer("ignore_index", ignore_index, optional=True)
         TokenLossOptions(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
-        if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(f"weight must have shape {(num_classes,)}, got {tuple(weight.shape)}")
+        if options is not None and not hasattr(options, "batch_chunk_size"):
+            raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
+        check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+        check_floating_dtype("accumulate_dtype", accumulate_dtype)
         super().__init__()
         self.register_buffer("weight", weight)
         self.num_classes = num_classes
-        self.out_features = tuple(out_features)
+        self.out_features = out_features
         self.linear = nn.Linear(in_features, math.prod(out_features, start=num_classes), bias, device, dtype)
         self.reduction = reduction
         self.ignore_index = ignore_index

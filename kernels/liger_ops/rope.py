@@ -23,6 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.arguments import (
+    as_integers,
+    check_bool,
+    check_floating_tensors,
+    check_integer,
+    check_same_device,
+    check_shape,
+    wrong_value,
+)
 
 
 class RotaryOptions(NamedTuple):
@@ -448,52 +457,57 @@ class RotaryFunction(torch.autograd.Function):
 def _check_shapes(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, position_ids: Tensor | None, has_sections: bool
 ) -> None:
-    if heads_dim not in (1, 2):
-        raise ValueError(f"heads_dim must be 1 or 2, got {heads_dim}")
     if q.dim() != 4:
-        raise ValueError(f"q must have 4 dimensions, got shape {tuple(q.shape)}")
-    if k.dim() != 4 or any(q.shape[dim] != k.shape[dim] for dim in range(4) if dim != heads_dim):
-        raise ValueError(
-            f"k must have q's shape {tuple(q.shape)} except for its number of heads, dimension {heads_dim}, got"
-            f" {tuple(k.shape)}"
-        )
+        raise wrong_value("q", "a tensor of 4 dimensions", q)
     batch_size, seq_len, head_dim = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    if k.dim() != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[3]) != (batch_size, seq_len, head_dim):
+        expected = f"a tensor of q's shape {tuple(q.shape)} except for its number of heads, dimension {heads_dim}"
+        raise wrong_value("k", expected, k)
     rotary_dim = cos.shape[-1] if cos.dim() else 0
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(
-            f"cos must end in rotary_dim, even and at most head_dim = {head_dim}, got shape {tuple(cos.shape)}"
-        )
+        expected = f"a tensor whose last dimension, rotary_dim, is even and at most head_dim = {head_dim}"
+        raise wrong_value("cos", expected, cos)
     if position_ids is not None:
-        fits, wanted = cos.dim() == 2, "[max_positions, rotary_dim], as position_ids are given"
+        fits, expected = cos.dim() == 2, "[max_positions, rotary_dim], as position_ids are given"
     elif has_sections:
         fits = cos.dim() == 4 and cos.shape[0] == 3 and cos.shape[1] in (1, batch_size) and cos.shape[2] == seq_len
-        wanted = "[3, batch_size or 1, seq_len, rotary_dim], as mrope_sections are given"
+        expected = "[3, batch_size or 1, seq_len, rotary_dim], as mrope_sections are given"
     else:
         fits = cos.dim() in (2, 3) and cos.shape[-2] == seq_len and cos.shape[:-2] in ((), (1,), (batch_size,))
-        wanted = "[batch_size or 1, seq_len, rotary_dim] or [seq_len, rotary_dim]"
+        expected = "[batch_size or 1, seq_len, rotary_dim] or [seq_len, rotary_dim]"
     if not fits:
-        raise ValueError(
-            f"cos must be {wanted}, for q of shape {tuple(q.shape)} with heads_dim={heads_dim}, got {tuple(cos.shape)}"
-        )
+        raise wrong_value("cos", f"{expected}, for q of shape {tuple(q.shape)} with heads_dim={heads_dim}", cos)
     if sin.shape != cos.shape:
-        raise ValueError(f"sin must have cos' shape {tuple(cos.shape)}, got {tuple(sin.shape)}")
+        check_shape("sin", sin, cos.shape, "cos'")
+
+
+def check_positions_shape(position_ids: Tensor, q: Tensor, heads_dim: int) -> None:
+    """Raises a ValueError unless ``position_ids`` has a position for each token of ``q``."""
+    batch_size, seq_len = q.shape[0], q.shape[3 - heads_dim]
+    if tuple(position_ids.shape) not in ((seq_len,), (1, seq_len), (batch_size, seq_len)):
+        expected = f"[seq_len] or [batch_size or 1, seq_len] with batch_size = {batch_size} and seq_len = {seq_len}"
+        raise wrong_value("position_ids", expected, position_ids)
 
 
 def _check_positions(position_ids: Tensor, q: Tensor, heads_dim: int, max_positions: int) -> None:
-    batch_size, seq_len = q.shape[0], q.shape[3 - heads_dim]
     if position_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"position_ids must be int64 or int32, got {position_ids.dtype}")
-    if tuple(position_ids.shape) not in ((seq_len,), (1, seq_len), (batch_size, seq_len)):
-        raise ValueError(
-            f"position_ids must be [seq_len] or [batch_size or 1, seq_len] with batch_size = {batch_size} and"
-            f" seq_len = {seq_len}, got shape {tuple(position_ids.shape)}"
-        )
+        raise wrong_value("position_ids", "a tensor of int64 or int32", position_ids)
+    check_positions_shape(position_ids, q, heads_dim)
     if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
         low, high = position_ids.min().item(), position_ids.max().item()
         if low < 0 or high >= max_positions:
             raise ValueError(
                 f"position_ids must be between 0 and cos' max_positions - 1 = {max_positions - 1}, got {low} to {high}"
             )
+
+
+def _sections(mrope_sections: Any, rotary_dim: int) -> list[int]:
+    """The first pairs of columns of the second and the third table."""
+    sections = as_integers("mrope_sections", mrope_sections)
+    if len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != rotary_dim:
+        expected = f"three numbers that add up to rotary_dim / 2 = {rotary_dim // 2}, none negative"
+        raise wrong_value("mrope_sections", expected, mrope_sections)
+    return [sections[0], sections[0] + sections[1]]
 
 
 def apply_rotary(
@@ -531,22 +545,23 @@ def apply_rotary(
         ``keep_dtype``.
 
     Raises:
-        ValueError: If heads_dim is neither 1 nor 2, or shapes, sections or dtypes do not fit together; for positions
-            out of range if they are on the CPU (on the GPU their tokens become NaN instead).
+        TypeError: If a tensor is none, q, k, cos or sin not real and floating-point, or an option of a wrong type.
+        ValueError: If heads_dim is neither 1 nor 2, or shapes, sections, dtypes or devices do not fit together; for
+            positions out of range if they are on the CPU (on the GPU their tokens become NaN instead).
     """
-    if position_ids is not None and mrope_sections is not None:
-        raise ValueError("position_ids must be None with mrope_sections, whose cos and sin have a row for each token")
+    check_floating_tensors("q", q, k=k, cos=cos, sin=sin, optional=False)
+    check_integer("heads_dim", heads_dim, at_least=1, at_most=2)
+    check_bool("interleaved", interleaved)
+    check_bool("keep_dtype", keep_dtype)
+    if position_ids is not None:
+        check_same_device("q", q, position_ids=position_ids)
+        if mrope_sections is not None:
+            expected = "None with mrope_sections, whose cos and sin have a row for each token"
+            raise wrong_value("position_ids", expected, position_ids)
     _check_shapes(q, k, cos, sin, heads_dim, position_ids, mrope_sections is not None)
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
-    sections: list[int] = []
-    if mrope_sections is not None:
-        if len(mrope_sections) != 3 or min(mrope_sections) < 0 or 2 * sum(mrope_sections) != cos.shape[-1]:
-            raise ValueError(
-                f"mrope_sections must be three numbers that add up to rotary_dim / 2 = {cos.shape[-1] // 2}, got"
-                f" {list(mrope_sections)}"
-            )
-        sections = [mrope_sections[0], mrope_sections[0] + mrope_sections[1]]
+    sections = [] if mrope_sections is None else _sections(mrope_sections, cos.shape[-1])
     if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
         options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)

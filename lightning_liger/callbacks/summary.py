@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from liger_ops.arguments import check_integer
 from lightning_liger.callbacks.kernels import LigerCallback
 from lightning_liger.patching import PatchReport
 
@@ -17,19 +18,20 @@ from lightning_liger.patching import PatchReport
 class TrainingSummary(L.Callback):
     """Prints the table of replacements when training starts and a summary when it ends.
 
-    The summary: tokens per second (of all processes, without validation and the first ``skip_steps`` steps), the last
-    losses, the peak memory of a process, and the bytes of logits that were never allocated; also in ``results``.
+    The summary: tokens per second (of all processes, where those that share batches count as one; without validation
+    and the first ``skip_steps`` steps), the last losses, the peak memory of a process, and the bytes of logits that
+    were never allocated; also in ``results``.
 
     Args:
         skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
 
     Raises:
+        TypeError: If ``skip_steps`` is no integer.
         ValueError: If ``skip_steps`` is negative.
     """
 
     def __init__(self, skip_steps: int = 2) -> None:
-        if skip_steps < 0:
-            raise ValueError(f"skip_steps must not be negative, got {skip_steps}")
+        check_integer("skip_steps", skip_steps, at_least=0)
         self.skip_steps = skip_steps
         self.results: dict[str, float] = {}
         self._num_batches = 0
@@ -81,6 +83,9 @@ class TrainingSummary(L.Callback):
             device=trainer.strategy.root_device,
         )
         num_tokens, bytes_avoided = trainer.strategy.reduce(totals, reduce_op="sum").tolist()
+        # Tensor- and context-parallel ranks count the same batches.
+        sampler = trainer.distributed_sampler_kwargs
+        num_tokens *= sampler["num_replicas"] / trainer.world_size if sampler is not None else 1
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.results = {
             "steps": trainer.global_step,

@@ -7,6 +7,8 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from liger_ops.arguments import check_path, check_text, shown
+
 JSON_LINES_SUFFIX = ".jsonl"
 # Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", JSON_LINES_SUFFIX)
@@ -41,13 +43,20 @@ def source_files(path: str | Path | None = None) -> list[Path]:
 
     Raises:
         FileNotFoundError: If there is nothing at ``path``, or only a folder without text files.
+        TypeError: If ``path`` is no path.
+        ValueError: If ``path`` is empty, or one that the file system cannot have.
     """
+    check_path("data.path", path, optional=True)
     if path is None:
         return python_library_files()
-    root = Path(path).expanduser()
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
+    try:
+        root = Path(path).expanduser()
+        if root.is_file():
+            return [root]
+        is_folder = root.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
+        raise ValueError(f"data.path must be a path that can be read, got {shown(str(path))}: {error}") from error
+    if not is_folder:
         raise FileNotFoundError(f"data.path={str(path)!r} does not exist. Accepted: {ACCEPTED}.")
     files = _walk(root, FOLDER_SUFFIXES)
     if not files:
@@ -69,9 +78,11 @@ def read_documents(path: str | Path | None = None, *, text_field: str = "text") 
 
     Raises:
         FileNotFoundError: At the call, if there is nothing to read at ``path``.
-        ValueError: While iterating, if a file is not UTF-8, if a line is not a JSON object with a string under
-            ``text_field``, or if there is no document.
+        TypeError: At the call, if an argument is of another type.
+        ValueError: At the call, if an argument is empty. While iterating, if a file is not UTF-8 text, if a line is not
+            a JSON object with a string under ``text_field``, or if there is no document.
     """
+    check_text("data.text_field", text_field)
     return _require_any(_read_files(source_files(path), text_field), path)
 
 
@@ -95,9 +106,16 @@ def _read_files(files: list[Path], text_field: str) -> Iterator[str]:
             if file.suffix.lower() == JSON_LINES_SUFFIX:
                 yield from _read_json_lines(file, text_field)
             else:
-                yield file.read_text(encoding="utf-8")
+                yield _without_null(file, file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+
+
+def _without_null(file: Path, text: str) -> str:
+    """``text``, unless it is binary data or UTF-16, which may also be valid UTF-8."""
+    if (place := text.find("\0")) >= 0:
+        raise ValueError(f"data.path: {file} is not UTF-8 text (the character {place} is a null character).")
+    return text
 
 
 def _read_json_lines(file: Path, text_field: str) -> Iterator[str]:
@@ -107,8 +125,10 @@ def _read_json_lines(file: Path, text_field: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # JSONDecodeError, or an integer of more than 4300 digits
                 raise ValueError(f"data.path: {file}, line {number} is not JSON: {error}.") from error
+            except RecursionError as error:
+                raise ValueError(f"data.path: {file}, line {number} is JSON that is nested too deeply.") from error
             if not isinstance(record, dict):
                 raise ValueError(
                     f"data.path: {file}, line {number} is a JSON {type(record).__name__}, expected an object with the "
@@ -118,7 +138,7 @@ def _read_json_lines(file: Path, text_field: str) -> Iterator[str]:
                 problem = "is not a string" if text_field in record else "is missing"
                 raise ValueError(
                     f"data.path: {file}, line {number}: the field {text_field!r} (data.text_field) {problem}; "
-                    f"keys found: {sorted(record)}."
+                    f"keys found: {shown(sorted(record))}."
                 )
             try:
                 record[text_field].encode()

@@ -1,19 +1,28 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, or one from a folder. Nothing is downloaded."""
+"""Tokenizers: a byte-level BPE trained on the corpus, one from a folder, or one from a checkpoint.
 
+Nothing is downloaded, and no code that comes with a tokenizer is run.
+"""
+
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from liger_ops.arguments import check_integer, check_path, shown, wrong_value
+
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, so that any text can be encoded, and END_OF_TEXT
+MAX_VOCAB_SIZE = 2**24  # for far more, the library that trains them ends the process
 # Training 16384 tokens on two cores takes 3 s for the 10 MB of the standard library (a tokenizer trained on a third of
 # them needs 3 % more tokens), and 26 s for 14 MB of text like Chinese: without spaces, whole clauses count as words.
 MAX_TRAINING_BYTES = 12_000_000
@@ -33,10 +42,10 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
         vocab_size: Maximum number of tokens; small corpora may have fewer pairs to merge.
 
     Raises:
-        ValueError: If ``vocab_size`` is smaller than `MIN_VOCAB_SIZE`.
+        TypeError: If ``vocab_size`` is no integer.
+        ValueError: If ``vocab_size`` is smaller than `MIN_VOCAB_SIZE`, or larger than `MAX_VOCAB_SIZE`.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(f"vocab_size={vocab_size} is too small: expected at least {MIN_VOCAB_SIZE}.")
+    check_integer("vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,9 +69,17 @@ def tokenizer_files(path: str | Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: If ``path`` is not a folder, or has no ``tokenizer.json`` or ``tokenizer_config.json``.
+        TypeError: If ``path`` is no path.
+        ValueError: If ``path`` is empty, or one that the file system cannot have.
     """
-    folder = Path(path).expanduser()
-    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    check_path("data.tokenizer", path)
+    try:
+        folder = Path(path).expanduser()
+        files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
+        raise ValueError(
+            f"data.tokenizer must be a folder that can be read, got {shown(str(path))}: {error}"
+        ) from error
     if not {"tokenizer.json", "tokenizer_config.json"} & {file.name for file in files}:
         raise FileNotFoundError(
             f"data.tokenizer={str(path)!r}: expected a folder with a Hugging Face tokenizer (tokenizer.json or "
@@ -71,19 +88,61 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     return files
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a Hugging Face tokenizer from a folder.
+
+    Args:
+        path: The folder.
+        described: The tokenizer's name in errors. By default data.tokenizer with the path.
 
     Raises:
         ValueError: If the folder holds no tokenizer, or one without an end-of-sequence token.
     """
+    described = described or f"data.tokenizer={str(path)!r}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(path).expanduser(), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            Path(path).expanduser(), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # which types a broken tokenizer.json raises is not documented: KeyError is one
-        raise ValueError(f"data.tokenizer={str(path)!r} could not be loaded by AutoTokenizer: {error!r}") from error
+        raise ValueError(f"{described} could not be loaded by AutoTokenizer: {error!r}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"data.tokenizer={str(path)!r} has no eos_token, which is needed between documents.")
+        raise ValueError(f"{described} has no eos_token, which is needed between documents.")
     return tokenizer
+
+
+def tokenizer_from_content(content: Any, described: str) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer from the content of its files by their names, as checkpoints hold it.
+
+    Args:
+        content: ``bytes`` by name, as `tokenizer_files` and ``Path.read_bytes`` give them.
+        described: The tokenizer's name in errors.
+
+    Raises:
+        ValueError: If ``content`` is something else, or not that of a tokenizer.
+    """
+    if not isinstance(content, Mapping) or not all(map(_is_file, content.items())):
+        raise wrong_value(described, "file names with the content of each file", content)
+    with TemporaryDirectory() as folder:
+        for name, value in content.items():
+            Path(folder, name).write_bytes(value)
+        return load_tokenizer(folder, described)
+
+
+def _is_file(item: tuple[Any, Any]) -> bool:
+    name, value = item  # a name with folders could overwrite files elsewhere
+    return isinstance(value, bytes) and isinstance(name, str) and Path(name).name == name not in ("", "..")
+
+
+def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """Whether both give the same tokens for every text, and end documents with the same one."""
+    return _identity(first) == _identity(second)
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> Any:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return type(tokenizer), tokenizer.eos_token_id, tokenizer.get_vocab()
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    return tokenizer.eos_token_id, {**definition, "truncation": None, "padding": None}  # settings of the last call
 
 
 def load_or_train_tokenizer(

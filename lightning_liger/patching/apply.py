@@ -9,19 +9,27 @@ from weakref import WeakSet
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
+from liger_ops.arguments import check_choice, check_integer, wrong_type, wrong_value
 from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
-from lightning_liger.patching.verify import PROBE_ERRORS
+from lightning_liger.patching.verify import Mismatch, trial
 
-KERNELS = ("rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul", "relu_squared", "linear_cross_entropy")
+KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels))
 """The names that ``kernels=`` takes."""
 
 KernelChoice = str | list[str] | dict[str, Any]
 
 _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype")
+_ACCUMULATE_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_EXPECTED = f"'auto', 'none', a name, or a list or dict of names out of {list(KERNELS)}"
 _LOSS_WANTED = "_liger_loss_wanted"
 _MAX_REASONS = 3
 _REASON_WIDTH = 120
@@ -35,44 +43,46 @@ def check_kernels(kernels: KernelChoice) -> dict[str, dict[str, Any]]:
         kernels: See :func:`apply_liger_kernels`.
 
     Raises:
+        TypeError: For a value of another type.
         ValueError: For an unknown name or option, listing the known ones.
     """
     named = _named(kernels)
     unknown = [name for name in named if name not in KERNELS]
     if unknown:
-        raise ValueError(
-            f"kernels must be 'auto', 'none', a name, or a list or dict of names; the names are {list(KERNELS)}, got"
-            f" unknown {unknown}"
-        )
-    extends_auto = kernels == "auto" or isinstance(kernels, Mapping)
+        raise ValueError(f"kernels must be {_EXPECTED}, got unknown {unknown}")
+    extends_auto = isinstance(kernels, Mapping) or kernels == "auto"
     choice = {**dict.fromkeys(KERNELS if extends_auto else (), True), **named}
     return {name: _check_options(name, options) for name, options in choice.items() if options is not False}
 
 
 def _named(kernels: KernelChoice) -> dict[str, Any]:
     """The names in ``kernels``, each with True, False or options."""
-    if isinstance(kernels, Mapping):
-        return dict(kernels)
     if isinstance(kernels, str):
         return {} if kernels in ("auto", "none") else {kernels: True}
-    return dict.fromkeys(kernels, True)
+    # No iterator, which would be empty the second time.
+    if not isinstance(kernels, Collection) or isinstance(kernels, bytes | Tensor | nn.Module):
+        raise wrong_type("kernels", _EXPECTED, kernels)
+    if not all(isinstance(name, str) for name in kernels):
+        raise wrong_type("kernels", _EXPECTED, kernels)
+    return dict(kernels) if isinstance(kernels, Mapping) else dict.fromkeys(kernels, True)
 
 
 def _check_options(name: str, options: Any) -> dict[str, Any]:
     if options is True or options is None:
         return {}
-    known = _LOSS_OPTIONS if name == "linear_cross_entropy" else ()
-    if not isinstance(options, Mapping) or not set(options) <= set(known):
-        expected = f", or a dict with {' and '.join(known)}" if known else ""
-        raise ValueError(f"kernels[{name!r}] must be True or False{expected}; got {options!r}")
+    argument, known = f"kernels[{name!r}]", _LOSS_OPTIONS if name == HeadRule.kernels[0] else ()
+    if not known or not isinstance(options, Mapping) or not set(options) <= set(known):
+        raise wrong_value(
+            argument, "True or False" + (f", or a dict with {' and '.join(known)}" if known else ""), options
+        )
     options = dict(options)
-    if not isinstance(options.get("chunk_bytes", 1), int) or options.get("chunk_bytes", 1) < 1:
-        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {options['chunk_bytes']!r}")
-    dtype = options.get("accumulate_dtype", torch.float32)
-    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"accumulate_dtype must be a floating-point dtype, got {options['accumulate_dtype']!r}")
-    return options | ({"accumulate_dtype": dtype} if "accumulate_dtype" in options else {})
+    if "chunk_bytes" in options:
+        check_integer(f"{argument}['chunk_bytes'], a number of bytes,", options["chunk_bytes"], at_least=1)
+    if "accumulate_dtype" in options:
+        dtype = options["accumulate_dtype"]
+        check_choice(f"{argument}['accumulate_dtype']", dtype, (*_ACCUMULATE_DTYPES, *_ACCUMULATE_DTYPES.values()))
+        options["accumulate_dtype"] = _ACCUMULATE_DTYPES.get(dtype, dtype)
+    return options
 
 
 def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> PatchReport:
@@ -93,25 +103,43 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
         A report that prints as a table and can undo the replacements.
 
     Raises:
-        ValueError: For an unknown name in ``kernels``, or a name in it that fits nothing in the model. The model is
-            then unchanged.
+        TypeError: If ``model`` is no module, or one that TorchScript compiled, or ``kernels`` is of another type.
+        ValueError: For an unknown name in ``kernels``, or a name in it that fits nothing in the model.
+
+    The model is unchanged after an error, also after one of the device while replacements are verified, such as
+    ``torch.OutOfMemoryError``.
     """
     chosen = check_kernels(kernels)
+    check_model(model)
     plan = _plan(model, chosen)
     _check_all_found([name for name, options in _named(kernels).items() if options is not False], plan)
     report = PatchReport()
-    for group in plan:
-        report.entries.append(group.entry)
-        if group.replacement is not None:
-            for module in group.modules:
-                report._undo.append(partial(setattr, module, "__class__", type(module)))
-                module.__class__ = group.replacement.patched_class(type(module))
-    if any(group.replacement is not None and group.entry.kernel == "linear_cross_entropy" for group in plan):
-        for owner, _ in _heads(model):
-            report._undo.extend(_watch_labels(owner))
+    try:
+        for group in plan:
+            report.entries.append(group.entry)
+            if group.replacement is not None:
+                for module in group.modules:
+                    report._undo.append(partial(setattr, module, "__class__", type(module)))
+                    module.__class__ = group.replacement.patched_class(type(module))
+        if any(group.replacement is not None and group.entry.kernel == "linear_cross_entropy" for group in plan):
+            for owner, _ in _heads(model):
+                report._undo.extend(_watch_labels(owner))
+    except BaseException:
+        report.undo()
+        raise
     if chosen and not any(isinstance(module, Patched) for module in model.modules()):
         _warn_of_nothing_replaced(model, kernels, report)
     return report
+
+
+def check_model(model: Any) -> None:
+    """Raises TypeError unless ``model`` is a module whose methods can be replaced."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise wrong_type("model", f"an instance of torch.nn.Module, such as {model.__name__}(...)", model)
+    if not isinstance(model, nn.Module):
+        raise wrong_type("model", "a torch.nn.Module", model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise wrong_type("model", "a torch.nn.Module that TorchScript has not compiled", model)
 
 
 def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: PatchReport) -> None:
@@ -198,6 +226,9 @@ def _candidates(
     candidates = rule.candidates(module)
     if candidates is None or isinstance(candidates, str):
         return rule.kernels[0], candidates
+    unnamed = {candidate.kernel for candidate in candidates} - set(rule.kernels)
+    if unnamed:
+        raise ValueError(f"{type(rule).__name__}.kernels must name the kernels of all its candidates, got no {unnamed}")
     if "forward" in vars(module):  # which would hide the replacement's
         return rule.kernels[0], "this instance overrides forward, as accelerate's hooks do"
     allowed = tuple(candidate for candidate in candidates if candidate.kernel in chosen)
@@ -215,8 +246,9 @@ def _choose(
     reason = ""
     for candidate in candidates:
         try:
-            error = candidate.verify(modules[0])
-        except PROBE_ERRORS as failure:
+            with trial():
+                error = candidate.verify(modules[0])
+        except Mismatch as failure:
             reason = reason or f"{candidate.description} is not the same: {failure}"
         else:
             return PatchEntry(name, candidate.kernel, len(modules), candidate.description, error), candidate

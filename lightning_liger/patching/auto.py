@@ -27,6 +27,7 @@ class _AutoLigerModel:
             The model, with the report of replacements as ``liger_report``.
 
         Raises:
+            TypeError: For ``kernels`` of another type, before anything is loaded.
             ValueError: For unknown kernels, before anything is loaded, or kernels asked for by name that fit nothing.
         """
         check_kernels(kernels)
@@ -39,9 +40,10 @@ class _AutoLigerModel:
         return _patched(cls._auto_class.from_config(*args, **kwargs), kernels)
 
 
-def _patched(model: Any, kernels: KernelChoice) -> PreTrainedModel:
+def _patched(loaded: Any, kernels: KernelChoice) -> Any:
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
     model.liger_report = apply_liger_kernels(model, kernels)
-    return model
+    return loaded
 
 
 class AutoLigerModelForCausalLM(_AutoLigerModel):

@@ -1,6 +1,8 @@
 """Compares a replacement's outputs and gradients with the original's on a small random input."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,17 +15,36 @@ class Mismatch(Exception):
     """Raised for a replacement that differs from the original; the message says how."""
 
 
-PROBE_ERRORS = (
-    Mismatch,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+class Rejected(Mismatch):
+    """Raised for a forward that does not take the input: it lacks the structure that its rule assumed."""
+
+
+_REJECTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+# Those that have no class of their own: of drivers and libraries, and of an allocation in CPU memory.
+_DEVICE_MESSAGE = re.compile(
+    r"\b(CUDA|HIP|XPU|MPS|cuDNN|NCCL|Triton)\b.{0,20}\berror\b|\b(CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT|HIPBLAS)_STATUS"
+    r"|out of memory|(can't|cannot) allocate memory|not enough memory",
+    re.IGNORECASE,
 )
-"""Errors that mean "not the same": a forward that rejects the input lacks the structure that its rule assumed."""
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Raises :class:`Rejected` for errors in the block that come from the structure of the module that is tried.
+
+    Errors of the device, such as too little memory, say nothing about the module: they pass, with all others.
+    """
+    try:
+        yield
+    except Mismatch:
+        raise
+    except _REJECTIONS as error:
+        if isinstance(error, _DEVICE_ERRORS) or (
+            isinstance(error, RuntimeError) and _DEVICE_MESSAGE.search(str(error))
+        ):
+            raise
+        raise Rejected(str(error) or type(error).__name__) from error
 
 
 def random_like(reference: Tensor, generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -49,9 +70,7 @@ def compare(
         Mismatch: If a shape, a dtype or a value differs by more than rounding.
     """
     leaves = list(differentiate)
-    # A dropout in the original draws from the global random state.
-    with torch.random.fork_rng({leaf.device.index for leaf in leaves if leaf.device.type == "cuda"}):
-        expected, actual = _run(original, leaves), _run(replacement, leaves)
+    expected, actual = _run(original, leaves), _run(replacement, leaves)
     if len(expected) != len(actual):
         raise Mismatch(f"{len(actual) - len(leaves)} outputs, the original has {len(expected) - len(leaves)}")
     worst = 0.0
@@ -69,7 +88,9 @@ def compare(
 
 
 def _run(function: Callable[[], Tensor | Sequence[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
-    with torch.enable_grad():
+    # Both draw the same numbers from the global random state, such as a dropout's, and leave it as it was.
+    devices = {leaf.device.index for leaf in leaves if leaf.device.type == "cuda"}
+    with torch.random.fork_rng(devices), torch.enable_grad():
         outputs = function()
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         # A different weight for each element, so that a wrong order of elements is detected.

@@ -1,1 +1,1 @@
-"""Resuming interrupted runs: atomic checkpoints, data loaders, random states, graceful shutdown."""
+"""Resuming interrupted runs: atomic and safe checkpoints, data loaders, random states, graceful shutdown."""

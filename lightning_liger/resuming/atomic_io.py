@@ -24,6 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from typing_extensions import override
 
+from liger_ops.arguments import check_path
+from lightning_liger.resuming.safe_loading import loading_errors_explained
+
 _FAILURES = (Exception, CheckpointException)  # the latter is a BaseException only
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SPACE = 2**20  # bytes
@@ -45,6 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             OSError: When the disk is full; the message has the path, and the bytes needed and free.
             TypeError: For any ``storage_options``, as in Lightning.
         """
+        check_path("path", path)
         local = local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -57,8 +61,36 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             commit(temporary, local)
 
     @override
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint file, by default of tensors and plain Python objects only, from any file system.
+
+        Raises:
+            FileNotFoundError: If there is no file at ``path``.
+            pickle.UnpicklingError: If it holds objects of other classes; the message names the class, and how to allow
+                it.
+            ValueError: If it is a folder, or not a complete file of ``torch.save``.
+        """
+        check_path("path", path)
+        local = local_path(path)
+        if local is not None and local.is_dir():
+            raise ValueError(
+                f"path must be a file, got the folder {str(path)!r}: a sharded checkpoint is loaded by the strategy"
+                " that saved it"
+            )
+        if weights_only is None and str(path).startswith("http"):
+            weights_only = True  # Lightning's default is False for these alone
+        with loading_errors_explained(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+
+    @override
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a file, link or folder; a folder is renamed before its files are removed."""
+        check_path("path", path)
         local = local_path(path)
         if local is None:
             super().remove_checkpoint(path)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_liger.resuming.random_state import random_state, set_random_state
+from liger_ops.arguments import check_integer, wrong_type
+from lightning_liger.resuming.random_state import check_random_state, random_state, set_random_state
 
 STATE_KEY = "lightning_liger_loader"
 """Marks the state of a :class:`ResumableDataLoader` among those of other loaders."""
@@ -55,13 +56,19 @@ class ResumableDataLoader(DataLoader[Any]):
         """Makes the next epoch start at the batch where :meth:`state_dict` was taken.
 
         Raises:
-            ValueError: For the state of another class of loader.
+            TypeError: If ``state_dict`` is not a dict.
+            ValueError: For the state of another class of loader, and for an incomplete one.
         """
+        if not isinstance(state_dict, dict):
+            raise wrong_type("state_dict", f"the state of a {ResumableDataLoader.__name__}", state_dict)
         if STATE_KEY not in state_dict:
             raise ValueError(
                 f"expected the state of a {ResumableDataLoader.__name__}, got a state with the keys"
                 f" {sorted(map(str, state_dict))}: resume with the data loader that the checkpoint was saved with"
             )
+        check_integer("state_dict['num_batches']", state_dict.get("num_batches"), at_least=0)
+        if state_dict.get("random_state") is not None:
+            check_random_state(state_dict["random_state"])
         self._loaded = state_dict
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares a private class of iterators

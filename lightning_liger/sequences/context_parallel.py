@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from liger_ops.arguments import check_integer, wrong_type
 from lightning_liger.sequences.labels import split_sequence
 
 _NAME = "liger_context_parallel"
@@ -48,10 +49,12 @@ class ContextParallel:
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialized.
+        TypeError: If ``size`` is no integer.
         ValueError: If ``size`` is less than 1 or does not divide the number of processes.
     """
 
     def __init__(self, size: int) -> None:
+        check_size(size, size)
         if not dist.is_initialized():
             raise RuntimeError("ContextParallel needs torch.distributed to be initialized, as fabric.launch() does")
         check_size(size, dist.get_world_size())
@@ -68,10 +71,12 @@ class ContextParallel:
         """Lets the attention of each Hugging Face model in ``model`` see whole sequences; parameters do not change.
 
         Raises:
+            TypeError: If ``model`` is no module.
             ValueError: If there is none, or if context parallelism would change the results of one: because layers mix
                 tokens without transformers' attention interface, or ``size`` does not divide the number of heads.
         """
-        models = list(_outermost_models(model))
+        _check_module(model)
+        models = list(outermost_models(model))
         if not models:
             raise ValueError(f"context parallelism needs a Hugging Face model, {type(model).__name__} holds none")
         self.undo(model)  # the process groups of an earlier context may be destroyed
@@ -82,7 +87,8 @@ class ContextParallel:
     @staticmethod
     def undo(model: nn.Module) -> None:
         """Restores attention as before :meth:`apply`, for rows that were not split, as in generation."""
-        for found in _outermost_models(model):
+        _check_module(model)
+        for found in outermost_models(model):
             for module in _attention_modules(found):
                 whole = module.__dict__.pop("context_parallel", None)
                 if whole is not None:
@@ -92,6 +98,7 @@ class ContextParallel:
         """This rank's shard of a batch of whole rows; see :func:`~lightning_liger.split_sequence`.
 
         Raises:
+            TypeError: As :func:`~lightning_liger.split_sequence`.
             ValueError: As :func:`~lightning_liger.split_sequence`, and if the first batch differs between the ranks of
                 the group.
         """
@@ -145,9 +152,8 @@ def attention_implementation(model: nn.Module) -> str:
 
 
 def check_size(size: int, num_processes: int) -> None:
-    """Raises ValueError unless ``num_processes`` can be divided into groups of ``size``."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"context_parallel_size must be an integer of at least 1, got {size!r}")
+    """Raises unless ``size`` is an integer of at least 1 by which ``num_processes`` can be divided."""
+    check_integer("context_parallel_size", size, at_least=1)
     if num_processes % size:
         raise ValueError(f"context_parallel_size={size} must divide the number of processes, which is {num_processes}")
 
@@ -243,12 +249,18 @@ def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
 
 
-def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise wrong_type("model", "a torch.nn.Module", model)
+
+
+def outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The Hugging Face models in ``module``, without those inside others."""
     if isinstance(module, PreTrainedModel):
         yield module
     else:
         for child in module.children():
-            yield from _outermost_models(child)
+            yield from outermost_models(child)
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import IGNORE_INDEX
+from liger_ops.arguments import check_floating, check_integer, check_tensor, wrong_type, wrong_value
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _OF_THE_WHOLE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -17,7 +19,7 @@ def shift_labels(labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """The label that each token predicts: that of the next token of the same document.
 
     Args:
-        labels: ``[..., seq_len]``, int64, not shifted; -100 is ignored.
+        labels: ``[..., seq_len]``, signed integers, not shifted; -100 is ignored.
         position_ids: For rows of several documents, the position of each token in its document: ``[..., seq_len]``,
             integers, with as many dimensions as the labels or fewer. A document starts wherever the position does not
             increase by one. None means one document per row.
@@ -26,12 +28,16 @@ def shift_labels(labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
         ``[..., seq_len]`` like the labels. The last token of each document has -100.
 
     Raises:
-        ValueError: If the shape of ``position_ids`` does not fit the labels.
+        TypeError: If one of the two is no tensor of signed integers.
+        ValueError: If the shape or the device of ``position_ids`` does not fit the labels.
     """
+    _check_integers("labels", labels)
+    if not labels.dim():
+        raise wrong_value("labels", "a tensor of shape [..., seq_len]", labels)
     targets = F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
     if position_ids is None:
         return targets
-    _check_positions(position_ids, labels.shape)
+    _check_positions(position_ids, labels, labels.shape)
     ends = F.pad(position_ids.diff(dim=-1) != 1, (0, 1), value=True)
     return targets.masked_fill(ends, IGNORE_INDEX)
 
@@ -52,14 +58,19 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
         ``shift_labels`` replace ``labels``: the last token of a shard predicts the first token of the next one.
 
     Raises:
+        TypeError: For values of other types.
         ValueError: For a key that cannot be split, shapes that do not fit, or a rank or size out of range.
     """
+    check_integer("rank", rank)
+    check_integer("size", size)
+    if not isinstance(batch, Mapping):
+        raise wrong_type("batch", "a dict of tensors", batch)
     if not 0 <= rank < size:
         raise ValueError(f"rank must be at least 0 and below size, got rank={rank} and size={size}")
     tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
     if tokens is None:
-        raise ValueError(f"batch must have 'input_ids' or 'inputs_embeds' to be split over ranks, got {sorted(batch)}")
-    unknown = sorted(key for key in batch if key not in _PER_TOKEN + _OF_THE_WHOLE_ROW and batch[key] is not None)
+        raise ValueError(f"batch must have 'input_ids' or 'inputs_embeds' to be split over ranks, got {list(batch)}")
+    unknown = [key for key in batch if key not in _PER_TOKEN + _OF_THE_WHOLE_ROW and batch[key] is not None]
     if unknown:
         raise ValueError(
             f"the batch has {unknown}, which cannot be split over ranks; expected only"
@@ -67,30 +78,58 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
         )
     if batch.get("labels") is not None and batch.get("shift_labels") is not None:
         raise ValueError("the batch has both 'labels' and 'shift_labels': expected one of them")
+    whole = {key: value for key, value in batch.items() if value is not None}
+    if "input_ids" in whole and "inputs_embeds" in whole:
+        raise ValueError("the batch has both 'input_ids' and 'inputs_embeds': expected one of them")
+    for key in _PER_TOKEN:
+        if key in whole:
+            _check_per_token(f"batch[{key!r}]", whole[key], is_floating=key == "inputs_embeds")
     batch_size, seq_len = tokens.shape[:2]
     if seq_len % size:
         raise ValueError(f"size={size} must divide the {seq_len} tokens of a row: pad the rows")
-    whole = {key: value for key, value in batch.items() if value is not None}
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(seq_len, device=tokens.device)[None]
-    _check_positions(whole["position_ids"], (batch_size, seq_len))
+    _check_positions(whole["position_ids"], tokens, (batch_size, seq_len))
     if "labels" in whole:
         whole["shift_labels"] = shift_labels(whole.pop("labels"), batch.get("position_ids"))
     length = seq_len // size
     shards = {}
     for key, value in whole.items():
         if key in _PER_TOKEN:
-            if value.shape[1] != seq_len:
-                raise ValueError(f"{key} must hold {seq_len} tokens a row as the inputs do, got {tuple(value.shape)}")
+            if value.shape[1] != seq_len or (key != "position_ids" and value.shape[0] != batch_size):
+                raise ValueError(
+                    f"{key} must hold {seq_len} tokens a row in {batch_size} rows as the inputs do, got"
+                    f" {tuple(value.shape)}"
+                )
             value = value.narrow(1, rank * length, length).contiguous()
         shards[key] = value
     return shards
 
 
-def _check_positions(position_ids: Tensor, shape: tuple[int, ...]) -> None:
+def _check_integers(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
+        raise wrong_type(name, "a tensor of signed integers", value)
+
+
+def _check_per_token(name: str, value: Any, is_floating: bool) -> None:
+    """Raises unless ``value`` is ``[batch_size, seq_len]``, or ``[batch_size, seq_len, hidden_size]`` if floating."""
+    check_tensor(name, value)
+    if is_floating:
+        check_floating(name, value)
+    else:
+        _check_integers(name, value)
+    if value.dim() != 2 + is_floating:
+        expected = "[batch_size, seq_len" + (", hidden_size]" if is_floating else "]")
+        raise wrong_value(name, f"a tensor of shape {expected}", value)
+
+
+def _check_positions(position_ids: Any, tokens: Tensor, shape: tuple[int, ...]) -> None:
+    _check_integers("position_ids", position_ids)
     own = tuple(position_ids.shape)
     fits = own[-1:] == tuple(shape[-1:]) and all(
         size in (1, wanted) for size, wanted in zip(own[-2::-1], shape[-2::-1], strict=False)
     )
     if not fits or len(own) > len(shape):
         raise ValueError(f"position_ids must hold one position for each of {tuple(shape)} tokens, got shape {own}")
+    if position_ids.device != tokens.device:
+        raise ValueError(f"position_ids must be on {tokens.device} as the tokens are, got {position_ids.device}")

@@ -71,6 +71,14 @@ class _FusedDeepSpeed(_Strategy):
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
 
     @property
+    def _classes_in_checkpoints(self) -> tuple[type, ...]:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        return DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
+
+    @property
     def root_device(self) -> torch.device:
         """With an index, which DeepSpeed asks for and a CPU does not have."""
         device = super().root_device
@@ -163,6 +171,7 @@ class LigerDeepSpeedStrategy(
 
     strategy_name = "liger_deepspeed"
     saves_folders = True
+    _reads_by_itself = True
     _precision_mixin = EvaluatedPrecision  # DeepSpeed clips by itself
     _overridden = ("_auto_select_batch_size", "_setup_model_and_optimizer", "_initialize_deepspeed_inference")
     _lightnings_class = pytorch_deepspeed.DeepSpeedStrategy

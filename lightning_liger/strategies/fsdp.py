@@ -172,6 +172,7 @@ class LigerFSDPStrategy(_FusedFSDP, SharesSequences, TrainerFaultTolerance, Trai
     """
 
     strategy_name = "liger_fsdp"
+    _reads_by_itself = True
     # Lightning refuses to run the names that are registered here without a GPU.
     _registered_strategies: list[str] = []
     _precision_mixin = ShardedClippedPrecision

@@ -149,6 +149,8 @@ class LigerModelParallelStrategy(
             model without a plan, or sizes that cannot be divided by it.
     """
 
+    _reads_by_itself = True
+
     @property
     @override
     def saves_folders(self) -> bool:

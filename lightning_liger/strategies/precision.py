@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import lightning as L
@@ -19,12 +20,15 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from liger_ops.arguments import check_choice, wrong_type
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
+from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm, clip_whole_norm
 
 if TYPE_CHECKING:
@@ -38,8 +42,7 @@ OnNonfiniteGrad = Literal["raise", "skip", "ignore"]
 
 def check_on_nonfinite_grad(on_nonfinite_grad: str) -> None:
     """Raises ValueError for a value that is none of the three."""
-    if on_nonfinite_grad not in get_args(OnNonfiniteGrad):
-        raise ValueError(f"on_nonfinite_grad must be one of {get_args(OnNonfiniteGrad)}, got {on_nonfinite_grad!r}")
+    check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
 
 
 def _check_scaler(on_nonfinite_grad: OnNonfiniteGrad, scaler: Any) -> None:
@@ -61,8 +64,9 @@ class KernelConversion(_AnyPrecision):
     """Returns a context in which the module's parameters look as the engine will have them."""
 
     def convert_module(self, module: Module) -> Module:
-        """Casts the module's parameters as the precision says, then applies the kernels."""
-        module = super().convert_module(module)
+        """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
+        with buffers_as_pretrained(module):
+            module = super().convert_module(module)
         with self.shown_parameters(module):
             self.patch_report = apply_and_announce(module, self.kernels, self.patch_report)
         return module
@@ -137,11 +141,20 @@ class GradientClipping(_TrainerPrecision):
         return clip_whole_norm(parameters, max_norm)
 
 
-class OffloadedGradients(_AnyPrecision):
-    """Accumulates gradients that FSDP offloads to the CPU and would overwrite. A mixin for FSDP's precision plugins."""
+class UnderFSDP(_AnyPrecision):
+    """Keeps the dtypes of converted buffers, and accumulates offloaded gradients. A mixin for FSDP's precision plugins.
+
+    FSDP would cast buffers again in the first forward, and overwrite gradients that it offloads to the CPU.
+    """
 
     _with_gradients: set[Parameter] | None = None
     """Parameters that had a gradient on the CPU before every forward since the last backward."""
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """As Lightning's, without a dtype for buffers in true half precision: ``convert_module`` has cast them."""
+        config = super().mixed_precision_config  # type: ignore[misc]  # of Lightning's FSDPPrecision
+        return replace(config, buffer_dtype=None) if self.precision in ("16-true", "bf16-true") else config
 
     def accumulate_offloaded(self, model: Module) -> None:
         """Accumulates gradients of ``model``, which FSDP wraps and offloads."""
@@ -169,7 +182,7 @@ class EvaluatedPrecision(KernelConversion, LazyEvaluation):
     """For the Trainer's plugins if something else clips: DeepSpeed, or the user's own plugin."""
 
 
-class ShardedEvaluatedPrecision(OffloadedGradients, EvaluatedPrecision):
+class ShardedEvaluatedPrecision(UnderFSDP, EvaluatedPrecision):
     """The Trainer's under FSDP, where the plugin has a way of clipping of its own."""
 
 
@@ -177,20 +190,22 @@ class ClippedPrecision(EvaluatedPrecision, GradientClipping):
     """For the Trainer's plugins; the default."""
 
 
-class ShardedClippedPrecision(OffloadedGradients, ClippedPrecision):
+class ShardedClippedPrecision(UnderFSDP, ClippedPrecision):
     """For the Trainer's plugins under FSDP."""
 
     def _clip_norm(self, parameters: list[Parameter], max_norm: float) -> Tensor:
         return clip_gradient_norm(self._model, parameters, max_norm)
 
 
-class ShardedPrecision(OffloadedGradients, KernelConversion):
+class ShardedPrecision(UnderFSDP, KernelConversion):
     """For Fabric's plugins under FSDP."""
 
 
 def _check_users_scaler(precision: str, scaler: Any) -> None:
     if scaler is not None and precision != "16-mixed":
         raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
+    if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
+        raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
 
 
 class LigerPrecisionPlugin(ShardedClippedPrecision, pytorch_fsdp.FSDPPrecision):
@@ -205,6 +220,7 @@ class LigerPrecisionPlugin(ShardedClippedPrecision, pytorch_fsdp.FSDPPrecision):
         on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
 
     Raises:
+        TypeError: For ``kernels`` or a ``scaler`` of another type.
         ValueError: For an unknown precision, kernel or ``on_nonfinite_grad``, and for ``"raise"`` with ``"16-mixed"``.
     """
 
@@ -258,7 +274,7 @@ def adopt(plugin: Any, mixin: type[KernelConversion], **settings: Any) -> None:
                 f" clip_grad_by_norm, got {type(plugin).__name__}, which overrides it: use"
                 " on_nonfinite_grad='ignore' or Lightning's plugin"
             )
-        mixin = ShardedEvaluatedPrecision if issubclass(mixin, OffloadedGradients) else EvaluatedPrecision
+        mixin = ShardedEvaluatedPrecision if issubclass(mixin, UnderFSDP) else EvaluatedPrecision
     _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))
     plugin_class: Any = type(plugin)
     plugin.__class__ = _with_mixin(plugin_class, cast(Any, mixin))

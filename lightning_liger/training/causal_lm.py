@@ -1,19 +1,26 @@
 """A finished LightningModule for a Hugging Face causal LM, so that a yaml file is a whole program."""
 
 import math
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
+from lightning_liger.training.architecture import build_config, check_vocabulary
+from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained
+
+_STATE_SPACE = ("A_log", "D", "dt_bias")
+"""Parameters of Mamba and its kin that must not decay; some are matrices."""
 
 
 class LigerCausalLM(LigerLMMixin, L.LightningModule):
@@ -26,13 +33,18 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         pretrained: Folder of a Hugging Face checkpoint to start from. None starts from random weights.
         model_type: Architecture of a model with random weights, as in a ``config.json`` ("llama", "qwen3", ...).
         config: The architecture's settings where they differ from its defaults; with ``pretrained``, what to change.
-        attn_implementation: Attention that transformers uses.
+        attn_implementation: Attention that transformers uses, such as ``"sdpa"`` or ``"flash_attention_2"``; None
+            leaves the choice to transformers.
         learning_rate: Peak learning rate.
         embedding_lr_scale: Factor of the learning rate for the input embeddings. With random weights, 10 to 30 lets a
             small model tell tokens apart much sooner; 1 is the usual choice for large and for pretrained ones.
-        weight_decay: Decay of matrices; vectors (norms, biases) do not decay.
+        weight_decay: Decay of matrices; vectors (norms, biases) and the parameters of state spaces (``A_log``, ``D``,
+            ``dt_bias``) do not decay.
         betas: AdamW's averaging factors.
         warmup_steps: Steps in which the learning rate rises to its peak.
+        num_training_steps: Optimizer steps after which the learning rate has fallen to its end, warm-up included. None
+            takes the number that the Trainer expects. Where that is unknown (data without a length, or
+            ``max_epochs=-1`` with ``max_time``), the learning rate stays at its peak, with a warning.
         min_lr_ratio: Share of the peak that is left at the last step; 1 keeps the learning rate constant.
         loss_normalization: ``"tokens"``, the mean over all target tokens of an optimizer step, or ``"micro_batch"``,
             the mean of the micro-batches' means.
@@ -41,7 +53,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     Raises:
         FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
-        ValueError: For an unknown architecture or a setting out of its range.
+        TypeError: For an argument of a wrong type.
+        ValueError: For an unknown architecture, a setting that it does not have, or an argument out of its range.
     """
 
     model: PreTrainedModel
@@ -51,7 +64,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         pretrained: str | None = None,
         model_type: str = "llama",
         config: dict[str, Any] | None = None,
-        attn_implementation: str = "sdpa",
+        attn_implementation: str | None = None,
         learning_rate: float = 3e-4,
         embedding_lr_scale: float = 1.0,
         weight_decay: float = 0.1,
@@ -61,26 +74,40 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         loss_normalization: str = "tokens",
         max_new_tokens: int = 64,
         temperature: float = 0.8,
+        num_training_steps: int | None = None,
     ) -> None:
         self.loss_normalization = loss_normalization
         super().__init__()
+        if isinstance(pretrained, os.PathLike):  # hyperparameters in checkpoints are plain objects
+            pretrained = os.fspath(pretrained)
         self.save_hyperparameters()
-        if pretrained is not None and not (Path(pretrained) / "config.json").is_file():
-            raise FileNotFoundError(
-                f"pretrained must be a Hugging Face checkpoint folder (config.json and weights), got {pretrained!r}"
-            )
-        if not 0.0 <= min_lr_ratio <= 1.0:
-            raise ValueError(f"min_lr_ratio must be between 0 and 1, got {min_lr_ratio}")
-        if not embedding_lr_scale > 0.0:
-            raise ValueError(f"embedding_lr_scale must be positive, got {embedding_lr_scale}")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}")
-        if temperature < 0.0:
-            raise ValueError(f"temperature must not be negative, got {temperature}")
-        if pretrained is None:
-            self.config = AutoConfig.for_model(model_type, **(config or {}))
-        else:
-            self.config = AutoConfig.from_pretrained(pretrained, **(config or {}))
+        check_number("learning_rate", learning_rate, above=0)
+        check_number("embedding_lr_scale", embedding_lr_scale, above=0)
+        check_number("weight_decay", weight_decay, at_least=0)
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise wrong_type("betas", "two numbers of at least 0 and below 1", betas)
+        for index, beta in enumerate(betas):
+            check_number(f"betas[{index}]", beta, at_least=0, below=1)
+        check_integer("warmup_steps", warmup_steps, at_least=0)
+        check_number("min_lr_ratio", min_lr_ratio, at_least=0, at_most=1)
+        check_integer("max_new_tokens", max_new_tokens, at_least=1)
+        check_number("temperature", temperature, at_least=0)
+        check_integer("num_training_steps", num_training_steps, at_least=1, optional=True)
+        if num_training_steps is not None and num_training_steps < warmup_steps:
+            raise wrong_value("num_training_steps", f"at least warmup_steps={warmup_steps}", num_training_steps)
+        if attn_implementation is not None and not (isinstance(attn_implementation, str) and attn_implementation):
+            raise wrong_type("attn_implementation", "a name such as 'sdpa', or None", attn_implementation)
+        if "/" in (attn_implementation or ""):  # a kernel of the Hub, which a checkpoint's hyperparameters could name
+            raise wrong_value("attn_implementation", "a name without '/', as no code is loaded", attn_implementation)
+        self.config = build_config(pretrained, model_type, config)
+        self._undecayed: set[tuple[nn.Module, str]] = set()
+
+    def setup(self, stage: str) -> None:
+        check_vocabulary(self.config, getattr(getattr(self.trainer, "datamodule", None), "text_tokenizer", None))
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self.setup("predict")  # the tokenizer may come with the checkpoint
 
     def configure_model(self) -> None:
         """Builds the model once: on the meta device for strategies that shard it there, else where it will train.
@@ -96,7 +123,9 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         device = torch.get_default_device() if strategy is None else strategy.root_device
         if self._trainer is not None and engine_of(self.trainer).materializes:
             device = torch.device("meta")
-        settings = {"attn_implementation": self._settings.attn_implementation, "dtype": torch.get_default_dtype()}
+        settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
+        if self._settings.attn_implementation is not None:
+            settings["attn_implementation"] = self._settings.attn_implementation
         with device:
             if pretrained is None or device.type == "meta":
                 self.model = AutoModelForCausalLM.from_config(self.config, **settings)
@@ -104,6 +133,13 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
                 self.model = AutoModelForCausalLM.from_pretrained(
                     pretrained, config=self.config, local_files_only=True, **settings
                 )
+        # Here, because engines leave parameters no shape to tell a vector from a matrix.
+        self._undecayed = {
+            (module, name)
+            for module in self.model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+        }
         if device.type == "meta":
             self._leave_weights_to_strategy()
         if strategy is not None:  # an exported config keeps what it was
@@ -133,11 +169,11 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         for module in self.modules():
             scale = hparams.embedding_lr_scale if isinstance(module, nn.Embedding) else 1.0
             for name, parameter in module.named_parameters(recurse=False):
-                # By module and name: FSDP leaves parameters no shape to tell a matrix from a vector.
-                is_vector = name == "bias" or "norm" in type(module).__name__.lower()
+                is_vector = (module, name) in self._undecayed or "norm" in type(module).__name__.lower()
+                is_undecayed = is_vector or name.endswith("bias") or name in _STATE_SPACE
                 if parameter.requires_grad and parameter not in grouped:
                     grouped.add(parameter)
-                    decay = 0.0 if is_vector else hparams.weight_decay
+                    decay = 0.0 if is_undecayed else hparams.weight_decay
                     groups.setdefault((scale, decay), []).append(parameter)
         optimizer = torch.optim.AdamW(
             [
@@ -154,9 +190,29 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         warmup, floor = self._settings.warmup_steps, self._settings.min_lr_ratio
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        total = max(1, int(self.trainer.estimated_stepping_batches) - warmup)
-        progress = min(1.0, (step - warmup) / total)
+        total = self._num_training_steps
+        if total is None or floor == 1:
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    @property
+    def _num_training_steps(self) -> int | None:
+        """The steps of the schedule, None if nothing tells their number."""
+        if self._settings.num_training_steps is not None:
+            return cast(int, self._settings.num_training_steps)
+        # -1 and infinity are Lightning's words for unknown.
+        estimated = self.trainer.estimated_stepping_batches
+        return int(estimated) if 0 <= estimated < math.inf else None
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._settings.min_lr_ratio < 1 and self._num_training_steps is None:
+            rank_zero_warn(
+                "The number of training steps is unknown, so the learning rate stays at its peak after warmup_steps:"
+                " set num_training_steps of LigerCausalLM, or max_steps of the Trainer, for it to fall; or"
+                " min_lr_ratio=1 for a constant one."
+            )
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -168,7 +224,12 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
         Returns:
             ``[batch_size, seq_len + new tokens]``, the prompts with their continuations.
+
+        Raises:
+            TypeError: If ``input_ids`` is no tensor of integers.
+            ValueError: If there are none, or not in rows.
         """
+        check_prompts(batch)
         sampling = {"do_sample": True, "temperature": self._settings.temperature} if self._settings.temperature else {}
         generate = cast(Callable[..., Tensor], self.model.generate)  # transformers does not type it
         return generate(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 
-class _TokenMean(Metric):
+class MeanOverTokens(Metric):
     """A mean over tokens, summed in float64: in float32 a sum over millions of tokens would lose small batches.
 
     torchmetrics' MeanMetric either searches for NaN, for which the host waits for the device, or drops the weights.
@@ -31,7 +31,17 @@ class _TokenMean(Metric):
     def compute(self) -> Tensor:
         return self.total / self.num_tokens
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "_TokenMean":
+    def sums(self) -> Tensor:
+        """A copy of the sum and the number of tokens, ``[2]`` in float64, of this rank."""
+        return torch.stack((self.total, self.num_tokens))
+
+    def load_sums(self, sums: Tensor) -> None:
+        """Restores what :meth:`sums` returned."""
+        total, num_tokens = sums
+        self.total = total.to(self.total.device, copy=True)
+        self.num_tokens = num_tokens.to(self.num_tokens.device, copy=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "MeanOverTokens":
         # Moves with its module to a device, keeps float64: torchmetrics guards against `.bfloat16()`, not `.to(dtype)`.
         def move(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor.is_meta else tensor.to(fn(tensor.new_empty(0)).device)
@@ -40,8 +50,8 @@ class _TokenMean(Metric):
         return self
 
 
-class Perplexity(_TokenMean):
-    """``exp`` of the mean loss over tokens. Updated with mean losses and their numbers of tokens."""
+class Perplexity(MeanOverTokens):
+    """``exp`` of the mean cross entropy over tokens. Updated with means and their numbers of tokens."""
 
     def compute(self) -> Tensor:
         return super().compute().exp()
@@ -56,35 +66,37 @@ class TokenMetrics(MetricCollection):
 
     def __init__(self, stage: str) -> None:
         super().__init__(
-            {"loss": _TokenMean(), "perplexity": Perplexity(), "accuracy": _TokenMean()},
+            {"loss": MeanOverTokens(), "perplexity": Perplexity(), "accuracy": MeanOverTokens()},
             prefix=f"{stage}_",
             compute_groups=False,
         )
 
     def sums(self) -> Tensor:
         """A copy of the metrics' sums and numbers of tokens, ``[3, 2]`` in float64, of this rank."""
-        return torch.stack([torch.stack((metric.total, metric.num_tokens)) for metric in self._means()])
+        return torch.stack([metric.sums() for metric in self._means()])
 
-    def _means(self) -> Iterable[_TokenMean]:
-        return cast(Iterable[_TokenMean], self.values())
+    def _means(self) -> Iterable[MeanOverTokens]:
+        return cast(Iterable[MeanOverTokens], self.values())
 
     def load_sums(self, sums: Tensor) -> None:
         """Restores what :meth:`sums` returned."""
-        for metric, (total, num_tokens) in zip(self._means(), sums, strict=True):
-            metric.total = total.to(metric.total.device, copy=True)
-            metric.num_tokens = num_tokens.to(metric.num_tokens.device, copy=True)
+        for metric, own in zip(self._means(), sums, strict=True):
+            metric.load_sums(own)
 
-    def update_tokens(self, loss: Tensor, num_correct: Tensor, num_tokens: Tensor) -> None:
+    def update_tokens(
+        self, loss: Tensor, num_correct: Tensor, num_tokens: Tensor, auxiliary_loss: Tensor | None = None
+    ) -> None:
         """Adds the tokens of one batch.
 
         Args:
-            loss: Their mean loss, a scalar.
+            loss: Their mean cross entropy, a scalar.
             num_correct: How many labels had the largest logit, a scalar.
             num_tokens: How many labels were not ignored, a scalar.
+            auxiliary_loss: Added to the loss, not to the perplexity; a scalar.
         """
         # Without tokens the mean is 0 / 0; it must not reach the sums.
         loss = torch.where(num_tokens > 0, loss.detach(), 0.0)
         accuracy = num_correct / num_tokens.clamp(min=1)
-        self["loss"].update(loss, num_tokens)
+        self["loss"].update(loss if auxiliary_loss is None else loss + auxiliary_loss.detach(), num_tokens)
         self["perplexity"].update(loss, num_tokens)
         self["accuracy"].update(accuracy, num_tokens)

@@ -1,7 +1,8 @@
 """Mixin for LightningModules that train a causal language model on the fused loss."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import lightning as L
@@ -11,10 +12,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from liger_ops import IGNORE_INDEX
+from liger_ops.arguments import check_bool, check_choice, check_tensor, wrong_type, wrong_value
+from liger_ops.loss.options import check_labels
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
-from lightning_liger.sequences.context_parallel import attention_implementation
 from lightning_liger.sequences.labels import shift_labels
-from lightning_liger.training.metrics import TokenMetrics
+from lightning_liger.training.batches import LABELS, check_batch
+from lightning_liger.training.language_model import LanguageModel
+from lightning_liger.training.metrics import MeanOverTokens, TokenMetrics
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.training.token_mean import TokenMean
 
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
 else:
     _Module = object
 
-_LABELS = ("labels", "shift_labels")
 _STAGES = ("train", "val", "test")
 _NORMALIZATIONS = ("tokens", "micro_batch")
 
@@ -52,9 +55,11 @@ class LigerLMMixin(_Module):
                     self.model = AutoModelForCausalLM.from_config(config)
 
     The steps expect batches with ``labels`` (unshifted, as Hugging Face's) or ``shift_labels`` (the target of each
-    token) and pass everything else to the model. A document starts wherever ``position_ids`` start again, and no token
-    has to predict the first token of another document. The steps log ``{train,val,test}_{loss,perplexity,accuracy}``,
-    averaged over tokens. Override them as you like::
+    token) and pass everything else to the model, which has to know each key. A document starts wherever
+    ``position_ids`` start again, and no token has to predict the first token of another document. The steps log
+    ``{train,val,test}_{loss,perplexity,accuracy}``, averaged over tokens. Losses that the model itself adds to cross
+    entropy, such as a router's, are part of the loss, weighted by tokens, and logged as ``{train,val,test}_aux_loss``
+    too. Override the steps as you like::
 
         def training_step(self, batch, batch_idx):
             labels = batch.pop("labels")
@@ -70,6 +75,9 @@ class LigerLMMixin(_Module):
     Raises:
         TypeError: When a class lists the mixin after ``LightningModule``.
         ValueError: For an unknown ``loss_normalization``.
+        RuntimeError: At the start of a stage for which ``configure_model`` replaced the model of an earlier stage,
+            unless the new one gets its weights from ``ckpt_path``. ``self.model = None`` before the stage is a fresh
+            start.
     """
 
     model: nn.Module
@@ -83,13 +91,19 @@ class LigerLMMixin(_Module):
                 f"{cls.__name__} must list LigerLMMixin before LightningModule:"
                 f" class {cls.__name__}(LigerLMMixin, L.LightningModule)"
             )
+        hook = getattr(cls, "configure_model", None)
+        if hook not in (None, L.LightningModule.configure_model) and not hasattr(hook, "_notes_the_model"):
+            cls.configure_model = _noting_the_model(hook)  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.loss_normalization not in _NORMALIZATIONS:
-            raise ValueError(f"loss_normalization must be one of {_NORMALIZATIONS}, got {self.loss_normalization!r}")
+        check_choice("loss_normalization", self.loss_normalization, _NORMALIZATIONS)
         self._token_mean = TokenMean()
+        self._language_model: LanguageModel | None = None
+        self._is_configured = False
+        self._replaced_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
         self.token_metrics = nn.ModuleDict({f"{stage}_metrics": TokenMetrics(stage) for stage in _STAGES})
+        self.auxiliary_metrics = nn.ModuleDict({f"{stage}_metrics": MeanOverTokens() for stage in _STAGES})
 
     def lm_loss(
         self,
@@ -112,7 +126,8 @@ class LigerLMMixin(_Module):
             A scalar, NaN if every label is ignored.
 
         Raises:
-            ValueError: If the shapes do not fit, or a label on the CPU is out of range.
+            TypeError: If ``logits`` are no floating-point tensor, ``labels`` no int64 one, or ``shifted`` no bool.
+            ValueError: If shapes or devices do not fit, or a label on the CPU is out of range.
         """
         return self.lm_loss_with_counts(logits, labels, position_ids=position_ids, shifted=shifted).loss
 
@@ -125,17 +140,29 @@ class LigerLMMixin(_Module):
         shifted: bool = False,
     ) -> LMLoss:
         """:meth:`lm_loss` with the numbers of tokens and of correct predictions."""
+        if not isinstance(logits, LazyLogits) and not (isinstance(logits, Tensor) and logits.is_floating_point()):
+            raise wrong_type("logits", "the model's logits, a floating-point tensor", logits)
+        check_tensor("labels", labels)
+        if labels.dtype != torch.int64:
+            raise wrong_type("labels", "class indices of dtype torch.int64", labels)
+        check_tensor("position_ids", position_ids, optional=True)
+        check_bool("shifted", shifted)
         if labels.shape != logits.shape[:-1]:
             raise ValueError(
                 f"labels must hold one label for each token of the logits: logits have {tuple(logits.shape[:-1])}"
                 f" tokens, labels have shape {tuple(labels.shape)}"
             )
+        if not labels.ndim:
+            raise wrong_value("labels", "a tensor of shape [batch_size, seq_len]", labels)
+        if labels.device != logits.device:
+            raise wrong_value("labels", f"on the device of the logits, {logits.device}", labels)
         # Shifting the labels instead of the logits costs nothing, and the last token is ignored, not cut.
         targets = labels if shifted else shift_labels(labels, position_ids)
         if isinstance(logits, LazyLogits):
             loss_sum, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
             predictions = stats.predictions
         else:
+            check_labels("labels", targets, logits.shape[-1], IGNORE_INDEX)
             loss_sum = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
             predictions = logits.detach().argmax(dim=-1)
         kept = targets != IGNORE_INDEX
@@ -153,23 +180,61 @@ class LigerLMMixin(_Module):
         return self._lm_step("test", batch)
 
     def _lm_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        _check_batch(stage, batch)
-        _check_packing(self.model, batch.get("position_ids"))
+        self._refuse_replaced_model()
+        model = self._seen_model()
+        check_batch(stage, batch, model)
         batch = self._context_parallel_shard(stage, batch)
-        inputs = {key: value for key, value in batch.items() if key not in _LABELS}
+        inputs = {key: value for key, value in batch.items() if key not in LABELS}
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
         if position_ids is not None and position_ids.ndim > 2:  # of images and text: a restart is not a new document
             position_ids = None
         if position_ids is not None and getattr(getattr(self.model, "config", None), "use_cache", False):
             inputs.setdefault("use_cache", False)  # transformers looks for documents only where it keeps no cache
+        labels = batch["shift_labels" if shifted else "labels"]
         with lazy_logits():
-            logits = self.model(**inputs).logits
-            labels = batch["shift_labels" if shifted else "labels"]
-            result = self.lm_loss_with_counts(logits, labels, position_ids=position_ids, shifted=shifted)
-        self._log_tokens(stage, result)
+            output, auxiliary_loss, own_loss = model(inputs, labels)
+            result = self.lm_loss_with_counts(output.logits, labels, position_ids=position_ids, shifted=shifted)
+        if own_loss is not None and position_ids is None and not shifted:
+            model.compare(own_loss, result.loss)
+        self._log_tokens(stage, result, auxiliary_loss)
+        if auxiliary_loss is not None:
+            # Weighted by tokens as the cross entropy is, in every mean over micro-batches and ranks.
+            result = result._replace(
+                loss=result.loss + auxiliary_loss, loss_sum=result.loss_sum + auxiliary_loss * result.num_tokens
+            )
         if stage == "train" and self._normalizes_steps():
             return self._token_mean.add(result.loss_sum, result.num_tokens)
         return result.loss
+
+    @torch.compiler.disable  # looks at the signatures of modules
+    def _seen_model(self) -> LanguageModel:
+        if self._language_model is None or self._language_model.model is not self.model:
+            self._language_model = LanguageModel(self.model)
+        return self._language_model
+
+    def _note_replacement(self, before: nn.Module | None) -> None:
+        """Remembers a model that ``configure_model`` replaced by another in a later stage."""
+        after = getattr(self, "model", None)
+        if self._is_configured and before is not None and after is not before:
+            is_wrapped = isinstance(after, nn.Module) and any(part is before for part in after.modules())
+            self._replaced_model = () if is_wrapped else (before,)
+        self._is_configured = True
+
+    def _refuse_replaced_model(self) -> None:
+        """Raises RuntimeError, and restores the model, if a stage would run on another one than the stage before it."""
+        if not self._replaced_model:
+            return
+        (before,), self._replaced_model = self._replaced_model, ()
+        if self._trainer is not None and self.trainer.ckpt_path is not None:  # the weights are those of the checkpoint
+            return
+        self.model = before
+        name = type(self).__name__
+        raise RuntimeError(
+            f"{name}.configure_model must keep self.model, got a new {type(before).__name__} without the weights so"
+            " far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
+            " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that is to"
+            " start anew. self.model is the former model again"
+        )
 
     def _context_parallel_shard(self, stage: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of the rows under context parallelism, else all of them."""
@@ -193,14 +258,30 @@ class LigerLMMixin(_Module):
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
-        return {"train_metrics": self._metrics_of("train").sums()}
+        auxiliary = cast(MeanOverTokens, self.auxiliary_metrics["train_metrics"])
+        return {"train_metrics": self._metrics_of("train").sums(), "train_auxiliary": auxiliary.sums()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state_dict` returned."""
         self._metrics_of("train").load_sums(state["train_metrics"])
+        if "train_auxiliary" in state:  # not in checkpoints of 0.1.0
+            cast(MeanOverTokens, self.auxiliary_metrics["train_metrics"]).load_sums(state["train_auxiliary"])
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._refuse_replaced_model()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._refuse_replaced_model()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._refuse_replaced_model()
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._refuse_replaced_model()
         self._token_mean.reset()
         if self.loss_normalization == "tokens" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
@@ -241,36 +322,27 @@ class LigerLMMixin(_Module):
         self.log("train_loss_step", loss, prog_bar=True, on_step=True, on_epoch=False)
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
-    def _log_tokens(self, stage: str, result: LMLoss) -> None:
+    def _log_tokens(self, stage: str, result: LMLoss, auxiliary_loss: Tensor | None) -> None:
         metrics = self._metrics_of(stage)
-        metrics.update_tokens(result.loss, result.num_correct, result.num_tokens)
+        metrics.update_tokens(result.loss, result.num_correct, result.num_tokens, auxiliary_loss)
         if stage == "train" and not self._normalizes_steps():
-            self._log_step(result.loss.detach())
+            self._log_step((result.loss if auxiliary_loss is None else result.loss + auxiliary_loss).detach())
         for name, metric in metrics.items():
             self.log(name, metric, on_step=False, on_epoch=True, prog_bar=stage != "train" and not name.endswith("y"))
+        if auxiliary_loss is not None:
+            auxiliary = cast(MeanOverTokens, self.auxiliary_metrics[f"{stage}_metrics"])
+            auxiliary.update(auxiliary_loss.detach(), result.num_tokens)
+            self.log(f"{stage}_aux_loss", auxiliary, on_step=False, on_epoch=True)
 
 
-def _check_batch(stage: str, batch: Any) -> None:
-    """Raises ValueError unless ``batch`` is a mapping with labels of one kind."""
-    keys = [key for key in _LABELS if isinstance(batch, Mapping) and batch.get(key) is not None]
-    if len(keys) != 1:
-        found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(
-            "batch must be a mapping with one of the keys 'shift_labels' and 'labels' for the default"
-            f" {stage} step, got {found}; override the step for batches of another form"
-        )
+def _noting_the_model(configure_model: Callable[..., None]) -> Callable[..., None]:
+    """``configure_model`` that notes whether it replaced the model of an earlier stage."""
 
+    @functools.wraps(configure_model)
+    def configure(self: LigerLMMixin) -> None:
+        before = getattr(self, "model", None)
+        configure_model(self)
+        self._note_replacement(before)
 
-def _check_packing(model: nn.Module, position_ids: Tensor | None) -> None:
-    """Raises ValueError for packed documents between which attention would not see a border."""
-    if position_ids is None or position_ids.ndim != 2 or len(position_ids) == 1:
-        return
-    implementation = attention_implementation(model)
-    if "flash" not in implementation:
-        return
-    if bool((position_ids.diff(dim=-1) != 1).any()):  # waits for the device, as flash attention's own look at them
-        raise ValueError(
-            f"attn_implementation={implementation!r} separates packed documents only in a batch of one row, got"
-            f" position_ids of shape {tuple(position_ids.shape)} that start again: concatenate the rows into one, or"
-            " use 'sdpa'"
-        )
+    configure._notes_the_model = True  # type: ignore[attr-defined]
+    return configure

@@ -1,5 +1,6 @@
 """Export of a Lightning checkpoint to a Hugging Face folder."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from liger_ops.arguments import check_bool, check_integer, check_path, shown, wrong_type, wrong_value
+from lightning_liger.resuming.atomic_io import commit, explained_if_disk_is_full, removed_on_error, temporary_path
+from lightning_liger.resuming.safe_loading import check_metadata, load_file, sharded_errors_explained
 
 _PREFIX = "model."
 _FOLDER_PREFIXES = ("model.", "state_dict.")
@@ -22,7 +27,7 @@ def export_pretrained(
     output: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    max_shard_size: str = "5GB",
+    max_shard_size: str | int = "5GB",
     weights_only: bool = True,
 ) -> None:
     """Writes the weights of a Lightning checkpoint to a folder that ``from_pretrained`` loads.
@@ -35,20 +40,22 @@ def export_pretrained(
         module: Its attribute ``model`` is a Hugging Face model; if it is None, ``configure_model`` is called on the
             meta device to build it. The model is cast to the checkpoint's dtype; its own weights are not used.
         ckpt_path: A checkpoint that Lightning saved, under any strategy.
-        output: The folder, created if it does not exist.
+        output: The folder, created if it does not exist; it must be empty. It is there once it is complete.
         tokenizer: Saved in the same folder.
-        max_shard_size: The maximum size of a file, unless a single tensor is larger.
+        max_shard_size: The maximum size of a file, as text or in bytes, unless a single tensor is larger.
         weights_only: Whether the checkpoint may hold tensors and plain Python objects only, as in :func:`torch.load`.
 
     Raises:
         FileNotFoundError: If there is no checkpoint at ``ckpt_path``.
-        TypeError: If ``module.model`` is not a Hugging Face model.
-        ValueError: If ``output`` is a file, or names or shapes of the checkpoint's tensors differ from the model's; the
-            message names them.
+        OSError: If the disk is full.
+        pickle.UnpicklingError: With ``weights_only``, if the checkpoint holds objects of other classes, and for a
+            ``.metadata`` that does in any case; the message names the class, and how to allow it.
+        TypeError: If ``module.model`` is not a Hugging Face model, and for arguments of a wrong type.
+        ValueError: If ``output`` is a file or holds files, if the checkpoint is not complete, and if names, shapes or
+            kinds of dtypes of the checkpoint's tensors differ from the model's; the message names them.
     """
-    output = Path(output)
-    if output.is_file():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}")
+    _check_arguments(module, ckpt_path, output, tokenizer, max_shard_size, weights_only)
+    output = Path(output).resolve()
     weights = _read(Path(ckpt_path), weights_only)
     if getattr(module, "model", None) is None:
         with torch.device("meta"):
@@ -57,24 +64,53 @@ def export_pretrained(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(module).__name__}.model must be a Hugging Face model, got {type(model).__name__}")
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), model.dtype)
+    state_dict = _of_model(weights, model, ckpt_path)
     # save_pretrained writes the dtype to config.json. The decorator of transformers' `to` loses its signature.
     model.to(dtype)  # type: ignore[arg-type]
-    model.save_pretrained(output, state_dict=_of_model(weights, model, ckpt_path), max_shard_size=max_shard_size)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(output)
+    temporary = temporary_path(output)
+    with removed_on_error(temporary), explained_if_disk_is_full(output):
+        model.save_pretrained(temporary, state_dict=state_dict, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        commit(temporary, output)
+
+
+def _check_arguments(
+    module: Any, ckpt_path: Any, output: Any, tokenizer: Any, max_shard_size: Any, weights_only: Any
+) -> None:
+    if not isinstance(module, L.LightningModule):
+        raise wrong_type("module", "a LightningModule", module)
+    check_path("ckpt_path", ckpt_path)
+    check_path("output", output)
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output must be a folder, got the file {str(output)!r}")
+    if folder.is_dir() and (files := sorted(file.name for file in folder.iterdir())):
+        raise ValueError(f"output must be a new or empty folder, got {str(output)!r}, which holds {shown(files)}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise wrong_type("tokenizer", "a Hugging Face tokenizer or None", tokenizer)
+    if isinstance(max_shard_size, str):
+        if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", max_shard_size.upper()):
+            raise wrong_value("max_shard_size", "a size such as '5GB' or '500MB'", max_shard_size)
+    else:
+        check_integer("max_shard_size", max_shard_size, at_least=1)
+    check_bool("weights_only", weights_only)
 
 
 def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
     """The state dict of the LightningModule."""
     if path.is_file():
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        if "state_dict" not in checkpoint:
-            raise ValueError(f"{path} is not a Lightning checkpoint: it has no 'state_dict', only {list(checkpoint)}")
-        return checkpoint["state_dict"]
-    if not (path / ".metadata").is_file():
+        checkpoint = load_file(path, weights_only)
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+            keys = list(checkpoint) if isinstance(checkpoint, dict) else checkpoint
+            raise ValueError(f"{path} is not a Lightning checkpoint: it has no 'state_dict', only {shown(keys)}")
+        return {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+    metadata = path / ".metadata"
+    if not metadata.is_file():
         raise FileNotFoundError(
             f"ckpt_path must be a checkpoint file or the folder of a sharded one, got {str(path)!r}"
         )
+    check_metadata(metadata, weights_only)
     reader = FileSystemReader(path)
     stored = {
         key: entry
@@ -89,7 +125,7 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
         for key, entry in stored.items()
         if key.startswith(prefix)
     }
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), sharded_errors_explained(path):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(weights, storage_reader=reader, no_dist=True)
     return {key.removeprefix(prefix): tensor for key, tensor in weights.items()}
@@ -106,6 +142,11 @@ def _of_model(weights: dict[str, Tensor], model: PreTrainedModel, ckpt_path: Any
             f"{name} is {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
             for name in wanted.keys() & found.keys()
             if found[name].shape != wanted[name].shape
+        ]
+        + [
+            f"{name} is {found[name].dtype} instead of {wanted[name].dtype}"
+            for name in wanted.keys() & found.keys()
+            if found[name].is_floating_point() != wanted[name].is_floating_point()
         ]
     )
     if wrong:

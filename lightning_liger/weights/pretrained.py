@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
+
+from liger_ops.arguments import check_path, shown, wrong_type
+from lightning_liger.resuming.safe_loading import load_file
 
 if TYPE_CHECKING:
     from transformers import WeightConverter
@@ -35,6 +38,8 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     the memory of one device, nor of the host::
 
         def configure_model(self):
+            if getattr(self, "model", None) is not None:  # Lightning calls this for each stage
+                return
             with torch.device("meta"):
                 self.model = AutoModelForCausalLM.from_config(config)
             load_pretrained(self.model, folder)
@@ -47,17 +52,26 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         FileNotFoundError: If the folder has no weights, or lacks a file that its index names.
-        ValueError: If tensors of the model are missing in the folder or have another shape, or if the model is
-            quantized; the message names them. Nothing is loaded then.
+        NotADirectoryError: If ``folder`` is a file.
+        OSError: If ``generation_config.json`` cannot be read.
+        pickle.UnpicklingError: If ``pytorch_model.bin`` holds anything but tensors.
+        TypeError: For arguments of a wrong type.
+        ValueError: If tensors of the model are missing in the folder or have another shape or kind of dtype, if a file
+            is not complete, or if the model is quantized; the message names them. Nothing is loaded then.
     """
+    if not isinstance(model, nn.Module):
+        raise wrong_type("model", "a module", model)
+    check_path("folder", folder)
     weights = PretrainedWeights(model, Path(folder))
+    has_generation_config = isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file()
+    generation_config = GenerationConfig.from_pretrained(folder) if has_generation_config else None
     for module, name, tensor in weights.tensors():
         if not tensor.is_meta:
             weights.fill(module, name)
     if any(tensor.is_meta for _, _, tensor in weights.tensors()):
         setattr(model, _ATTRIBUTE, weights)
-    if isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if isinstance(model, PreTrainedModel) and generation_config is not None:
+        model.generation_config = generation_config
 
 
 def take_pretrained(root: nn.Module) -> "list[PretrainedWeights]":
@@ -88,7 +102,7 @@ class PretrainedWeights:
         places = _places(model)
         wanted = {name: _tensor(*place) for name, place in places.items()}
         found, unexpected = _sources(model, wanted, _open(folder))
-        _check_shapes(folder, wanted, found)
+        _check_shapes_and_dtypes(folder, wanted, found)
         # A tied tensor is one object with several names, and a checkpoint may use any of them.
         names_of: dict[int, list[str]] = {}
         for name, tensor in wanted.items():
@@ -198,31 +212,67 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 def _open(folder: Path) -> dict[str, Any]:
     """The tensors in the files, unread, by their names in the files."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"folder must be a folder with weights, got the file {str(folder)!r}")
     for name in _WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [folder / file for file in sorted(set(weight_map.values()))]
+            files = [folder / file for file in sorted(set(_weight_map(index).values()))]
         else:
             files = [folder / name]
             if not files[0].is_file():
                 continue
+        tensors: dict[str, Any] = {}
         for file in files:
             if not file.is_file():
                 raise FileNotFoundError(f"{index} names {file.name!r}, which does not exist")
-        return {key: tensor for file in files for key, tensor in _open_file(file).items()}
+            opened = _open_file(file)
+            if twice := sorted(tensors.keys() & opened.keys()):
+                raise ValueError(f"{file} has tensors that another file of {folder} has too: {_shortened(twice)}")
+            tensors |= opened
+        return tensors
     raise FileNotFoundError(f"{folder} has no weights: expected one of {list(_WEIGHTS)}, or their index")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values()):
+            raise ValueError("weight_map must give names of files in the folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{index} must be JSON with the file of each tensor in 'weight_map': {type(error).__name__}: {error}"
+        ) from error
+    return weight_map
 
 
 def _open_file(file: Path) -> dict[str, Any]:
     if file.suffix == ".safetensors":
-        opened = safe_open(file, framework="pt")
+        try:
+            opened = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
         return {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    tensors = load_file(file, weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        keys = list(tensors) if isinstance(tensors, dict) else tensors
+        raise ValueError(f"{file} must hold tensors by their names, got {shown(keys)}")
+    return tensors
 
 
 def _shape(source: Any) -> tuple[int, ...]:
     return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+
+
+_FLOATING = re.compile(r"F\d|BF")
+"""The dtypes of safetensors that are floating-point: F64, F32, F16, BF16, F8_E4M3 …"""
+
+
+def _is_floating(source: Any) -> bool:
+    if isinstance(source, Tensor):
+        return source.is_floating_point()
+    return _FLOATING.match(source.get_dtype()) is not None
 
 
 def _sources(
@@ -261,11 +311,15 @@ def _sources(
     return found, unexpected
 
 
+def _parts(source: Source) -> list[Any]:
+    return [part for _, _, part in source.parts] if isinstance(source, _Conversion) else [source]
+
+
 def _without_values(source: Any) -> Tensor:
     return torch.empty(_shape(source), device="meta")
 
 
-def _check_shapes(folder: Path, wanted: dict[str, Tensor], found: dict[str, Source]) -> None:
+def _check_shapes_and_dtypes(folder: Path, wanted: dict[str, Tensor], found: dict[str, Source]) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, source in found.items():
         if not isinstance(source, _Conversion):
@@ -279,6 +333,11 @@ def _check_shapes(folder: Path, wanted: dict[str, Tensor], found: dict[str, Sour
     ]
     if wrong:
         raise ValueError(f"{folder} has tensors of other shapes than the model: {_shortened(wrong)}")
+    sources = [(name, part) for name, source in found.items() for part in _parts(source)]
+    wrong = [name for name, part in sources if _is_floating(part) != wanted[name].is_floating_point()]
+    if wrong:
+        kind = "not floating-point" if wanted[wrong[0]].is_floating_point() else "floating-point"
+        raise ValueError(f"{folder} has tensors of other kinds of dtypes than the model, {kind}: {_shortened(wrong)}")
 
 
 def _check_missing(model: nn.Module, folder: Path, missing: list[str]) -> None:

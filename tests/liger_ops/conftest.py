@@ -6,6 +6,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from liger_ops import backend
 from tests.liger_ops.interpreter import splat_that_keeps_booleans
+from tests.liger_ops.memory import new_memory_is_nan
 
 
 @pytest.fixture(
@@ -22,12 +23,8 @@ def triton_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             pytest.skip("the interpreter is chosen when Triton is imported, on machines without a GPU")
         monkeypatch.setattr(backend, "use_triton", lambda tensor: True)
         monkeypatch.setattr(InterpreterBuilder, "create_splat", splat_that_keeps_booleans)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with new_memory_is_nan():
         yield device
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["kernel", "reference"])

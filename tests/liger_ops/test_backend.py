@@ -308,24 +308,60 @@ def test_installed_launcher_takes_the_known_order() -> None:
     assert names in (["self", *order, "args"], ["self", *order, *others, "args"])  # 3.6, and later
 
 
-def test_second_launch_passes_arguments_in_the_known_order(
-    kernel: backend.Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fill(kernel: backend.Kernel, y: Tensor, x: Tensor, other: Tensor | None = None) -> tuple[Any, ...]:
+    """Launches ``_combine`` on three programs; returns its arguments after the tensors."""
+    values = {"start": 16, "number": 17, "factor": 0.5, "pair": (1, 2), "SIGN": -1, "BLOCK": BLOCK_SIZE}
+    kernel.launch(3, num_warps=1, y_ptr=y, x_ptr=x, other_ptr=other, **values)
+    return tuple(values.values())
+
+
+@pytest.fixture
+def runs(kernel: backend.Kernel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is passed to the compiled kernel, which does nothing, also on machines without a GPU."""
     runs: list[Any] = []
     compiled = SimpleNamespace(run=lambda *values: runs.append(values), function="function", packed_metadata="metadata")
+    monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", lambda *_: lambda **_: compiled)
     kernel.jit = triton.runtime.JITFunction(_combine)
-    monkeypatch.setattr(kernel, "_launch_by_triton", lambda *_, **__: compiled)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # "device" of tensors on the CPU
     driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    return runs
+
+
+def test_second_launch_passes_arguments_in_the_known_order(kernel: backend.Kernel, runs: list[Any]) -> None:
     x, y = torch.zeros(BLOCK_SIZE), torch.zeros(BLOCK_SIZE, dtype=torch.float64)
-    values = {"start": 16, "number": 17, "factor": 0.5, "pair": (1, 2), "SIGN": -1, "BLOCK": BLOCK_SIZE}
     for _ in range(2):
-        kernel.launch(3, num_warps=1, y_ptr=y, x_ptr=x, other_ptr=None, **values)
+        values = fill(kernel, y, x)
     grid, hooks = (3, 1, 1), (None, None, None)
     addresses = (y.data_ptr(), x.data_ptr(), None)
-    assert runs == [(*grid, "stream of -1", "function", "metadata", *hooks, *addresses, *values.values())]
+    assert runs == [(*grid, "stream of -1", "function", "metadata", *hooks, *addresses, *values)]
+
+
+class Elsewhere(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda", 1)
+
+    def get_device(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 2])
+@pytest.mark.parametrize("name", ["y", "x", "other"])
+def test_tensor_on_another_device_raises_at_every_launch(
+    name: str, num_good: int, kernel: backend.Kernel, runs: list[Any]
+) -> None:
+    tensors = {each: torch.zeros(BLOCK_SIZE) for each in ("y", "x", "other")}
+    for _ in range(num_good):
+        fill(kernel, **tensors)
+    runs.clear()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"_ptr must be on y_ptr's device (cpu|cuda:1), got a tensor of shape"):
+            fill(kernel, **{**tensors, name: tensors[name].as_subclass(Elsewhere)})
+    assert not runs
+    fill(kernel, **tensors)
+    assert len(runs) == (num_good > 0)
 
 
 def test_launch_keys_tell_apart_what_triton_does() -> None:

@@ -316,8 +316,11 @@ def test_position_out_of_range_gives_nan_on_the_gpu() -> None:
     ("options", "message"),
     [
         ({"position_ids": torch.tensor([0, 11, 1])}, "between 0 and cos' max_positions - 1 = 10, got 0 to 11"),
-        ({"position_ids": torch.tensor([0.0, 1.0, 2.0])}, "position_ids must be int64 or int32, got torch.float32"),
-        ({"position_ids": torch.tensor([0, 1])}, r"position_ids must be \[seq_len\].* got shape \(2,\)"),
+        (
+            {"position_ids": torch.tensor([0.0, 1.0, 2.0])},
+            "position_ids must be a tensor of int64 or int32, got .* torch.float32",
+        ),
+        ({"position_ids": torch.tensor([0, 1])}, r"position_ids must be \[seq_len\].* got a tensor of shape \(2,\)"),
         ({"mrope_sections": [1, 2, 1]}, r"cos must be \[3, batch_size or 1, seq_len, rotary_dim\]"),
         ({"mrope_sections": [1, 2, 1], "position_ids": torch.tensor([0, 1, 2])}, "position_ids must be None"),
     ],
@@ -382,19 +385,27 @@ def test_apply_rotary_off_cuda_is_the_reference() -> None:
 @pytest.mark.parametrize(
     ("shapes", "heads_dim", "message"),
     [
-        pytest.param({}, 3, r"heads_dim must be 1 or 2, got 3", id="heads_dim"),
+        pytest.param({}, 3, r"heads_dim must be an integer of at least 1 and at most 2, got 3", id="heads_dim"),
         pytest.param(
-            {"cos": (2, 5, 7)}, 1, r"rotary_dim, even and at most .* 8, got shape \(2, 5, 7\)", id="odd rotary_dim"
+            {"cos": (2, 5, 7)},
+            1,
+            r"rotary_dim, is even and at most .* 8, got .* shape \(2, 5, 7\)",
+            id="odd rotary_dim",
         ),
-        pytest.param({"q": (3, 5, 8)}, 1, r"q must have 4 dimensions.* got shape \(3, 5, 8\)", id="q not 4-D"),
-        pytest.param({"k": (2, 1, 4, 8)}, 1, r"k must have q's shape \(2, 3, 5, 8\).* got \(2, 1, 4, 8\)", id="k"),
-        pytest.param({"k": (2, 5, 8)}, 1, r"k must have q's shape .* got \(2, 5, 8\)", id="k not 4-D"),
-        pytest.param({"cos": (3, 5, 8)}, 1, r"cos must .* \(2, 3, 5, 8\).* got \(3, 5, 8\)", id="cos batch"),
         pytest.param(
-            {"cos": (2, 5, 10)}, 1, r"cos must .* at most head_dim = 8, got shape \(2, 5, 10\)", id="cos past head_dim"
+            {"q": (3, 5, 8)}, 1, r"q must be a tensor of 4 dimensions.* got .* shape \(3, 5, 8\)", id="q not 4-D"
         ),
-        pytest.param({}, 2, r"cos must .* heads_dim=2, got \(2, 5, 8\)", id="heads_dim of another layout"),
-        pytest.param({"sin": (1, 5, 8)}, 1, r"sin must have cos' shape \(2, 5, 8\), got \(1, 5, 8\)", id="sin"),
+        pytest.param({"k": (2, 1, 4, 8)}, 1, r"k must be .* q's shape \(2, 3, 5, 8\).* got .* \(2, 1, 4, 8\)", id="k"),
+        pytest.param({"k": (2, 5, 8)}, 1, r"k must be .* q's shape .* got .* \(2, 5, 8\)", id="k not 4-D"),
+        pytest.param({"cos": (3, 5, 8)}, 1, r"cos must .* \(2, 3, 5, 8\).* got .* \(3, 5, 8\)", id="cos batch"),
+        pytest.param(
+            {"cos": (2, 5, 10)},
+            1,
+            r"cos must .* at most head_dim = 8, got .* shape \(2, 5, 10\)",
+            id="cos past head_dim",
+        ),
+        pytest.param({}, 2, r"cos must .* heads_dim=2, got .* \(2, 5, 8\)", id="heads_dim of another layout"),
+        pytest.param({"sin": (1, 5, 8)}, 1, r"sin must be .* shape \(2, 5, 8\) \(cos'\), got .* \(1, 5, 8\)", id="sin"),
     ],
 )
 def test_apply_rotary_rejects(shapes: dict[str, tuple[int, ...]], heads_dim: int, message: str) -> None:

@@ -96,7 +96,7 @@ class KeptTokens:
             on_device, self._count = self._count, torch.empty((), dtype=torch.int64, pin_memory=True)
             self._count.copy_(on_device, non_blocking=True)
             self._ready = torch.cuda.Event()
-            self._ready.record()
+            self._ready.record(torch.cuda.current_stream(on_device.device))  # which may not be the current device's
 
     def count(self) -> int:
         """How many tokens to visit, waiting for the device if it has not counted yet."""
@@ -213,9 +213,12 @@ class _Adapter:
 
 
 def _aligned_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """An uninitialized matrix whose rows start at multiples of 16 bytes, whatever the number of columns."""
-    multiple = max(1, 16 // like.element_size())
-    return like.new_empty(num_rows, num_columns + -num_columns % multiple)[:, :num_columns]
+    """A matrix whose rows start at multiples of 16 bytes, whatever their length; only the padding is initialized."""
+    padding = -num_columns % max(1, 16 // like.element_size())
+    padded = like.new_empty(num_rows, num_columns + padding)
+    if padding:  # matrix products in half precision read it on CPUs with AMX, where NaN would spread
+        padded[:, num_columns:] = 0.0
+    return padded[:, :num_columns]
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: int) -> None:

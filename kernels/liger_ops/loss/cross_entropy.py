@@ -8,6 +8,13 @@ label smoothing e over V classes with weights w, one token of label y costs
 The first two terms are ``torch.nn.functional.cross_entropy``; soft-capping is Gemma 2's (arXiv:2408.00118), the z-loss
 PaLM's (arXiv:2204.02311). Arithmetic is float32 whatever the logits' dtype.
 
+With token weights t, the sum is that of t times these losses, and the mean over the tokens that are not ignored is
+
+    sum(t * cross entropy) / sum(t * w[y]) + z_loss_weight * sum(t * lse**2) / sum(t)
+
+Class weights are about labels, of which lse knows nothing: neither they nor their scale, which the first term does not
+depend on, change the second. The class weights are divided by their mean for this, so both terms divide by sum(t).
+
 A sum or a mean computes its gradient together with the loss, while the logits are at hand, and saves that instead
 of the logits; backward multiplies it by the upstream gradient, which costs nothing if that is 1. Losses of single
 tokens, float16 logits (whose gradient could underflow before it meets the loss scale) and ``inplace_backward`` save the
@@ -28,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.arguments import check_bool, check_floating, check_shape
 from liger_ops.loss.launch import launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
@@ -37,11 +45,12 @@ from liger_ops.loss.options import (
     TokenStats,
     check_labels,
     check_reduction,
+    check_tensors,
     check_weights,
     flat_targets,
 )
 from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import plan_tokens, reduce_losses
+from liger_ops.loss.token_plan import balance_class_weight, plan_tokens, reduce_losses, unbalance_losses
 
 
 def transform_logits(logits: Tensor, options: TokenLossOptions) -> Tensor:
@@ -344,7 +353,8 @@ def cross_entropy(
             class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
-        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss.
+        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
+            it is divided by the tokens' number, or their summed ``token_weight``.
         inplace_backward: Whether backward may write the gradient over ``input``'s storage, so that no second tensor of
             that size ever exists. Only for logits that nothing else reads afterwards; autograd raises where it can
             tell. On the CPU, and while compiling, it has no effect.
@@ -354,9 +364,16 @@ def cross_entropy(
         The loss in at least float32, with :class:`~liger_ops.TokenStats` (shaped as ``target``) on request.
 
     Raises:
-        ValueError: For shapes, dtypes or options that do not fit; for labels out of range if they are on the CPU (on
-            the GPU the loss is NaN instead).
+        TypeError: For arguments of another type, and for logits or class weights that are not floating point.
+        ValueError: For shapes, dtypes, devices or options that do not fit; for weights that require a gradient; for
+            labels out of range if they are on the CPU (on the GPU the loss is NaN instead).
     """
+    check_floating("input", input)
+    check_tensors(input, target, weight, token_weight)
+    check_bool("size_average", size_average, optional=True)
+    check_bool("reduce", reduce, optional=True)
+    check_bool("inplace_backward", inplace_backward)
+    check_bool("return_stats", return_stats)
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
         message = f"size_average and reduce args are deprecated, please use reduction={reduction!r} instead"
@@ -371,6 +388,7 @@ def cross_entropy(
                 "target must be class indices (torch.int64) with token_weight, softcap, logit_scale, z_loss_weight,"
                 f" inplace_backward or return_stats, got {target.dtype}"
             )
+        check_shape("target", target, input.shape, "input's, for class probabilities")
         return F.cross_entropy(
             input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
@@ -380,11 +398,16 @@ def cross_entropy(
             f" {tuple(input.shape)}, target {tuple(target.shape)}"
         )
     vocab_size = input.shape[class_dim]
+    if vocab_size == 0:
+        raise ValueError(f"input must have at least one class in dimension {class_dim}, got shape {tuple(input.shape)}")
     check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
 
     logits = input if input.dim() == 2 else input.movedim(class_dim, -1).reshape(-1, vocab_size)
     targets = flat_targets(target, weight, token_weight)
+    factor = None
+    if reduction == "mean" and options.z_loss_weight:
+        targets, factor = balance_class_weight(targets, vocab_size, ignore_index, input.dtype)
     stats: Sequence[Tensor]
     if backend.use_triton(input):
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -402,7 +425,10 @@ def cross_entropy(
         loss = loss.view(target.shape)
     if not return_stats:
         return loss
-    return loss, TokenStats(*(stat.detach().view(target.shape) for stat in stats))
+    found = TokenStats(*(stat.detach() for stat in stats))
+    if factor is not None:
+        found = unbalance_losses(found, targets.token_weight, z_loss_weight, factor)
+    return loss, TokenStats(*(stat.view(target.shape) for stat in found))
 
 
 def _run_kernels(

@@ -18,6 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.arguments import (
+    check_bool,
+    check_floating,
+    check_integer,
+    check_same_device,
+    wrong_type,
+    wrong_value,
+)
 from liger_ops.loss.chunked_loss import (
     KeptTokens,
     choose_accumulate_dtype,
@@ -33,11 +41,12 @@ from liger_ops.loss.options import (
     TokenStats,
     check_labels,
     check_reduction,
+    check_tensors,
     check_weights,
     flat_targets,
 )
 from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import plan_tokens, reduce_losses
+from liger_ops.loss.token_plan import balance_class_weight, plan_tokens, reduce_losses, unbalance_losses
 from liger_ops.loss.vocab_parallel import VocabShard, sharded_loss_and_gradient_in_place
 
 
@@ -80,6 +89,7 @@ class LossArguments(NamedTuple):
     z_loss_weight: float
 
 
+_ACCUMULATE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
 _NUM_TENSORS = LossArguments._fields.index("chunk_size")
 _FIRST_OPTION = LossArguments._fields.index("ignore_index")
@@ -224,9 +234,21 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         return None, *needed, *[None] * (len(LossArguments._fields) - NUM_GRADIENTS)
 
 
-def _check_arguments(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, max_valid_tokens: int | None
-) -> None:
+def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """The dtype that a linear layer would compute in under autocast, which leaves float64 alone; None without it."""
+    device_type = input.device.type
+    if input.is_meta or input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _check_dtypes(input: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.dtype != input.dtype:
+            raise ValueError(f"{name} must have input's dtype {input.dtype}, got {tensor.dtype}")
+
+
+def _check_head(input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None) -> None:
     vocab_size, hidden_size = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != hidden_size:
         raise ValueError(
@@ -239,23 +261,41 @@ def _check_arguments(
         )
     if linear_bias is not None and linear_bias.shape != (vocab_size,):
         raise ValueError(f"linear_bias must have shape {(vocab_size,)}, got {tuple(linear_bias.shape)}")
-    if max_valid_tokens is not None and max_valid_tokens < 0:
-        raise ValueError(f"max_valid_tokens must not be negative, got {max_valid_tokens}")
 
 
-def _check_adapter(input: Tensor, linear_weight: Tensor, adapter_input: Tensor, adapter_weight: Tensor) -> None:
-    rank = adapter_input.shape[-1]
+def _check_adapter(input: Tensor, linear_weight: Tensor, adapter: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(adapter, tuple | list) or len(adapter) != 2:
+        raise wrong_type("adapter", "a pair of tensors or None", adapter)
+    adapter_input, adapter_weight = adapter
+    for name, tensor in (("adapter[0]", adapter_input), ("adapter[1]", adapter_weight)):
+        check_floating(name, tensor)
+        check_same_device("input", input, **{name: tensor})
+    rank = adapter_input.shape[-1] if adapter_input.dim() else 0
     if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
         raise ValueError(
             f"adapter must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
             f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
         )
-    if {adapter_input.dtype, adapter_weight.dtype} != {input.dtype} and not torch.is_autocast_enabled(
-        input.device.type
-    ):
-        raise ValueError(
-            f"adapter must have input's dtype {input.dtype}, got {adapter_input.dtype} and {adapter_weight.dtype}"
-        )
+    return adapter_input, adapter_weight
+
+
+def _check_chunks(
+    options: Any, chunk_bytes: int | None, accumulate_dtype: torch.dtype | None, max_valid_tokens: int | None
+) -> tuple[int | None, torch.dtype | None]:
+    """The chunk size of PyTorch's options, and ``accumulate_dtype`` or else theirs."""
+    if options is not None and not hasattr(options, "batch_chunk_size"):
+        raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
+    chunk_size = getattr(options, "batch_chunk_size", None)
+    check_integer("options.batch_chunk_size", chunk_size, at_least=1, optional=True)
+    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    check_integer("max_valid_tokens", max_valid_tokens, at_least=0, optional=True)
+    acc_dtype = getattr(options, "acc_dtype", None)
+    for name, value in (("accumulate_dtype", accumulate_dtype), ("options.acc_dtype", acc_dtype)):
+        if value is not None and not isinstance(value, torch.dtype):
+            raise wrong_type(name, "a torch.dtype or None", value)
+        if value is not None and value not in _ACCUMULATE_DTYPES:
+            raise wrong_value(name, "torch.float32, torch.float64, torch.bfloat16 or torch.float16", value)
+    return chunk_size, accumulate_dtype or acc_dtype
 
 
 def linear_cross_entropy(
@@ -297,7 +337,8 @@ def linear_cross_entropy(
             class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
-        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss.
+        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
+            it is divided by the tokens' number, or their summed ``token_weight``.
         chunk_bytes: Budget for one chunk of logits, which never holds all tokens; by default 512 MiB to 2 GiB on a GPU
             (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`) and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
@@ -318,15 +359,20 @@ def linear_cross_entropy(
         in the autocast dtype, as a linear layer's would.
 
     Raises:
-        ValueError: For shapes, dtypes or options that do not fit; for labels out of range if they are on the CPU (on
-            the GPU the loss is NaN instead).
+        TypeError: For arguments of another type, and for tensors that are not floating point where they should be.
+        ValueError: For shapes, dtypes, devices or options that do not fit; for weights that require a gradient; for
+            labels out of range if they are on the CPU (on the GPU the loss is NaN instead).
     """
+    check_floating("input", input)
+    check_floating("linear_weight", linear_weight)
+    check_floating("linear_bias", linear_bias, optional=True)
+    check_tensors(input, target, weight, token_weight, linear_weight=linear_weight, linear_bias=linear_bias)
     check_reduction(reduction)
+    check_bool("return_stats", return_stats)
+    chunk_size, accumulate_dtype = _check_chunks(options, chunk_bytes, accumulate_dtype, max_valid_tokens)
     ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
     if linear_weight.dim() < 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes}")
     if target.is_floating_point() or linear_weight.dim() > 2:
         if input.dim() > 2 or input.dim() < min(linear_weight.dim() - 1, 2):
             raise ValueError(
@@ -345,44 +391,48 @@ def linear_cross_entropy(
             logit_scale=logit_scale, z_loss_weight=z_loss_weight, return_stats=return_stats,
         )  # fmt: skip
     token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
-    _check_arguments(input, linear_weight, target, linear_bias, max_valid_tokens)
+    _check_head(input, linear_weight, target, linear_bias)
     vocab_size = linear_weight.shape[0]
     if vocab_shard is not None:
+        if not isinstance(vocab_shard, VocabShard):
+            raise wrong_type("vocab_shard", "a VocabShard or None", vocab_shard)
         vocab_shard.check(vocab_size)
         vocab_size = vocab_shard.vocab_size
+    elif vocab_size == 0:
+        raise ValueError(f"linear_weight must have at least one class, got shape {tuple(linear_weight.shape)}")
     check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
 
     low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
     if adapter is not None:
-        _check_adapter(input, linear_weight, *adapter)
+        adapter = _check_adapter(input, linear_weight, adapter)
         low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
-    device_type, dtype = input.device.type, input.dtype
-    is_autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
-    if is_autocast:
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype, autocast_dtype = input.dtype, _autocast_dtype(input)
+    if autocast_dtype is not None:
+        dtype = autocast_dtype
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-    elif linear_weight.dtype != input.dtype:
-        raise ValueError(f"linear_weight must have input's dtype {input.dtype}, got {linear_weight.dtype}")
+    else:
+        names = "linear_weight", "linear_bias", "adapter[0]", "adapter[1]"
+        _check_dtypes(input, **dict(zip(names, tensors[1:], strict=True)))
 
     # Ranks must cut the same chunks, whose collectives meet, so the size is that of a mean shard.
     num_columns = vocab_size if vocab_shard is None else -(-vocab_size // vocab_shard.group.size())
     sizes = target.numel(), num_columns, dtype.itemsize
-    chunk_size = getattr(options, "batch_chunk_size", None)
     if chunk_size is None and chunk_bytes is not None:
         chunk_size = choose_chunk_size(*sizes, chunk_bytes)
     elif chunk_size is None:
         chunk_size = default_chunk_size(*sizes, input.device)
-    accumulate_dtype = (
-        accumulate_dtype
-        or getattr(options, "acc_dtype", None)
-        or choose_accumulate_dtype(dtype, -(-sizes[0] // chunk_size))
-    )
+    accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-sizes[0] // chunk_size))
+    if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
+        raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
     targets = flat_targets(target, weight, token_weight)
+    factor = None
+    if reduction == "mean" and token_options.z_loss_weight:
+        targets, factor = balance_class_weight(targets, vocab_size, ignore_index, dtype)
     compute = _linear_cross_entropy if vocab_shard is None else partial(_compute_loss, vocab_shard)
-    with torch.autocast(device_type, enabled=False) if is_autocast else contextlib.nullcontext():
+    with contextlib.nullcontext() if autocast_dtype is None else torch.autocast(input.device.type, enabled=False):
         loss, *stats = _LinearCrossEntropyFunction.apply(
             compute, *tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens, needs_gradient,
             reduction, return_stats, *token_options.as_scalars(),
@@ -390,4 +440,9 @@ def linear_cross_entropy(
     if reduction == "none":
         stats = [loss.detach(), *stats]
         loss = loss.view(target.shape)
-    return (loss, TokenStats(*(stat.view(target.shape) for stat in stats))) if return_stats else loss
+    if not return_stats:
+        return loss
+    found = TokenStats(*stats)
+    if factor is not None:
+        found = unbalance_losses(found, targets.token_weight, z_loss_weight, factor)
+    return loss, TokenStats(*(stat.view(target.shape) for stat in found))

@@ -2,10 +2,22 @@
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import (
+    check_choice,
+    check_floating,
+    check_integer,
+    check_number,
+    check_same_device,
+    check_tensor,
+    shown,
+    wrong_type,
+)
 
 IGNORE_INDEX = -100
 REDUCTIONS = ("none", "mean", "sum")
@@ -16,7 +28,8 @@ class TokenLossOptions:
     """Options of the loss of one token; see :mod:`liger_ops.loss.cross_entropy` for the formula.
 
     Raises:
-        ValueError: If an option is out of its range.
+        TypeError: If an option is no number.
+        ValueError: If an option is out of its range, infinite or NaN.
     """
 
     ignore_index: int = IGNORE_INDEX
@@ -26,16 +39,21 @@ class TokenLossOptions:
     z_loss_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be between 0 and 1, got {self.label_smoothing}")
-        if self.softcap is not None and not self.softcap > 0.0:
-            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
-        if not self.z_loss_weight >= 0.0:
-            raise ValueError(f"z_loss_weight must not be negative, got {self.z_loss_weight}")
+        if isinstance(self.logit_scale, Tensor):
+            raise TypeError(
+                f"logit_scale must be a number, got {shown(self.logit_scale)}: its gradient would be lost; multiply the"
+                " hidden states (or the logits) by the tensor instead"
+            )
+        check_integer("ignore_index", self.ignore_index)
+        check_number("label_smoothing", self.label_smoothing, at_least=0, at_most=1)
+        check_number("softcap", self.softcap, above=0, optional=True)
+        check_number("logit_scale", self.logit_scale)
+        check_number("z_loss_weight", self.z_loss_weight, at_least=0)
 
     def as_scalars(self) -> tuple[int, float, float, float, float]:
         """The options as an op's schema takes them, ``softcap`` is 0 if there is none."""
-        return self.ignore_index, self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
+        numbers = self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
+        return int(self.ignore_index), *map(float, numbers)  # type: ignore[return-value]
 
     @classmethod
     @functools.lru_cache(maxsize=64)  # bounded, since a weight may follow a schedule
@@ -81,10 +99,34 @@ class TokenStats(NamedTuple):
         return cls(losses, log_probs, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
 
 
-def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raises a ValueError for labels of another dtype than int64, and on the CPU for labels out of range."""
+def check_tensors(input: Tensor, target: Any, weight: Any, token_weight: Any, **others: Any) -> None:
+    """Raises for targets and weights that are no tensors, of dtypes that no loss takes, or not on input's device.
+
+    Args:
+        input: Logits or hidden states.
+        target: Class indices or probabilities.
+        weight: Class weights or None.
+        token_weight: Of any real dtype, or None.
+        others: More tensors or None, by name, that must be on input's device.
+    """
+    check_tensor("target", target)
+    if not target.is_floating_point():
+        _check_index_dtype("target", target)
+    check_floating("weight", weight, optional=True)
+    check_tensor("token_weight", token_weight, optional=True)
+    if token_weight is not None and token_weight.is_complex():
+        raise wrong_type("token_weight", "a tensor of real numbers", token_weight)
+    check_same_device("input", input, target=target, weight=weight, token_weight=token_weight, **others)
+
+
+def _check_index_dtype(name: str, labels: Tensor) -> None:
     if labels.dtype != torch.int64:
         raise ValueError(f"{name} must hold class indices of dtype torch.int64, got {labels.dtype}")
+
+
+def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raises a ValueError for labels of another dtype than int64, and on the CPU for labels out of range."""
+    _check_index_dtype(name, labels)
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)]
         if wrong.numel():
@@ -95,13 +137,19 @@ def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) 
 
 
 def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int) -> None:
-    """Raises a ValueError for weights of wrong shapes."""
+    """Raises a ValueError for weights of wrong shapes, and for those that would lose their gradient."""
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
     if token_weight is not None and token_weight.shape != target.shape:
         raise ValueError(
             f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
         )
+    for name, tensor in (("weight", weight), ("token_weight", token_weight)):
+        if tensor is not None and backend.needs_graph(tensor):
+            raise ValueError(
+                f"{name} must not require a gradient, since the loss has none for it, got {shown(tensor)} that requires"
+                f" one; pass {name}.detach(), or multiply the losses of reduction='none' by it"
+            )
 
 
 def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | None) -> Targets:
@@ -115,5 +163,4 @@ def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | N
 
 def check_reduction(reduction: str) -> None:
     """Raises a ValueError that lists the known reductions."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    check_choice("reduction", reduction, REDUCTIONS)

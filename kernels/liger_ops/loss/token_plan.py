@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.loss.options import Targets
+from liger_ops.loss.options import Targets, TokenStats
 
 
 class TokenPlan(NamedTuple):
@@ -142,6 +142,33 @@ def _plan_tokens_reference(
     if not with_order:
         return TokenPlan(mean_scale, None, None)
     return TokenPlan(mean_scale, torch.argsort(kept, descending=True, stable=True), kept.sum())
+
+
+def balance_class_weight(
+    targets: Targets, vocab_size: int, ignore_index: int, dtype: torch.dtype
+) -> tuple[Targets, Tensor | None]:
+    """``targets`` with class weights of mean 1 over the tokens that are not ignored, and the factor that makes them so.
+
+    By the tokens' own weights: then a mean does not change, but divides by the tokens' weights alone, so it is also the
+    mean of a term without class weights. In plain PyTorch, which the compiler can see. Weights that sum to zero stay.
+    """
+    weight = targets.class_weight
+    if weight is None:
+        return targets, None
+    by_class, by_token = (
+        _plan_tokens_reference(each, vocab_size, ignore_index, dtype, False).mean_scale
+        for each in (targets, targets._replace(class_weight=None))
+    )
+    factor = (by_class / by_token).masked_fill((by_class == 0) | (by_token == 0), 1.0)
+    return targets._replace(class_weight=weight.to(factor.dtype) * factor), factor
+
+
+def unbalance_losses(
+    stats: TokenStats, token_weight: Tensor | None, z_loss_weight: float, factor: Tensor
+) -> TokenStats:
+    """``stats`` with the losses that the class weights give without the factor of :func:`balance_class_weight`."""
+    z_losses = z_loss_weight * stats.lse**2 * (1.0 if token_weight is None else token_weight)
+    return stats._replace(losses=(stats.losses - z_losses) / factor + z_losses)
 
 
 @backend.Kernel

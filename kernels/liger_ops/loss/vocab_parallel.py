@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.arguments import check_bool, check_integer, wrong_type
 from liger_ops.loss.cross_entropy import transform_logits
 from liger_ops.loss.launch import GradientRows, launch_loss, launch_shard_gradient
 from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
@@ -29,7 +30,12 @@ from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of a head that this rank holds; the other ranks of the group hold the others."""
+    """The rows of a head that this rank holds; the other ranks of the group hold the others.
+
+    Raises:
+        TypeError: For arguments of another type.
+        ValueError: For a vocabulary without classes.
+    """
 
     group: dist.ProcessGroup
     """The ranks that share the head; each has the same tokens."""
@@ -40,6 +46,13 @@ class VocabShard:
     sums_input_gradient: bool = True
     """Whether the gradient of the hidden states is summed over ranks. Otherwise it is this rank's part, and the caller
     sums it."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, dist.ProcessGroup):
+            raise wrong_type("group", "a torch.distributed.ProcessGroup", self.group)
+        check_integer("start", self.start)
+        check_integer("vocab_size", self.vocab_size, at_least=1)
+        check_bool("sums_input_gradient", self.sums_input_gradient)
 
     def check(self, num_rows: int) -> None:
         """Raises a ValueError if a shard of ``num_rows`` rows is not inside the vocabulary."""

@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.reductions import merge_moments, moments, sum_parts
 
 
@@ -97,6 +99,10 @@ def choose_launch(
     )
 
 
+# Above, offsets inside a group may overflow int32; blocks end up to a few million elements past the last one.
+_MAX_INT32_ELEMENTS = 2**31 - 2**24
+
+
 @triton.jit
 def _load_parameter(ptr, channels, mask, DEFAULT: tl.constexpr):
     """A weight or bias of some channels in float32, or DEFAULT if there is none."""
@@ -120,6 +126,7 @@ def _forward_kernel(
     num_positions,
     num_slices,
     eps,
+    WIDE: tl.constexpr,
     STATISTICS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
@@ -129,6 +136,8 @@ def _forward_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """One program does one step for one slice of a row, or both where a slice is the row."""
+    if WIDE:  # all that is computed from it then is int64
+        num_positions = tl.cast(num_positions, tl.int64)
     row = (tl.program_id(0) // num_slices).to(tl.int64)
     slice_index = tl.program_id(0) % num_slices
     group_size = channels_per_group * num_positions
@@ -180,12 +189,16 @@ def _backward_kernel(
     channels_per_group,
     num_positions,
     num_slices,
+    WIDE: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_POSITIONS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """One program takes each channel's sums over one slice of a row, if SUMS, else reads them; and computes grad_x."""
+    if WIDE:
+        num_positions = tl.cast(num_positions, tl.int64)
+        num_rows = tl.cast(num_rows, tl.int64)
     row = (tl.program_id(0) // num_slices).to(tl.int64)
     slice_index = tl.program_id(0) % num_slices
     row_start = row * channels_per_group * num_positions
@@ -294,6 +307,7 @@ def _group_norm_forward(
             num_positions=num_positions,
             num_slices=launch.num_slices,
             eps=eps,
+            WIDE=x.numel() > _MAX_INT32_ELEMENTS,
             STATISTICS=step != "normalize",
             NORMALIZE=step != "statistics",
             BLOCK_CHANNELS=launch.block_channels,
@@ -368,6 +382,7 @@ def _group_norm_backward(
             channels_per_group=channels_per_group,
             num_positions=num_positions,
             num_slices=launch.num_slices,
+            WIDE=x.numel() > _MAX_INT32_ELEMENTS,
             SUMS=step != "grad_x",
             BLOCK_CHANNELS=launch.block_channels,
             BLOCK_POSITIONS=launch.block_positions,
@@ -414,22 +429,24 @@ def group_norm(
         num_groups: A divisor of num_channels.
         weight: ``[num_channels]``, in any floating dtype; None for 1.
         bias: ``[num_channels]``, in any floating dtype; None for 0.
-        eps: Added to the variance.
+        eps: Added to the variance, at least 0.
 
     Returns:
         A contiguous tensor of input's shape and dtype.
 
     Raises:
-        ValueError: If the shapes do not fit together.
+        TypeError: If a tensor is none, or not real and floating-point, or another argument is of a wrong type.
+        ValueError: If the shapes or devices do not fit together, or eps is negative or not finite.
     """
+    check_floating_tensors("input", input, weight=weight, bias=bias)
     if input.dim() < 2:
-        raise ValueError(f"input must have shape [batch_size, num_channels, *], got {tuple(input.shape)}")
+        raise wrong_value("input", "a tensor of shape [batch_size, num_channels, *]", input)
     num_channels = input.shape[1]
-    if num_groups < 1 or num_channels % num_groups:
-        raise ValueError(f"num_groups must be a divisor of input's {num_channels} channels, got {num_groups}")
+    num_groups = as_num_groups(num_groups, num_channels)
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and tuple(parameter.shape) != (num_channels,):
-            raise ValueError(f"{name} must have shape ({num_channels},), got {tuple(parameter.shape)}")
+        if parameter is not None and parameter.shape != (num_channels,):
+            check_shape(name, parameter, (num_channels,), "num_channels")
+    eps = as_number("eps", eps, at_least=0)
     if not backend.runs_on_triton(input, weight, bias):
         return group_norm_reference(input, num_groups, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):

@@ -126,9 +126,9 @@ def forward_kernel(
     if not RELOAD_WEIGHT:
         weight = None if weight_ptr is None else tl.load(weight_ptr + columns, mask=column_mask, other=0.0)
         bias = None if bias_ptr is None else tl.load(bias_ptr + columns, mask=column_mask, other=0.0)
-    num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    num_tiles = (num_rows - 1) // BLOCK_ROWS + 1  # cdiv would overflow just below 2**31 rows
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
-        rows = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+        rows = (tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
         row_mask = _exists(rows, num_rows, EVEN_ROWS)
         mask = row_mask & column_mask
         x_offsets, residual_offsets = rows * x_row_stride + columns, rows * residual_row_stride + columns
@@ -236,8 +236,9 @@ def backward_kernel(
         weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0)
     grad_weight = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
     grad_bias = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
-    for tile in tl.range(part, tl.cdiv(num_rows, BLOCK_ROWS), num_parts, num_stages=NUM_STAGES):
-        rows = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+    num_tiles = (num_rows - 1) // BLOCK_ROWS + 1
+    for tile in tl.range(part, num_tiles, num_parts, num_stages=NUM_STAGES):
+        rows = (tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
         row_mask = _exists(rows, num_rows, EVEN_ROWS)
         mask = row_mask & column_mask
         packed_grad_y = tl.load(grad_y_ptr + rows * grad_y_row_stride + columns, mask=mask, other=0.0)

@@ -1,4 +1,4 @@
-"""The host side of the row norms: checks of shapes, launch choices, launches."""
+"""The host side of the row norms: launch choices, launches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,8 @@ from liger_ops import backend
 from liger_ops.norm.kernels import backward_kernel, forward_kernel, long_forward_kernel, projections_kernel
 from liger_ops.norm.reductions import sum_parts
 
-
-def check_shapes(input: Tensor, normalized_shape: tuple[int, ...], **parameters: Tensor | None) -> None:
-    """Raises ValueError unless ``normalized_shape`` are the input's trailing sizes and the parameters have them."""
-    num_dims = len(normalized_shape)
-    if num_dims == 0 or 0 in normalized_shape or input.shape[-num_dims:] != normalized_shape:
-        raise ValueError(
-            "normalized_shape must be input's trailing sizes, positive and at least one, got"
-            f" {normalized_shape} for input of shape {tuple(input.shape)}"
-        )
-    for name, parameter in parameters.items():
-        if parameter is not None and parameter.shape != normalized_shape:
-            raise ValueError(
-                f"{name} must have shape normalized_shape = {normalized_shape}, got {tuple(parameter.shape)}"
-            )
+# Offsets inside a row are int32, for one row and, in backward, for the two sums: longer rows run in PyTorch.
+MAX_HIDDEN_SIZE = 2**30
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class _ForwardChoice(NamedTuple):
     max_block_size: int
     tile_size: int  # elements, at least one row
     num_warps: int
-    programs_per_multiprocessor: int | None = None  # each loads two tiles ahead; None: one program a tile
+    programs_per_multiprocessor: int | None = None  # each loads up to two tiles ahead; None: one program a tile
     is_centered: bool | None = None
     is_masked: bool | None = None
     element_size: int | None = None
@@ -78,9 +66,24 @@ _L2_BYTES_PER_MULTIPROCESSOR = 2**18
 
 @backend.launch_cache
 def choose_forward_launch(
-    hidden_size: int, element_size: int, num_multiprocessors: int, *, centered: bool
+    hidden_size: int,
+    element_size: int,
+    num_multiprocessors: int,
+    *,
+    centered: bool,
+    input_bytes: int,
+    shared_bytes: int,
 ) -> RowLaunch:
-    """A whole row in one tile, several short ones, or blocks of a long one."""
+    """A whole row in one tile, several short ones, or blocks of a long one.
+
+    Args:
+        hidden_size: Length of a row.
+        element_size: Bytes of x's elements.
+        num_multiprocessors: How many programs run at once.
+        centered: Whether the mean is subtracted.
+        input_bytes: Bytes of one element of x and, if there is one, of the residual together.
+        shared_bytes: Shared memory of a program, which holds the tiles that are loaded ahead.
+    """
     block_size = triton.next_power_of_2(hidden_size)
     if block_size > _FORWARD[-1].max_block_size:
         programs = max(1, min(4, _L2_BYTES_PER_MULTIPROCESSOR // (hidden_size * element_size)))
@@ -93,7 +96,8 @@ def choose_forward_launch(
     if choice.programs_per_multiprocessor is None:
         return RowLaunch(block_rows, block_size, choice.num_warps, reload_weight=True)
     max_programs = choice.programs_per_multiprocessor * num_multiprocessors
-    return RowLaunch(block_rows, block_size, choice.num_warps, max_programs, num_stages=3)
+    tiles_ahead = min(2, shared_bytes // (block_rows * block_size * input_bytes))
+    return RowLaunch(block_rows, block_size, choice.num_warps, max_programs, num_stages=1 + tiles_ahead)
 
 
 class _BackwardChoice(NamedTuple):
@@ -101,7 +105,7 @@ class _BackwardChoice(NamedTuple):
 
     max_block_size: int
     num_warps: int
-    tiles_ahead: int  # as far as shared memory holds them, unless tile_size is given
+    tiles_ahead: int  # as far as shared memory holds them
     programs_per_multiprocessor: int = 1
     tile_size: int | None = None  # elements; None: _TILE_BYTES of them, at least one row
     num_sums: int | None = None
@@ -164,9 +168,7 @@ def choose_backward_launch(
     tile_bytes = block_rows * block_size * element_size
     # Two sums of a row this long leave no registers for the weight, which is then loaded twice a tile.
     reload_weight = num_sums == 2 and tile_bytes > _TILE_BYTES
-    tiles_ahead = choice.tiles_ahead
-    if choice.tile_size is None:
-        tiles_ahead = min(tiles_ahead, shared_bytes // (tile_bytes * (num_inputs + 2 * reload_weight)))
+    tiles_ahead = min(choice.tiles_ahead, shared_bytes // (tile_bytes * (num_inputs + 2 * reload_weight)))
     return RowLaunch(
         block_rows=block_rows,
         block_size=block_size,
@@ -236,7 +238,14 @@ def launch_forward(
     rows, row_stride = _as_rows(x, hidden_size)
     residual_rows, residual_row_stride = _as_rows(residual, hidden_size)
     num_multiprocessors = backend.num_multiprocessors(x.device)
-    launch = choose_forward_launch(hidden_size, x.element_size(), num_multiprocessors, centered=centered)
+    launch = choose_forward_launch(
+        hidden_size,
+        x.element_size(),
+        num_multiprocessors,
+        centered=centered,
+        input_bytes=x.element_size() + (0 if residual is None else residual.element_size()),
+        shared_bytes=backend.shared_memory(x.device),
+    )
     arguments = {
         "x_ptr": rows,
         "residual_ptr": residual_rows,

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.launch import check_shapes, launch_backward, launch_forward
+from liger_ops.norm.checks import as_number, check_row_norm
+from liger_ops.norm.launch import MAX_HIDDEN_SIZE, launch_backward, launch_forward
 
 
 def layer_norm_reference(
@@ -134,19 +135,20 @@ def layer_norm(
         normalized_shape: The trailing dimensions that mean and variance go over.
         weight: Of ``normalized_shape``, in any floating dtype; None for 1.
         bias: Of ``normalized_shape``, in any floating dtype; None for 0.
-        eps: Added to the variance.
+        eps: Added to the variance, at least 0.
 
     Returns:
         A contiguous tensor of input's shape and dtype.
 
     Raises:
-        ValueError: If the shapes do not fit together.
+        TypeError: If a tensor is none, or not real and floating-point, or another argument is of a wrong type.
+        ValueError: If the shapes or devices do not fit together, or eps is negative or not finite.
     """
-    shape = tuple(normalized_shape)
-    check_shapes(input, shape, weight=weight, bias=bias)
-    if not backend.runs_on_triton(input, weight, bias):
-        return layer_norm_reference(input, shape, weight, bias, eps)
+    shape = check_row_norm(input, normalized_shape, weight=weight, bias=bias)
+    eps = as_number("eps", eps, at_least=0)
     hidden_size = math.prod(shape)
+    if not backend.runs_on_triton(input, weight, bias) or hidden_size > MAX_HIDDEN_SIZE:
+        return layer_norm_reference(input, shape, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):
         return _layer_norm_forward(input, weight, bias, hidden_size, eps)[0]
     return LayerNormFunction.apply(input, weight, bias, hidden_size, eps)

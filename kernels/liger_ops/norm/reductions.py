@@ -82,6 +82,7 @@ def _sum_parts_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """One program adds up BLOCK_COLUMNS columns."""
+    num_parts = tl.cast(num_parts, tl.int64)  # all parts may have more than 2**31 elements
     columns = (tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
     mask = columns < num_columns
     part_ptrs = parts_ptr + columns

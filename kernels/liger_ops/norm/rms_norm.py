@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.launch import check_shapes, launch_backward, launch_forward
+from liger_ops.arguments import check_choice, check_floating_tensors, check_shape, wrong_value
+from liger_ops.norm.checks import as_number, check_row_norm
+from liger_ops.norm.launch import MAX_HIDDEN_SIZE, launch_backward, launch_forward
 
 Casting = Literal["gemma", "llama", "none"]
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
@@ -215,22 +217,30 @@ class AddRMSNormFunction(torch.autograd.Function):
         )
 
 
-def _options(
+def check_options(eps: Any, offset: Any, casting: Any, *, has_weight: bool) -> tuple[float | None, float]:
+    """Returns eps and offset as floats; raises if one of them or casting is wrong."""
+    if eps is not None:
+        eps = as_number("eps", eps, at_least=0)
+    offset = as_number("offset", offset)
+    if offset and not has_weight:
+        raise wrong_value("offset", "0 without a weight, which it is added to", offset)
+    check_choice("casting", casting, CASTINGS)
+    return eps, offset
+
+
+def _check(
     input: Tensor,
-    shape: tuple[int, ...],
+    normalized_shape: Sequence[int],
     weight: Tensor | None,
     eps: float | None,
     offset: float,
     casting: Casting,
-) -> RMSNormOptions:
-    check_shapes(input, shape, weight=weight)
-    if weight is None and offset != 0.0:
-        raise ValueError(f"offset is added to weight, so it must be 0 without one, got {offset}")
-    if casting not in CASTINGS:
-        raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
+) -> tuple[tuple[int, ...], RMSNormOptions]:
+    shape = check_row_norm(input, normalized_shape, weight=weight)
+    eps, offset = check_options(eps, offset, casting, has_weight=weight is not None)
     if eps is None:
         eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
-    return RMSNormOptions(math.prod(shape), eps, offset, casting)
+    return shape, RMSNormOptions(math.prod(shape), eps, offset, casting)
 
 
 def rms_norm(
@@ -248,7 +258,8 @@ def rms_norm(
         input: ``[*, *normalized_shape]``, typically ``[batch_size, seq_len, hidden_size]``.
         normalized_shape: The trailing dimensions that the mean goes over.
         weight: Of ``normalized_shape``; None leaves the normalised input as it is.
-        eps: None means the machine epsilon of the arithmetic, as in ``F.rms_norm``: float32's for half precision.
+        eps: At least 0; None means the machine epsilon of the arithmetic, as in ``F.rms_norm``: float32's for half
+            precision.
         offset: Added to the weight; 1 for models whose weights are stored as deviations from one (Gemma).
         casting: "gemma" computes in float32, rounds once and returns input's dtype. "llama" rounds the normalised value
             to input's dtype, then applies the weight and returns the promoted dtype of both. "none" does so too and
@@ -258,12 +269,14 @@ def rms_norm(
         A contiguous tensor of input's shape.
 
     Raises:
-        ValueError: If the shapes do not fit together, casting is unknown, or offset is given without a weight.
+        TypeError: If a tensor is none, or not real and floating-point, or another argument is of a wrong type.
+        ValueError: If the shapes or devices do not fit together, casting is unknown, eps is negative, a number is not
+            finite, or offset is given without a weight.
     """
-    shape = tuple(normalized_shape)
-    options = _options(input, shape, weight, eps, offset, casting)
-    if not backend.runs_on_triton(input, weight):
-        return rms_norm_reference(input, shape, weight, eps=options.eps, offset=offset, casting=casting)
+    shape, options = _check(input, normalized_shape, weight, eps, offset, casting)
+    if not backend.runs_on_triton(input, weight) or options.hidden_size > MAX_HIDDEN_SIZE:
+        _, eps, offset, casting = options
+        return rms_norm_reference(input, shape, weight, eps=eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, weight):
         return _rms_norm_forward(input, weight, *options)[0]
     return RMSNormFunction.apply(input, weight, options)
@@ -295,14 +308,14 @@ def add_rms_norm(
         of input's shape.
 
     Raises:
-        ValueError: If the shapes do not fit together, casting is unknown, or offset is given without a weight.
+        TypeError, ValueError: As :func:`rms_norm`.
     """
-    shape = tuple(normalized_shape)
-    if residual.shape != input.shape:
-        raise ValueError(f"residual must have input's shape {tuple(input.shape)}, got {tuple(residual.shape)}")
-    options = _options(input, shape, weight, eps, offset, casting)
-    if not backend.runs_on_triton(input, residual, weight):
-        return add_rms_norm_reference(input, residual, shape, weight, eps=options.eps, offset=offset, casting=casting)
+    check_floating_tensors("input", input, residual=residual, optional=False)
+    check_shape("residual", residual, input.shape, "input's")
+    shape, options = _check(input, normalized_shape, weight, eps, offset, casting)
+    if not backend.runs_on_triton(input, residual, weight) or options.hidden_size > MAX_HIDDEN_SIZE:
+        _, eps, offset, casting = options
+        return add_rms_norm_reference(input, residual, shape, weight, eps=eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, residual, weight):
         normalized, _, total = _add_rms_norm_forward(input, residual, weight, *options)
         return normalized, total

@@ -1,15 +1,17 @@
 """Gated MLPs: SwiGLU, GeGLU and squared ReLU, of separate and of packed projections, and the same inside experts.
 
-Which projection is the gate, and which activation it has, is found by comparing outputs and gradients. The comparison
+Which projection is the gate, which activation it has and where a dropout is, is found by comparing outputs and
+gradients. The comparison
 replaces projections by cheap random linear maps of their sizes, so it costs nothing even where a weight has a hundred
 million elements, and projections that a user replaced (an adapter, quantised weights) do not prevent it.
 """
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,7 @@ from lightning_liger.patching.rules.base import (
     settings_of,
     takes_one_tensor,
 )
-from lightning_liger.patching.verify import PROBE_ERRORS, compare
+from lightning_liger.patching.verify import Rejected, compare, trial
 
 _GATES: dict[str, Callable[..., Tensor]] = {
     "silu_mul": silu_mul,
@@ -46,15 +48,17 @@ def _kernel_of(gate: str) -> str:
 _LARGE = 1e3
 
 
-def _probes(module: nn.Module) -> list[tuple[torch.dtype, float]]:
-    """Dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own last."""
-    own = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
-    return [(torch.float32, 1.0), (torch.float32, _LARGE), *((dtype, 1.0) for dtype in own[:1])]
+_PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (torch.float32, _LARGE), (None, 1.0))
+"""Dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own come last."""
+
+
+def _own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
+    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), default)
 
 
 @dataclass(frozen=True)
 class MLPReplacement(Replacement):
-    """``down(activation(gate(x)) * up(x))``.
+    """``down(activation(gate(x)) * up(x))``, with a dropout before or after ``down``, both or none.
 
     Attributes:
         gate: Name of the gate projection; of the packed projection if ``up`` is None.
@@ -62,6 +66,8 @@ class MLPReplacement(Replacement):
         down: Name of the down projection.
         activation: A key of ``_GATES``, or ``"relu_squared"`` without a second factor.
         up_first: Whether the gate is the second half of a packed projection.
+        inner_dropout: Name of the dropout before ``down``, or None.
+        outer_dropout: Name of the dropout after it, or None.
     """
 
     gate: str
@@ -69,6 +75,8 @@ class MLPReplacement(Replacement):
     down: str
     activation: str
     up_first: bool = False
+    inner_dropout: str | None = None
+    outer_dropout: str | None = None
 
     @property
     def kernel(self) -> str:
@@ -92,26 +100,37 @@ class MLPReplacement(Replacement):
             hidden = _GATES[self.activation](gate, up)
         else:
             hidden = _GATES[self.activation](gate)
-        return getattr(module, self.down)(hidden)
+        if self.inner_dropout is not None:
+            hidden = getattr(module, self.inner_dropout)(hidden)
+        output = getattr(module, self.down)(hidden)
+        return output if self.outer_dropout is None else getattr(module, self.outer_dropout)(output)
 
     def verify(self, module: nn.Module) -> float:
         error = 0.0  # that of the last probe, in the module's own dtype
-        for dtype, size in _probes(module):
+        own_dtype = _own_dtype(module)
+        for dtype, size in _PROBES:
             random = Randoms(probe_device(module))
             # named_children() would leave out the second name of a child that has two.
             own = {name: child for name, child in module._modules.items() if child is not None}
-            children = {name: _stand_in(child, dtype, random) for name, child in own.items()}
+            children = {
+                name: _stand_in(child, dtype or _own_dtype(child, own_dtype), random) for name, child in own.items()
+            }
             probe = probe_of(module, _modules=children)
             patched = self.patched_copy(probe)
-            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype, scale=size)
+            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or own_dtype, scale=size)
             error = compare(partial(probe.forward, x), partial(patched.forward, x), (x,))
         return error
 
 
 def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> Any:
-    """A cheap random linear map instead of a projection, a copy of any other child."""
+    """A cheap random linear map instead of a projection, a copy of any other child; every dropout drops half."""
     sizes = _sizes(child)
-    return copy.deepcopy(child).train() if sizes is None else _Sketch(*sizes, dtype, random)
+    if sizes is not None:
+        return _Sketch(*sizes, dtype, random)
+    child = copy.deepcopy(child).train()
+    if isinstance(child, nn.Dropout):  # where it is shows even if the module's own drops nothing
+        child.p = 0.5
+    return child
 
 
 class _Sketch(nn.Module):
@@ -163,12 +182,18 @@ class MLPRule(Rule):
             return None
         # Attention has projections of the same sizes, but no activation, and its forward has more parameters.
         is_simple = not others and len(inspect.signature(module.forward).parameters) == 1
-        if not is_simple and not _activations(module):
+        activations = _activations(module)
+        if not is_simple and not activations:
             return None
-        candidates = list(_mlps(sizes))
+        dropouts = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
+        candidates = [
+            replace(candidate, inner_dropout=inner, outer_dropout=outer)
+            for candidate in _mlps(sizes, _gates(activations))
+            for inner, outer in _places(dropouts)
+        ]
         if any(candidate.activation == "relu_squared" for candidate in candidates):
-            squared = torch.linspace(-2.0, 2.0, 9, device="cpu").relu().square()
-            if not any(torch.allclose(values, squared) for values in _activations(module)):
+            squared = _between_minus_2_and_2().relu().square()
+            if not any(torch.allclose(values, squared) for values in activations):
                 return None
         return candidates or None
 
@@ -178,33 +203,58 @@ class MLPRule(Rule):
         return super().signature(module), others
 
 
+def _between_minus_2_and_2() -> Tensor:
+    return torch.linspace(-2.0, 2.0, 9, dtype=torch.float32, device="cpu")
+
+
 def _activations(module: nn.Module) -> list[Tensor]:
     """Values between -2 and 2 of each elementwise function among the module's attributes and children."""
-    x = torch.linspace(-2.0, 2.0, 9, device="cpu")
+    x = _between_minus_2_and_2()
     values = []
     for function in (*vars(module).values(), *module.children()):
         if callable(function) and not isinstance(function, type | nn.Dropout | nn.Identity) and not _sizes(function):
             try:
-                y = function(x)
-            except PROBE_ERRORS:
+                with trial():
+                    y = function(x)
+            except Rejected:
                 continue
             if isinstance(y, Tensor) and y.shape == x.shape:
                 values.append(y)
     return values
 
 
-def _mlps(sizes: dict[str, tuple[int, int]]) -> Iterator[MLPReplacement]:
-    """All MLPs of projections with these names and sizes."""
+def _gates(activations: list[Tensor]) -> list[str]:
+    """The names of all gates, those with one of these activations first: a reason is then about such a gate."""
+    computed = _gate_values()
+    return sorted(_GATES, key=lambda name: not any(torch.allclose(computed[name], values) for values in activations))
+
+
+@functools.cache
+def _gate_values() -> dict[str, Tensor]:
+    """What :func:`_activations` finds for the activation of each gate."""
+    x = _between_minus_2_and_2()
+    return {name: gate(x, torch.ones_like(x)) for name, gate in _GATES.items()}
+
+
+def _places(dropouts: list[str]) -> list[tuple[str | None, str | None]]:
+    """What may be before and after the down projection; the most common first."""
+    places: list[tuple[str | None, str | None]] = [*itertools.permutations(dropouts, 2)]
+    places += [place for name in dropouts for place in ((name, None), (None, name))]
+    return [*places, (None, None)]
+
+
+def _mlps(sizes: dict[str, tuple[int, int]], gates: list[str]) -> Iterator[MLPReplacement]:
+    """All MLPs of projections with these names and sizes, and of these gates."""
     for down in reversed(sizes):
         others = [name for name in sizes if name != down]
         hidden_size, width = sizes[down][1], sizes[down][0]
         if any(sizes[name][0] != hidden_size for name in others):
             continue
         if len(others) == 2 and all(sizes[name][1] == width for name in others):
-            for (gate, up), activation in itertools.product(itertools.permutations(others), _GATES):
+            for (gate, up), activation in itertools.product(itertools.permutations(others), gates):
                 yield MLPReplacement(gate, up, down, activation)
         elif len(others) == 1 and sizes[others[0]][1] == 2 * width:
-            for up_first, activation in itertools.product((False, True), _GATES):
+            for up_first, activation in itertools.product((False, True), gates):
                 yield MLPReplacement(others[0], None, down, activation, up_first)
         elif len(others) == 1 and sizes[others[0]][1] == width:
             yield MLPReplacement(others[0], None, down, "relu_squared")
@@ -237,8 +287,8 @@ class ExpertsReplacement(Replacement):
         experts: Any = module
         patched: Any = self.patched_copy(module)
         width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
-        for dtype, size in _probes(module):
-            x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype, scale=size)
+        for dtype, size in _PROBES:
+            x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype or _own_dtype(module), scale=size)
             error = compare(partial(experts._apply_gate, x), partial(patched._apply_gate, x), (x,))
         return error
 

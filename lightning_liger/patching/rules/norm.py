@@ -19,7 +19,7 @@ from lightning_liger.patching.rules.base import (
     probe_device,
     probe_of,
 )
-from lightning_liger.patching.verify import PROBE_ERRORS, Mismatch, compare
+from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 
 _LARGEST_EPS = 1e-2
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
@@ -90,8 +90,9 @@ class NormReplacement(Replacement):
 
 def _runs(probe: nn.Module, x: Tensor) -> bool:
     try:
-        probe.forward(x)
-    except PROBE_ERRORS:
+        with trial():
+            probe.forward(x)
+    except Rejected:
         return False
     return True
 

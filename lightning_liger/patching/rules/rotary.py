@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from liger_ops import apply_rotary
 from lightning_liger.patching.rules.base import NUM_PROBE_TOKENS, Randoms, Replacement, Rule, probe_device
-from lightning_liger.patching.verify import PROBE_ERRORS, Mismatch, compare
+from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 
 _TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "as they are": lambda table: table,
@@ -148,24 +148,24 @@ def _form_of(function: Callable[..., Any]) -> RotaryForm | str:
     mismatch, reason = "", ""
     for form in _forms(list(inspect.signature(function).parameters)):
         try:
-            for table_dtype in (torch.float32, torch.bfloat16):
-                _compare(function, form, _PROBE_DIM, torch.float32, table_dtype, torch.device("cpu"))
-            _compare(function, form, _PROBE_DIM, torch.bfloat16, torch.float32, torch.device("cpu"))
+            with trial():
+                for table_dtype in (torch.float32, torch.bfloat16):
+                    _compare(function, form, _PROBE_DIM, torch.float32, table_dtype, torch.device("cpu"))
+                _compare(function, form, _PROBE_DIM, torch.bfloat16, torch.float32, torch.device("cpu"))
             return replace(form, partial=_is_partial(function, form))
+        except Rejected as error:
+            reason = reason or str(error)
         except Mismatch as error:
             mismatch = mismatch or str(error)
-        except PROBE_ERRORS as error:
-            reason = reason or str(error)
     return mismatch or reason
 
 
 def _is_partial(function: Callable[..., Any], form: RotaryForm) -> bool:
     """Whether ``function`` takes narrower tables; raises Mismatch if it then computes another form."""
     try:
-        _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, torch.device("cpu"), _PROBE_DIM // 2)
-    except Mismatch:
-        raise
-    except PROBE_ERRORS:
+        with trial():
+            _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, torch.device("cpu"), _PROBE_DIM // 2)
+    except Rejected:
         return False
     return True
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO
 
+from liger_ops.arguments import check_path
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
 from lightning_liger.resuming.rank_state import RankStates
+from lightning_liger.resuming.safe_loading import check_checkpoint, check_is_of_trainer, sharded_errors_explained
 from lightning_liger.resuming.sigterm import GracefulShutdown
 
 if TYPE_CHECKING:
@@ -34,12 +36,20 @@ class TrainerFaultTolerance(_TrainerStrategy):
         ValueError: If ``fault_tolerance`` is not a bool.
     """
 
+    _reads_by_itself = False
+    """Whether the strategy reads checkpoints without its ``checkpoint_io``."""
+
     def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
         check_fault_tolerance(fault_tolerance)
         self.fault_tolerance = fault_tolerance
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
         super().__init__(*args, **kwargs)
+
+    @property
+    def _classes_in_checkpoints(self) -> tuple[type, ...]:
+        """Further classes that checkpoints of the strategy consist of."""
+        return ()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -72,10 +82,17 @@ class TrainerFaultTolerance(_TrainerStrategy):
         else:
             fail_together(path, lambda: save(path))
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint; :mod:`~lightning_liger.resuming.safe_loading` says what is refused."""
+        check_path("ckpt_path", checkpoint_path)
+        path = self.broadcast(checkpoint_path)
+        if self._reads_by_itself:
+            check_checkpoint(Path(path), weights_only, self._classes_in_checkpoints)
+        with sharded_errors_explained(path):
+            checkpoint = super().load_checkpoint(path, weights_only)
+        check_is_of_trainer(checkpoint, path)
         if self.fault_tolerance:
-            self._rank_states.take_from(checkpoint, self._trainer)
+            self._rank_states.take_from(checkpoint, self._trainer, path)
         return checkpoint
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -102,6 +119,10 @@ class TrainerFaultTolerance(_TrainerStrategy):
         super().on_validation_end()
         if self.fault_tolerance:
             self._rank_states.on_validation_end()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -132,12 +153,17 @@ class FabricFaultTolerance(_FabricStrategy):
     """
 
     _writes_by_itself = False
-    """Whether the strategy writes files and folders without its ``checkpoint_io``."""
+    """Whether the strategy writes and reads files and folders without its ``checkpoint_io``."""
 
     def __init__(self, *args: Any, fault_tolerance: bool = True, **kwargs: Any) -> None:
         check_fault_tolerance(fault_tolerance)
         self.fault_tolerance = fault_tolerance
         super().__init__(*args, **kwargs)
+
+    @property
+    def _classes_in_checkpoints(self) -> tuple[type, ...]:
+        """Further classes that checkpoints of the strategy consist of."""
+        return ()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -167,6 +193,17 @@ class FabricFaultTolerance(_FabricStrategy):
             save_on_all_ranks(Path(path), save)
         else:
             fail_together(path, lambda: save(path))
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint; :mod:`~lightning_liger.resuming.safe_loading` says what is refused."""
+        check_path("path", path)
+        path = self.broadcast(path)
+        if self._writes_by_itself:
+            check_checkpoint(Path(path), weights_only, self._classes_in_checkpoints)
+        with sharded_errors_explained(path):
+            return super().load_checkpoint(path, state, strict, weights_only)
 
 
 def check_fault_tolerance(fault_tolerance: Any) -> None:

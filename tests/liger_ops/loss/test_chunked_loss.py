@@ -26,7 +26,7 @@ from liger_ops.loss.chunked_loss import (
     default_chunk_size,
 )
 from liger_ops.loss.options import Targets
-from liger_ops.loss.token_plan import plan_tokens
+from liger_ops.loss.token_plan import TokenPlan, plan_tokens
 from tests.liger_ops.loss.test_linear_cross_entropy import (
     HIDDEN,
     WHOLE,
@@ -157,6 +157,56 @@ def test_kept_tokens_are_as_many_as_counted_unless_the_host_has_a_bound(
     assert tokens.count() == (num_kept if max_kept is None else max_kept)
     assert tokens.count() == tokens.count()
     assert all(labels[token] != IGNORED for token in tokens.order[:num_kept].tolist())
+
+
+class OnOtherGpu(Tensor):
+    """A number that says that it is on another GPU than the current one."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+
+def test_number_of_kept_tokens_waits_for_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = []
+    event = SimpleNamespace(record=streams.append, synchronize=lambda: None)
+    pinned = torch.zeros((), dtype=torch.int64)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pinned)
+    plan = TokenPlan(torch.ones(()), None, torch.tensor(3).as_subclass(OnOtherGpu))
+    assert KeptTokens(plan).count() == 3
+    assert streams == ["stream of cuda:1"]
+
+
+@pytest.mark.multi_gpu
+def test_tokens_of_another_gpu_than_the_current_one_are_counted() -> None:
+    tensors, labels = make_batch(64, 50, device="cuda:1")
+    expected = loss_and_gradients(linear_cross_entropy, tensors, labels, **chunks_of(8, tensors))
+    with torch.cuda.device(1):
+        torch.cuda._sleep(10**9)
+    actual = loss_and_gradients(linear_cross_entropy, tensors, labels, **chunks_of(8, tensors))
+    torch.testing.assert_close(actual, expected)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab_size", [8, 11])
+def test_padding_of_a_chunk_is_zero(vocab_size: int, dtype: torch.dtype) -> None:
+    # Matrix products in half precision read it on some CPUs, where NaN would spread.
+    hidden_states, weight = torch.randn(5, 3).to(dtype), torch.randn(vocab_size, 3).to(dtype)
+    paddings = []
+
+    def loss(logits: Tensor, index: Tensor | None) -> None:
+        assert (logits.stride(0) * logits.element_size()) % 16 == 0
+        paddings.append(logits._base[: len(logits), vocab_size:].clone())
+
+    chunked_linear_loss(
+        hidden_states, weight, None, kept_tokens(torch.arange(5)), loss,
+        chunk_size=2, accumulate_dtype=torch.float32, needs_gradient=ALL_GRADIENTS,
+    )  # fmt: skip
+    assert [len(padding) for padding in paddings] == [2, 2, 1]
+    assert all(padding.numel() > 0 or vocab_size == 8 for padding in paddings)
+    assert not any(padding.any() for padding in paddings)
 
 
 def run_half_squares(

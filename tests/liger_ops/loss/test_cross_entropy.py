@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0},
     "logit_scale": {"logit_scale": 0.25},
     "z_loss": {"z_loss_weight": 1e-2},
+    "class_weight+z_loss": {"weight": "random", "z_loss_weight": 1e-2},
     "everything": {
         "ignore_index": -1, "weight": "random", "label_smoothing": 0.1, "token_weight": "random", "softcap": 8.0,
         "logit_scale": 0.5, "z_loss_weight": 1e-2,
@@ -97,7 +98,7 @@ def plain_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss in plain PyTorch."""
+    """The loss in plain PyTorch; class weights do not apply to the z-loss, nor to what its mean divides by."""
     z = plain_transform(logits, softcap, logit_scale)
     kept = labels != ignore_index
     weight = z.new_ones(z.shape[-1]) if weight is None else weight.to(z)
@@ -105,10 +106,14 @@ def plain_cross_entropy(
     losses = F.cross_entropy(
         z, labels, weight, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
     )
-    losses = token_weight * (losses + z_loss_weight * (torch.logsumexp(z, -1) ** 2).where(kept, 0.0))
+    losses = token_weight * losses
+    z_losses = token_weight * z_loss_weight * (torch.logsumexp(z, -1) ** 2).where(kept, 0.0)
     if reduction == "none":
-        return losses
-    return losses.sum() / (1.0 if reduction == "sum" else (weight[labels.where(kept, 0)] * token_weight)[kept].sum())
+        return losses + z_losses
+    if reduction == "sum":
+        return losses.sum() + z_losses.sum()
+    mean = losses.sum() / (weight[labels.where(kept, 0)] * token_weight)[kept].sum()
+    return mean + z_losses.sum() / token_weight[kept].sum() if z_loss_weight else mean
 
 
 def plain_stats(logits: Tensor, labels: Tensor, **options: Any) -> TokenStats:
@@ -279,21 +284,41 @@ def test_loss_scale_keeps_float16_gradients_from_underflow(reduction: str, devic
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_token_weight_scales_each_loss_and_the_mean_divides_by_its_sum(reduction: str, device: torch.device) -> None:
     logits, labels, options = make_case("everything", 5, 50, device)
-    token_weight = options.pop("token_weight").requires_grad_()
+    token_weight = options.pop("token_weight")
+    del options["z_loss_weight"]  # whose mean divides by something else
     class_weight = options.get("weight", torch.ones(50, device=device))
     kept = labels != options.get("ignore_index", -100)
     losses = cross_entropy(logits, labels, reduction="none", **options)
     loss = cross_entropy(logits.requires_grad_(), labels, reduction=reduction, token_weight=token_weight, **options)
-    weighted = losses * token_weight.detach()
+    weighted = losses * token_weight
     expected = {
         "none": weighted,
         "sum": weighted.sum(),
-        "mean": weighted.sum() / (token_weight.detach() * class_weight[labels.where(kept, 0)])[kept].sum(),
+        "mean": weighted.sum() / (token_weight * class_weight[labels.where(kept, 0)])[kept].sum(),
     }[reduction]
     torch.testing.assert_close(loss.detach(), expected)
     loss.sum().backward()
-    assert token_weight.grad is None
     assert not logits.grad[1].any()  # of weight zero
+
+
+@pytest.mark.parametrize("scale", [0.25, 64.0])
+def test_scale_of_class_weights_does_not_change_the_mean(scale: float, device: torch.device) -> None:
+    logits, labels, options = make_case("everything", 9, 50, device)
+    expected = loss_and_gradient(cross_entropy, logits, labels, **options)
+    options["weight"] = scale * options["weight"]
+    torch.testing.assert_close(loss_and_gradient(cross_entropy, logits, labels, **options), expected)
+
+
+def test_mean_z_loss_is_over_tokens_whatever_their_class_weights(device: torch.device) -> None:
+    logits, labels = make_batch(9, 50, device=device)
+    kept = labels != -100
+    weight, token_weight = torch.rand(50, device=device) + 0.5, torch.rand(9, device=device)
+    squares = logits.double().logsumexp(-1)[kept] ** 2
+    for options in ({"weight": weight}, {"weight": weight, "token_weight": token_weight}):
+        with_z_loss, without = (cross_entropy(logits, labels, z_loss_weight=z, **options) for z in (0.125, 0.0))
+        factor = options.get("token_weight", torch.ones_like(token_weight))[kept]
+        expected = 0.125 * (factor * squares).sum() / factor.sum()
+        torch.testing.assert_close((with_z_loss - without).double(), expected, rtol=1e-5, atol=0)
 
 
 def test_token_weight_of_an_ignored_token_does_not_matter(device: torch.device) -> None:
@@ -329,6 +354,18 @@ def test_summed_weight_of_zero_gives_a_mean_of_nan_and_no_gradient(
     assert not gradient.any()
     loss, gradient = loss_and_gradient(cross_entropy, logits, labels, reduction="sum", **weight)
     assert loss == 0
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("which", ["token_weight", "weight"])
+def test_mean_with_a_z_loss_is_nan_without_gradient_if_the_summed_weight_is_zero(
+    which: str, device: torch.device
+) -> None:
+    logits, labels = make_batch(4, 123, device=device)
+    options = {"weight": torch.ones(123, device=device), "token_weight": torch.ones(4, device=device)}
+    options[which].zero_()
+    loss, gradient = loss_and_gradient(cross_entropy, logits, labels, z_loss_weight=0.1, **options)
+    assert loss.isnan()
     assert not gradient.any()
 
 
@@ -737,9 +774,9 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
     ("options", "message"),
     [
         ({"reduction": "average"}, "reduction must be one of .* got 'average'"),
-        ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1, got 1.5"),
-        ({"softcap": 0.0}, "softcap must be positive or None, got 0.0"),
-        ({"z_loss_weight": -1.0}, "z_loss_weight must not be negative, got -1.0"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be .* at most 1, got 1.5"),
+        ({"softcap": 0.0}, "softcap must be .* above 0 or None, got 0.0"),
+        ({"z_loss_weight": -1.0}, "z_loss_weight must be .* of at least 0, got -1.0"),
         ({"weight": torch.ones(10)}, r"weight must have shape \(11,\), got \(10,\)"),
         ({"token_weight": torch.ones(3)}, r"token_weight must have target's shape \(4,\), got \(3,\)"),
         ({"token_weight": torch.tensor(1.0)}, r"token_weight must have target's shape \(4,\), got \(\)"),
@@ -827,7 +864,13 @@ def test_backward_op_passes_opcheck(name: str, num_tokens: int, triton_device: t
 
 COMPILED = {
     "mean+inplace_backward": {"reduction": "mean", "inplace_backward": True},  # which changes nothing here
-    "mean+stats": {"reduction": "mean", "return_stats": True, "label_smoothing": 0.1, "softcap": 8.0},
+    "mean+stats": {
+        "reduction": "mean",
+        "return_stats": True,
+        "label_smoothing": 0.1,
+        "softcap": 8.0,
+        "z_loss_weight": 1e-2,
+    },
     "none+stats": {"reduction": "none", "return_stats": True, "z_loss_weight": 1e-2, "ignore_index": 3},
 }
 

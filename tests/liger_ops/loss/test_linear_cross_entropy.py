@@ -128,10 +128,10 @@ def test_weights_scale_single_losses_and_their_sum(reduction: str, rows: int, de
 def test_adapter_of_low_rank_is_part_of_the_head(
     reduction: str, rows: int, frozen: tuple[int, ...], device: torch.device
 ) -> None:
-    options = make_options("everything", 5, 123, device) | {"reduction": reduction}
-    tensors, labels = make_batch(5, 123, device=device, ignore_index=options["ignore_index"])
-    tensors = [*tensors, torch.randn(5, 3, device=device), torch.randn(123, 3, device=device)]
-    upstream = torch.randn(5 if reduction == "none" else (), device=device)
+    options = make_options("everything", 6, 123, device) | {"reduction": reduction}
+    tensors, labels = make_batch(6, 123, device=device, ignore_index=options["ignore_index"])
+    tensors = [*tensors, torch.randn(6, 3, device=device), torch.randn(123, 3, device=device)]
+    upstream = torch.randn(6 if reduction == "none" else (), device=device)
 
     def run(dtype: torch.dtype, function: Callable[..., Tensor], **more: Any) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_(index not in frozen) for index, x in enumerate(tensors)]
@@ -516,10 +516,10 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
     ("options", "message"),
     [
         ({"reduction": "average"}, "reduction must be one of .* got 'average'"),
-        ({"label_smoothing": -0.5}, "label_smoothing must be between 0 and 1, got -0.5"),
-        ({"chunk_bytes": 0}, "chunk_bytes must be a positive number of bytes, got 0"),
-        ({"chunk_bytes": 0, "target": torch.ones(4, 11)}, "chunk_bytes must be a positive number of bytes, got 0"),
-        ({"max_valid_tokens": -1}, "max_valid_tokens must not be negative, got -1"),
+        ({"label_smoothing": -0.5}, "label_smoothing must be .* of at least 0 .*, got -0.5"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be an integer of at least 1 or None, got 0"),
+        ({"chunk_bytes": 0, "target": torch.ones(4, 11)}, "chunk_bytes must be an integer of at least 1 .*, got 0"),
+        ({"max_valid_tokens": -1}, "max_valid_tokens must be an integer of at least 0 or None, got -1"),
         ({"linear_weight": torch.ones(3)}, r"linear_weight must be \[vocab_size, hidden_size\], got shape \(3,\)"),
         ({"linear_weight": torch.ones(11, 3).bfloat16()}, "linear_weight must have .* torch.float32, got torch.bfl"),
         ({"input": torch.ones(4, 5)}, r"input must end in .* = 3, got shape \(4, 5\)"),
@@ -617,7 +617,8 @@ def assert_compiled_gives_the_same(
     tensors, labels = make_batch(7, 50, device=device)
     options = {
         "reduction": reduction, "softcap": 3.0, "label_smoothing": 0.1, "return_stats": return_stats,
-        "max_valid_tokens": max_valid_tokens, "token_weight": torch.rand(7).to(device), **chunks_of(4, tensors),
+        "max_valid_tokens": max_valid_tokens, "token_weight": torch.rand(7).to(device), "z_loss_weight": 0.1,
+        "weight": torch.rand(50).to(device), **chunks_of(4, tensors),
     }  # fmt: skip
     upstream = torch.randn(7).to(device) if reduction == "none" else None
     torch._dynamo.reset()
@@ -660,6 +661,14 @@ def test_autocast_computes_the_products_in_its_dtype_and_returns_the_inputs(
 
 
 # What only a GPU can show.
+
+
+def test_autocast_leaves_float64_alone_as_a_linear_layer_does() -> None:
+    tensors, labels = make_batch(5, 50, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = loss_and_gradients(linear_cross_entropy, tensors, labels)
+        truth = loss_and_gradients(plain_linear_cross_entropy, tensors, labels)
+    torch.testing.assert_close(actual, truth)
 
 
 @pytest.mark.gpu

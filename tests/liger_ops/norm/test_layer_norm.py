@@ -230,8 +230,8 @@ def test_layer_norm_off_cuda_is_the_reference(monkeypatch: pytest.MonkeyPatch) -
         pytest.param(((5,),), r"normalized_shape .* got \(5,\) for input of shape \(2, 4\)", id="trailing size"),
         pytest.param(((),), r"normalized_shape .* got \(\)", id="no dimension"),
         pytest.param(((3, 2, 4),), r"normalized_shape .* got \(3, 2, 4\)", id="too many dimensions"),
-        pytest.param(((4,), torch.ones(3)), r"weight .* \(4,\), got \(3,\)", id="weight"),
-        pytest.param(((4,), None, torch.ones(1)), r"bias .* \(4,\), got \(1,\)", id="bias"),
+        pytest.param(((4,), torch.ones(3)), r"weight .* \(4,\) .* got .* \(3,\)", id="weight"),
+        pytest.param(((4,), None, torch.ones(1)), r"bias .* \(4,\) .* got .* \(1,\)", id="bias"),
     ],
 )
 def test_layer_norm_rejects(arguments: tuple, message: str) -> None:

@@ -252,10 +252,10 @@ def test_rms_norm_off_cuda_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.param(((5,),), {}, r"normalized_shape .* got \(5,\) for input of shape \(2, 4\)", id="trailing size"),
         pytest.param(((),), {}, r"normalized_shape .* got \(\)", id="no dimension"),
         pytest.param(((3, 2, 4),), {}, r"normalized_shape .* got \(3, 2, 4\)", id="too many dimensions"),
-        pytest.param(((4,), torch.ones(3)), {}, r"weight .* \(4,\), got \(3,\)", id="weight"),
+        pytest.param(((4,), torch.ones(3)), {}, r"weight .* \(4,\) .* got .* \(3,\)", id="weight"),
         pytest.param(((4,),), {"offset": 1.0}, r"offset .* got 1\.0", id="offset without weight"),
         pytest.param(
-            ((4,),), {"casting": "bert"}, r"casting must be one of gemma, llama, none, got 'bert'", id="casting"
+            ((4,),), {"casting": "bert"}, r"casting must be one of 'gemma', 'llama', 'none', got 'bert'", id="casting"
         ),
     ],
 )
@@ -400,7 +400,7 @@ def test_add_rms_norm_off_cuda_is_the_reference() -> None:
 
 
 def test_add_rms_norm_rejects_a_residual_of_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"residual must have input's shape \(2, 4\), got \(4,\)"):
+    with pytest.raises(ValueError, match=r"residual must be .* shape \(2, 4\) \(input's\), got .* \(4,\)"):
         add_rms_norm(torch.ones(2, 4), torch.ones(4), (4,))
 
 

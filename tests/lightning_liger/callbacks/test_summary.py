@@ -1,9 +1,12 @@
 """The counts and the speed of ``TrainingSummary``."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
 from lightning_liger import LigerCallback, LigerStrategy, TrainingSummary
 from lightning_liger.callbacks import summary as summary_module
@@ -85,8 +88,25 @@ def test_speed_leaves_out_validation(tmp_path, ticking):
     assert summary.results["tokens_per_second"] == TOKENS / 2.0
 
 
+@pytest.mark.parametrize(("num_replicas", "times"), [(4, 4), (2, 2), (1, 1)], ids=["data", "pairs", "one_group"])
+def test_ranks_that_share_batches_count_their_tokens_once(num_replicas, times):
+    """Of four ranks, all with the same numbers, as tensor and context parallelism have it."""
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda totals, reduce_op: totals * 4)
+    trainer = SimpleNamespace(
+        strategy=strategy,
+        world_size=4,
+        global_step=1,
+        callback_metrics={},
+        distributed_sampler_kwargs={"num_replicas": num_replicas, "rank": 0},
+    )
+    summary = TrainingSummary()
+    summary._num_tokens, summary._seconds = 100, 2.0
+    summary.on_fit_end(trainer, nn.Module())
+    assert summary.results["tokens_per_second"] == times * 100 / 2.0
+
+
 def test_negative_skip_steps_are_refused():
-    with pytest.raises(ValueError, match="skip_steps must not be negative, got -1"):
+    with pytest.raises(ValueError, match="skip_steps must be an integer of at least 0, got -1"):
         TrainingSummary(skip_steps=-1)
     assert TrainingSummary().skip_steps == 2
 

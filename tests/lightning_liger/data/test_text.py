@@ -48,7 +48,8 @@ def make(tmp_path, corpus):
 
 def ready(data: TextDataModule, num_replicas: int = 1, rank: int = 0) -> TextDataModule:
     """Prepared and set up as by a Trainer on this rank."""
-    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": num_replicas, "rank": rank})
+    sampler_kwargs = {"num_replicas": num_replicas, "rank": rank}
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs=sampler_kwargs, predicting=False)
     data.prepare_data()
     data.setup("fit")
     return data
@@ -238,19 +239,19 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("vocab_size", 256, "at least 257"),
-        ("block_size", 1, "at least 2"),
-        ("batch_size", 0, "at least 1"),
-        ("validation_fraction", 1.0, "at least 0 and below 1"),
-        ("validation_fraction", -0.1, "at least 0 and below 1"),
-        ("seed", -1, "at least 0"),
-        ("text_field", "", "the name of a field"),
-        ("num_workers", -1, "at least 0"),
-        ("max_documents", 0, "at least 1"),
+        ("vocab_size", 256, "an integer of at least 257"),
+        ("block_size", 1, "an integer of at least 2"),
+        ("batch_size", 0, "an integer of at least 1"),
+        ("validation_fraction", 1.0, "a finite number of at least 0 and below 1"),
+        ("validation_fraction", -0.1, "a finite number of at least 0 and below 1"),
+        ("seed", -1, "an integer of at least 0"),
+        ("text_field", "", "a string that is not empty"),
+        ("num_workers", -1, "an integer of at least 0"),
+        ("max_documents", 0, "an integer of at least 1"),
     ],
 )
 def test_impossible_arguments_are_named(make, name, value, expected):
-    with pytest.raises(ValueError, match=rf"data\.{name}={value!r} is not possible: expected {expected}"):
+    with pytest.raises(ValueError, match=rf"data\.{name} must be {expected}.*, got {value!r}"):
         make(**{name: value})
 
 
@@ -320,3 +321,54 @@ def test_trainer_shuffles_anew_each_epoch(make, tmp_path, validation_fraction):
     first, second = model.epochs
     assert sorted(first) == sorted(second)
     assert first != second
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer/tokenizer.json", "metadata.json"])
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_damaged_cache_is_made_again_with_a_warning_that_names_the_file(make, name, damage):
+    data = ready(make())
+    expected, file = data.train_data.tokens.tolist(), data.cache_folder / name
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-3])
+    else:
+        file.unlink()
+    with pytest.raises(RuntimeError, match=rf"{name}.*: call prepare_data\(\) first"):
+        make().setup("fit")
+    with pytest.warns(UserWarning, match=rf"is damaged and made again: .*{name}"):
+        again = ready(make())
+    assert again.train_data.tokens.tolist() == expected
+
+
+def test_file_in_place_of_the_cache_folder_is_replaced(make):
+    data = make()
+    data.cache_folder.parent.mkdir()
+    data.cache_folder.touch()
+    with pytest.warns(UserWarning, match="is not a folder"):
+        assert rows(ready(data).train_dataloader())
+
+
+def test_checkpoint_state_is_the_tokenizer_and_loads_with_weights_only(make, tmp_path):
+    assert make().state_dict() == {}
+    data = ready(make())
+    torch.save(data.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    ready(make(block_size=8)).load_state_dict(state)
+    fresh = make()
+    fresh.load_state_dict(state)
+    assert fresh.text_tokenizer.backend_tokenizer.to_str() == data.text_tokenizer.backend_tokenizer.to_str()
+    assert fresh.state_dict() == state
+
+
+@pytest.mark.parametrize("is_loaded_first", [False, True])
+def test_checkpoint_of_another_tokenizer_is_refused_with_both_named(make, is_loaded_first):
+    state, other = ready(make()).state_dict(), make(vocab_size=300)
+    message = r"trained on data\.path='.*' \(300 tokens\) is not the checkpoint's tokenizer, .* \(\d+ tokens\): give"
+    if is_loaded_first:
+        other.load_state_dict(state)
+        with pytest.raises(ValueError, match=message):
+            ready(other)
+        other.teardown("fit")  # as the Trainer calls it: the next run has another checkpoint
+        ready(other)
+    else:
+        with pytest.raises(ValueError, match=message):
+            ready(other).load_state_dict(state)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lightning_liger import LazyLogits, apply_liger_kernels
 from lightning_liger.patching import KERNELS, check_kernels
 from lightning_liger.patching.apply import apply_and_announce
-from lightning_liger.patching.rules import RULES, HeadRule, Patched
+from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules.head import HeadReplacement
+from lightning_liger.patching.rules.norm import NormRule
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
@@ -116,19 +118,19 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kernels", "message"),
     [
         ({"linear_cross_entropy": {"chunk_size": 3}}, "True or False, or a dict with chunk_bytes and accumulate_dtype"),
-        ({"rope": {"chunk_bytes": 3}}, r"kernels\['rope'\] must be True or False; got"),
+        ({"rope": {"chunk_bytes": 3}}, r"kernels\['rope'\] must be True or False, got"),
         ({"linear_cross_entropy": 7}, "must be True or False, or a dict"),
-        ({"linear_cross_entropy": {"chunk_bytes": 0}}, "chunk_bytes must be a positive number of bytes, got 0"),
-        ({"linear_cross_entropy": {"chunk_bytes": 1.5}}, "chunk_bytes must be a positive number of bytes, got 1.5"),
-        ({"linear_cross_entropy": {"accumulate_dtype": "int8"}}, "must be a floating-point dtype, got 'int8'"),
-        ({"linear_cross_entropy": {"accumulate_dtype": "f32"}}, "must be a floating-point dtype, got 'f32'"),
+        ({"linear_cross_entropy": {"chunk_bytes": 0}}, r"\['chunk_bytes'\].* must be an integer of at least 1, got 0"),
+        ({"linear_cross_entropy": {"chunk_bytes": 1.5}}, r"'chunk_bytes'\].* an integer of at least 1, got 1.5"),
+        ({"linear_cross_entropy": {"accumulate_dtype": "int8"}}, "must be one of 'float16', .*, got 'int8'"),
+        ({"linear_cross_entropy": {"accumulate_dtype": "f32"}}, "must be one of 'float16', .*, got 'f32'"),
         ({"loss": True}, r"unknown \['loss'\]"),
     ],
     ids=str,
 )
 def test_wrong_options_are_refused_before_anything_changes(kernels: Any, message: str) -> None:
     model = tiny_llama()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         apply_liger_kernels(model, kernels)
     assert replaced(model) == []
 
@@ -394,5 +396,25 @@ def test_model_that_is_already_patched_is_no_warning() -> None:
         assert apply_liger_kernels(model, {name: False for name in KERNELS if name != "layer_norm"}).num_replaced == 0
 
 
-def test_kernels_of_the_rules_are_those_that_users_choose():
-    assert {kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels} == set(KERNELS)
+def test_names_of_kernels_are_those_of_the_rules():
+    names = "rms_norm layer_norm rope silu_mul gelu_mul relu_squared linear_cross_entropy"
+    assert " ".join(KERNELS) == names
+
+
+def test_candidate_whose_kernel_its_rule_does_not_name_is_an_error(monkeypatch):
+    monkeypatch.setattr(NormRule, "kernels", ("layer_norm",))
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=r"NormRule.kernels must name .* all its candidates, got no {'rms_norm'}"):
+        apply_liger_kernels(model)
+    assert replaced(model) == []
+
+
+def test_error_while_classes_are_exchanged_leaves_none_exchanged(monkeypatch):
+    def fails(self, original):
+        raise MemoryError
+
+    monkeypatch.setattr(HeadReplacement, "patched_class", fails)  # the last module
+    model = tiny_llama()
+    with pytest.raises(MemoryError):
+        apply_liger_kernels(model)
+    assert replaced(model) == []

@@ -156,6 +156,70 @@ def test_kernel_that_raises_on_the_probe_is_not_used(monkeypatch: pytest.MonkeyP
     assert "hidden_size is too odd" in entry.reason
 
 
+DEVICE_ERRORS = {
+    "out_of_memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "accelerator": torch.AcceleratorError("an illegal memory access was encountered"),
+    "cuda": RuntimeError("CUDA error: device-side assert triggered"),
+    "driver": RuntimeError("CUDA driver error: invalid argument"),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+    "triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "cpu_memory": RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    "memory": MemoryError(),
+}
+
+
+@pytest.mark.usefixtures("_forget_rotary_functions")
+@pytest.mark.parametrize("error", DEVICE_ERRORS.values(), ids=DEVICE_ERRORS)
+@pytest.mark.parametrize(
+    ("owner", "function"),
+    [
+        (modeling_llama.LlamaRMSNorm, "forward"),
+        (modeling_llama.LlamaMLP, "forward"),
+        (norm, "rms_norm"),
+        (rotary, "apply_rotary"),
+        (type(modeling_llama.ACT2FN["silu"]), "forward"),  # is called to see whether it is an activation
+    ],
+    ids=["norm", "mlp", "kernel", "rope", "activation"],
+)
+def test_error_of_the_device_is_raised_and_nothing_is_replaced(
+    owner: Any, function: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        raise error
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        raise error
+
+    fails = forward if function == "forward" else kernel
+    monkeypatch.setattr(owner, function, fails)
+    model = tiny_llama()
+    before = [(type(module), dict(vars(module))) for module in model.modules()]
+    with pytest.raises(type(error)) as raised:
+        apply_liger_kernels(model)
+    assert raised.value is error
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == before
+    monkeypatch.undo()
+    assert apply_liger_kernels(model).num_replaced == 10
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        "mat1 and mat2 shapes cannot be multiplied (5x16 and 24x16)",
+        "",
+    ],
+)
+def test_error_of_the_module_means_that_it_is_not_the_same(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", fails)
+    entry = next(entry for entry in apply_liger_kernels(tiny_llama()).entries if entry.kernel == "rms_norm")
+    assert entry.reason == f"rms_norm (llama casting) is not the same: {message or 'RuntimeError'}"
+
+
 def test_verification_leaves_random_state_parameters_and_gradients_alone() -> None:
     model = tiny_llama()
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

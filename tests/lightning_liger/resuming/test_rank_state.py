@@ -224,6 +224,22 @@ def test_checkpoint_loads_in_lightnings_strategy(tmp_path, name):
     assert isinstance(DropoutLM.load_from_checkpoint(tmp_path / name, strict=True), L.LightningModule)
 
 
+def test_state_of_a_checkpoint_is_dropped_if_its_run_does_not_train(tmp_path):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    on_cpu = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, "enable_checkpointing": False}
+    trainer = L.Trainer(strategy="liger", max_steps=1, **on_cpu, **quiet)
+    trainer.fit(DropoutLM(), shuffled_loader())
+    trainer.save_checkpoint(tmp_path / "done.ckpt")
+    trainer.fit(DropoutLM(), shuffled_loader(), ckpt_path=tmp_path / "done.ckpt")  # has no steps left
+    assert trainer.strategy._rank_states._loaded is None
+    checkpoint = torch.load(tmp_path / "done.ckpt")
+    checkpoint["optimizer_states"][0]["param_groups"] = []
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        trainer.fit(DropoutLM(), shuffled_loader(), ckpt_path=tmp_path / "other.ckpt")
+    assert trainer.strategy._rank_states._loaded is None
+
+
 class OwnLoader:
     """A data loader that keeps its state itself."""
 

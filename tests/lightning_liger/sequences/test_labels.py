@@ -271,7 +271,10 @@ def test_piece_has_the_positions_of_the_row_and_what_is_given_as_it_is() -> None
     assert piece["shift_labels"].tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
     assert piece["position_ids"].tolist() == [[4, 5, 6, 7]]
     assert piece["cu_seq_lens_q"] is lengths
-    assert split_sequence({"input_ids": torch.zeros(1, 4)}, 0, 1).keys() == {"input_ids", "position_ids"}
+    assert split_sequence({"input_ids": torch.zeros(1, 4, dtype=torch.int32)}, 0, 1).keys() == {
+        "input_ids",
+        "position_ids",
+    }
 
 
 IDS = torch.zeros(2, 6, dtype=torch.int64)

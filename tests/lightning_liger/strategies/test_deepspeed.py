@@ -180,6 +180,7 @@ def test_lower_precisions_train_fused(launched, stage):
             run = result[stage][precision]
             assert run["losses"][-1] < run["losses"][0] - 0.3
             assert run["loss_scale"] == (2.0**16 if precision == "16-mixed" else 1.0)
+            assert run["buffer_dtypes"] == {torch.float32}  # the rotary embedding's
 
 
 @of_each_stage

@@ -1,7 +1,10 @@
 """``LigerCausalLM``: its arguments, its optimizer and schedule, and where its model comes from."""
 
+import itertools
 import logging
 import math
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_liger import LigerCallback, LigerCausalLM, apply_liger_kernels
 from tests.lightning_liger.architectures import tiny_causal_lm, tiny_config
@@ -63,11 +66,11 @@ class Losses(L.Callback):
     ("kwargs", "error", "message"),
     [
         ({"pretrained": "no/such/folder"}, FileNotFoundError, r"config\.json and weights\), got 'no/such/folder'"),
-        ({"min_lr_ratio": 1.5}, ValueError, "min_lr_ratio must be between 0 and 1, got 1.5"),
-        ({"min_lr_ratio": -0.1}, ValueError, "min_lr_ratio must be between 0 and 1, got -0.1"),
-        ({"embedding_lr_scale": 0.0}, ValueError, "embedding_lr_scale must be positive, got 0.0"),
-        ({"warmup_steps": -1}, ValueError, "warmup_steps must not be negative, got -1"),
-        ({"temperature": -0.5}, ValueError, "temperature must not be negative, got -0.5"),
+        ({"min_lr_ratio": 1.5}, ValueError, "min_lr_ratio must be .* at least 0 and at most 1, got 1.5"),
+        ({"min_lr_ratio": -0.1}, ValueError, "min_lr_ratio must be .* at least 0 and at most 1, got -0.1"),
+        ({"embedding_lr_scale": 0.0}, ValueError, "embedding_lr_scale must be a finite number above 0, got 0.0"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps must be an integer of at least 0, got -1"),
+        ({"temperature": -0.5}, ValueError, "temperature must be a finite number of at least 0, got -0.5"),
         ({"model_type": "no_such_model"}, ValueError, "no_such_model"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -137,6 +140,89 @@ def test_learning_rate_rises_then_falls_along_a_cosine(warmup_steps: int, min_lr
     assert module._learning_rate_factor(max_steps + 5) == pytest.approx(min_lr_ratio)
 
 
+class Endless(IterableDataset[dict[str, Tensor]]):
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return itertools.repeat(tiny_batch())
+
+
+class StopAfter(L.Callback):
+    """Stands in for ``max_time``."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 5
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_epochs": 1}, {"max_epochs": -1}, {"max_epochs": -1, "limit_train_batches": 2}],
+    ids=["no_length", "no_end", "no_last_epoch"],
+)
+@pytest.mark.parametrize("num_training_steps", [None, 4])
+def test_learning_rate_of_unknown_steps_stays_at_its_peak_unless_their_number_is_given(
+    limits: dict[str, Any], num_training_steps: int | None
+) -> None:
+    rates, peak = LearningRates(), 0.01
+    module = LigerCausalLM(
+        config=TINY_CONFIG, learning_rate=peak, warmup_steps=2, num_training_steps=num_training_steps
+    )
+    trainer = make_trainer(callbacks=[rates, StopAfter()], **limits)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(Endless(), batch_size=None))
+    decayed = 1.0 if num_training_steps is None else 0.55
+    last = 1.0 if num_training_steps is None else 0.1
+    assert rates.values == pytest.approx([peak * factor for factor in (1 / 3, 2 / 3, 1.0, decayed, last)])
+    found = [str(each.message) for each in caught if "num_training_steps" in str(each.message)]
+    assert len(found) == (num_training_steps is None)
+
+
+def test_constant_learning_rate_needs_no_number_of_steps() -> None:
+    module = LigerCausalLM(config=TINY_CONFIG, min_lr_ratio=1.0)
+    trainer = make_trainer(max_epochs=-1, callbacks=[StopAfter()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(Endless(), batch_size=None))
+    assert not [each for each in caught if "num_training_steps" in str(each.message)]
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "gpt_oss", "zamba"])
+@pytest.mark.parametrize("on_meta", [False, True], ids=["cpu", "meta"])
+def test_weight_decay_leaves_vectors_and_state_spaces_of_any_architecture(model_type: str, on_meta: bool) -> None:
+    config = tiny_config(model_type).to_diff_dict()
+    config.pop("model_type")
+    trainer = make_trainer(strategy="liger_fsdp" if on_meta else "auto")
+    module = make_module(trainer, model_type=model_type, config=config, weight_decay=0.3)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    decayed = {names[each]: each for group in groups if group["weight_decay"] for each in group["params"]}
+    assert len(decayed) > 5
+    assert all(parameter.ndim > 1 for parameter in decayed.values())
+    assert not [name for name in decayed if name.endswith(("A_log", ".D", "bias")) or "norm" in name]
+    assert set(names.values()) - decayed.keys()
+
+
+def test_attention_is_the_choice_of_transformers_unless_named() -> None:
+    trainer = make_trainer()
+    assert make_module(trainer).model.config._attn_implementation == "sdpa"
+    config = {"num_hidden_layers": 1, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "vocab_size": 50, "n_groups": 1}
+    assert make_module(trainer, model_type="mamba2", config=config).model.config._attn_implementation == "eager"
+
+
+def test_setting_that_has_no_effect_in_a_checkpoint_is_refused(checkpoint_folder: Path) -> None:
+    """rope_parameters in the folder's config.json win over the former name."""
+    with pytest.raises(ValueError, match=r"config must be settings of 'llama', got 'rope_theta': 5000\.0"):
+        LigerCausalLM(pretrained=str(checkpoint_folder), config={"rope_theta": 5000.0})
+    assert LigerCausalLM(config={"rope_theta": 5000.0}).config.rope_parameters["rope_theta"] == 5000.0
+
+
+def test_config_is_not_written_into() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0}
+    LigerCausalLM(config=TINY_CONFIG | {"rope_scaling": rope})
+    assert rope == {"rope_type": "linear", "factor": 2.0}
+
+
 @pytest.fixture
 def checkpoint_folder(tmp_path: Path) -> Path:
     tiny_llama().save_pretrained(tmp_path / "checkpoint")
@@ -145,7 +231,7 @@ def checkpoint_folder(tmp_path: Path) -> Path:
 
 def test_pretrained_weights_and_config_come_from_the_folder(checkpoint_folder: Path) -> None:
     trainer = make_trainer()
-    module = make_module(trainer, pretrained=str(checkpoint_folder), config={"rope_theta": 5000.0})
+    module = make_module(trainer, pretrained=str(checkpoint_folder), config={"attention_dropout": 0.1})
     reference = tiny_llama()
     assert module.model.config.vocab_size == reference.config.vocab_size
     for (name, want), got in zip(reference.named_parameters(), module.model.parameters(), strict=True):

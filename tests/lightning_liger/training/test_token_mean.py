@@ -141,5 +141,5 @@ def test_value_is_the_mean_and_gradient_that_of_the_sum() -> None:
 
 
 def test_unknown_normalization_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"loss_normalization must be one of \('tokens', 'micro_batch'\), got 'mean'"):
+    with pytest.raises(ValueError, match=r"loss_normalization must be one of 'tokens', 'micro_batch', got 'mean'"):
         LigerCausalLM(config={"hidden_size": 32}, loss_normalization="mean")

@@ -177,6 +177,7 @@ def _fit(
         "loss_scale": trainer.strategy.deepspeed_engine.optimizer.loss_scale,
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "whole": _whole(module.model),
+        "buffer_dtypes": {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()},
     }
 
 

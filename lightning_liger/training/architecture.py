@@ -1,0 +1,142 @@
+"""The configuration of a Hugging Face causal LM, from a folder or from the name of an architecture."""
+
+import copy
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from liger_ops.arguments import check_integer, shown, wrong_type, wrong_value
+
+
+def build_config(
+    pretrained: str | None = None, model_type: str = "llama", settings: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder, or else of an architecture, with ``settings`` in place of its own.
+
+    Args:
+        pretrained: Folder of a Hugging Face checkpoint, or None.
+        model_type: As in a ``config.json``; unused with ``pretrained``.
+        settings: By name, as in a ``config.json``.
+
+    Raises:
+        FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
+        TypeError: For an argument of a wrong type.
+        ValueError: For an architecture that is no causal LM, a setting that it does not have, or a value that it
+            refuses.
+    """
+    if pretrained is not None:
+        if not isinstance(pretrained, str | Path):
+            raise wrong_type("pretrained", "the path of a Hugging Face checkpoint folder, or None", pretrained)
+        if not str(pretrained) or not (Path(pretrained) / "config.json").is_file():
+            raise FileNotFoundError(
+                f"pretrained must be a Hugging Face checkpoint folder (config.json and weights), got {pretrained!r}"
+            )
+    elif not isinstance(model_type, str):
+        raise wrong_type("model_type", "the name of an architecture, such as 'llama'", model_type)
+    elif model_type not in CONFIG_MAPPING:
+        close = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"model_type must be an architecture that transformers knows, got {model_type!r}{hint}")
+    if settings is not None and not isinstance(settings, Mapping):
+        raise wrong_type("config", "a dict of settings of the architecture, or None", settings)
+    for name in settings or ():
+        if not isinstance(name, str):
+            raise wrong_type("config", "a dict whose keys are names of settings", settings)
+    if "trust_remote_code" in (settings or {}):  # also in a checkpoint's hyperparameters
+        raise ValueError("config must not have trust_remote_code: code in the checkpoint's folder is never run")
+
+    default = _build(pretrained, model_type, {})
+    if type(default) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        argument, value = ("model_type", model_type) if pretrained is None else ("pretrained", str(pretrained))
+        raise wrong_value(argument, "a causal language model of transformers", value)
+    settings = dict(settings or {})
+    named = settings.pop("model_type", default.model_type)  # a whole config.json has it
+    if named not in (default.model_type, model_type if pretrained is None else None):
+        raise wrong_value("config['model_type']", f"{default.model_type!r}, as the architecture", named)
+    _check_settings("config", default, functools.partial(_build, pretrained, model_type), settings)
+    return _build(pretrained, model_type, settings)
+
+
+def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ValueError if the tokenizer, if there is one, has tokens that the model has no embeddings for."""
+    vocab_size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    if tokenizer is None or not isinstance(vocab_size, int):
+        return
+    needed = max(tokenizer.get_vocab().values()) + 1
+    if needed > vocab_size:
+        raise ValueError(
+            f"config['vocab_size'] must be at least {needed}, the number of tokens of the tokenizer, got {vocab_size}."
+            " A tokenizer that is trained on the text has at most data.vocab_size tokens."
+        )
+
+
+def _check_settings(
+    path: str,
+    default: PreTrainedConfig,
+    build: Callable[[Mapping[str, Any]], PreTrainedConfig],
+    settings: Mapping[str, Any],
+) -> None:
+    """Raises for names that ``default``, or a configuration in it, does not have, and for some impossible values."""
+    saved = default.to_dict()  # `hasattr` raises for settings that differ between layers
+    for name, value in settings.items():
+        if name in ("vocab_size", "hidden_size"):
+            check_integer(f"{path}[{name!r}]", value, at_least=1)
+        elif isinstance(value, float) and math.isnan(value):
+            raise wrong_value(f"{path}[{name!r}]", "a number", value)
+        elif name not in saved and not hasattr(default, name):
+            _check_old_name(path, default, build({name: value}), name, value)
+        elif isinstance(value, Mapping) and name in default.sub_configs:
+            build_nested = functools.partial(_build_nested, build, name)
+            architecture = {key: value[key] for key in ("model_type",) if key in value}
+            _check_settings(f"{path}[{name!r}]", build_nested(architecture), build_nested, value)
+
+
+def _build_nested(
+    build: Callable[[Mapping[str, Any]], PreTrainedConfig], name: str, settings: Mapping[str, Any]
+) -> PreTrainedConfig:
+    return cast(PreTrainedConfig, getattr(build({name: settings}), name))
+
+
+def _build(pretrained: str | None, model_type: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    settings = copy.deepcopy(dict(settings))  # transformers writes into them
+    try:
+        if pretrained is None:
+            config = AutoConfig.for_model(model_type, **settings)
+        else:
+            config = AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False, **settings)
+    except Exception as error:  # of any class, whatever the architecture's own checks do
+        what = f"settings that {model_type!r} takes" if pretrained is None else f"settings that {pretrained!r} takes"
+        if pretrained is not None and not settings:
+            raise ValueError(f"pretrained must have a valid config.json, got {str(pretrained)!r}: {error}") from error
+        raise ValueError(f"config must be {what}, got {shown(settings)}: {error}") from error
+    return config
+
+
+def _is_read(config: PreTrainedConfig, name: str) -> bool:
+    """Whether the model's code reads a setting that its configuration does not have by default."""
+    module = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    source = "" if module is None else inspect.getsource(module)
+    return re.search(rf'config\.{re.escape(name)}\b|getattr\((self\.)?config, "{re.escape(name)}"', source) is not None
+
+
+def _check_old_name(path: str, default: PreTrainedConfig, config: PreTrainedConfig, name: str, value: Any) -> None:
+    """Raises ValueError unless the setting changes another one, as former names of settings do."""
+    before, after = default.to_dict(), config.to_dict()
+    if _is_read(default, name) or any(after[key] != before.get(key) for key in after if key != name):
+        return
+    close = get_close_matches(name, list(before), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{path} must be settings of {default.model_type!r}, got {name!r}: {shown(value)}{hint}")

@@ -1,0 +1,176 @@
+"""The model of a LightningModule as the mixin's steps see it: the inputs that it takes, and its own loss."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import TransformersKwargs
+
+from liger_ops.arguments import shown
+from lightning_liger.lazy.logits import LazyLogits
+
+# Not among the named arguments of all models that take them, but read by attention and by layers of Mamba.
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_COUNTED_HERE = {"num_items_in_batch"}  # a model would ignore it, because its loss function is not called
+
+
+class _NoCrossEntropy:
+    """Stands in for a model's ``loss_function``: returns 0, so that its loss is all that it adds to cross entropy."""
+
+    def __init__(self) -> None:
+        self.original: Any = None
+        self.value: Tensor | None = None
+        self._is_traced = False
+
+    def __call__(self, logits: LazyLogits | Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.value is not None:  # that of further heads, such as one that predicts other tokens, stays
+            further: Tensor = self.original(logits, *args, **kwargs)
+            return further
+        self._is_traced = torch.compiler.is_compiling()
+        if self._is_traced:
+            self.value = torch.zeros((), device=logits.device)
+        else:
+            with torch.inference_mode(False):  # else it would have no version
+                self.value = torch.zeros((), device=logits.device)
+        return self.value
+
+    def was_added_to(self, loss: Tensor) -> bool:
+        """Whether the model's loss is more than the 0 that it got, without waiting for the device if it can be seen."""
+        if loss is not self.value or loss.requires_grad:
+            return True
+        return bool(loss != 0) if self._is_traced else loss._version > 0
+
+
+class LanguageModel:
+    """What the steps of :class:`~lightning_liger.LigerLMMixin` know about a model. Made once for each model.
+
+    Args:
+        model: A Hugging Face model, a module that wraps one (torch.compile, peft, FSDP), or any other module whose
+            output has ``logits``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.pretrained = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+        self.known_keys = _known_keys(model, self.pretrained)
+        self._passes_labels = self.pretrained is not None and _takes_labels(model) and _takes_labels(self.pretrained)
+        self._no_cross_entropy = _NoCrossEntropy()
+        self._has_warned = False
+        config: Any = getattr(self.pretrained, "config", None)
+        # Else it reads images or sound, or labels are for a decoder.
+        self.reads_tokens = (
+            getattr(self.pretrained, "main_input_name", None) == "input_ids"
+            and config is not None
+            and not config.is_encoder_decoder
+        )
+        # peft's prompt learning adds tokens.
+        self.returns_tokens = not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+        embeddings = None
+        if self.pretrained is not None and config.get_text_config() is config:  # else ids may stand for images
+            embeddings = self.pretrained.get_input_embeddings()
+        self.num_embeddings = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
+
+    def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:
+        """Calls the model.
+
+        Args:
+            inputs: All that it takes besides labels.
+            labels: ``[batch_size, seq_len]``, for which the model has a loss of its own.
+
+        Returns:
+            Its output; the sum of the losses that it adds to cross entropy, such as a router's, None if it adds none;
+            and its whole loss if cross entropy could not be told apart, else None. The latter is computed once only.
+        """
+        if not self._passes_labels:
+            output = self.model(**inputs)
+            self._warn_of_other_losses(output)
+            return output, None, None
+        with self._without_cross_entropy() as function:
+            output = self.model(**inputs, labels=labels)
+            loss = getattr(output, "loss", None)
+            if function.value is None:  # a model that calls no loss function
+                self._passes_labels = False
+                return output, None, loss
+            return output, loss if loss is not None and function.was_added_to(loss) else None, None
+
+    @contextmanager
+    def _without_cross_entropy(self) -> Iterator[_NoCrossEntropy]:
+        model: Any = self.pretrained
+        function = self._no_cross_entropy  # one object, for which torch.compile compiles once
+        original = function.original = model.loss_function
+        model.loss_function = function
+        try:
+            yield function
+        finally:
+            model.loss_function = original
+            function.original = function.value = None  # holds no graph
+
+    def _warn_of_other_losses(self, output: Any) -> None:
+        losses = output.items() if isinstance(output, Mapping) else ()
+        names = [name for name, value in losses if name.endswith("_loss") and isinstance(value, Tensor)]
+        if names:
+            self._warn(f"{type(self.model).__name__} returns {names}, which the default steps do not add to the loss")
+
+    def compare(self, own_loss: Tensor, cross_entropy: Tensor) -> None:
+        """Warns, once, if a model's own loss is another than the one that the steps use."""
+        tolerance = torch.finfo(own_loss.dtype).eps ** 0.5
+        if not torch.allclose(own_loss.detach().float(), cross_entropy.detach().float(), tolerance, equal_nan=True):
+            self._warn(
+                f"the loss of {type(self.pretrained).__name__} is {own_loss:.4g}, but its cross entropy, the loss of"
+                f" the default steps, is {cross_entropy:.4g}"
+            )
+
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(f"{message}. If it should train on its own loss, return that from your training_step.")
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Raises ValueError for a key of a batch that the model does not know; it would be ignored without a word."""
+        unknown = [key for key in keys if not isinstance(key, str) or (self.known_keys and key not in self.known_keys)]
+        if not unknown:
+            return
+        known = sorted(self.known_keys or ())
+        name = type(self.pretrained or self.model).__name__
+        close = get_close_matches(str(unknown[0]), known, n=1)
+        raise ValueError(
+            f"batch must hold arguments of {name} and labels, got the unknown key {shown(unknown[0])}"
+            + (f" (did you mean {close[0]!r}?)" if close else "")
+            + (f"; known: {', '.join(known)}" if known else "")
+        )
+
+
+def _named_arguments(module: nn.Module) -> tuple[set[str], bool]:
+    """The names that ``forward`` takes, and whether it takes any other."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return named, any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _takes_labels(module: nn.Module) -> bool:
+    named, takes_any = _named_arguments(module)
+    return takes_any or "labels" in named
+
+
+def _known_keys(model: nn.Module, pretrained: PreTrainedModel | None) -> frozenset[str]:
+    """All keys that the model may be called with; empty if it takes any."""
+    known, takes_any = _named_arguments(model)
+    if takes_any:
+        if pretrained is None:
+            return frozenset()
+        named, passes_on = _named_arguments(pretrained)
+        known |= named
+        if passes_on:
+            # Models from outside transformers may read more of them in any layer.
+            is_inside = type(pretrained).__module__.startswith("transformers.")
+            for part in pretrained.modules():
+                if isinstance(part, PreTrainedModel) or not is_inside:
+                    known |= _named_arguments(part)[0]
+            known |= {*TransformersKwargs.__annotations__, *_PACKING}
+    return frozenset(known - _COUNTED_HERE)

@@ -1,0 +1,184 @@
+"""No entry point runs code of a file that it loads."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_liger as liger
+from lightning_liger import LigerCausalLM, export_pretrained, load_pretrained
+from lightning_liger.cli import main
+from lightning_liger.data.tokenizer import load_tokenizer
+from tests.lightning_liger.malicious import Payload, with_metadata, write_deepspeed, write_sharded
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch
+
+REFUSED = "holds an object of .*, and loading it could run code"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """Where code that must not run would make a folder."""
+    marker = tmp_path / "code was run"
+    yield marker
+    assert not marker.exists()
+
+
+def file(path: Path, marker: Path) -> Path:
+    torch.save({"pytorch-lightning_version": "2.6.0", "state_dict": {}, "callbacks": Payload(marker)}, path)
+    return path
+
+
+def metadata(path: Path, marker: Path) -> Path:
+    return with_metadata(path, Payload(marker))
+
+
+def optimizer_entry(path: Path, marker: Path) -> Path:
+    return write_sharded(path, optimizer_0={"lr": Payload(marker)})
+
+
+def meta(path: Path, marker: Path) -> Path:
+    return file(write_sharded(path) / "meta.pt", marker).parent
+
+
+def deepspeed(path: Path, marker: Path) -> Path:
+    return write_deepspeed(path, {"module": {}}, {"loss_scaler": Payload(marker)})
+
+
+FOLDERS = (metadata, optimizer_entry, meta, deepspeed)
+ENGINES = {"Single": (), "DDP": (), "FSDP": FOLDERS, "ModelParallel": FOLDERS, "DeepSpeed": FOLDERS}
+
+
+def strategy_of(name: str, is_fabric: bool, **options: Any) -> Any:
+    prefix, suffix = "Fabric" if is_fabric else "", "Device" if name == "Single" else ""
+    if name == "DeepSpeed":
+        pytest.importorskip("deepspeed")
+    return getattr(liger, f"{prefix}Liger{name}{suffix}Strategy")(**options)
+
+
+@pytest.mark.parametrize("is_fabric", [False, True], ids=["trainer", "fabric"])
+@pytest.mark.parametrize("fault_tolerance", [True, False])
+@pytest.mark.parametrize(("name", "write"), [(name, write) for name in ENGINES for write in (file, *ENGINES[name])])
+def test_strategies_refuse_a_checkpoint_before_they_read_it(tmp_path, marker, name, is_fabric, fault_tolerance, write):
+    if name in ("Single", "DDP") and not fault_tolerance:
+        pytest.skip("Lightning and PyTorch read the file")
+    strategy = strategy_of(name, is_fabric, fault_tolerance=fault_tolerance)
+    path = write(tmp_path / "evil", marker)
+    with pytest.raises(pickle.UnpicklingError, match=f"{path}.* {REFUSED}"):
+        strategy.load_checkpoint(path)
+
+
+def fit(folder: Path, strategy: str, **options: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        default_root_dir=folder, strategy=strategy, accelerator="cpu", devices=1, max_steps=1, **quiet,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(LigerCausalLM(config=TINY_CONFIG), DataLoader([tiny_batch()] * 2, batch_size=None), **options)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("strategy", "write"),
+    [("liger", file), ("liger_fsdp", file), ("liger_fsdp", metadata), ("liger_model_parallel", metadata)],
+)
+def test_fit_refuses_a_checkpoint(tmp_path, marker, strategy, write):
+    path = write(tmp_path / "evil", marker)
+    with pytest.raises(pickle.UnpicklingError, match=REFUSED):
+        fit(tmp_path, strategy, ckpt_path=path)
+
+
+@pytest.mark.parametrize("strategy", ["liger_fsdp", "liger_model_parallel"])
+def test_shards_of_another_model_are_an_error_that_names_the_folder(tmp_path, strategy):
+    path = write_sharded(tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"^{path} is incomplete, or does not fit the model: .*Missing key"):
+        fit(tmp_path, strategy, ckpt_path=path)
+
+
+@pytest.mark.parametrize("write", [file, metadata])
+def test_export_refuses_a_checkpoint(tmp_path, marker, monkeypatch, capsys, write):
+    path = write(tmp_path / "evil", marker)
+    with pytest.raises(pickle.UnpicklingError, match=f"{path}.*{REFUSED}"):
+        export_pretrained(LigerCausalLM(config=TINY_CONFIG), path, tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+    model = ["--model=LigerCausalLM", f"--model.config={json.dumps(TINY_CONFIG)}"]
+    model += ["--data=lightning.pytorch.demos.boring_classes.BoringDataModule"]
+    with pytest.raises((pickle.UnpicklingError, SystemExit)) as raised:
+        main(["export", *model, f"--ckpt_path={path}", f"--output={tmp_path / 'out'}"])
+    message = str(raised.value) + capsys.readouterr().err
+    assert "could run code" in message or "Weights only load failed" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_pickled_files_run_no_code(tmp_path, marker):
+    torch.save({"weight": Payload(marker)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError, match=rf"pytorch_model\.bin {REFUSED}"):
+        load_pretrained(nn.Linear(2, 2), tmp_path)
+
+
+def test_headers_of_safetensors_are_text(tmp_path, marker):
+    call = f"__import__('os').mkdir({str(marker)!r})"
+    save_file(
+        {"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": call, "__reduce__": call}
+    )
+    model = nn.Linear(2, 2, bias=False)
+    load_pretrained(model, tmp_path)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content.replace(b"F32", b"O__"))
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
+        load_pretrained(model, tmp_path)
+
+
+def own_code(folder: Path, marker: Path, **config: Any) -> Path:
+    """A folder with a model and a tokenizer that bring their own code."""
+    (folder / "evil.py").parent.mkdir(exist_ok=True)
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}
+    (folder / "config.json").write_text(json.dumps({"auto_map": classes, **config}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes, "tokenizer_class": "T"}))
+    return folder
+
+
+def test_code_in_a_models_folder_is_not_run(tmp_path, marker):
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        LigerCausalLM(pretrained=str(own_code(tmp_path / "unknown", marker, model_type="evil")))
+    folder = own_code(tmp_path / "llama", marker, **TINY_CONFIG, model_type="llama")
+    LigerCausalLM(pretrained=str(folder))
+    with pytest.raises(ValueError, match="config must not have trust_remote_code"):
+        LigerCausalLM(pretrained=str(folder), config={"trust_remote_code": True})
+    with pytest.raises(ValueError, match="could not be loaded by AutoTokenizer"):
+        load_tokenizer(folder)
+
+
+def test_hyperparameters_of_a_checkpoint_cannot_trust_a_folder(tmp_path, marker):
+    folder = own_code(tmp_path / "unknown", marker, model_type="evil")
+    hyperparameters = {"pretrained": str(folder), "config": {"trust_remote_code": True}}
+    content = {"pytorch-lightning_version": "2.6.0", "state_dict": {}, "hyper_parameters": hyperparameters}
+    torch.save(content, tmp_path / "evil.ckpt")
+    with pytest.raises(ValueError, match="config must not have trust_remote_code"):
+        LigerCausalLM.load_from_checkpoint(tmp_path / "evil.ckpt")
+
+
+def test_tags_of_yaml_are_not_followed(tmp_path, marker, monkeypatch, capsys):
+    evil = f"model: !!python/object/apply:os.mkdir [{str(marker)!r}]\n"
+    with pytest.raises(FileExistsError):
+        yaml.unsafe_load(evil.replace(str(marker), str(tmp_path)))
+    (tmp_path / "evil.yaml").write_text(evil)
+    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+    with pytest.raises(SystemExit) as raised:
+        main(["fit", f"--config={tmp_path / 'evil.yaml'}"])
+    assert raised.value.code == 2
+    assert "python/object/apply" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""``configure_model`` must keep the model that earlier stages trained, and the mixin notices where it does not."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_liger import LigerCallback, LigerLMMixin
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+REFUSED = r"configure_model must keep self\.model"
+
+
+class Unguarded(LigerLMMixin, L.LightningModule):
+    def configure_model(self) -> None:
+        self.model = tiny_llama()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch["input_ids"]).logits
+
+
+class Base(L.LightningModule):
+    configure_model = Unguarded.configure_model.__wrapped__
+    configure_optimizers = Unguarded.configure_optimizers
+
+
+class FromABase(LigerLMMixin, Base):
+    """Its hook comes from a class without the mixin."""
+
+
+class CallsSuper(Unguarded):
+    def configure_model(self) -> None:
+        super().configure_model()
+
+
+class Wraps(Unguarded):
+    """Builds once, and wraps what is there, which keeps the weights."""
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            super().configure_model()
+        else:
+            self.model = Wrapper(self.model)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.whole = model
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.whole(input_ids)
+
+
+def loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader([tiny_batch()], batch_size=None)
+
+
+def make_trainer(folder: Path, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
+def test_stage_after_fit_on_a_new_model_is_refused_and_the_trained_one_kept(
+    tmp_path: Path, stage: str, patched: bool
+) -> None:
+    module = Unguarded()
+    callbacks = [LigerCallback()] if patched else []
+    make_trainer(tmp_path, callbacks=callbacks).fit(module, loader())
+    trained = module.model
+    with pytest.raises(RuntimeError, match=rf"Unguarded\.{REFUSED}, got a new LlamaForCausalLM"):
+        getattr(make_trainer(tmp_path, callbacks=callbacks), stage)(module, loader())
+    assert module.model is trained
+
+
+@pytest.mark.parametrize("module_class", [FromABase, CallsSuper])
+def test_hook_of_any_class_is_watched(tmp_path: Path, module_class: type[L.LightningModule]) -> None:
+    module, trainer = module_class(), make_trainer(tmp_path)
+    trainer.fit(module, loader())
+    with pytest.raises(RuntimeError, match=rf"{module_class.__name__}\.{REFUSED}"):
+        trainer.validate(module, loader(), verbose=False)
+
+
+def test_loaded_weights_are_not_replaced_either(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.fit(Unguarded(), loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    module = Unguarded.load_from_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(RuntimeError, match=REFUSED):
+        make_trainer(tmp_path).validate(module, loader(), verbose=False)
+
+
+def test_weights_of_a_checkpoint_may_go_into_a_new_model(tmp_path: Path) -> None:
+    module, trainer = Unguarded(), make_trainer(tmp_path)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    weight = module.model.lm_head.weight.detach().clone()
+    trainer.validate(module, loader(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert torch.equal(module.model.lm_head.weight, weight)
+
+
+def test_own_step_is_watched_too(tmp_path: Path) -> None:
+    class OwnStep(Unguarded):
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.lm_loss(self.model(input_ids=batch["input_ids"]).logits, batch["labels"])
+
+    module, trainer = OwnStep(), make_trainer(tmp_path)
+    trainer.fit(module, loader())
+    with pytest.raises(RuntimeError, match=REFUSED):
+        trainer.validate(module, loader(), verbose=False)
+
+
+def test_models_that_their_user_swaps_are_no_mistake(tmp_path: Path) -> None:
+    class Guarded(Unguarded):
+        def configure_model(self) -> None:
+            if getattr(self, "model", None) is None:
+                super().configure_model()
+
+    module, trainer = Guarded(), make_trainer(tmp_path)
+    trainer.fit(module, loader())
+    module.model = other = tiny_llama()
+    trainer.validate(module, loader(), verbose=False)
+    assert module.model is other
+    module.model = None
+    trainer.fit(module, loader())
+    unguarded = Unguarded()
+    trainer.fit(unguarded, loader())
+    unguarded.model = None  # a fresh start is what its user wants
+    trainer.fit(unguarded, loader())
+
+
+def test_model_of_init_may_be_replaced_at_first_and_wrapped_later(tmp_path: Path) -> None:
+    module = Unguarded()
+    module.model = nn.Linear(1, 1)
+    make_trainer(tmp_path).fit(module, loader())
+    module, trainer = Wraps(), make_trainer(tmp_path)
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    assert isinstance(module.model, Wrapper)

@@ -1,0 +1,279 @@
+"""The mixin's loss is the model's own, with the losses that it adds to cross entropy, in one batch and in many."""
+
+import copy
+import dataclasses
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from lightning_liger import LigerCallback, LigerLMMixin, apply_liger_kernels
+from lightning_liger.training.language_model import LanguageModel
+from lightning_liger.training.token_mean import TokenMean
+from tests.lightning_liger.architectures import tiny_causal_lm
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but the `self.trainer` reference"),
+]
+
+COEFFICIENT = 0.7
+
+
+def tiny_mixtral(**overrides: Any) -> PreTrainedModel:
+    """Its experts are not used evenly, so that the router's loss is large."""
+    return tiny_model(
+        "mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=COEFFICIENT, **overrides
+    )
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = tiny_mixtral() if model is None else model
+        self.logged: list[float] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.logged.append(float(self.trainer.callback_metrics.get("train_loss_step", "nan")))
+
+
+class LMOfMicroBatches(LM):
+    loss_normalization = "micro_batch"
+
+
+def make_trainer(**options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[LigerCallback()], **options,
+    )  # fmt: skip
+
+
+def micro_batches() -> list[dict[str, Tensor]]:
+    """Of unequal sizes, with unequal numbers of labels; the last one has none."""
+    return [tiny_batch(2, 11, 4, seed=1), tiny_batch(1, 7, 1, seed=2), tiny_batch(1, 9, 9, seed=3)]
+
+
+def parts(model: PreTrainedModel) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Loss, router's part and number of tokens of each micro-batch with a label, from the stock model."""
+    found = []
+    for batch in micro_batches()[:2]:
+        output = model(**batch)
+        found.append((output.loss, COEFFICIENT * output.aux_loss, (batch["labels"][:, 1:] != -100).sum()))
+    return found
+
+
+def assert_same_gradients(model: nn.Module, other: nn.Module, rtol: float = 1e-5) -> None:
+    for (name, got), want in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=rtol, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
+@pytest.mark.parametrize("architecture", ["mixtral", "bamba", "olmoe", "gpt_oss", "qwen3_next", "llama"])
+def test_loss_and_gradients_of_one_batch_are_those_of_the_stock_model(architecture: str, patched: bool) -> None:
+    stock = tiny_causal_lm(architecture).eval()
+    if architecture == "bamba":
+        stock.z_loss_coefficient = 0.05
+    module = LM(copy.deepcopy(stock))
+    if patched:
+        apply_liger_kernels(module.model)
+    batch = tiny_batch()
+    want = stock(**batch).loss
+    want.backward()
+    got = module.training_step(batch, 0)
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    assert_same_gradients(module.model, stock, rtol=1e-4)
+    has_more = module.auxiliary_metrics["train_metrics"].num_tokens > 0
+    assert has_more == (architecture != "llama")
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_router_loss_is_seen_without_gradients(context: Any) -> None:
+    module, llama = LM(), LM(tiny_llama())
+    with context():
+        want = module.model(**tiny_batch()).loss
+        torch.testing.assert_close(module.validation_step(tiny_batch(), 0), want)
+        llama.validation_step(tiny_batch(), 0)
+    assert module.auxiliary_metrics["val_metrics"].num_tokens > 0
+    assert llama.auxiliary_metrics["val_metrics"].num_tokens == 0
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
+def test_router_loss_of_a_compiled_model_is_seen(context: Any) -> None:
+    module = LM(torch.compile(tiny_mixtral(), backend="eager"))
+    with context():
+        want = tiny_mixtral()(**tiny_batch()).loss
+        for _ in range(2):
+            torch.testing.assert_close(module.training_step(tiny_batch(), 0), want)
+    assert module.auxiliary_metrics["train_metrics"].num_tokens > 0
+
+
+def test_model_is_left_with_its_own_loss() -> None:
+    module = LM()
+    want = module.model(**tiny_batch()).loss
+    module.training_step(tiny_batch(), 0)
+    torch.testing.assert_close(module.model(**tiny_batch()).loss, want)
+    with pytest.raises(ValueError, match="no_such_key"):
+        module.training_step(tiny_batch() | {"no_such_key": torch.ones(1)}, 0)
+    module.model.forward = lambda **_: 1 / 0
+    module._language_model = None
+    with pytest.raises(ZeroDivisionError):
+        module._lm_step("train", tiny_batch())
+    assert module.model.loss_function.__name__ == "ForCausalLMLoss"
+    copy.deepcopy(module)  # holds no graph
+
+
+def test_accumulated_router_losses_are_weighted_by_tokens() -> None:
+    module, model = LM(), tiny_mixtral()
+    trainer = make_trainer(accumulate_grad_batches=3)
+    trainer.fit(module, DataLoader(micro_batches(), batch_size=None))
+    found = parts(model)
+    num_tokens = sum(count for *_, count in found)
+    total = sum(loss * count for loss, _, count in found) / num_tokens
+    router = sum(auxiliary * count for _, auxiliary, count in found) / num_tokens
+    total.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for got, want in zip(module.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert module.logged[-1] == pytest.approx(total.item(), rel=1e-5)
+    assert metrics["train_loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert metrics["train_aux_loss"] == pytest.approx(router.item(), rel=1e-5)
+    assert metrics["train_perplexity"] == pytest.approx((total - router).exp().item(), rel=1e-4)
+
+
+def test_mean_of_micro_batches_has_the_mean_of_their_router_losses() -> None:
+    module, model = LMOfMicroBatches(), tiny_mixtral()
+    make_trainer(accumulate_grad_batches=2).fit(module, DataLoader(micro_batches()[:2], batch_size=None))
+    (sum(loss for loss, *_ in parts(model)) / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for got, want in zip(module.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_router_losses_of_two_ranks_are_weighted_by_tokens() -> None:
+    """As on two ranks: each has a module of its own, gradients are averaged, sums and counts are added up."""
+    ranks, means = [LM(), LM()], [TokenMean(), TokenMean()]
+    counted = []
+    for module, mean, batch in zip(ranks, means, micro_batches(), strict=False):
+        # Attached to nothing, so the step's sum is taken by hand.
+        module._normalizes_steps = lambda: True
+        module._token_mean = mean
+        module.training_step(batch, 0).backward()
+        counted.append(mean._sum_and_count)
+    for parameter, other in zip(ranks[0].parameters(), ranks[1].parameters(), strict=True):
+        parameter.grad = (parameter.grad + other.grad) / 2
+    loss = means[0].normalize(
+        ranks[0].parameters(), num_micro_batches=1, num_ranks=2, sum_over_ranks=lambda _: counted[0] + counted[1]
+    )
+    model = tiny_mixtral()
+    found = parts(model)
+    total = sum(loss * count for loss, _, count in found) / sum(count for *_, count in found)
+    total.backward()
+    assert loss.item() == pytest.approx(total.item(), rel=1e-6)
+    assert_same_gradients(ranks[0].model, model)
+
+
+def test_epoch_resumes_with_the_router_losses_so_far() -> None:
+    module, resumed = LM(), LM()
+    for batch in micro_batches()[:2]:
+        module.training_step(batch, 0)
+    resumed.load_rank_state_dict(module.rank_state_dict())
+    got, want = (each.auxiliary_metrics["train_metrics"].compute() for each in (resumed, module))
+    torch.testing.assert_close(got, want)
+    old = {"train_metrics": module.rank_state_dict()["train_metrics"]}
+    LM().load_rank_state_dict(old)  # of a checkpoint without them
+
+
+def test_all_labels_ignored_adds_nothing() -> None:
+    module = LM()
+    assert module.validation_step(micro_batches()[2], 0).isnan()
+    module.validation_step(micro_batches()[0], 0)
+    assert module.auxiliary_metrics["val_metrics"].compute().isfinite()
+
+
+@dataclasses.dataclass
+class CausalLMOutputWithLosses(ModelOutput):
+    logits: Tensor | None = None
+    balance_loss: Tensor | None = None
+
+
+class OwnLoss(nn.Module):
+    """Around a Llama, whose output gets further losses."""
+
+    def __init__(self, **losses: Tensor) -> None:
+        super().__init__()
+        self.llama, self.losses = tiny_llama(), losses
+
+    def forward(self, input_ids: Tensor) -> ModelOutput:
+        return CausalLMOutputWithLosses(logits=self.llama(input_ids).logits, **self.losses)
+
+
+def test_losses_that_a_model_returns_apart_are_named_in_one_warning() -> None:
+    module = LM(OwnLoss(balance_loss=torch.tensor(1.0)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.training_step(tiny_batch(), 0)
+        module.training_step(tiny_batch(), 0)
+    (message,) = [str(each.message) for each in caught if "loss" in str(each.message)]
+    assert "OwnLoss returns ['balance_loss']" in message
+    assert "training_step" in message
+
+
+@pytest.mark.parametrize(("architecture", "is_named"), [("bart", True), ("mbart", True), ("seed_oss", False)])
+def test_other_loss_of_a_model_is_named_in_one_warning(architecture: str, is_named: bool) -> None:
+    """BART's decoder does not shift labels."""
+    module = LM(tiny_causal_lm(architecture).eval())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = [module.training_step(tiny_batch(), 0).item() for _ in range(2)]
+    assert losses[0] == losses[1]
+    messages = [str(each.message) for each in caught if "but its cross entropy" in str(each.message)]
+    assert len(messages) == is_named
+    assert all(f"the loss of {type(module.model).__name__} is" in message for message in messages)
+
+
+def test_further_heads_keep_their_loss_function() -> None:
+    """A model that calls the function once more, as those that predict several tokens do."""
+    model = tiny_llama()
+    forward = model.forward
+
+    def with_a_further_head(**batch: Any) -> Any:
+        output = forward(**batch)
+        if "labels" in batch:
+            output.loss = output.loss + 0.5 * model.loss_function(output.logits[..., :50], batch["labels"] % 50, 50)
+        return output
+
+    batch = tiny_batch(num_ignored=0)
+    model.forward = with_a_further_head
+    want = model(**batch).loss
+    torch.testing.assert_close(LM(model).training_step(batch, 0), want)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, lambda model: nn.Sequential(model)[0]])
+def test_keys_that_reach_the_model_are_known(wrap: Any) -> None:
+    seen = LanguageModel(wrap(tiny_llama()))
+    seen.check_keys(["input_ids", "attention_mask", "position_ids", "inputs_embeds", "cu_seq_lens_q", "use_cache"])
+    with pytest.raises(ValueError, match=r"unknown key 'atention_mask' \(did you mean 'attention_mask'\?\)"):
+        seen.check_keys(["input_ids", "atention_mask"])
+
+
+def test_any_key_may_reach_a_module_that_takes_any() -> None:
+    class Anything(nn.Module):
+        def forward(self, **inputs: Any) -> Any:
+            return SimpleNamespace(logits=inputs["tokens"])
+
+    LanguageModel(Anything()).check_keys(["tokens", "whatever"])
+    with pytest.raises(ValueError, match="unknown key 3"):
+        LanguageModel(Anything()).check_keys([3])
