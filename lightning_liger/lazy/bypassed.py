@@ -14,6 +14,7 @@ _T = TypeVar("_T", bound=Tensor)
 WATCHES = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
 """Methods that show the gradient of a tensor."""
 
+_GATHERING_ENGINES = ("torch.distributed.fsdp.", "deepspeed.")
 _ENGINES = ("torch.distributed.", "torch.nn.parallel.", "lightning.", "lightning_fabric.", "deepspeed.", "accelerate.")
 
 
@@ -53,9 +54,18 @@ def refuse_bypassed(name: str, bypassed_by: str) -> None:
 
 def is_engines(hook: Any = None) -> bool:
     """Whether a hook is that of an engine, which only wants to know when backward comes by."""
+    return _module_of(hook).startswith(_ENGINES)
+
+
+def is_gathering_engines(hook: Any) -> bool:
+    """Whether a hook is that of an engine that gathers parameters for each use."""
+    return _module_of(hook).startswith(_GATHERING_ENGINES)
+
+
+def _module_of(hook: Any) -> str:
     while isinstance(hook, partial):
         hook = hook.func
-    return f"{getattr(hook, '__module__', None)}.".startswith(_ENGINES)
+    return f"{getattr(hook, '__module__', None)}."
 
 
 def found(kind: type[_T], tree: Any) -> Iterator[_T]:

@@ -25,8 +25,8 @@ class FusionCounters:
     """Times that the logits were materialized with gradients enabled."""
     bytes_avoided: int = 0
     """Bytes of the logits minus those of one chunk, summed over the losses."""
-    num_updates: int = 0
-    """Optimizer steps that changed the head's parameters without their version, as under engines that gather them."""
+    is_gathered: bool = False
+    """Whether an engine gathers the parameters for each use, so that they change without a change of their version."""
 
 
 class HeadParameters:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Size, Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
@@ -94,13 +97,25 @@ class Recipe:
                 _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
             if tensor.numel() and not tensor.is_meta and tensor.untyped_storage().size() == 0:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
-        if self._state[-1] != self.head.counters.num_updates:
-            _refuse(operation, "the optimizer has changed the head's parameters")
+        if self.head.counters.is_gathered and self._state[-1] != num_optimizer_steps():
+            _refuse(operation, "an optimizer has changed parameters")
 
     def _current_state(self) -> tuple[int, ...]:
         # Private to torch: nothing public says whether a tensor was written to. Inference tensors do not know.
         versions = (0 if tensor.is_inference() else tensor._version for tensor in self.tensors().values())
-        return (*versions, self.head.counters.num_updates)
+        return (*versions, num_optimizer_steps())
+
+
+def num_optimizer_steps() -> int:
+    """The number of steps of all optimizers of this process since the first call."""
+    return _steps()[None]
+
+
+@functools.cache
+def _steps() -> Counter[None]:
+    steps: Counter[None] = Counter()
+    register_optimizer_step_post_hook(lambda *_: steps.update((None,)))
+    return steps
 
 
 def _refuse(operation: str, reason: str) -> None:

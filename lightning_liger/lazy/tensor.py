@@ -26,7 +26,7 @@ from typing_extensions import Self
 
 import liger_ops
 from lightning_liger.lazy import table
-from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, refuse_bypassed
+from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
 from lightning_liger.lazy.lineage import Lineage
 from lightning_liger.lazy.recipe import Recipe
 
@@ -505,6 +505,7 @@ def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
     lazy = args[0]
     if is_engines(*args[1:], **kwargs):
         hook = args[1] if len(args) > 1 else kwargs["hook"]
+        lazy.recipe.head.counters.is_gathered |= is_gathering_engines(hook)
         # Backward comes by the hidden states also if the loss is fused.
         hidden_states = lazy.recipe.hidden_states
         return hidden_states.register_hook(hook) if hidden_states.requires_grad else RemovableHandle({})
