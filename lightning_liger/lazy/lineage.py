@@ -15,6 +15,10 @@ from lightning_liger.lazy.recipe import Recipe
 Replay = Callable[[Tensor], Any]
 
 
+class _Reference(weakref.ref[Tensor]):
+    """A weak reference that is not shared with other code, which :mod:`weakref` does with plain ones."""
+
+
 class Lineage:
     """The place of lazy logits in the tree of all that were recorded from one head's output.
 
@@ -47,7 +51,7 @@ class Lineage:
         parent: Lineage | None = None,
         replay: Replay | None = None,
     ) -> None:
-        self.tensor: Callable[[], Tensor | None] = weakref.ref(tensor)
+        self.tensor: Callable[[], Tensor | None] = _Reference(tensor)
         self.recipe = recipe
         self.twin = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
         """A tensor of the same layout on the meta device."""

@@ -3,7 +3,7 @@
 :class:`LazyTensor` has no memory. PyTorch's functions of it are looked up in :mod:`lightning_liger.lazy.table`, which
 records them. All others compute the values. Those that only read them get a separate real tensor. Writes, hooks, views
 and whatever else could tell a tensor without memory from a real one turn it, and all that was recorded from the same
-output, into real tensors (:func:`realize`). Operations that PyTorch calls below autograd get the values too.
+output, into real tensors (:meth:`LazyTensor.become_real`). Operations below autograd get the values too.
 """
 
 from __future__ import annotations
@@ -162,11 +162,22 @@ class LazyTensor(Tensor):
         swap_tensors(self, other)
 
     def become_real(self, operation: str, warn: bool = True) -> None:
-        """Turns this tensor, and all that was recorded from the same output, into real ones; see :func:`realize`."""
-        if warn and any(_lazy_tensor(lineage).requires_grad for lineage in self.lineage.alive()):
+        """Turns this tensor, with all that was recorded from the same output, into what PyTorch would have returned.
+
+        The Python objects stay the same and are real tensors afterwards: aliases share memory, and gradients pass from
+        one to the other as the recorded operations say.
+
+        Raises:
+            RuntimeError: If an object cannot be exchanged because other code refers to its C++ tensor or weakly to it,
+                or its values can no longer be computed. All are lazy as before.
+        """
+        lineages = self.lineage.alive()
+        for lineage in lineages:
+            _check_exchangeable(lineage, operation)
+        if warn and any(_lazy_tensor(lineage).requires_grad for lineage in lineages):
             self._warn(operation)
         self.forget_values()
-        realize(self, operation)
+        _realize(self, operation)
 
     def _warn(self, operation: str) -> None:
         """Counts logits that are about to become part of a graph, and warns once per ``operation`` and line of code."""
@@ -211,19 +222,9 @@ class LazyTensor(Tensor):
         return self.values("pickling").__reduce_ex__(protocol)
 
 
-def realize(logits: LazyTensor, operation: str) -> None:
-    """Turns lazy logits, with all of their tree, into the tensors that the recorded operations would have returned.
-
-    The Python objects stay the same and are real tensors afterwards: aliases share memory, and gradients pass from one
-    to the other as the operations say.
-
-    Raises:
-        RuntimeError: If an object cannot be exchanged because other code refers to its C++ tensor or weakly to it, or
-            the real logits can no longer be computed. All lazy logits of the tree are as before.
-    """
+def _realize(logits: LazyTensor, operation: str) -> None:
+    """Computes and exchanges; see :meth:`LazyTensor.become_real`."""
     lineages = logits.lineage.alive()
-    for lineage in lineages:
-        _check_exchangeable(lineage, operation)
     real: dict[Lineage, Tensor] = {}
     # Also under no_grad: a write there does not detach the tensor written to.
     with torch.inference_mode(logits.is_inference()), torch.enable_grad():
@@ -274,9 +275,9 @@ def _lazy_tensor(lineage: Lineage) -> LazyTensor:
 
 
 def _laid_out(values: Tensor, twin: Tensor) -> Tensor:
-    """``values`` with the strides of ``twin`` if those are of permuted dimensions, which results of functions keep."""
+    """``values`` with the dimensions in memory in the order of those of ``twin``, which results of functions keep."""
     order = sorted(range(twin.ndim), key=twin.stride, reverse=True)
-    if values.stride() == twin.stride() or not twin.permute(order).is_contiguous():
+    if values.stride() == twin.stride() or values.permute(order).is_contiguous():
         return values
     return values.permute(order).contiguous().permute([order.index(dim) for dim in range(twin.ndim)])
 
