@@ -6,7 +6,7 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 """
 
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
-from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.logits import LazyLogits, materialize
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.sequences.context_parallel import ContextParallel
@@ -63,6 +63,7 @@ __all__ = [
     "apply_liger_kernels",
     "export_pretrained",
     "load_pretrained",
+    "materialize",
     "shift_labels",
     "split_sequence",
 ]

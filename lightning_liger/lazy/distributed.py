@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from liger_ops import VocabShard
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.recipe import Recipe
 
 
 class DistributedHead(HeadParameters):
@@ -80,19 +81,30 @@ class DistributedHead(HeadParameters):
         return DTensor.from_local(own, self.device_mesh, [Partial()], run_check=False).full_tensor()
 
 
-@dataclass(eq=False, repr=False)
-class DistributedLazyLogits(LazyLogits):
-    """Lazy logits instead of a DTensor, with its placements until :meth:`to_local`.
+@dataclass(frozen=True, eq=False)
+class DistributedRecipe(Recipe):
+    """How to compute logits that are a DTensor.
 
-    Where an operation needs the real logits, they are the DTensor that the head would have returned.
-
-    Args:
+    Attributes:
         is_replicated: Whether every rank has all logits; otherwise they are sharded over the vocabulary.
-        **others: The arguments of :class:`~lightning_liger.lazy.logits.LazyLogits`.
     """
 
     head: DistributedHead
     is_replicated: bool = False
+
+    def _project(self) -> DTensor:
+        logits = self.head.project_distributed(self.tokens)
+        return logits.redistribute(placements=[Replicate()]) if self.is_replicated else logits
+
+
+class DistributedLazyLogits(LazyLogits):
+    """Lazy logits instead of a DTensor, with its placements until :meth:`to_local`.
+
+    Where an operation only reads the real logits, they are the DTensor that the head would have returned. Operations
+    that need them in the place of these are refused.
+    """
+
+    recipe: DistributedRecipe
 
     @property
     def is_local(self) -> bool:
@@ -100,11 +112,11 @@ class DistributedLazyLogits(LazyLogits):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        return self.head.device_mesh
+        return self.recipe.head.device_mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return (Replicate(),) if self.is_replicated else (Shard(self.vocab_dim % self.ndim),)
+        return (Replicate(),) if self.recipe.is_replicated else (Shard(self.vocab_dim % self.ndim),)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -113,20 +125,23 @@ class DistributedLazyLogits(LazyLogits):
         if device_mesh in (None, self.device_mesh) and placements is not None and len(placements) == 1:
             (placement,) = placements
             if placement == Replicate():
-                return self.changed(is_replicated=True)
+                return self.same(is_replicated=True)
             if isinstance(placement, Shard) and placement.dim % self.ndim == self.vocab_dim % self.ndim:
-                return self.changed(is_replicated=False)
-        return _as_dtensor(self.materialize("redistribute")).redistribute(device_mesh, placements, **options)
+                return self.same(is_replicated=False)
+        return _as_dtensor(self.values("redistribute")).redistribute(device_mesh, placements, **options)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> LazyLogits | Tensor:
         """As DTensor's: lazy logits if replicated, this rank's real logits if sharded."""
-        if self.is_replicated and grad_placements in (None, self.placements):
-            return LazyLogits(self.hidden_states, self.head, self.transform, self.vocab_dim)
-        return self._distributed().to_local(grad_placements=grad_placements)
+        recipe = self.recipe
+        if recipe.is_replicated and grad_placements in (None, self.placements):
+            local = Recipe(recipe.hidden_states, recipe.head, recipe.transform, recipe.vocab_dim)
+            return LazyLogits.of(local, self.twin)
+        self.notice("to_local")
+        return _as_dtensor(recipe.compute("to_local")).to_local(grad_placements=grad_placements)
 
     def full_tensor(self) -> LazyLogits | Tensor:
         """As DTensor's, lazy."""
-        return self.changed(is_replicated=True).to_local()
+        return self.same(is_replicated=True).to_local()
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
         """As that of :class:`LazyLogits`; a replicated DTensor if ``target`` is one."""
@@ -136,12 +151,11 @@ class DistributedLazyLogits(LazyLogits):
         loss: Any = super().cross_entropy(target.full_tensor(), weight, **options)
         return DTensor.from_local(loss, self.device_mesh, [Replicate()], run_check=False)
 
-    def _distributed(self) -> DTensor:
-        return _as_dtensor(self.transform.apply(self._project()).movedim(-1, self.vocab_dim))
-
-    def _project(self) -> DTensor:
-        logits = self.head.project_distributed(self.tokens)
-        return logits.redistribute(placements=[Replicate()]) if self.is_replicated else logits
+    def become_real(self, operation: str, warn: bool = True) -> None:
+        raise RuntimeError(
+            f"{operation} needs a real DTensor in the place of a sharded LM head's lazy output. Use an operation that"
+            " returns a new tensor, call full_tensor() before, or choose kernels without 'linear_cross_entropy'"
+        )
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor:
@@ -177,4 +191,5 @@ def distributed_logits(
     head = DistributedHead(weight, bias, dtype, counters, options)
     partial_gradient = [Partial()] if head.is_sharded else None
     hidden_states = input.to_local(grad_placements=partial_gradient)
-    return DistributedLazyLogits(hidden_states, head, LogitTransform(dtype), is_replicated=not head.is_sharded)
+    recipe = DistributedRecipe(hidden_states, head, LogitTransform(dtype), is_replicated=not head.is_sharded)
+    return DistributedLazyLogits.of(recipe)

@@ -25,6 +25,8 @@ class FusionCounters:
     """Times that the logits were materialized with gradients enabled."""
     bytes_avoided: int = 0
     """Bytes of the logits minus those of one chunk, summed over the losses."""
+    is_gathered: bool = False
+    """Whether an engine gathers the parameters for each use, so that they change without a change of their version."""
 
 
 class HeadParameters:
@@ -86,8 +88,9 @@ class HeadParameters:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
         """The same head with ``function`` applied to its tensors."""
-        bias, adapter = (None if tensor is None else function(tensor) for tensor in (self.bias, self.adapter))
-        return self._replaced(weight=function(self.weight), bias=bias, adapter=adapter)
+        names = ("weight", "bias", "adapter")
+        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return self._replaced(**{name: function(tensor) for name, tensor in tensors.items()})
 
     def cast(self) -> HeadParameters:
         """The same head with its parameters in ``compute_dtype``."""
@@ -96,6 +99,10 @@ class HeadParameters:
     def with_adapter(self, weight: Tensor) -> HeadParameters:
         """The same head with one more low-rank update, whose input follows all other columns of the hidden states."""
         return self._replaced(adapter=weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1))
+
+    def with_bias(self, bias: Tensor) -> HeadParameters:
+        """The same head with another bias, ``[vocab_size]``."""
+        return self._replaced(bias=bias)
 
     def factors(self, hidden_states: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of an input in ``compute_dtype`` and its weight, whose products add up to the logits.

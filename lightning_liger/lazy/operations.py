@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Real
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_liger.lazy.head import LogitTransform
-from lightning_liger.lazy.logits import LazyLogits, implements
+from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.table import implements
 
 Entry = Callable[..., Any]
 _REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "logsumexp", "special_logsumexp")
@@ -45,14 +46,22 @@ def _factor(x: LazyLogits, other: Any) -> float | None:
     return value if math.isfinite(value) and value != 0 else None
 
 
+def _in_dtype(x: LazyLogits, dtype: torch.dtype, **changes: Any) -> Any:
+    """The lazy result of an elementwise operation in ``dtype``, with changes of the transform."""
+    if dtype != x.dtype and dtype not in _RECORDED_DTYPES:
+        return NotImplemented
+    return x.recorded(torch.empty_like(x.twin), transform=x.transform._replace(dtype=dtype, **changes))
+
+
 def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     value = _factor(x, other)
     if value is None or x.transform.normalized:
         return NotImplemented
-    factor = 1.0 / value if divide else value
-    scaled = x.changed(transform=x.transform._replace(scale=x.transform.scale * factor))
+    scale = x.transform.scale * (1.0 / value if divide else value)
+    if not math.isfinite(scale) or scale == 0:
+        return NotImplemented
     dtype = torch.result_type(torch.empty((1,) * x.ndim, dtype=x.dtype), other)
-    return _cast(scaled, dtype)
+    return _in_dtype(x, dtype, scale=scale)
 
 
 @implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)
@@ -65,23 +74,47 @@ def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
     return NotImplemented if rounding_mode is not None else _scale(x, other, divide=True)
 
 
-@implements("add", "__add__", takes_lazy_arguments=True)
+@implements("add", "__add__", "__radd__", commutative=True, takes_lazy_arguments=True)
 def _add(x: LazyLogits, other: Any) -> Any:
-    """Adds a low-rank update, as LoRA's: its input is appended to the hidden states, scaled by its factor."""
-    if type(other) is not type(x) or other._is_overwritten():
+    if x.transform != LogitTransform(x.dtype) or not x.head.is_whole:
         return NotImplemented
-    if x.transform != LogitTransform(x.dtype) or other.transform._replace(scale=1.0) != LogitTransform(other.dtype):
+    if isinstance(other, LazyLogits):
+        return _add_low_rank(x, other)
+    return _add_bias(x, other) if isinstance(other, Tensor) else NotImplemented
+
+
+def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
+    """Adds a low-rank update, as LoRA's: its input is appended to the hidden states, scaled by its factor."""
+    if type(other) is not type(x) or other.transform._replace(scale=1.0) != LogitTransform(other.dtype):
         return NotImplemented
     if other.head.bias is not None or other.head.adapter is not None or other.shape != x.shape:
         return NotImplemented
-    if not (x.head.is_whole and other.head.is_whole):
-        return NotImplemented
     low_rank = other.tokens * other.transform.scale
-    if x.vocab_dim != -1 or low_rank.shape[-1] > x.hidden_states.shape[-1]:
+    if x.vocab_dim != -1 or not other.head.is_whole or low_rank.shape[-1] > x.hidden_states.shape[-1]:
         return NotImplemented
-    hidden_states = torch.cat((x.hidden_states, low_rank.to(x.hidden_states.dtype)), dim=-1)
-    updated = x.changed(hidden_states=hidden_states, head=x.head.with_adapter(other.head.weight))
-    return _cast(updated, torch.promote_types(x.dtype, other.dtype))
+    dtype = torch.promote_types(x.dtype, other.dtype)
+    if dtype not in (x.dtype, *_RECORDED_DTYPES):
+        return NotImplemented
+    other.notice("add")
+    return x.recorded(
+        x.twin + other.twin,
+        hidden_states=torch.cat((x.hidden_states, low_rank.to(x.hidden_states.dtype)), dim=-1),
+        head=x.head.with_adapter(other.head.weight),
+        transform=x.transform._replace(dtype=dtype),
+    )
+
+
+def _add_bias(x: LazyLogits, other: Tensor) -> Any:
+    """Adds a bias of the vocabulary, as BART's ``final_logits_bias``."""
+    if not -x.vocab_dim <= other.ndim <= x.ndim or {other.numel(), other.shape[x.vocab_dim]} != {x.vocab_size}:
+        return NotImplemented
+    if type(other) not in (Tensor, torch.nn.Parameter) or other.device != x.device:
+        return NotImplemented
+    if other.dtype != x.dtype or x.head.compute_dtype != x.dtype or not x.is_local:
+        return NotImplemented
+    bias = other.reshape(-1)
+    head = x.head.with_bias(bias if x.head.bias is None else x.head.bias.to(x.dtype) + bias)
+    return x.recorded(x.twin + other.to("meta"), head=head)
 
 
 @implements("tanh")
@@ -89,7 +122,7 @@ def _tanh(x: LazyLogits) -> Any:
     transform = x.transform
     if transform.tanh_scale is not None or transform.normalized:
         return NotImplemented
-    return x.changed(transform=transform._replace(scale=1.0, tanh_scale=transform.scale))
+    return _in_dtype(x, x.dtype, scale=1.0, tanh_scale=transform.scale)
 
 
 @implements("log_softmax", "special_log_softmax")
@@ -100,13 +133,13 @@ def _log_softmax(
         return NotImplemented
     # Autocast may compute it in float32.
     dtype = torch.log_softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1, dtype=dtype).dtype
-    return _cast(x.changed(transform=x.transform._replace(normalized=True)), dtype)
+    if dtype != x.dtype and dtype not in _RECORDED_DTYPES:
+        return NotImplemented
+    return x.recorded(torch.log_softmax(x.twin, dim), transform=x.transform._replace(dtype=dtype, normalized=True))
 
 
 def _cast(x: LazyLogits, dtype: torch.dtype) -> Any:
-    if dtype == x.dtype:
-        return x
-    return x.changed(transform=x.transform._replace(dtype=dtype)) if dtype in _RECORDED_DTYPES else NotImplemented
+    return x if dtype == x.dtype else _in_dtype(x, dtype)
 
 
 @implements("to")
@@ -119,11 +152,26 @@ def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = Fals
             dtype, device = value.dtype, value.device
         elif isinstance(value, str | torch.device) or type(value) is int:
             device = torch.device(value)
-        elif not (value is None or isinstance(value, bool)):
+        elif value is not None and value is not False:  # True is a copy, an object a memory format
             return NotImplemented
-    if device.type != x.device.type or device.index not in (None, x.device.index):
+    if not _is_on(x, device):
         return NotImplemented
-    return _cast(x.changed() if copy else x, dtype)
+    return _in_dtype(x, dtype) if copy else _cast(x, dtype)
+
+
+def _is_on(x: LazyLogits, device: torch.device) -> bool:
+    return device.type == x.device.type and device.index in (None, x.device.index)
+
+
+@implements("cpu")
+def _cpu(x: LazyLogits) -> Any:
+    return x if x.device.type == "cpu" else NotImplemented
+
+
+@implements("cuda")
+def _cuda(x: LazyLogits, device: Any = None, *, non_blocking: bool = False) -> Any:
+    current = torch.device("cuda", torch.cuda.current_device()) if x.is_cuda and device is None else device
+    return x if x.is_cuda and _is_on(x, torch.device(current)) else NotImplemented
 
 
 @implements("type")
@@ -141,19 +189,26 @@ for _name, _dtype in _CASTS.items():
     implements(_name)(partial(_cast, dtype=_dtype))
 
 
-@implements("clone", "contiguous")
-def _copy(x: LazyLogits, *, memory_format: Any = None) -> Any:
-    return x.changed()
+@implements("dropout")
+def _dropout(x: LazyLogits, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return NotImplemented if training and p > 0 else x
 
 
-@implements("detach")
+@implements("clone")
+def _clone(x: LazyLogits, *, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+    return x.recorded(x.twin.clone(memory_format=memory_format))
+
+
+@implements("contiguous")
+def _contiguous(x: LazyLogits, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    twin = x.twin
+    result = twin.contiguous(memory_format=memory_format)
+    return x if result is twin else x.recorded(result)
+
+
+@implements("detach", "data")
 def _detach(x: LazyLogits) -> Any:
-    return x.viewed(hidden_states=x.hidden_states.detach(), head=x.head.map(Tensor.detach))
-
-
-implements("numel")(lambda x: x.numel())
-implements("is_floating_point")(lambda x: True)
-implements("is_complex")(lambda x: False)
+    return x.recorded(x.twin, hidden_states=x.hidden_states.detach(), head=x.head.map(Tensor.detach))
 
 
 # Layout: dimensions of the logits are dimensions of the hidden states
@@ -161,6 +216,10 @@ implements("is_complex")(lambda x: False)
 
 def _follow(function: Entry, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """Applies a function whose arguments name dimensions to the hidden states, if the vocabulary stays whole."""
+    twin = x.twin
+    result = function(twin, *args, **kwargs)  # where PyTorch refuses the arguments it says so here
+    if result is twin:
+        return x
     hidden_states = x.hidden_states
     hidden_size = hidden_states.shape[x.vocab_dim]
     if 1 in (hidden_size, x.vocab_size):  # would be squeezed, or taken for another dimension of size 1
@@ -171,7 +230,7 @@ def _follow(function: Entry, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     row = function(torch.empty(sizes, device="meta").expand(hidden_states.shape), *args, **kwargs)
     for dim in range(-row.ndim, 0):
         if row.shape[dim] == hidden_size and row.stride(dim) == 1:
-            return x.viewed(hidden_states=function(hidden_states, *args, **kwargs), vocab_dim=dim)
+            return x.recorded(result, hidden_states=function(hidden_states, *args, **kwargs), vocab_dim=dim)
     return NotImplemented
 
 
@@ -182,34 +241,53 @@ for _name in (
     implements(_name)(partial(_follow, getattr(Tensor, _name)))
 
 
+@implements("mT", "mH")
+def _matrix_transpose(x: LazyLogits) -> Any:
+    return _follow(lambda tensor: tensor.mT, x)
+
+
 @implements("unflatten")
 def _unflatten(x: LazyLogits, dim: int, sizes: Any) -> Any:
     return NotImplemented if _is_vocab(x, dim) else _follow(torch.unflatten, x, dim, sizes)
 
 
-@implements("reshape", "view")
-def _reshape(x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> Any:
-    sizes = shape or size or args
+@implements("reshape")
+def _reshape(x: LazyLogits, *args: Any, shape: Any = None) -> Any:
+    return _to_sizes(Tensor.reshape, x, shape or args)
+
+
+@implements("view")
+def _view(x: LazyLogits, *args: Any, size: Any = None) -> Any:
+    return _to_sizes(Tensor.view, x, size or args)
+
+
+def _to_sizes(function: Entry, x: LazyLogits, sizes: Any) -> Any:
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = sizes[0]
     if not all(isinstance(value, int) for value in sizes):
         return NotImplemented
-    known = math.prod(value for value in sizes if value != -1)
-    sizes = [x.numel() // max(known, 1) if value == -1 else value for value in sizes]
-    if math.prod(sizes) != x.numel():
-        return NotImplemented
+    twin = x.twin
+    result = function(twin, *sizes)
+    if result is twin:
+        return x
     # The vocabulary stays whole if a dimension of its size has as many elements before it, and so after it, as now.
+    sizes = list(result.shape)
     tokens_before = math.prod(x.shape[: x.vocab_dim])
     for dim, value in enumerate(sizes):
         if value == x.vocab_size and math.prod(sizes[:dim]) == tokens_before:
             sizes[dim] = x.hidden_states.shape[x.vocab_dim]
-            return x.viewed(hidden_states=x.hidden_states.reshape(sizes), vocab_dim=dim - len(sizes))
+            return x.recorded(result, hidden_states=x.hidden_states.reshape(sizes), vocab_dim=dim - len(sizes))
     return NotImplemented
 
 
-@implements("reshape_as", "view_as")
+@implements("reshape_as")
 def _reshape_as(x: LazyLogits, other: Tensor) -> Any:
-    return _reshape(x, other.shape)
+    return _to_sizes(Tensor.reshape, x, tuple(other.shape))
+
+
+@implements("view_as")
+def _view_as(x: LazyLogits, other: Tensor) -> Any:
+    return _to_sizes(Tensor.view, x, tuple(other.shape))
 
 
 def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -217,21 +295,31 @@ def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwar
     dim = kwargs.get("dim", args[position] if len(args) > position else 0)
     if not isinstance(dim, int):
         return NotImplemented
-    derived = x.changed if function is torch.index_select else x.viewed
     if _is_vocab(x, dim):
         if function not in (torch.narrow, torch.index_select) or x.transform.normalized or not x.head.is_whole:
             return NotImplemented
+        twin = function(x.twin, *_on_meta(args), **_on_meta(kwargs))
         # The head's vocabulary is its first dimension.
         kwargs |= {"dim": 0} if "dim" in kwargs else {}
         args = args if "dim" in kwargs else (0, *args[1:])
-        return derived(head=x.head.map(lambda parameter: function(parameter, *args, **kwargs)))
-    result = function(x.hidden_states, *args, **kwargs)
+        return x.recorded(twin, head=x.head.map(lambda parameter: function(parameter, *args, **kwargs)))
+    twins = function(x.twin, *_on_meta(args), **_on_meta(kwargs))
+    parts = function(x.hidden_states, *args, **kwargs)
     is_after = dim % x.ndim > x.vocab_dim % x.ndim
 
-    def lazy(part: Tensor) -> LazyLogits:
-        return derived(hidden_states=part, vocab_dim=x.vocab_dim + (is_after and part.ndim < x.ndim))
+    def lazy(twin: Tensor, part: Tensor) -> LazyLogits:
+        return x.recorded(twin, hidden_states=part, vocab_dim=x.vocab_dim + (is_after and part.ndim < x.ndim))
 
-    return lazy(result) if isinstance(result, Tensor) else tuple(lazy(part) for part in result)
+    if isinstance(parts, Tensor):
+        return lazy(twins, parts)
+    return tuple(lazy(twin, part) for twin, part in zip(twins, parts, strict=True))
+
+
+def _on_meta(arguments: Any) -> Any:
+    """Positional or keyword arguments with their tensors on the meta device."""
+    if isinstance(arguments, dict):
+        return dict(zip(arguments, _on_meta(tuple(arguments.values())), strict=True))
+    return tuple(value.to("meta") if isinstance(value, Tensor) else value for value in arguments)
 
 
 _DIM_POSITIONS = {"narrow": 0, "select": 0, "index_select": 0, "unbind": 0, "chunk": 1, "tensor_split": 1}
@@ -274,9 +362,9 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
         if x.transform.normalized or not head.is_whole:
             return NotImplemented
         head = head.map(lambda parameter: parameter[columns])
-    derived = x.changed if gathers or isinstance(columns, Tensor) else x.viewed
     rows = (*before, slice(None), *after)
-    return derived(
+    return x.recorded(
+        x.twin[tuple(chain.from_iterable(map(_entries_on_meta, (*before, columns, *after))))],
         hidden_states=x.hidden_states[rows],
         head=head,
         vocab_dim=-1 - sum(entry is None or isinstance(entry, slice) for entry in after),
@@ -289,6 +377,15 @@ def _index_entry(entry: Any) -> Any:
     if not is_array and not isinstance(entry, list | tuple | range):
         return entry
     return torch.as_tensor(entry) if len(entry) else torch.empty(0, dtype=torch.int64)
+
+
+def _entries_on_meta(entry: Any) -> tuple[Any, ...]:
+    """The same entry for a tensor on the meta device, where a mask has no number of elements."""
+    if not isinstance(entry, Tensor):
+        return (entry,)
+    if entry.dtype not in (torch.bool, torch.uint8):
+        return (entry.to("meta"),)
+    return (torch.empty(int(entry.count_nonzero()), dtype=torch.int64, device="meta"),) * entry.ndim
 
 
 def _num_consumed(entry: Any) -> int:
@@ -304,7 +401,7 @@ def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
         return NotImplemented
     indices = torch.broadcast_tensors(*(entry.to(x.device) for entry in (*tokens, labels)))
     labels = torch.where(indices[-1] < 0, indices[-1] + x.vocab_size, indices[-1])
-    return x.changed(hidden_states=x.hidden_states[tuple(indices[:-1])]).at_labels(labels)
+    return x.same(hidden_states=x.hidden_states[tuple(indices[:-1])]).at_labels(labels)
 
 
 # Losses

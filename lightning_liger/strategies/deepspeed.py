@@ -23,7 +23,7 @@ from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.arguments import Refused, refuse
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
-from lightning_liger.strategies.parts.head_units import patched_heads
+from lightning_liger.strategies.parts.head_units import gather_heads
 from lightning_liger.strategies.parts.materialization import FabricMaterialization, TrainerMaterialization
 from lightning_liger.strategies.parts.visible_logits import ALL_TENSORS
 from lightning_liger.strategies.precision import EvaluatedPrecision, OnNonfiniteGrad
@@ -141,7 +141,7 @@ class _FusedDeepSpeed(_Strategy):
         parameter must be whole.
         """
         engine.register_forward_hook(_announce_backward)
-        heads = set(patched_heads(engine.module))
+        heads = set(gather_heads(engine.module))
         for module in engine.module.modules():
             if not heads.isdisjoint(module.modules()):
                 ALL_TENSORS.expose(module)
@@ -329,9 +329,9 @@ def _announce_backward(engine: "DeepSpeedEngine", args: Any, output: Any) -> Non
     from torch.utils._pytree import tree_leaves
 
     leaves = tree_leaves(output)
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-        return
     lazy = [leaf for leaf in leaves if isinstance(leaf, LazyLogits)]
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves if not isinstance(leaf, LazyLogits)):
+        return
     tensors = [tensor for leaf in lazy for tensor in ALL_TENSORS.tensors(leaf) if tensor.requires_grad]
     if tensors:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: engine._backward_prologue(), mode="any")

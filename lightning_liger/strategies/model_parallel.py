@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
-from lightning_liger.strategies.parts.head_units import check_tied_units, patched_heads
+from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
 from lightning_liger.strategies.parts.optimizer_states import (
     FabricOptimizerStates,
     TrainerOptimizerStates,
@@ -108,7 +108,7 @@ class _FullySharded(_Strategy):
 
         A head's weight stays gathered until then, also if the head is a separate FSDP unit.
         """
-        heads = set(patched_heads(model))
+        heads = set(gather_heads(model))
         for unit in model.modules():
             if isinstance(unit, FSDPModule) and not heads.isdisjoint(unit.modules()):
                 unit.set_reshard_after_forward(False, recurse=False)

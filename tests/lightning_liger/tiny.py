@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+from lightning_liger import LazyLogits
+
 VOCAB_SIZE = 131
 """Odd, and larger than anything else in a tiny model: no other tensor is as large as its logits."""
 
@@ -57,8 +59,13 @@ def tiny_batch(batch_size: int = 2, seq_len: int = 11, num_ignored: int = 4, see
     return {"input_ids": input_ids, "labels": labels}
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are anywhere."""
+    return not tensor.is_meta and not isinstance(tensor, LazyLogits)
+
+
 class TensorSizes(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that any operation returns.
+    """Keeps the number of elements of the largest tensor with memory that any operation returns.
 
     A mode sees a custom op as one operation; the loop inside the fused loss is watched by entering it there again.
     """
@@ -82,6 +89,6 @@ class TensorSizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and has_memory(leaf))
         self.largest = max(self.largest, *sizes, 0)
         return result

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module
 
+from lightning_liger.lazy.head import FusionCounters
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.patching.rules import Patched
 
@@ -28,6 +29,14 @@ def patched_heads(model: Module) -> list[Module]:
         for module in model.modules()
         if isinstance(module, Patched) and module.liger_replacement.kernel == "linear_cross_entropy"
     ]
+
+
+def gather_heads(model: Module) -> list[Module]:
+    """The patched heads of ``model``, after noting that an engine gathers their parameters for each use."""
+    heads = patched_heads(model)
+    for head in heads:
+        vars(head).setdefault("fusion_counters", FusionCounters()).is_gathered = True
+    return heads
 
 
 def tied_pairs(model: Module) -> list[tuple[Module, Module]]:
@@ -121,4 +130,4 @@ def _detach_frozen(parameters: dict[str, Tensor], head: Module, args: Any, outpu
         return output
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     detached = {name: getattr(output.head, name).detach() for name in frozen}
-    return output.changed(head=output.head._replaced(**detached))
+    return output.same(head=output.head._replaced(**detached))

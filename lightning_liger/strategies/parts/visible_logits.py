@@ -46,7 +46,6 @@ class Exposure:
         leaves, structure = tree_flatten(output)
         if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
             return output
-        leaves = [_real_if_overwritten(leaf) for leaf in leaves]
         logits = {at: self.connect(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
         for position, leaf in logits.items():
             leaves[position] = self.tensors(leaf)
@@ -99,14 +98,8 @@ class _Hidden:
         self.logits = logits
 
 
-def _real_if_overwritten(leaf: Any) -> Any:
-    return leaf.materialize() if isinstance(leaf, LazyLogits) and leaf._is_overwritten() else leaf
-
-
 def _connected(logits: LazyLogits) -> LazyLogits:
-    head = logits.head
-    parameters = [tensor for tensor in (head.weight, head.bias, head.adapter) if tensor is not None]
-    return logits.changed(hidden_states=_Connected.apply(logits.hidden_states, *parameters))
+    return logits.same(hidden_states=_Connected.apply(*logits.recipe.tensors().values()))
 
 
 def _hidden_states(logits: LazyLogits) -> list[Tensor]:
@@ -114,7 +107,7 @@ def _hidden_states(logits: LazyLogits) -> list[Tensor]:
 
 
 def _with_hidden_states(logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
-    return logits.changed(hidden_states=tensors[0])
+    return logits.same(hidden_states=tensors[0])
 
 
 HIDDEN_STATES = Exposure(connect=_connected, tensors=_hidden_states, with_tensors=_with_hidden_states)
@@ -136,21 +129,15 @@ class _Connected(torch.autograd.Function):
 
 
 def _all_tensors(logits: LazyLogits) -> list[Tensor]:
-    head = logits.head
-    return [tensor for tensor in (logits.hidden_states, head.weight, head.bias, head.adapter) if tensor is not None]
+    return list(logits.recipe.tensors().values())
 
 
 def _with_all_tensors(logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
-    replaced = dict(zip(map(id, _all_tensors(logits)), tensors, strict=True))
-    return _map_tensors(logits, lambda tensor: replaced[id(tensor)])
-
-
-def _map_tensors(logits: LazyLogits, function: Callable[[Tensor], Tensor]) -> LazyLogits:
-    return logits.changed(hidden_states=function(logits.hidden_states), head=logits.head.map(function))
+    return logits.with_recipe(logits.recipe.with_tensors(tensors))
 
 
 def _with_views(logits: LazyLogits) -> LazyLogits:
-    return _map_tensors(logits, lambda tensor: tensor.view_as(tensor))
+    return logits.with_recipe(logits.recipe.map(lambda tensor: tensor.view_as(tensor)))
 
 
 ALL_TENSORS = Exposure(connect=_with_views, tensors=_all_tensors, with_tensors=_with_all_tensors)

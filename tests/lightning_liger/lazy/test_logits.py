@@ -2,26 +2,24 @@
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lightning_liger import LazyLogits
+from lightning_liger import LazyLogits, materialize
 from lightning_liger.lazy.logits import is_loss_wanted, lazy_logits
 from lightning_liger.patching.rules.head import HeadReplacement
-from tests.lightning_liger.lazy.twin import (
-    TOKENS,
-    VOCAB_SIZE,
-    Twin,
-    token_loss,
-)
+from tests.lightning_liger.lazy.twin import TOKENS, VOCAB_SIZE, Twin, token_loss
+from tests.lightning_liger.tiny import TensorSizes
 
 
 def test_lazy_logits_describe_themselves_as_the_real_logits_would() -> None:
@@ -33,7 +31,7 @@ def test_lazy_logits_describe_themselves_as_the_real_logits_would() -> None:
     assert (lazy.is_cuda, lazy.is_floating_point()) == (False, True)
     assert lazy.requires_grad
     assert not lazy.detach().requires_grad
-    assert not isinstance(lazy, Tensor)
+    assert isinstance(lazy, Tensor)
     assert repr(lazy) == "LazyLogits(shape=(2, 5, 37), dtype=torch.float32, device='cpu', requires_grad=True)"
     assert twin.counters.num_materialized == 0
 
@@ -82,9 +80,21 @@ def test_deepcopy_stays_lazy_and_in_the_graph() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* on an LM head's output")
+def test_materialized_logits_are_a_real_tensor_in_the_same_place() -> None:
+    twin = Twin()
+    logits = twin.lazy
+    scaled = logits * 0.5
+    assert materialize(logits) is logits
+    assert type(logits) is type(scaled) is Tensor
+    assert materialize(logits) is logits
+    twin.assert_same_gradients(token_loss(scaled), token_loss(twin.real * 0.5))
+
+
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
 def test_real_logits_are_computed_once() -> None:
     logits = Twin().lazy
-    assert logits.materialize() is logits.materialize()
+    first, second = (logits.values("softmax") for _ in range(2))
+    assert first is second
 
 
 @pytest.mark.filterwarnings("ignore:.* on an LM head's output")
@@ -146,20 +156,12 @@ def test_autocast_gives_the_dtype_of_the_real_head(input_dtype: torch.dtype) -> 
     [_apply_to_tensors, lambda function, data: apply_to_collection(data, dtype=Tensor, function=function)],
     ids=["fsdp", "lightning"],
 )
-def test_engines_that_convert_outputs_see_the_hidden_states_only(convert: Callable[..., Any]) -> None:
+def test_engines_that_convert_outputs_leave_logits_lazy(convert: Callable[..., Any]) -> None:
     twin = Twin()
-    seen: list[Tensor] = []
-
-    def halve(tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor * 0.5
-
-    converted = convert(halve, {"output": CausalLMOutputWithPast(logits=twin.lazy)})["output"].logits
-    assert len(seen) == 1
-    assert seen[0] is twin.lazy_input
-    assert isinstance(converted, LazyLogits)
-    twin.assert_same_gradients(token_loss(converted), token_loss(twin.real_head(twin.real_input * 0.5)))
-    assert twin.counters.num_materialized == 0
+    converted = convert(lambda tensor: tensor.float() * 0.5, {"output": CausalLMOutputWithPast(logits=twin.lazy)})
+    logits = converted["output"].logits
+    assert isinstance(logits, LazyLogits)
+    twin.assert_same_gradients(token_loss(logits), token_loss(twin.real * 0.5))
 
 
 @pytest.mark.parametrize(
@@ -183,16 +185,69 @@ def test_function_over_chunks_follows_the_chunk_bytes_of_the_head(chunk_bytes: i
     assert chunk_bytes is None or max(seen) * VOCAB_SIZE * 4 <= chunk_bytes
 
 
-# Private to torch, without a public equivalent: nothing else tells that a tensor was written to or has hooks.
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
+@pytest.mark.parametrize("name", ["weight", "bias", "hidden states"])
+@pytest.mark.parametrize("read", ["softmax", "cross_entropy", "logsumexp", "zero_", "materialize()"])
+def test_late_read_is_refused_after_a_write_to_what_the_logits_are_computed_from(name: str, read: str) -> None:
+    twin = Twin()
+    logits = twin.lazy.detach() if read != "zero_" else twin.lazy
+    written = {"hidden states": twin.lazy_input, **dict(twin.lazy_head.named_parameters())}[name]
+    with torch.no_grad():
+        written.add_(1.0)
+    reads: dict[str, Callable[[Tensor], Any]] = {
+        "softmax": lambda x: x.softmax(-1),
+        "cross_entropy": token_loss,
+        "logsumexp": lambda x: x.logsumexp(-1),
+        "zero_": lambda x: x.zero_(),
+        "materialize()": materialize,
+    }
+    with pytest.raises(RuntimeError, match=rf"the head's {name} was modified in place.*materialize\(logits\)"):
+        reads[read](logits)
 
 
+def test_backward_of_a_reduction_is_refused_after_a_write_to_the_weight() -> None:
+    twin = Twin()
+    result = twin.lazy.logsumexp(-1).sum()
+    with torch.no_grad():
+        twin.lazy_head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="the head's weight was modified in place"):
+        result.backward()
+
+
+def test_logits_materialized_before_a_step_keep_their_values() -> None:
+    twin = Twin()
+    old, want = twin.lazy.detach(), twin.real.detach().clone()
+    materialize(old)
+    with torch.no_grad():
+        twin.lazy_head.weight.add_(1.0)
+    torch.testing.assert_close(old, want)
+
+
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
 def test_write_to_materialized_logits_is_seen_by_a_later_loss() -> None:
     twin = Twin()
     with torch.no_grad(), lazy_logits():
         lazy, real = twin.lazy, twin.real
-        for logits in (lazy.materialize(), real):
+        for logits in (materialize(lazy), real):
             logits[..., 3] = 9.0
         torch.testing.assert_close(token_loss(lazy), token_loss(real), rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
+@pytest.mark.parametrize("name", ["register_hook", "retain_grad", "torch.autograd.grad"])
+@pytest.mark.parametrize("realized", [False, True])
+def test_gradient_of_logits_is_refused_after_a_loss_that_does_not_pass_them(name: str, realized: bool) -> None:
+    logits = Twin().lazy
+    loss = token_loss(logits)
+    if realized:
+        materialize(logits)
+    watch: dict[str, Callable[[], Any]] = {
+        "register_hook": lambda: logits.register_hook(print),
+        "retain_grad": lambda: logits.retain_grad(),
+        "torch.autograd.grad": lambda: torch.autograd.grad(loss, logits, allow_unused=True),
+    }
+    with pytest.raises(RuntimeError, match=rf"{name} of .* comes after a fused loss.*materialize\(logits\)"):
+        watch[name]()
 
 
 @pytest.mark.filterwarnings("ignore:.* on an LM head's output")
@@ -200,7 +255,82 @@ def test_hook_of_materialized_logits_is_run_by_a_later_loss() -> None:
     gradients = []
     twin = Twin()
     lazy, real = twin.lazy, twin.real
-    for logits, whole in ((lazy, lazy.materialize()), (real, real)):
+    for logits, whole in ((lazy, materialize(lazy)), (real, real)):
         whole.register_hook(gradients.append)
         token_loss(logits).backward()
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
+def test_gradient_passes_functions_that_logits_were_given_to() -> None:
+    twin = Twin()
+    twin.assert_same_gradients(token_loss(_Scaled.apply(twin.lazy) * 0.5), token_loss(_Scaled.apply(twin.real) * 0.5))
+
+
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
+def test_masked_padding_of_the_vocabulary_is_seen_by_the_loss() -> None:
+    def masked_loss(logits: Tensor) -> Tensor:
+        shifted = logits[:, :-1].reshape(-1, VOCAB_SIZE)
+        shifted[:, 30:] = -1e4
+        return F.cross_entropy(shifted, torch.arange(len(shifted)))
+
+    twin = Twin()
+    twin.assert_same_gradients(masked_loss(twin.lazy), masked_loss(twin.real))
+    torch.testing.assert_close(masked_loss(twin.lazy), masked_loss(twin.real))
+
+
+@pytest.mark.parametrize("refers", ["weakly", "in a graph"])
+def test_write_is_refused_where_the_object_cannot_be_exchanged(refers: str) -> None:
+    class Saved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.new_zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    logits = Twin().lazy
+    held = weakref.ref(logits) if refers == "weakly" else Saved.apply(logits)
+    with pytest.raises(RuntimeError, match=r"zero_ .*materialize\(logits\)"):
+        logits.zero_()
+    assert held is not None
+    assert isinstance(logits, LazyLogits)
+    assert isinstance(token_loss(logits), Tensor)
+
+
+def test_questions_are_answered_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin()
+    lazy, real = twin.lazy.mT, twin.real.mT
+    sizes = TensorSizes(monkeypatch)
+    with sizes:
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_cpu", "is_sparse", "requires_grad", "itemsize"):
+            assert getattr(lazy, name) == getattr(real, name)
+        for name in (
+            "stride",
+            "is_contiguous",
+            "numel",
+            "element_size",
+            "storage_offset",
+            "type",
+            "get_device",
+            "size",
+        ):
+            assert getattr(lazy, name)() == getattr(real, name)()
+        assert lazy.new_zeros(3).dtype == torch.float32
+    assert torch.result_type(lazy, 2.0) == torch.float32
+    assert torch.ones(3).type_as(lazy).dtype == torch.float32
+    assert sizes.largest < TOKENS * VOCAB_SIZE
+    assert torch.zeros_like(lazy).stride() == torch.zeros_like(real).stride()
+    assert twin.counters.num_materialized == 0

@@ -1,0 +1,125 @@
+"""How to compute logits that were not computed yet, and whether that still gives the values they had."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Size, Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from typing_extensions import Self
+
+from lightning_liger.lazy.head import HeadParameters, LogitTransform
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A head, its input, the operations on its output, and the state of their tensors when the recipe was made.
+
+    Attributes:
+        hidden_states: Laid out as the logits, with hidden_size in the place of vocab_size: ``[..., hidden_size]``.
+        head: The projection that is postponed.
+        transform: The elementwise operations that were applied to the logits since.
+        vocab_dim: The vocabulary's dimension, a negative index.
+    """
+
+    hidden_states: Tensor
+    head: HeadParameters
+    transform: LogitTransform
+    vocab_dim: int = -1
+    _state: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_state", self._current_state())
+
+    @property
+    def shape(self) -> Size:
+        """The shape of the logits."""
+        sizes = list(self.hidden_states.shape)
+        sizes[self.vocab_dim] = self.head.vocab_size
+        return Size(sizes)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the logits depend on a tensor that requires a gradient."""
+        return self.hidden_states.requires_grad or self.head.requires_grad
+
+    @property
+    def tokens(self) -> Tensor:
+        """The hidden states with hidden_size last, ``[..., hidden_size]``."""
+        return self.hidden_states if self.vocab_dim == -1 else self.hidden_states.movedim(self.vocab_dim, -1)
+
+    @property
+    def num_tokens(self) -> int:
+        """The product of all dimensions but the vocabulary."""
+        return math.prod(self.tokens.shape[:-1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the logits are computed from, by the names that errors use."""
+        head = self.head
+        named = {"hidden states": self.hidden_states, "weight": head.weight, "bias": head.bias, "adapter": head.adapter}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def changed(self, **changes: Any) -> Self:
+        """A copy with other values of some attributes."""
+        return dataclasses.replace(self, **changes)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with ``function`` applied to each of :meth:`tensors`, in their order."""
+        return self.changed(hidden_states=function(self.hidden_states), head=self.head.map(function))
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+        """A copy with other tensors in the place and order of :meth:`tensors`."""
+        remaining = iter(tensors)
+        return self.map(lambda _: next(remaining))
+
+    def compute(self, operation: str) -> Tensor:
+        """The real logits, for ``operation``; raises as :meth:`check`."""
+        self.check(operation)
+        logits = self.transform.apply(self._project())
+        return logits if self.vocab_dim == -1 else logits.movedim(-1, self.vocab_dim)
+
+    def _project(self) -> Tensor:
+        return self.head.project(self.tokens)
+
+    def check(self, operation: str) -> None:
+        """Raises a RuntimeError that names ``operation`` if a tensor was modified or freed since the recipe was made.
+
+        The logits that the head would have returned can no longer be computed then.
+        """
+        for (name, tensor), then, now in zip(self.tensors().items(), self._state, self._current_state(), strict=False):
+            if then != now:
+                _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
+            if tensor.numel() and not tensor.is_meta and tensor.untyped_storage().size() == 0:
+                _refuse(operation, f"the engine has freed the memory of the head's {name}")
+        if self.head.counters.is_gathered and self._state[-1] != num_optimizer_steps():
+            _refuse(operation, "an optimizer has changed parameters")
+
+    def _current_state(self) -> tuple[int, ...]:
+        # Private to torch: nothing public says whether a tensor was written to. Inference tensors do not know.
+        versions = (0 if tensor.is_inference() else tensor._version for tensor in self.tensors().values())
+        return (*versions, num_optimizer_steps())
+
+
+def num_optimizer_steps() -> int:
+    """The number of steps of all optimizers of this process since the first call."""
+    return _steps()[None]
+
+
+@functools.cache
+def _steps() -> Counter[None]:
+    steps: Counter[None] = Counter()
+    register_optimizer_step_post_hook(lambda *_: steps.update((None,)))
+    return steps
+
+
+def _refuse(operation: str, reason: str) -> None:
+    raise RuntimeError(
+        f"{operation} needs logits that were not computed yet, but {reason} since the head was called. Call"
+        " lightning_liger.materialize(logits) before that, such as before optimizer.step()"
+    )

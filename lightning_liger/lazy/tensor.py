@@ -1,0 +1,608 @@
+"""A tensor whose values are not computed until an operation needs all of them.
+
+:class:`LazyTensor` has no memory. PyTorch's functions of it are looked up in :mod:`lightning_liger.lazy.table`, which
+records them. All others compute the values. Those that only read them get a separate real tensor. Writes, hooks, views
+and whatever else could tell a tensor without memory from a real one turn it, and all that was recorded from the same
+output, into real tensors (:meth:`LazyTensor.become_real`). Operations below autograd get the values too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import swap_tensors
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+import liger_ops
+from lightning_liger.lazy import table
+from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
+from lightning_liger.lazy.lineage import Lineage
+from lightning_liger.lazy.recipe import Recipe
+
+_warned_operations: set[tuple[str, str]] = set()
+_OWN_FILES = (torch.__file__, liger_ops.__file__, str(Path(__file__).parent))
+_OWN_FOLDERS = tuple(f"{Path(file).parent}/" for file in _OWN_FILES)
+
+
+class LazyTensor(Tensor):
+    """A tensor without memory, whose recipe computes the values.
+
+    Its shape, strides, dtype, device and place in the autograd graph are those of the real tensor. Created without
+    gradients enabled it is detached from the graph, as any tensor.
+    """
+
+    recipe: Recipe
+    lineage: Lineage
+    _node: Any
+    _values: Tensor | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, twin: Tensor | None = None) -> Self:
+        """The result of a recipe, not derived from other lazy tensors.
+
+        Args:
+            recipe: What they are computed from.
+            twin: A tensor on the meta device with their layout; contiguous by default.
+        """
+        if recipe.requires_grad and not torch.is_grad_enabled():
+            recipe = recipe.map(Tensor.detach)
+        make = partial(cls._without_memory, recipe, twin)
+        lazy = _Deferred.apply(make, recipe, *recipe.tensors().values()) if recipe.requires_grad else make()
+        lazy.recipe = recipe
+        lazy._node = lazy.grad_fn
+        lazy._values = None
+        lazy._descend(None)
+        return lazy
+
+    def _descend(self, parent: Lineage | None) -> None:
+        self.lineage = Lineage(self, self.recipe, parent)
+        if self._node is not None:
+            self._node.lineage = self.lineage
+
+    @classmethod
+    def _without_memory(cls, recipe: Recipe, twin: Tensor | None) -> Tensor:
+        if twin is None:
+            twin = torch.empty(recipe.shape, device="meta")
+        return Tensor._make_wrapper_subclass(
+            cls,
+            recipe.shape,
+            strides=twin.stride(),
+            storage_offset=twin.storage_offset(),
+            dtype=recipe.transform.dtype,
+            device=recipe.hidden_states.device,
+        )
+
+    @property
+    def twin(self) -> Tensor:
+        """A tensor of the same layout and dtype on the meta device, to ask PyTorch what an operation returns."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a function outside of this package (a ``torch.autograd.Function``) put this tensor into its graph.
+
+        Its gradient then has to pass that function.
+        """
+        return self.requires_grad and self.grad_fn is not self._node
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the real tensor is a plain one, not a DTensor."""
+        return True
+
+    def recorded(self, twin: Tensor, **changes: Any) -> Self:
+        """The lazy result of an operation on this tensor.
+
+        Args:
+            twin: The operation's result for :attr:`twin`.
+            changes: What differs in the recipe.
+        """
+        result = self.of(self.recipe.changed(**changes), twin)
+        result._descend(self.lineage)
+        return result
+
+    def same(self, **changes: Any) -> Self:
+        """The same values (or, with other hidden states, such of other tokens), with no connection to this tensor."""
+        return self.with_recipe(self.recipe.changed(**changes))
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        """As :meth:`same`, computed by another recipe."""
+        return self.of(recipe, self.twin if recipe.shape == self.shape else None)
+
+    def notice(self, operation: str) -> None:
+        """Notes that ``operation`` is computed from the recipe; raises if that is no longer possible."""
+        self.recipe.check(operation)
+        if torch.is_grad_enabled() and self.requires_grad:
+            self.lineage.bypass(operation)
+
+    def compute(self, operation: str) -> Tensor:
+        """The real tensor, part of the graph if gradients are enabled."""
+        if self.is_foreign:
+            return self.passed_on(self.recipe.compute(operation))
+        return _laid_out(self.recipe.compute(operation), self.twin)
+
+    def passed_on(self, values: Tensor) -> Tensor:
+        """``values`` in the place of this tensor in a foreign graph."""
+        values = _laid_out(values, self.twin)
+        # In a list, since autograd does not allow writes to what a function returns of its arguments.
+        return _PassedOn.apply(self, [values.detach() if values.requires_grad else values])
+
+    def values(self, operation: str) -> Tensor:
+        """The real tensor for operations that only read it; it is computed once, and this one stays lazy."""
+        differentiable = torch.is_grad_enabled() and self.requires_grad
+        # Values that were first computed without gradients have no graph, and must not replace those that need one.
+        if self._values is None or (differentiable and not self._values.requires_grad):
+            if differentiable:
+                self._warn(operation)
+                self.lineage.bypass(operation)
+            values = self.compute(operation)
+            self._values = values
+        return self._values
+
+    def forget_values(self) -> None:
+        """Drops the result of :meth:`values`."""
+        self._values = None
+
+    def become(self, other: Tensor) -> None:
+        """Takes over the contents of ``other``, which is not to be used afterwards."""
+        for tensor in (self, other):
+            if isinstance(tensor, LazyTensor):
+                tensor.lineage.forget_tensor()  # weak references prevent the exchange
+        swap_tensors(self, other)
+
+    def become_real(self, operation: str, warn: bool = True) -> None:
+        """Turns this tensor, with all that was recorded from the same output, into what PyTorch would have returned.
+
+        The Python objects stay the same and are real tensors afterwards: aliases share memory, and gradients pass from
+        one to the other as the recorded operations say.
+
+        Raises:
+            RuntimeError: If an object cannot be exchanged because other code refers to its C++ tensor or weakly to it,
+                or its values can no longer be computed. All are lazy as before.
+        """
+        lineages = self.lineage.alive()
+        for lineage in lineages:
+            _check_exchangeable(lineage, operation)
+        if warn and any(_lazy_tensor(lineage).requires_grad for lineage in lineages):
+            self._warn(operation)
+        self.forget_values()
+        _realize(self, operation)
+
+    def _warn(self, operation: str) -> None:
+        """Counts logits that are about to become part of a graph, and warns once per ``operation`` and line of code."""
+        self.recipe.head.counters.num_materialized += 1
+        operation, line = operation.strip("_"), _calling_line()
+        if (operation, line) not in _warned_operations:
+            _warned_operations.add((operation, line))
+            size = self.numel() * self.dtype.itemsize / 2**30
+            rank_zero_warn(
+                f"{operation} on an LM head's output ({line}) materializes the logits: {tuple(self.shape)}"
+                f" {self.dtype}, {size:.2f} GiB. The result is right, but the loss is not fused."
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _call(func, args, dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _call_below_autograd(func, args, kwargs or {})
+
+    def __repr__(self, **options: Any) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # Engines copy a module's output before they convert the tensors in it; the autograd graph stays shared.
+        if self.requires_grad:
+            return self.same()
+        self.become_real("copy.deepcopy")
+        return copy.deepcopy(self, memo)
+
+    def __copy__(self) -> Tensor:
+        self.become_real("copy.copy")  # which shares memory
+        return copy.copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values("pickling").__reduce_ex__(protocol)
+
+
+def _realize(logits: LazyTensor, operation: str) -> None:
+    """Computes and exchanges; see :meth:`LazyTensor.become_real`."""
+    lineages = logits.lineage.alive()
+    real: dict[Lineage, Tensor] = {}
+    # Also under no_grad: a write there does not detach the tensor written to.
+    with torch.inference_mode(logits.is_inference()), torch.enable_grad():
+        for lineage in lineages:
+            real[lineage] = _exchanged(lineage, _real_logits(lineage, real, operation))
+
+
+def _is_exchangeable(lineage: Lineage) -> bool:
+    tensor = _lazy_tensor(lineage)
+    # Private to torch, and what swap_tensors checks too: here before anything is exchanged.
+    return tensor._use_count() == 1 and weakref.getweakrefs(tensor) == [lineage.tensor]
+
+
+def _check_exchangeable(lineage: Lineage, operation: str) -> None:
+    if not _is_exchangeable(lineage):
+        raise RuntimeError(
+            f"{operation} needs real logits in the place of an LM head's lazy output, which other code (such as a"
+            " torch.autograd.Function that saved it) refers to. Call lightning_liger.materialize(logits) before that"
+        )
+
+
+def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) -> Tensor:
+    if lineage not in real:
+        if lineage.parent is None:
+            values = _laid_out(lineage.recipe.compute(operation), lineage.twin)
+        else:
+            values = lineage.replayed(_real_logits(lineage.parent, real, operation))
+        tensor = lineage.tensor()
+        is_foreign = isinstance(tensor, LazyTensor) and tensor.is_foreign
+        real[lineage] = tensor.passed_on(values) if is_foreign else values
+    return real[lineage]
+
+
+def _exchanged(lineage: Lineage, real: Tensor) -> Tensor:
+    """The object that was lazy, with the contents of ``real``."""
+    tensor = _lazy_tensor(lineage)
+    tensor.become(real)
+    if lineage.bypassed_by is not None:
+        tensor.__class__ = Bypassed
+        tensor.bypassed_by = lineage.bypassed_by
+    return tensor
+
+
+def _lazy_tensor(lineage: Lineage) -> LazyTensor:
+    tensor = lineage.tensor()
+    assert isinstance(tensor, LazyTensor)
+    return tensor
+
+
+def _laid_out(values: Tensor, twin: Tensor) -> Tensor:
+    """``values`` with the dimensions in memory in the order of those of ``twin``, which results of functions keep."""
+    order = sorted(range(twin.ndim), key=twin.stride, reverse=True)
+    if values.stride() == twin.stride() or values.permute(order).is_contiguous():
+        return values
+    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(twin.ndim)])
+
+
+class _Deferred(torch.autograd.Function):
+    """Lazy logits from the tensors they are computed from.
+
+    Its backward is only entered by gradients of the logits themselves, not by those of fused losses.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Tensor], recipe: Recipe, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.recipe = recipe.map(Tensor.detach)
+        return make()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if ctx.lineage.watched_by is not None:
+            raise RuntimeError(
+                f"{ctx.lineage.watched_by} came after a function to which an LM head's lazy output was given, so it"
+                " would miss that function's gradient. Call lightning_liger.materialize(logits) before that function"
+            )
+        tensors = ctx.recipe.tensors().values()
+        leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
+        with torch.enable_grad():
+            ctx.recipe.check("backward")
+            logits = ctx.recipe.with_tensors(leaves).compute("backward")
+        gradients = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient)
+        remaining = iter(gradients)
+        return None, None, *(next(remaining) if need else None for need in needed)
+
+
+class _PassedOn(torch.autograd.Function):
+    """The values of a lazy tensor, whose gradient is that of the lazy tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyTensor, values: list[Tensor]) -> Tensor:
+        return values[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+# Calls of PyTorch's functions
+
+_PLAIN = frozenset(
+    (
+        *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
+        *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
+        *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__", "_use_count", "_is_view"),
+    )
+)
+"""Functions that PyTorch answers without values."""
+
+_ASKS_SECOND = frozenset((*("to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"),))
+"""Functions that need no values of the arguments after the first."""
+
+_LIKE = frozenset(
+    (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    )
+)
+"""Functions that make a tensor of the same layout or kind."""
+
+_SHOWS_MEMORY = frozenset(
+    (
+        *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
+        *("to_dlpack", "__cuda_array_interface__", "is_set_to"),
+    )
+)
+
+_VIEWS = frozenset(
+    (
+        *("__getitem__", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "flatten", "hsplit"),
+        *("moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split"),
+        *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
+        *("unsqueeze", "view", "view_as", "vsplit"),
+    )
+)
+"""Functions that usually return a view; others are recognised by their result."""
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of arguments that contain lazy tensors."""
+    name = getattr(func, "__name__", str(func))
+    is_getter = name == "__get__"
+    if is_getter:
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    is_unknown_getter = is_getter and name not in table.operations and name not in _SHOWS_MEMORY
+    if name in _PLAIN or is_unknown_getter or (name == "type" and len(args) + len(kwargs) == 1):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in _LIKE and isinstance(args[0], LazyTensor):
+        return func(args[0].twin, *args[1:], **{"device": args[0].device, **kwargs})
+    if name == "result_type":
+        return func(*_replaced(args, _stand_in), **_replaced(kwargs, _stand_in))
+    if name in _ASKS_SECOND:
+        args = (args[0], *_replaced(args[1:], _stand_in))
+        kwargs = _replaced(kwargs, _stand_in)
+        if not isinstance(args[0], LazyTensor):
+            return func(*args, **kwargs)
+    if func is torch.autograd.grad:
+        return _gradient(*args, **kwargs)
+    if name in WATCHES:
+        return _watch(func, name, *args, **kwargs)
+    return _computed(func, name, args, kwargs)
+
+
+def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As registered if ``func`` is, else of real tensors."""
+    name_out_of_place = table.name_out_of_place(name)
+    operation = table.operations.get(name_out_of_place or name)
+    if name_out_of_place is None and operation is not None and operation.is_commutative and len(args) == 2:
+        args = args if isinstance(args[0], LazyTensor) else (args[1], args[0])
+    first = args[0] if args else None
+    if operation is not None and isinstance(first, LazyTensor):
+        if name_out_of_place is None:
+            result = _registered(operation, name, first, args[1:], kwargs)
+            if result is not NotImplemented:
+                return _with_replay(result, first, lambda real: func(real, *args[1:], **kwargs))
+        elif _done_in_place(operation, name, first, args[1:], kwargs):
+            return first
+    written: Any = [kwargs.get("out")]
+    if name_out_of_place is not None or name in _SHOWS_MEMORY or name in _VIEWS or kwargs.get("inplace") is True:
+        written.append(first)
+    if lazy_written := list(_lazy_in(written)):
+        for lazy in lazy_written:
+            if isinstance(lazy, LazyTensor):  # not yet real with another one
+                lazy.become_real(name)
+        return func(*args, **kwargs)
+    return _read(func, name, args, kwargs)
+
+
+def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of separate real tensors, unless it turns out to write to one or to return a view."""
+    lazy_arguments = list(_lazy_in((args, kwargs)))
+    values = {id(lazy): lazy.values(name) for lazy in lazy_arguments}
+    versions = {key: _version(value) for key, value in values.items()}
+
+    def value(lazy: LazyTensor) -> Tensor:
+        return values[id(lazy)]
+
+    result = func(*_replaced(args, value), **_replaced(kwargs, value))
+    shown = _storages(result)
+    touched = [
+        lazy
+        for lazy in lazy_arguments
+        if _version(value(lazy)) != versions[id(lazy)] or not shown.isdisjoint(_storages(value(lazy)))
+    ]
+    if not touched:
+        return result
+    values.clear()
+    del result
+    for lazy in touched:
+        lazy.become_real(name)
+    return func(*args, **kwargs)
+
+
+def _registered(
+    operation: table.Operation, name: str, first: LazyTensor, others: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
+    lazy_others = list(_lazy_in((others, kwargs)))
+    if lazy_others and not operation.takes_lazy_arguments:
+        return NotImplemented
+    if any(lazy.is_foreign for lazy in (first, *lazy_others)):
+        return NotImplemented
+    try:
+        operation.signature.bind(first, *others, **kwargs)
+    except TypeError:
+        return NotImplemented
+    for lazy in (first, *lazy_others):
+        lazy.recipe.check(name)
+    return operation.function(first, *others, **kwargs)
+
+
+def _with_replay(result: Any, first: LazyTensor, replay: Callable[[Tensor], Any]) -> Any:
+    """``result``, where ``replay`` derives each lazy tensor in it from the real one of ``first``."""
+    if isinstance(result, tuple):
+        for position, part in enumerate(result):
+            _with_replay(part, first, partial(_replayed_part, replay, position))
+    elif isinstance(result, LazyTensor) and result is not first:
+        assert result.lineage.parent is first.lineage
+        result.lineage.replay = replay
+    return result
+
+
+def _replayed_part(replay: Callable[[Tensor], Any], position: int, real: Tensor) -> Any:
+    return replay(real)[position]
+
+
+def _done_in_place(
+    operation: table.Operation, name: str, first: LazyTensor, others: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether ``first`` now is the lazy result of an in-place operation; only without relatives, which would see it."""
+    if len(first.lineage.alive()) > 1 or not _is_exchangeable(first.lineage):
+        return False
+    result = _registered(operation, name, first, others, kwargs)
+    if result is first:
+        return True
+    same_kind = isinstance(result, LazyTensor) and (result.dtype, result.requires_grad) == (
+        first.dtype,
+        first.requires_grad,
+    )
+    if same_kind:
+        first.become(result)
+        first._descend(None)
+        first.lineage.bypass(name)
+    return same_kind
+
+
+# Gradients of lazy tensors themselves
+
+
+def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Registers a hook of, or retains, the gradient of the first argument."""
+    lazy = args[0]
+    if is_engines(*args[1:], **kwargs):
+        hook = args[1] if len(args) > 1 else kwargs["hook"]
+        lazy.recipe.head.counters.is_gathered |= is_gathering_engines(hook)
+        # Backward comes by the hidden states also if the loss is fused.
+        hidden_states = lazy.recipe.hidden_states
+        return hidden_states.register_hook(hook) if hidden_states.requires_grad else RemovableHandle({})
+    _become_watched(lazy, name)
+    return func(*args, **kwargs)
+
+
+def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``."""
+    for lazy in list(_lazy_in(inputs if isinstance(inputs, tuple | list) else (inputs,))):
+        if isinstance(lazy, LazyTensor):
+            _become_watched(lazy, "torch.autograd.grad")
+    return torch.autograd.grad(_replaced(outputs, lambda lazy: lazy.values("grad")), inputs, *args, **kwargs)
+
+
+def _become_watched(lazy: LazyTensor, name: str) -> None:
+    if not lazy.requires_grad:
+        lazy.become_real(name)
+        return
+    if lazy.lineage.bypassed_by is not None:
+        refuse_bypassed(name, lazy.lineage.bypassed_by)
+    lineages = lazy.lineage.alive()
+    lazy.become_real(name)
+    for lineage in lineages:
+        lineage.watched_by = name
+
+
+# Below autograd
+
+_aten = torch.ops.aten
+
+
+def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``func``, an overload of an op, of arguments that contain lazy tensors."""
+    first = args[0] if args else None
+    if isinstance(first, LazyTensor) and (
+        func in (_aten.detach.default, _aten.alias.default)
+        or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape))
+    ):
+        with torch.no_grad():
+            return _with_replay(first.recorded(first.twin), first, Tensor.detach)
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and any(_lazy_in((value,))):
+            raise RuntimeError(
+                f"{func} writes to an LM head's lazy output, which has no memory. Call"
+                " lightning_liger.materialize(logits) before"
+            )
+
+    def values(lazy: LazyTensor) -> Tensor:
+        return lazy.values(str(func)).detach()
+
+    with torch.no_grad():
+        return func(*_replaced(args, values), **_replaced(kwargs, values))
+
+
+# Trees of arguments
+
+
+def _lazy_in(tree: Any) -> Iterator[LazyTensor]:
+    return found(LazyTensor, tree)
+
+
+def _replaced(tree: Any, function: Callable[[LazyTensor], Any]) -> Any:
+    """``tree`` with ``function`` applied to the lazy tensors in it."""
+    if isinstance(tree, LazyTensor):
+        return function(tree)
+    if not any(True for _ in _lazy_in(tree)):
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: _replaced(value, function) for key, value in tree.items()}
+    values = [_replaced(value, function) for value in tree]
+    return values if isinstance(tree, list) else tuple(values)
+
+
+def _stand_in(lazy: LazyTensor) -> Tensor:
+    """A tensor of the same shape, dtype and device that takes no memory."""
+    return torch.empty((), dtype=lazy.dtype, device=lazy.device).expand(lazy.shape)
+
+
+def _storages(tree: Any) -> set[int]:
+    """The addresses of the memory of all tensors in a result."""
+    if isinstance(tree, Tensor):
+        is_plain = not isinstance(tree, LazyTensor) and tree.layout is torch.strided and not tree.is_meta
+        return {tree.untyped_storage().data_ptr()} - {0} if is_plain else set()
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    return set().union(*map(_storages, tree)) if isinstance(tree, list | tuple) else set()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _calling_line() -> str:
+    """``file:line`` of the innermost code outside of PyTorch and this project."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+        frame = frame.f_back
+    return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
