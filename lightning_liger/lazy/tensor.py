@@ -397,6 +397,10 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As registered if ``func`` is, else of real tensors."""
+    if not torch.is_grad_enabled():
+        for lazy in _lazy_in((args, kwargs)):
+            if lazy.requires_grad:  # perhaps in a torch.autograd.Function, which gives it a gradient
+                lazy.lineage.bypass(f"{name} under no_grad or in a torch.autograd.Function")
     name_out_of_place = table.name_out_of_place(name)
     operation = table.operations.get(name_out_of_place or name)
     if name_out_of_place is None and operation is not None and operation.is_commutative and len(args) == 2:
