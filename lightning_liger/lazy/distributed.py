@@ -128,7 +128,7 @@ class DistributedLazyLogits(LazyLogits):
                 return self.same(is_replicated=True)
             if isinstance(placement, Shard) and placement.dim % self.ndim == self.vocab_dim % self.ndim:
                 return self.same(is_replicated=False)
-        return _as_dtensor(self.values("redistribute")).redistribute(device_mesh, placements, **options)
+        return _as_dtensor(self.real_values("redistribute")).redistribute(device_mesh, placements, **options)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> LazyLogits | Tensor:
         """As DTensor's: lazy logits if replicated, this rank's real logits if sharded."""

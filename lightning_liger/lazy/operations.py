@@ -129,7 +129,7 @@ def _tanh(x: LazyLogits) -> Any:
 def _log_softmax(
     x: LazyLogits, dim: int | None = None, dtype: torch.dtype | None = None, *, _stacklevel: int = 3
 ) -> Any:
-    if not _is_vocab(x, dim):
+    if dim is None or not _is_vocab(x, dim):
         return NotImplemented
     # Autocast may compute it in float32.
     dtype = torch.log_softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1, dtype=dtype).dtype

@@ -45,7 +45,7 @@ class LazyTensor(Tensor):
     recipe: Recipe
     lineage: Lineage
     _node: Any
-    _values: Tensor | None
+    _real_values: Tensor | None
 
     @classmethod
     def of(cls, recipe: Recipe, twin: Tensor | None = None) -> Self:
@@ -58,10 +58,11 @@ class LazyTensor(Tensor):
         if recipe.requires_grad and not torch.is_grad_enabled():
             recipe = recipe.map(Tensor.detach)
         make = partial(cls._without_memory, recipe, twin)
-        lazy = _Deferred.apply(make, recipe, *recipe.tensors().values()) if recipe.requires_grad else make()
+        deferred: Any = _Deferred.apply
+        lazy: Any = deferred(make, recipe, *recipe.tensors().values()) if recipe.requires_grad else make()
         lazy.recipe = recipe
         lazy._node = lazy.grad_fn
-        lazy._values = None
+        lazy._real_values = None
         lazy._descend(None)
         return lazy
 
@@ -138,21 +139,21 @@ class LazyTensor(Tensor):
         # In a list, since autograd does not allow writes to what a function returns of its arguments.
         return _PassedOn.apply(self, [values.detach() if values.requires_grad else values])
 
-    def values(self, operation: str) -> Tensor:
+    def real_values(self, operation: str) -> Tensor:
         """The real tensor for operations that only read it; it is computed once, and this one stays lazy."""
         differentiable = torch.is_grad_enabled() and self.requires_grad
         # Values that were first computed without gradients have no graph, and must not replace those that need one.
-        if self._values is None or (differentiable and not self._values.requires_grad):
+        if self._real_values is None or (differentiable and not self._real_values.requires_grad):
             if differentiable:
                 self._warn(operation)
                 self.lineage.bypass(operation)
             values = self.compute(operation)
-            self._values = values
-        return self._values
+            self._real_values = values
+        return self._real_values
 
     def forget_values(self) -> None:
-        """Drops the result of :meth:`values`."""
-        self._values = None
+        """Drops the result of :meth:`real_values`."""
+        self._real_values = None
 
     def become(self, other: Tensor) -> None:
         """Takes over the contents of ``other``, which is not to be used afterwards."""
@@ -198,12 +199,12 @@ class LazyTensor(Tensor):
         return _call(func, args, dict(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as an instance's method
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _call_below_autograd(func, args, kwargs or {})
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
 
@@ -219,7 +220,7 @@ class LazyTensor(Tensor):
         return copy.copy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values("pickling").__reduce_ex__(protocol)
+        return self.real_values("pickling").__reduce_ex__(protocol)
 
 
 def _realize(logits: LazyTensor, operation: str) -> None:
@@ -233,7 +234,7 @@ def _realize(logits: LazyTensor, operation: str) -> None:
 
 
 def _is_exchangeable(lineage: Lineage) -> bool:
-    tensor = _lazy_tensor(lineage)
+    tensor: Any = _lazy_tensor(lineage)
     # Private to torch, and what swap_tensors checks too: here before anything is exchanged.
     return tensor._use_count() == 1 and weakref.getweakrefs(tensor) == [lineage.tensor]
 
@@ -253,14 +254,15 @@ def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) 
         else:
             values = lineage.replayed(_real_logits(lineage.parent, real, operation))
         tensor = lineage.tensor()
-        is_foreign = isinstance(tensor, LazyTensor) and tensor.is_foreign
-        real[lineage] = tensor.passed_on(values) if is_foreign else values
+        if isinstance(tensor, LazyTensor) and tensor.is_foreign:
+            values = tensor.passed_on(values)
+        real[lineage] = values
     return real[lineage]
 
 
 def _exchanged(lineage: Lineage, real: Tensor) -> Tensor:
     """The object that was lazy, with the contents of ``real``."""
-    tensor = _lazy_tensor(lineage)
+    tensor: Any = _lazy_tensor(lineage)
     tensor.become(real)
     if lineage.bypassed_by is not None:
         tensor.__class__ = Bypassed
@@ -427,7 +429,7 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` of separate real tensors, unless it turns out to write to one or to return a view."""
     lazy_arguments = list(_lazy_in((args, kwargs)))
-    values = {id(lazy): lazy.values(name) for lazy in lazy_arguments}
+    values = {id(lazy): lazy.real_values(name) for lazy in lazy_arguments}
     versions = {key: _version(value) for key, value in values.items()}
 
     def value(lazy: LazyTensor) -> Tensor:
@@ -523,7 +525,7 @@ def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     for lazy in list(_lazy_in(inputs if isinstance(inputs, tuple | list) else (inputs,))):
         if isinstance(lazy, LazyTensor):
             _become_watched(lazy, "torch.autograd.grad")
-    return torch.autograd.grad(_replaced(outputs, lambda lazy: lazy.values("grad")), inputs, *args, **kwargs)
+    return torch.autograd.grad(_replaced(outputs, lambda lazy: lazy.real_values("grad")), inputs, *args, **kwargs)
 
 
 def _become_watched(lazy: LazyTensor, name: str) -> None:
@@ -560,7 +562,7 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
             )
 
     def values(lazy: LazyTensor) -> Tensor:
-        return lazy.values(str(func)).detach()
+        return lazy.real_values(str(func)).detach()
 
     with torch.no_grad():
         return func(*_replaced(args, values), **_replaced(kwargs, values))

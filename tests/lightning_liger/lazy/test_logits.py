@@ -93,7 +93,7 @@ def test_materialized_logits_are_a_real_tensor_in_the_same_place() -> None:
 @pytest.mark.filterwarnings("ignore:.* on an LM head's output")
 def test_real_logits_are_computed_once() -> None:
     logits = Twin().lazy
-    first, second = (logits.values("softmax") for _ in range(2))
+    first, second = (logits.real_values("softmax") for _ in range(2))
     assert first is second
 
 
