@@ -25,8 +25,8 @@ class Lineage:
     Args:
         tensor: The lazy logits.
         recipe: Computes the real logits without those of the parent.
+        twin: A tensor of the same layout on the meta device.
         parent: The lineage of the lazy logits from which these were recorded, None for the output of a head.
-        replay: Applies the recorded operation to the parent's real logits.
     """
 
     __slots__ = (
@@ -48,15 +48,15 @@ class Lineage:
         self,
         tensor: Tensor,
         recipe: Recipe,
+        twin: Tensor,
         parent: Lineage | None = None,
-        replay: Replay | None = None,
     ) -> None:
         self.tensor: Callable[[], Tensor | None] = _Reference(tensor)
         self.recipe = recipe
-        self.twin = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-        """A tensor of the same layout on the meta device."""
+        self.twin = twin
         self.parent = parent
-        self.replay = replay
+        self.replay: Replay | None = None
+        """Applies the recorded operation to the parent's real logits."""
         self.bypassed_by: str | None = None
         """The name of an operation whose gradient does not pass through these logits."""
         self.watched_by: str | None = None
@@ -64,7 +64,7 @@ class Lineage:
         self.members: list[weakref.ref[Lineage]] = [] if parent is None else parent.members
         """All of the tree, parents first."""
         self.members.append(weakref.ref(self))
-        device_type = tensor.device.type
+        device_type = recipe.hidden_states.device.type
         autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
         autocast_dtype = torch.get_autocast_dtype(device_type) if autocast else None
         self._modes = torch.is_grad_enabled(), autocast_dtype

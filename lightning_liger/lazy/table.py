@@ -1,12 +1,50 @@
-"""The table of PyTorch's functions that lazy tensors compute without their values."""
+"""What lazy tensors do with PyTorch's functions: those that they compute without values, and kinds of others."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+PLAIN = frozenset(
+    (
+        *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
+        *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
+        *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__", "_use_count", "_is_view"),
+    )
+)
+"""Functions that PyTorch answers without values."""
+
+ASKS_SECOND = frozenset((*("to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"),))
+"""Functions that need no values of the arguments after the first."""
+
+LIKE = frozenset(
+    (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    )
+)
+"""Functions that make a tensor of the same layout or kind."""
+
+SHOWS_MEMORY = frozenset(
+    (
+        *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
+        *("to_dlpack", "__cuda_array_interface__", "is_set_to"),
+    )
+)
+
+VIEWS = frozenset(
+    (
+        *("__getitem__", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "flatten", "hsplit"),
+        *("moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split"),
+        *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
+        *("unsqueeze", "view", "view_as", "vsplit"),
+    )
+)
+"""Functions that usually return a view; others are recognised by their result."""
 
 
 class Operation(NamedTuple):
@@ -44,9 +82,21 @@ def implements(
     return register
 
 
+@functools.cache
+def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
+    """The name of a function, method or property of PyTorch, and whether it is answered without values."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__set__":
+        return f"setting {getattr(getattr(func, '__self__', None), '__name__', 'a property')}", False
+    if name != "__get__":
+        return name, name in PLAIN
+    name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name, name not in operations and name not in SHOWS_MEMORY
+
+
 def name_out_of_place(name: str) -> str | None:
     """The name of the function that returns the value which the in-place function ``name`` writes, or None."""
-    if name in ("__setitem__", "__set__"):
+    if name == "__setitem__" or name.startswith("setting "):
         return name
     if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"):
         return f"__{name[3:]}"

@@ -9,30 +9,23 @@ output, into real tensors (:meth:`LazyTensor.become_real`). Operations below aut
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import swap_tensors
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-import liger_ops
 from lightning_liger.lazy import table
 from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
 from lightning_liger.lazy.lineage import Lineage
 from lightning_liger.lazy.recipe import Recipe
-
-_warned_operations: set[tuple[str, str]] = set()
-_OWN_FILES = (torch.__file__, liger_ops.__file__, str(Path(__file__).parent))
-_OWN_FOLDERS = tuple(f"{Path(file).parent}/" for file in _OWN_FILES)
+from lightning_liger.lazy.warning import warn_materialized
 
 
 class LazyTensor(Tensor):
@@ -44,50 +37,54 @@ class LazyTensor(Tensor):
 
     recipe: Recipe
     lineage: Lineage
+    twin: Tensor
+    """A tensor of the same layout and dtype on the meta device, to ask PyTorch what an operation returns."""
     _node: Any
     _real_values: Tensor | None
 
     @classmethod
-    def of(cls, recipe: Recipe, twin: Tensor | None = None) -> Self:
-        """The result of a recipe, not derived from other lazy tensors.
+    def of(cls, recipe: Recipe, twin: Tensor | None = None, parent: Lineage | None = None) -> Self:
+        """The result of a recipe.
 
         Args:
-            recipe: What they are computed from.
-            twin: A tensor on the meta device with their layout; contiguous by default.
+            recipe: What it is computed from.
+            twin: A tensor on the meta device with its layout; contiguous by default.
+            parent: The lineage of the tensor from which it was recorded, None for the output of a head.
         """
         if recipe.requires_grad and not torch.is_grad_enabled():
             recipe = recipe.map(Tensor.detach)
-        make = partial(cls._without_memory, recipe, twin)
+        if twin is None or twin.dtype != recipe.transform.dtype:
+            make = torch.empty if twin is None else partial(torch.empty_strided, stride=twin.stride())
+            twin = make(recipe.shape, dtype=recipe.transform.dtype, device="meta")
         deferred: Any = _Deferred.apply
-        lazy: Any = deferred(make, recipe, *recipe.tensors().values()) if recipe.requires_grad else make()
+        lazy: Any
+        if recipe.requires_grad:
+            lazy = deferred(cls, recipe, twin, *recipe.tensors().values())
+            lazy._node = lazy.grad_fn
+        else:
+            lazy = cls._without_memory(recipe, twin)
+            lazy._node = None
         lazy.recipe = recipe
-        lazy._node = lazy.grad_fn
+        lazy.twin = twin
         lazy._real_values = None
-        lazy._descend(None)
+        lazy._descend(parent)
         return lazy
 
     def _descend(self, parent: Lineage | None) -> None:
-        self.lineage = Lineage(self, self.recipe, parent)
+        self.lineage = Lineage(self, self.recipe, self.twin, parent)
         if self._node is not None:
             self._node.lineage = self.lineage
 
     @classmethod
-    def _without_memory(cls, recipe: Recipe, twin: Tensor | None) -> Tensor:
-        if twin is None:
-            twin = torch.empty(recipe.shape, device="meta")
+    def _without_memory(cls, recipe: Recipe, twin: Tensor) -> Tensor:
         return Tensor._make_wrapper_subclass(
             cls,
-            recipe.shape,
+            twin.shape,
             strides=twin.stride(),
             storage_offset=twin.storage_offset(),
-            dtype=recipe.transform.dtype,
+            dtype=twin.dtype,
             device=recipe.hidden_states.device,
         )
-
-    @property
-    def twin(self) -> Tensor:
-        """A tensor of the same layout and dtype on the meta device, to ask PyTorch what an operation returns."""
-        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     @property
     def is_foreign(self) -> bool:
@@ -109,9 +106,7 @@ class LazyTensor(Tensor):
             twin: The operation's result for :attr:`twin`.
             changes: What differs in the recipe.
         """
-        result = self.of(self.recipe.changed(**changes), twin)
-        result._descend(self.lineage)
-        return result
+        return self.of(self.recipe.changed(**changes), twin, self.lineage)
 
     def same(self, **changes: Any) -> Self:
         """The same values (or, with other hidden states, such of other tokens), with no connection to this tensor."""
@@ -181,21 +176,15 @@ class LazyTensor(Tensor):
         _realize(self, operation)
 
     def _warn(self, operation: str) -> None:
-        """Counts logits that are about to become part of a graph, and warns once per ``operation`` and line of code."""
         self.recipe.head.counters.num_materialized += 1
-        operation, line = operation.strip("_"), _calling_line()
-        if (operation, line) not in _warned_operations:
-            _warned_operations.add((operation, line))
-            size = self.numel() * self.dtype.itemsize / 2**30
-            rank_zero_warn(
-                f"{operation} on an LM head's output ({line}) materializes the logits: {tuple(self.shape)}"
-                f" {self.dtype}, {size:.2f} GiB. The result is right, but the loss is not fused."
-            )
+        warn_materialized(operation, self.shape, self.dtype)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(_call)(func, args, dict(kwargs or {}))
         return _call(func, args, dict(kwargs or {}))
 
     @classmethod
@@ -204,7 +193,7 @@ class LazyTensor(Tensor):
     ) -> Any:
         return _call_below_autograd(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs lost the name
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
 
@@ -291,15 +280,15 @@ class _Deferred(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], Tensor], recipe: Recipe, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, cls: type[LazyTensor], recipe: Recipe, twin: Tensor, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.recipe = recipe.map(Tensor.detach)
-        return make()
+        ctx.recipe = recipe
+        return cls._without_memory(recipe, twin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         if ctx.lineage.watched_by is not None:
@@ -314,7 +303,7 @@ class _Deferred(torch.autograd.Function):
             logits = ctx.recipe.with_tensors(leaves).compute("backward")
         gradients = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient)
         remaining = iter(gradients)
-        return None, None, *(next(remaining) if need else None for need in needed)
+        return None, None, None, *(next(remaining) if need else None for need in needed)
 
 
 class _PassedOn(torch.autograd.Function):
@@ -331,61 +320,20 @@ class _PassedOn(torch.autograd.Function):
 
 # Calls of PyTorch's functions
 
-_PLAIN = frozenset(
-    (
-        *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
-        *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
-        *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__", "_use_count", "_is_view"),
-    )
-)
-"""Functions that PyTorch answers without values."""
-
-_ASKS_SECOND = frozenset((*("to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"),))
-"""Functions that need no values of the arguments after the first."""
-
-_LIKE = frozenset(
-    (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
-    )
-)
-"""Functions that make a tensor of the same layout or kind."""
-
-_SHOWS_MEMORY = frozenset(
-    (
-        *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
-        *("to_dlpack", "__cuda_array_interface__", "is_set_to"),
-    )
-)
-
-_VIEWS = frozenset(
-    (
-        *("__getitem__", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "flatten", "hsplit"),
-        *("moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split"),
-        *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
-        *("unsqueeze", "view", "view_as", "vsplit"),
-    )
-)
-"""Functions that usually return a view; others are recognised by their result."""
-
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` of arguments that contain lazy tensors."""
-    name = getattr(func, "__name__", str(func))
-    is_getter = name == "__get__"
-    if is_getter:
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    name, is_plain = table.name_of(func)
     if not args and "input" in kwargs:
         args = (kwargs.pop("input"),)
-    is_unknown_getter = is_getter and name not in table.operations and name not in _SHOWS_MEMORY
-    if name in _PLAIN or is_unknown_getter or (name == "type" and len(args) + len(kwargs) == 1):
+    if is_plain or (name == "type" and len(args) + len(kwargs) == 1):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name in _LIKE and isinstance(args[0], LazyTensor):
+    if name in table.LIKE and isinstance(args[0], LazyTensor):
         return func(args[0].twin, *args[1:], **{"device": args[0].device, **kwargs})
     if name == "result_type":
         return func(*_replaced(args, _stand_in), **_replaced(kwargs, _stand_in))
-    if name in _ASKS_SECOND:
+    if name in table.ASKS_SECOND:
         args = (args[0], *_replaced(args[1:], _stand_in))
         kwargs = _replaced(kwargs, _stand_in)
         if not isinstance(args[0], LazyTensor):
@@ -416,7 +364,12 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         elif _done_in_place(operation, name, first, args[1:], kwargs):
             return first
     written: Any = [kwargs.get("out")]
-    if name_out_of_place is not None or name in _SHOWS_MEMORY or name in _VIEWS or kwargs.get("inplace") is True:
+    if (
+        name_out_of_place is not None
+        or name in table.SHOWS_MEMORY
+        or name in table.VIEWS
+        or kwargs.get("inplace") is True
+    ):
         written.append(first)
     if lazy_written := list(_lazy_in(written)):
         for lazy in lazy_written:
@@ -604,11 +557,3 @@ def _storages(tree: Any) -> set[int]:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _calling_line() -> str:
-    """``file:line`` of the innermost code outside of PyTorch and this project."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
-        frame = frame.f_back
-    return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("lightning_liger.lazy.tensor")
+    module = importlib.import_module("lightning_liger.lazy.warning")
     monkeypatch.setattr(module, "_warned_operations", set())

@@ -1,0 +1,35 @@
+"""The warning that logits were materialized, with the line of code that needed them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+import liger_ops
+
+_warned_operations: set[tuple[str, str]] = set()
+_OWN_FILES = (torch.__file__, liger_ops.__file__, str(Path(__file__).parent))
+_OWN_FOLDERS = tuple(f"{Path(file).parent}/" for file in _OWN_FILES)
+
+
+def warn_materialized(operation: str, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Warns once per ``operation`` and line of code."""
+    operation, line = operation.strip("_"), _calling_line()
+    if (operation, line) not in _warned_operations:
+        _warned_operations.add((operation, line))
+        rank_zero_warn(
+            f"{operation} on an LM head's output ({line}) materializes the logits: {tuple(shape)} {dtype},"
+            f" {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB. The result is right, but the loss is not fused."
+        )
+
+
+def _calling_line() -> str:
+    """``file:line`` of the innermost code outside of PyTorch and this project."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+        frame = frame.f_back
+    return "unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
