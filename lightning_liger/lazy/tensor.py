@@ -547,9 +547,8 @@ def _stand_in(lazy: LazyTensor) -> Tensor:
 
 def _storages(tree: Any) -> set[int]:
     """The addresses of the memory of all tensors in a result."""
-    if isinstance(tree, Tensor):
-        is_plain = not isinstance(tree, LazyTensor) and tree.layout is torch.strided and not tree.is_meta
-        return {tree.untyped_storage().data_ptr()} - {0} if is_plain else set()
+    if isinstance(tree, Tensor):  # DTensors and the like have no memory of their own
+        return {tree.untyped_storage().data_ptr()} - {0} if type(tree) is Tensor and tree.numel() else set()
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     return set().union(*map(_storages, tree)) if isinstance(tree, list | tuple) else set()

@@ -81,7 +81,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if isinstance(pretrained, os.PathLike):  # hyperparameters in checkpoints are plain objects
             pretrained = os.fspath(pretrained)
         self.save_hyperparameters()
-        check_number("learning_rate", learning_rate, above=0)
+        check_number("learning_rate", learning_rate, at_least=0)
         check_number("embedding_lr_scale", embedding_lr_scale, above=0)
         check_number("weight_decay", weight_decay, at_least=0)
         if not isinstance(betas, tuple | list) or len(betas) != 2:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lightning_liger import apply_liger_kernels
 from lightning_liger.patching.rules import Replacement
 from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
-from tests.lightning_liger.tiny import TensorSizes
+from tests.lightning_liger.tiny import TensorSizes, has_memory
 
 NOT_FUSED: dict[str, str] = {
     "musicgen": "its output embeddings are a list of heads, one for each codebook",
@@ -180,7 +180,8 @@ class LogitsSizes(TensorSizes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result) if self.logits_size else []:
-            if isinstance(leaf, Tensor) and tuple(sorted(leaf.shape)) not in self.parameter_shapes:
+            is_real = isinstance(leaf, Tensor) and has_memory(leaf)
+            if is_real and tuple(sorted(leaf.shape)) not in self.parameter_shapes:
                 self.largest = max(self.largest, leaf.numel() if leaf.numel() % self.vocab_size == 0 else 0)
         return result
 

@@ -23,7 +23,7 @@ NOT_BOOLS = ((5, "True or False"), ("no", "True or False"))
 SIZES = ((0, "an integer of at least 1"), (-2, "an integer of at least 1"), (1.5, "an integer"), ("x", "an integer"))
 
 WRONG: list[tuple[tuple[str, ...], str, tuple[tuple[Any, ...], ...]]] = [
-    (ALL, "kernels", ((5, "'auto', 'none', a name, or a list or dict"), (["rms_nrom"], "the names are"))),
+    (ALL, "kernels", ((5, "'auto', 'none', a name, or a list or dict"), (["rms_nrom"], "names out of"))),
     (ALL, "kernels", (({"rope": {"no": 1}}, "rope", "'no': 1"),)),
     (ALL, "fault_tolerance", NOT_BOOLS),
     (ALL, "accelerator", (("cpu", "an Accelerator"),)),

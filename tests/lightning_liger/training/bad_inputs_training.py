@@ -38,7 +38,7 @@ _COUNT = [
     ("bool", True, "True", INTEGER),
 ]
 _CONSTRUCTOR: dict[str, list[tuple[str, Any, str, str]]] = {
-    "learning_rate": _ABOVE_0,
+    "learning_rate": _AT_LEAST_0,
     "embedding_lr_scale": _ABOVE_0,
     "weight_decay": _AT_LEAST_0,
     "temperature": _AT_LEAST_0,
@@ -116,7 +116,7 @@ def _constructor_rows() -> Iterator[BadInput]:
     contents = {"no_json": "{", "empty": "{}", "list": "[]", "unknown": '{"model_type": "nope"}'}
     for case, content in contents.items():
         yield BadInput(
-            f"LigerCausalLM-pretrained-{case}", functools.partial(_broken, content), ("pretrained", "broken")
+            f"LigerCausalLM-pretrained-config_{case}", functools.partial(_broken, content), ("pretrained", "broken")
         )
 
 
