@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_SHOWN = 80
+_MAX_SHOWN = 200
 _FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 

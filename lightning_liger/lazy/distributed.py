@@ -100,8 +100,8 @@ class DistributedRecipe(Recipe):
 class DistributedLazyLogits(LazyLogits):
     """Lazy logits instead of a DTensor, with its placements until :meth:`to_local`.
 
-    Where an operation only reads the real logits, they are the DTensor that the head would have returned. Operations
-    that need them in the place of these are refused.
+    Where an operation reads the real logits, or returns a view, they are the DTensor that the head would have returned.
+    Operations that need it in the place of these are refused, and everything after a write to such a view.
     """
 
     recipe: DistributedRecipe
@@ -150,6 +150,20 @@ class DistributedLazyLogits(LazyLogits):
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
         loss: Any = super().cross_entropy(target.full_tensor(), weight, **options)
         return DTensor.from_local(loss, self.device_mesh, [Replicate()], run_check=False)
+
+    def real_values(self, operation: str) -> Tensor:
+        values = super().real_values(operation)
+        if values._version > 0:
+            raise RuntimeError(
+                f"{operation} comes after a write to a view of a sharded LM head's output, which its lazy output does"
+                " not see. Call full_tensor() before the write, or choose kernels without 'linear_cross_entropy'"
+            )
+        return values
+
+    def notice(self, operation: str) -> None:
+        if self._real_values is not None:
+            self.real_values(operation)
+        super().notice(operation)
 
     def become_real(self, operation: str, warn: bool = True) -> None:
         raise RuntimeError(

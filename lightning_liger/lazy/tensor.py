@@ -364,12 +364,9 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         elif _done_in_place(operation, name, first, args[1:], kwargs):
             return first
     written: Any = [kwargs.get("out")]
-    if (
-        name_out_of_place is not None
-        or name in table.SHOWS_MEMORY
-        or name in table.VIEWS
-        or kwargs.get("inplace") is True
-    ):
+    is_in_place = name_out_of_place is not None or kwargs.get("inplace") is True
+    shows_memory = name in table.SHOWS_MEMORY or name in table.VIEWS
+    if is_in_place or (shows_memory and isinstance(first, LazyTensor) and first.is_local):
         written.append(first)
     if lazy_written := list(_lazy_in(written)):
         for lazy in lazy_written:
@@ -466,11 +463,19 @@ def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
     if is_engines(*args[1:], **kwargs):
         hook = args[1] if len(args) > 1 else kwargs["hook"]
         lazy.recipe.head.counters.is_gathered |= is_gathering_engines(hook)
-        # Backward comes by the hidden states also if the loss is fused.
-        hidden_states = lazy.recipe.hidden_states
-        return hidden_states.register_hook(hook) if hidden_states.requires_grad else RemovableHandle({})
+        # Backward comes by what the logits are computed from also if the loss is fused. Hooks of parameters would stay.
+        tensors = (tensor for tensor in lazy.recipe.tensors().values() if tensor.requires_grad and not tensor.is_leaf)
+        return _Handles(tensor.register_hook(hook) for tensor in tensors)
     _become_watched(lazy, name)
     return func(*args, **kwargs)
+
+
+class _Handles(tuple[RemovableHandle, ...]):
+    """Handles of hooks, removed together."""
+
+    def remove(self) -> None:
+        for handle in self:
+            handle.remove()
 
 
 def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,6 @@ from transformers.integrations.deepspeed import (
 )
 from typing_extensions import override
 
-from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.arguments import Refused, refuse
@@ -140,7 +139,6 @@ class _FusedDeepSpeed(_Strategy):
         it returned, and frees them when backward reaches those that it was given: when the head's gradient arrives, its
         parameter must be whole.
         """
-        engine.register_forward_hook(_announce_backward)
         heads = set(gather_heads(engine.module))
         for module in engine.module.modules():
             if not heads.isdisjoint(module.modules()):
@@ -322,16 +320,3 @@ def _whole_parameters(model: Module, dtype: torch.dtype | None, device: torch.de
     finally:
         for module, parameters in own:
             module._parameters = parameters
-
-
-def _announce_backward(engine: "DeepSpeedEngine", args: Any, output: Any) -> None:
-    """Tells the engine when backward starts, where it found no tensor to watch because it returned only lazy logits."""
-    from torch.utils._pytree import tree_leaves
-
-    leaves = tree_leaves(output)
-    lazy = [leaf for leaf in leaves if isinstance(leaf, LazyLogits)]
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves if not isinstance(leaf, LazyLogits)):
-        return
-    tensors = [tensor for leaf in lazy for tensor in ALL_TENSORS.tensors(leaf) if tensor.requires_grad]
-    if tensors:
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: engine._backward_prologue(), mode="any")

@@ -157,7 +157,7 @@ class Reads:
         class Slice:
             def __init__(self, source: Any) -> None:
                 self.source = source
-                self.get_shape = source.get_shape
+                self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
 
             def __getitem__(self, index: Any) -> Tensor:
                 return reads.note(self.source[index])
