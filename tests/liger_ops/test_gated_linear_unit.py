@@ -232,7 +232,7 @@ def test_packed_tensor_must_have_an_even_number_of_columns() -> None:
 
 
 def test_kernel_has_no_activation_of_another_name(triton_device: torch.device) -> None:
-    with pytest.raises(Exception, match="unknown activation|_activate") as raised:  # the compiler names the call,
+    with pytest.raises(Exception, match=r"unknown activation|_activate") as raised:  # the compiler names the call,
         torch.ops.liger_ops.gated_unit_forward(torch.ones(2, 4, device=triton_device), None, "relu", False)
     causes = [raised.value, raised.value.__cause__, getattr(raised.value.__cause__, "__cause__", None)]
     assert any("unknown activation" in str(cause) for cause in causes)  # and its cause the reason

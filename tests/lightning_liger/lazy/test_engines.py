@@ -1,0 +1,106 @@
+"""Patched models in engines that their users set up themselves, without a strategy of this package."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+from lightning_liger import LazyLogits, apply_liger_kernels
+from tests.lightning_liger.tiny import tiny_llama
+
+IDS = torch.arange(24).view(3, 8)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _fsdp2(model: Any) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    sharded: Any = fully_shard(model)
+    return sharded
+
+
+ENGINES: dict[str, Any] = {
+    "plain": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "ddp_find_unused_parameters": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    "ddp_static_graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "fsdp": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+    "fsdp2": _fsdp2,
+}
+
+
+def _step(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The loss and gradients of one step, and the logits before it, detached but not materialized."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    logits = model(input_ids=IDS).logits
+    before = logits.detach()
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
+    loss.backward()
+    gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
+    optimizer.step()
+    return loss.detach(), gradients, before
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_trains_a_patched_model_as_the_stock_one(engine: str, process_group: None) -> None:
+    results = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        model = tiny_llama()
+        if patched:
+            apply_liger_kernels(model)
+        results.append(_step(ENGINES[engine](model)))
+    (loss, gradients, old), (patched_loss, patched_gradients, patched_old) = results
+    torch.testing.assert_close(patched_loss, loss, rtol=1e-5, atol=0)
+    for got, want in zip(patched_gradients, gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    if isinstance(patched_old, LazyLogits):
+        with pytest.raises(RuntimeError, match=r"materialize\(logits\)"):
+            patched_old.softmax(-1)
+    else:
+        torch.testing.assert_close(patched_old, old, rtol=1e-4, atol=1e-6)
+
+
+def test_trainer_of_hugging_face_computes_metrics_and_predictions_of_patched_models() -> None:
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+
+    def results(patched: bool) -> tuple[float, float, Any]:
+        torch.manual_seed(0)
+        model = tiny_llama()
+        if patched:
+            apply_liger_kernels(model)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(folder, max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True)
+            trainer = Trainer(
+                model,
+                arguments,
+                train_dataset=data,
+                eval_dataset=data,
+                compute_metrics=lambda result: {"sum": float(result.predictions.sum())},
+                preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+            )
+            trainer.train()
+            metrics = trainer.evaluate()
+            trainer.preprocess_logits_for_metrics = None
+            return metrics["eval_loss"], metrics["eval_sum"], trainer.predict(data).predictions
+
+    (loss, total, predictions), (patched_loss, patched_total, patched_predictions) = map(results, (False, True))
+    assert patched_loss == pytest.approx(loss, rel=1e-4)
+    assert patched_total == total
+    torch.testing.assert_close(torch.tensor(patched_predictions), torch.tensor(predictions), rtol=1e-3, atol=1e-4)
