@@ -120,7 +120,7 @@ def _view(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
             lambda s, x: x.split(max(size // 2, 1), d)[0],
             lambda s, x: torch.chunk(x, 2, d)[-1],
             lambda s, x: x.detach(),
-            lambda s, x: x.detach() if s.losses else x.data,
+            lambda s, x: x.detach(),
             lambda s, x: x.contiguous(),
             lambda s, x: x.to(torch.float64),
             lambda s, x: F.dropout(x, 0.5, training=False),
@@ -265,7 +265,7 @@ def _watch(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
             x.register_hook(lambda gradient: gradient * 2)
 
     def require(s: Side, x: Tensor) -> None:
-        if x.is_leaf:
+        if x.is_leaf and torch.is_grad_enabled():
             x.requires_grad_()
 
     return rng.choice([retain, hook, scale, require])
