@@ -190,7 +190,7 @@ def _new(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
             lambda s, x: x @ x.mT,
             lambda s, x: x - x.logsumexp(-1, keepdim=True),
             lambda s, x: x.abs().sqrt(),
-            lambda s, x: copy.copy(x),
+            lambda s, x: x.detach().clone(),
             lambda s, x: _Doubled.apply(x),
             lambda s, x: _PassedThrough.apply(x),
             lambda s, x: torch.zeros_like(x) + 1,

@@ -261,6 +261,18 @@ def test_hook_of_materialized_logits_is_run_by_a_later_loss() -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
+@pytest.mark.parametrize("share", [copy.copy, lambda logits: logits.detach().numpy(), lambda logits: logits.data])
+def test_write_to_what_shares_memory_is_seen(share: Callable[[Tensor], Any]) -> None:
+    twin = Twin()
+    for logits in (lazy := twin.lazy, real := twin.real):
+        shared = share(logits)
+        with torch.no_grad():
+            shared[...] = 2.0
+        assert (logits == 2.0).all()
+    torch.testing.assert_close(token_loss(lazy), token_loss(real))
+
+
 class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
