@@ -46,6 +46,7 @@ class Bypassed(Tensor):
 
 
 def refuse_bypassed(name: str, bypassed_by: str) -> None:
+    """Raises the RuntimeError for showing a gradient by ``name`` after ``bypassed_by``."""
     raise RuntimeError(
         f"{name} of an LM head's lazy output comes after {bypassed_by}, whose gradient does not pass the output. Call"
         f" lightning_liger.materialize(logits) before {bypassed_by}"

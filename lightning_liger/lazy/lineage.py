@@ -30,18 +30,8 @@ class Lineage:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_modes",
-            "bypassed_by",
-            "members",
-            "parent",
-            "recipe",
-            "replay",
-            "tensor",
-            "twin",
-            "watched_by",
-        ),
+        *("__weakref__", "_modes", "bypassed_by", "members", "parent"),
+        *("recipe", "replay", "tensor", "twin", "watched_by"),
     )
 
     def __init__(

@@ -9,7 +9,6 @@ computes the logits first (:mod:`lightning_liger.lazy.tensor`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -122,7 +121,7 @@ class LazyLogits(LazyTensor):
         self.notice("a reduction over the vocabulary")
         recipe, head, tokens = self.recipe, self.head.cast(), self.tokens
         element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
-        num_tokens = math.prod(tokens.shape[:-1])
+        num_tokens = recipe.num_tokens
         chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
 
         def of_chunk(hidden_states: Tensor, *rows: Tensor) -> Any:

@@ -101,9 +101,13 @@ class Recipe:
             _refuse(operation, "an optimizer has changed parameters")
 
     def _current_state(self) -> tuple[int, ...]:
-        # Private to torch: nothing public says whether a tensor was written to. Inference tensors do not know.
-        versions = (0 if tensor.is_inference() else tensor._version for tensor in self.tensors().values())
-        return (*versions, num_optimizer_steps())
+        return (*map(version, self.tensors().values()), num_optimizer_steps())
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to."""
+    # Private to torch: nothing public says it. Inference tensors do not know.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def num_optimizer_steps() -> int:

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from lightning_liger.lazy import table
 from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
 from lightning_liger.lazy.lineage import Lineage
-from lightning_liger.lazy.recipe import Recipe
+from lightning_liger.lazy.recipe import Recipe, version
 from lightning_liger.lazy.warning import warn_materialized
 
 
@@ -173,7 +173,11 @@ class LazyTensor(Tensor):
         if warn and any(_lazy_tensor(lineage).requires_grad for lineage in lineages):
             self._warn(operation)
         self.forget_values()
-        _realize(self, operation)
+        real: dict[Lineage, Tensor] = {}
+        # Also under no_grad: a write there does not detach the tensor written to.
+        with torch.inference_mode(self.is_inference()), torch.enable_grad():
+            for lineage in lineages:
+                real[lineage] = _exchanged(lineage, _real_logits(lineage, real, operation))
 
     def _warn(self, operation: str) -> None:
         self.recipe.head.counters.num_materialized += 1
@@ -210,16 +214,6 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.real_values("pickling").__reduce_ex__(protocol)
-
-
-def _realize(logits: LazyTensor, operation: str) -> None:
-    """Computes and exchanges; see :meth:`LazyTensor.become_real`."""
-    lineages = logits.lineage.alive()
-    real: dict[Lineage, Tensor] = {}
-    # Also under no_grad: a write there does not detach the tensor written to.
-    with torch.inference_mode(logits.is_inference()), torch.enable_grad():
-        for lineage in lineages:
-            real[lineage] = _exchanged(lineage, _real_logits(lineage, real, operation))
 
 
 def _is_exchangeable(lineage: Lineage) -> bool:
@@ -380,7 +374,7 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     """``func`` of separate real tensors, unless it turns out to write to one or to return a view."""
     lazy_arguments = list(_lazy_in((args, kwargs)))
     values = {id(lazy): lazy.real_values(name) for lazy in lazy_arguments}
-    versions = {key: _version(value) for key, value in values.items()}
+    versions = {key: version(value) for key, value in values.items()}
 
     def value(lazy: LazyTensor) -> Tensor:
         return values[id(lazy)]
@@ -390,7 +384,7 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     touched = [
         lazy
         for lazy in lazy_arguments
-        if _version(value(lazy)) != versions[id(lazy)] or not shown.isdisjoint(_storages(value(lazy)))
+        if version(value(lazy)) != versions[id(lazy)] or not shown.isdisjoint(_storages(value(lazy)))
     ]
     if not touched:
         return result
@@ -557,7 +551,3 @@ def _storages(tree: Any) -> set[int]:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     return set().union(*map(_storages, tree)) if isinstance(tree, list | tuple) else set()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lightning_liger import LigerCallback, LigerLMMixin, apply_liger_kernels
+from lightning_liger import LigerCallback, apply_liger_kernels
 from lightning_liger.training.language_model import LanguageModel
 from lightning_liger.training.token_mean import TokenMean
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
+from tests.lightning_liger.training.logging_lm import LoggingLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -35,17 +36,9 @@ def tiny_mixtral(**overrides: Any) -> PreTrainedModel:
     )
 
 
-class LM(LigerLMMixin, L.LightningModule):
+class LM(LoggingLM):
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()
-        self.model = tiny_mixtral() if model is None else model
-        self.logged: list[float] = []
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.logged.append(float(self.trainer.callback_metrics.get("train_loss_step", "nan")))
+        super().__init__(tiny_mixtral() if model is None else model)
 
 
 class LMOfMicroBatches(LM):

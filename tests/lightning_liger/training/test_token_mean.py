@@ -8,24 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerCallback, LigerCausalLM, LigerLMMixin
+from lightning_liger import LigerCallback, LigerCausalLM
 from lightning_liger.training.token_mean import TokenMean
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama
+from tests.lightning_liger.training.logging_lm import LoggingLM as LM
 
 NUM_STEPS = 3
-
-
-class LM(LigerLMMixin, L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny_llama()
-        self.logged: list[float] = []
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.logged.append(float(self.trainer.callback_metrics.get("train_loss_step", "nan")))
 
 
 class LMOfMicroBatches(LM):
