@@ -32,6 +32,7 @@ from liger_ops.arguments import (
     check_shape,
     wrong_value,
 )
+from liger_ops.recipes import made
 
 
 class RotaryOptions(NamedTuple):
@@ -562,6 +563,21 @@ def apply_rotary(
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
     sections = [] if mrope_sections is None else _sections(mrope_sections, cos.shape[-1])
+    args = (q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)
+    return made(_compute(*args), _compute, *args, keeps_inputs=False)  # a rotation's backward needs neither q nor k
+
+
+def _compute(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    heads_dim: int,
+    interleaved: bool,
+    sections: list[int],
+    keep_dtype: bool,
+) -> tuple[Tensor, Tensor]:
     if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
         options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)

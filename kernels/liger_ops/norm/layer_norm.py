@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.norm.checks import as_number, check_row_norm
 from liger_ops.norm.launch import MAX_HIDDEN_SIZE, launch_backward, launch_forward
+from liger_ops.recipes import made
 
 
 def layer_norm_reference(
@@ -146,6 +147,10 @@ def layer_norm(
     """
     shape = check_row_norm(input, normalized_shape, weight=weight, bias=bias)
     eps = as_number("eps", eps, at_least=0)
+    return made(_compute(input, weight, bias, shape, eps), _compute, input, weight, bias, shape, eps)
+
+
+def _compute(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
     hidden_size = math.prod(shape)
     if not backend.runs_on_triton(input, weight, bias) or hidden_size > MAX_HIDDEN_SIZE:
         return layer_norm_reference(input, shape, weight, bias, eps)
