@@ -118,15 +118,17 @@ class CheapTensors:
     Args:
         device_type: Of the layer; where it runs under autocast, the casts of outputs are made again too.
         detaches: Whether what is kept must not keep the graph that it is part of.
+        drops: False only counts what could be dropped, and keeps it.
     """
 
-    def __init__(self, device_type: str, detaches: bool = False) -> None:
+    def __init__(self, device_type: str, detaches: bool = False, drops: bool = True) -> None:
         self.dropped_bytes = 0
-        """Bytes of the outputs that were not kept, so far."""
+        """Bytes of the outputs that were not kept, or need not be, so far."""
         self._made: dict[int, _Made] = {}
         self._by_node: dict[Any, _Made] | None = {} if torch.is_autocast_enabled(device_type) else None
         self._dropped: set[int] = set()
         self._detaches = detaches
+        self._drops = drops
 
     def listener(
         self, outputs: tuple[Tensor, ...], function: Callable[..., Any], args: Sequence[Any], keeps_inputs: bool
@@ -195,7 +197,7 @@ class CheapTensors:
         if made.storage.cdata not in self._dropped:
             self._dropped.add(made.storage.cdata)
             self.dropped_bytes += made.num_bytes
-        return Recomputed(made.recipe, made.index, tensor)
+        return Recomputed(made.recipe, made.index, tensor) if self._drops else self._keep(tensor)
 
     def _keep(self, tensor: Tensor) -> Kept:
         return Kept(tensor.detach() if self._detaches and not tensor.is_leaf else tensor)

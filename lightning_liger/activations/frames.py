@@ -1,7 +1,7 @@
 """One run of a layer that keeps nothing but its inputs, and runs again in backward.
 
-As ``torch.utils.checkpoint`` without reentrance, with two differences: the second run keeps no tensors that are cheap
-to make (:mod:`lightning_liger.activations.cheap`), and inputs may wait in host memory
+As ``torch.utils.checkpoint`` without reentrance, with two differences: the second run knows which tensors are cheap to
+make, and may drop them (:mod:`lightning_liger.activations.cheap`), and inputs may wait in host memory
 (:mod:`lightning_liger.activations.offload`).
 """
 
@@ -26,7 +26,7 @@ class Waiting(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told when a frame runs again; ``dropped_bytes`` were not kept by that run."""
+    """Is told when a frame runs again; ``dropped_bytes`` of it are cheap."""
 
     def recompute_starts(self) -> None: ...
 
@@ -73,14 +73,21 @@ class Frame:
         watcher: Is told about the second run.
         keep: Makes something that has a ``get`` of each tensor in the arguments that requires a gradient; by default
             the tensor stays where it is.
+        drops_cheap: Whether the second run drops what is cheap. Until the backward of one layer ends that would often
+            cost more time than the memory is worth.
     """
 
     def __init__(
-        self, device: torch.device, watcher: Watcher | None = None, keep: Callable[[Tensor], Waiting] = Kept
+        self,
+        device: torch.device,
+        watcher: Watcher | None = None,
+        keep: Callable[[Tensor], Waiting] = Kept,
+        drops_cheap: bool = False,
     ) -> None:
         self._device = device
         self._watcher = watcher
         self._keep = keep
+        self._drops_cheap = drops_cheap
         self._slots: list[weakref.ref[_Slot]] = []
         self._num_seen = 0
 
@@ -128,7 +135,8 @@ class Frame:
                 enter(_random_state_again(self._device, self._random_state))
                 for kind, is_enabled, dtype in self._autocast:
                     enter(torch.autocast(kind, dtype, is_enabled, self._caches_casts))
-                cheap = CheapTensors(self._device.type, detaches=True)  # looks whether autocast is on
+                # Made here because it looks whether autocast is on.
+                cheap = CheapTensors(self._device.type, detaches=True, drops=self._drops_cheap)
                 enter(torch.enable_grad())
                 enter(listening(cheap.listener))
                 enter(saved_tensors_hooks(lambda tensor: self._fill(tensor, cheap), _refuse))

@@ -4,7 +4,8 @@
 ``store``      autograd keeps what it always keeps
 ``cheap``      the same without tensors that are cheap to make again (the default)
 ``recompute``  the layer's inputs only; the layer runs again in backward
-``offload``    the same, with its inputs in host memory meanwhile (on GPUs)
+``offload``    the same in the least memory: its inputs are in host memory meanwhile
+               (on GPUs), and the second run keeps no cheap tensors
 =============  =====================================================================
 
 Losses and gradients are the same in all of them. Only the class of a layer's instance changes, to a subclass whose
@@ -56,7 +57,7 @@ class ControlledLayers:
         layers: In the order of the model's modules.
         modes: One for each layer; a change takes effect in its next forward.
         observer: Is told what layers do, or None.
-        dropped_bytes: Of each layer, what "cheap" did not keep when it last ran in that mode or was recomputed.
+        dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
         input_bytes: Of each layer, the inputs that "offload" moves to host memory, when the layer last ran under an
             observer.
     """
@@ -108,8 +109,9 @@ class ControlledLayers:
                 return forward(*args, **kwargs)
             if mode == "cheap":
                 return self._run_cheap(index, device, forward, args, kwargs)
-            keep = functools.partial(self._offload, device) if mode == "offload" and device.type == "cuda" else Kept
-            frame = Frame(device, _LayerWatcher(self, index), keep)
+            offloads = mode == "offload"
+            keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
+            frame = Frame(device, _LayerWatcher(self, index), keep, drops_cheap=offloads)
             return frame.run(functools.partial(_in_mode, mode, forward), args, kwargs)
 
     def _run_cheap(

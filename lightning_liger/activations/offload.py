@@ -30,7 +30,7 @@ class HostMemory:
     def take(self, num_bytes: int) -> Tensor:
         """A buffer of at least ``num_bytes``."""
         free = self._free[num_bytes]
-        return free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give_back(self, buffer: Tensor) -> None:
         self._free[buffer.numel()].append(buffer)
@@ -46,6 +46,7 @@ class Offloaded:
     """
 
     def __init__(self, memory: HostMemory, tensor: Tensor, before: "Offloaded | None") -> None:
+        self._buffer: Tensor | None = None
         self._memory = memory
         self._before = None if before is None else weakref.ref(before)
         self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -57,7 +58,7 @@ class Offloaded:
             source = source.contiguous()
             self._like = tensor.shape, source.stride(), tensor.dtype, tensor.device
         self._num_bytes = source.numel() * source.element_size()
-        self._buffer: Tensor | None = memory.take(self._num_bytes)
+        self._buffer = memory.take(self._num_bytes)
         memory.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(memory.stream):
             self._on_host().copy_(source, non_blocking=True)
