@@ -8,6 +8,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
@@ -17,7 +18,12 @@ from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
 
 
 class LigerDDPStrategy(
-    SharesSequences, TrainerFaultTolerance, TrainerKernels, TrainerMaterialization, pytorch_ddp.DDPStrategy
+    SharesSequences,
+    TrainerFaultTolerance,
+    TrainerActivations,
+    TrainerKernels,
+    TrainerMaterialization,
+    pytorch_ddp.DDPStrategy,
 ):
     """Lightning's :class:`~lightning.pytorch.strategies.DDPStrategy` with fused kernels and a fused loss.
 
@@ -42,7 +48,9 @@ class LigerDDPStrategy(
         refuse_unknown(type(self).__name__, self._ddp_kwargs, DistributedDataParallel)
 
 
-class FabricLigerDDPStrategy(FabricFaultTolerance, FabricKernels, FabricMaterialization, fabric_ddp.DDPStrategy):
+class FabricLigerDDPStrategy(
+    FabricFaultTolerance, FabricActivations, FabricKernels, FabricMaterialization, fabric_ddp.DDPStrategy
+):
     """:class:`LigerDDPStrategy` for Fabric.
 
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``.

@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import (
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.arguments import Refused, refuse
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
@@ -106,6 +107,10 @@ class _FusedDeepSpeed(_Strategy):
     def _precision_settings(self) -> dict[str, Any]:
         return {**super()._precision_settings(), "shown_parameters": self._show_parameters}
 
+    @property
+    def _runs_layers_together(self) -> bool:
+        return self.zero_stage_3 or super()._runs_layers_together  # stage 3 gathers parameters in each forward
+
     def _show_parameters(self, model: Module) -> AbstractContextManager[None]:
         _bring_back(model, self.root_device)
         return _whole_parameters(model, self._engine_dtype(), self.root_device)
@@ -146,7 +151,12 @@ class _FusedDeepSpeed(_Strategy):
 
 
 class LigerDeepSpeedStrategy(
-    _FusedDeepSpeed, TrainerFaultTolerance, TrainerKernels, TrainerMaterialization, pytorch_deepspeed.DeepSpeedStrategy
+    _FusedDeepSpeed,
+    TrainerFaultTolerance,
+    TrainerActivations,
+    TrainerKernels,
+    TrainerMaterialization,
+    pytorch_deepspeed.DeepSpeedStrategy,
 ):
     """Lightning's :class:`~lightning.pytorch.strategies.DeepSpeedStrategy` with fused kernels and a fused loss.
 
@@ -252,7 +262,12 @@ class LigerDeepSpeedStrategy(
 
 
 class FabricLigerDeepSpeedStrategy(
-    _FusedDeepSpeed, FabricFaultTolerance, FabricKernels, FabricMaterialization, fabric_deepspeed.DeepSpeedStrategy
+    _FusedDeepSpeed,
+    FabricFaultTolerance,
+    FabricActivations,
+    FabricKernels,
+    FabricMaterialization,
+    fabric_deepspeed.DeepSpeedStrategy,
 ):
     """:class:`LigerDeepSpeedStrategy` for Fabric; takes the same arguments.
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
@@ -100,9 +101,6 @@ class _FusedFSDP(_Strategy):
         on_cpu = self.root_device.type == "cpu"
         if on_cpu and precision.scaler is not None and not precision.scaler.is_enabled():
             precision.scaler = ShardedGradScaler(device="cpu")  # Lightning's is for GPUs, and off without one
-        if self._layers_to_checkpoint is not None:
-            layers = resolve_policy("activation_checkpointing_policy", self._layers_to_checkpoint, model)
-            self._activation_checkpointing_kwargs = fabric_fsdp._activation_checkpointing_kwargs(None, layers)
         root, parameters = vars(model).get(_ROOT, (None, []))
         if root is not None and set(parameters) == set(model.parameters()):
             return root
@@ -148,6 +146,7 @@ class LigerFSDPStrategy(
     _FusedFSDP,
     SharesSequences,
     TrainerFaultTolerance,
+    TrainerActivations,
     TrainerKernels,
     TrainerOptimizerStates,
     pytorch_fsdp.FSDPStrategy,
@@ -236,7 +235,12 @@ LigerStrategy = LigerFSDPStrategy
 
 
 class FabricLigerFSDPStrategy(
-    _FusedFSDP, FabricFaultTolerance, FabricKernels, FabricOptimizerStates, fabric_fsdp.FSDPStrategy
+    _FusedFSDP,
+    FabricFaultTolerance,
+    FabricActivations,
+    FabricKernels,
+    FabricOptimizerStates,
+    fabric_fsdp.FSDPStrategy,
 ):
     """:class:`LigerFSDPStrategy` for Fabric.
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
@@ -78,19 +79,11 @@ class _FullySharded(_Strategy):
 
         Over the data-parallel dimension, it shards the layers of ``auto_wrap_policy`` one by one, then ``roots``.
         """
-        # Lightning imports it from there too; PyTorch documents no other way to checkpoint a module in place.
-        from torch.distributed._composable import checkpoint
-
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, layers)] + roots
         check_tied_units(model, set(units))
-        to_checkpoint = ()
-        if self._layers_to_checkpoint is not None:
-            to_checkpoint = resolve_policy("activation_checkpointing_policy", self._layers_to_checkpoint, model)
         if mesh["tensor_parallel"].size() > 1 and not is_distributed(model):
             parallelize(model, mesh["tensor_parallel"])
-        for module in [module for module in model.modules() if isinstance(module, tuple(to_checkpoint))]:
-            checkpoint(module)
         for unit in units:
             fully_shard(unit, mesh=mesh["data_parallel"])
 
@@ -150,6 +143,7 @@ class LigerModelParallelStrategy(
     _FullySharded,
     SharesSequences,
     TrainerFaultTolerance,
+    TrainerActivations,
     TrainerKernels,
     _ShardsOnMeta,
     TrainerOptimizerStates,
@@ -211,6 +205,7 @@ class LigerModelParallelStrategy(
 class FabricLigerModelParallelStrategy(
     _FullySharded,
     FabricFaultTolerance,
+    FabricActivations,
     FabricKernels,
     FabricOptimizerStates,
     fabric_model_parallel.ModelParallelStrategy,

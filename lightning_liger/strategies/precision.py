@@ -60,6 +60,8 @@ class KernelConversion(_AnyPrecision):
     patch_report: PatchReport | None = None
     is_adopted = False
     """Whether a strategy, not the user, set this plugin up."""
+    control_activations: Callable[[Module], None] | None = None
+    """Sets the modes of the module's layers, before the engine wraps it."""
     shown_parameters: Callable[[Module], AbstractContextManager[Any]] = nullcontext
     """Returns a context in which the module's parameters look as the engine will have them."""
 
@@ -69,6 +71,8 @@ class KernelConversion(_AnyPrecision):
             module = super().convert_module(module)
         with self.shown_parameters(module):
             self.patch_report = apply_and_announce(module, self.kernels, self.patch_report)
+        if self.control_activations is not None:
+            self.control_activations(module)
         return module
 
 
@@ -265,6 +269,7 @@ def adopt(plugin: Any, mixin: type[KernelConversion], **settings: Any) -> None:
         ValueError: If the plugin cannot follow ``on_nonfinite_grad``.
     """
     if isinstance(plugin, KernelConversion) and not plugin.is_adopted:
+        plugin.control_activations = settings.get("control_activations")
         return
     on_nonfinite_grad = settings.get("on_nonfinite_grad", "ignore")
     if issubclass(mixin, GradientClipping) and not _clips_as_lightning(type(plugin)):

@@ -7,6 +7,7 @@ import lightning.pytorch.strategies.single_device as pytorch_single
 import torch
 
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.materialization import FabricMaterialization, TrainerMaterialization
@@ -49,7 +50,12 @@ class _OneDevice(_Strategy):
 
 
 class LigerSingleDeviceStrategy(
-    _OneDevice, TrainerFaultTolerance, TrainerKernels, TrainerMaterialization, pytorch_single.SingleDeviceStrategy
+    _OneDevice,
+    TrainerFaultTolerance,
+    TrainerActivations,
+    TrainerKernels,
+    TrainerMaterialization,
+    pytorch_single.SingleDeviceStrategy,
 ):
     """Lightning's :class:`~lightning.pytorch.strategies.SingleDeviceStrategy` with fused kernels and a fused loss.
 
@@ -70,6 +76,11 @@ class LigerSingleDeviceStrategy(
 
 
 class FabricLigerSingleDeviceStrategy(
-    _OneDevice, FabricFaultTolerance, FabricKernels, FabricMaterialization, fabric_single.SingleDeviceStrategy
+    _OneDevice,
+    FabricFaultTolerance,
+    FabricActivations,
+    FabricKernels,
+    FabricMaterialization,
+    fabric_single.SingleDeviceStrategy,
 ):
     """:class:`LigerSingleDeviceStrategy` for Fabric; takes the same arguments, except for ``on_nonfinite_grad``."""

@@ -315,6 +315,10 @@ class LigerLMMixin(_Module):
         )
         self._log_step(loss)
 
+    def forget_micro_batches(self) -> None:
+        """Forgets the tokens that were counted since the last optimizer step, for an engine that repeats a step."""
+        self._token_mean.reset()
+
     def _metrics_of(self, stage: str) -> TokenMetrics:
         return cast(TokenMetrics, self.token_metrics[f"{stage}_metrics"])
 

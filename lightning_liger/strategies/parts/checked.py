@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import json
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.nn import Module
 
 from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, shown, wrong_type, wrong_value
+from lightning_liger.strategies.parts.policies import check_policy
 
 _Check = Callable[[str, Any], None]
 
@@ -48,11 +50,10 @@ def _check_together(given: Mapping[str, Any]) -> None:
             f"config must have all settings of DeepSpeed, got config and {replaced[0]}={shown(given[replaced[0]])},"
             f" which it would replace: write {replaced[0]} into config"
         )
-    policy = "activation_checkpointing_policy"
-    if given.get("activation_checkpointing") is not None and given.get(policy) is not None:
-        raise ValueError(
-            f"activation_checkpointing={shown(given['activation_checkpointing'])} must be None if {policy} is given"
-        )
+    chosen = [name for name in _CHOOSE_LAYERS if given.get(name) is not None]
+    if len(chosen) > 1:
+        first, second = chosen[:2]
+        raise ValueError(f"{first}={shown(given[first])} must be None if {second} is given: both choose layers")
 
 
 def _instance(expected: str, *types: type, optional: bool = True) -> _Check:
@@ -142,16 +143,31 @@ def _check_mesh(name: str, mesh: Any) -> None:
         raise wrong_value(name, f"{expected} of at least 1", mesh)
 
 
-def _check_layers(name: str, layers: Any) -> None:
-    """Of the deprecated ``activation_checkpointing``."""
-    if layers is None:
+def _check_checkpointing(name: str, layers: Any) -> None:
+    expected = "'none', 'full', a number of layers, or a list or set of layer classes or their names"
+    if layers is None or (isinstance(layers, type) and issubclass(layers, Module)):
         return
-    if not all(isinstance(layer, type) and issubclass(layer, Module) for layer in _as_list(layers)):
-        raise wrong_type(name, "a subclass of torch.nn.Module, a list of them, or None", layers)
+    if isinstance(layers, str):
+        if layers not in ("none", "full"):
+            raise wrong_value(name, expected, layers)
+    elif isinstance(layers, list | tuple | set | frozenset):
+        check_policy(name, layers, takes_functions=False)
+    elif isinstance(layers, bool) or not isinstance(layers, numbers.Integral):
+        raise wrong_type(name, f"{expected}, or None", layers)
+    elif layers < 0:
+        raise wrong_value(name, f"{expected}, or None", layers)
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _check_budget(name: str, budget: Any) -> None:
+    expected = "'auto', a share of the GPU's memory up to 1, or a number of GiB above 1"
+    if isinstance(budget, str):
+        if budget != "auto":
+            raise wrong_value(name, expected, budget)
+        return
+    try:
+        check_number(name, budget, above=0, optional=True)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be {expected}, got {shown(budget)}") from error
 
 
 # DeepSpeed
@@ -239,6 +255,8 @@ _REPLACED_BY_CONFIG = (
     *_SIZES_OF_DEEPSPEED,
 )
 
+_CHOOSE_LAYERS = ("activation_checkpointing", "activation_checkpointing_policy", "memory_budget")
+
 _CHECKS: dict[str, _Check] = {
     "kernels": _check_kernels,
     "context_parallel_size": _at_least(1),
@@ -261,7 +279,8 @@ _CHECKS: dict[str, _Check] = {
     "backward_prefetch": _instance("a BackwardPrefetch of FSDP", BackwardPrefetch),
     "param_init_fn": _callable,
     "device_mesh": _check_mesh,
-    "activation_checkpointing": _check_layers,
+    "activation_checkpointing": _check_checkpointing,
+    "memory_budget": _check_budget,
     "broadcast_buffers": lambda name, value: check_bool(name, value, optional=True),
     "bucket_cap_mb": _number(above=0, optional=True),
     "model_averaging_period": _at_least(1, optional=True),

@@ -60,6 +60,23 @@ def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> 
     return classes
 
 
+def select_modules(policy: Any, model: Module) -> set[Module]:
+    """The modules below ``model`` that a policy in Lightning's form chooses."""
+    if isinstance(policy, set):
+        return {module for module in model.modules() if isinstance(module, tuple(policy))}
+    # FSDP's policies are applied by what PyTorch wraps layers with: here nothing is wrapped.
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    chosen: list[Module] = []
+
+    def choose(module: Module, **options: Any) -> Module:
+        chosen.append(module)
+        return module
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=choose, auto_wrap_policy=policy)
+    return set(chosen)
+
+
 def _names(policy: Any) -> list[str]:
     layers = policy if isinstance(policy, list | tuple | set | frozenset) else ()
     return [layer for layer in layers if isinstance(layer, str)]

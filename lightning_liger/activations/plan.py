@@ -1,0 +1,106 @@
+"""How each layer of a model runs, so that a step fits a budget of memory with the least recomputation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+from lightning_liger.activations.layers import Mode
+from lightning_liger.activations.profile import Profile
+
+_SAME_RATE = 0.8
+"""Layers whose seconds a byte differ by less count as equal: measured times of equal layers do."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The mode of each layer, and the peak memory in bytes that is expected of them."""
+
+    modes: tuple[Mode, ...]
+    predicted_peak: int
+
+    def metrics(self) -> dict[str, float]:
+        """For loggers: the number of layers in each mode, and the peak in GiB."""
+        counts = {f"activations/{mode}": float(self.modes.count(mode)) for mode in get_args(Mode)}
+        return {**counts, "activations/predicted_peak_gib": self.predicted_peak / 2**30}
+
+    def __str__(self) -> str:
+        words = {
+            "store": "stored",
+            "cheap": "stored but for cheap tensors",
+            "recompute": "recomputed",
+            "offload": "recomputed from inputs in host memory",
+        }
+        counts = {mode: self.modes.count(mode) for mode in words}
+        parts = [f"{count} {words[mode]}" for mode, count in counts.items() if count]
+        num_layers = len(self.modes)
+        first, *rest = parts
+        if not rest:
+            return f"all {num_layers} layers {first.partition(' ')[2]}"
+        count, _, how = first.partition(" ")
+        return ", ".join([f"{count} of {num_layers} layers {how}", *rest])
+
+
+def choose(profile: Profile, limit: float) -> Plan:
+    """The plan of least recomputation whose expected peak is at most ``limit`` bytes, if there is one.
+
+    Layers are stored in the order of the time that this saves for each byte, the last layers first: what they store
+    lives shortest, so for equal layers no other choice stores more. Once all are, their cheap tensors are stored too.
+    If not even the recomputation of all layers fits, inputs of the first layers wait in host memory. Without a plan
+    that fits, the result is the smallest one.
+    """
+    load = _Load(profile)
+    layers = range(len(profile.seconds))
+    for index in layers:
+        if load.peak <= limit:
+            break
+        load.change(index, "offload")
+    if "offload" in load.modes:
+        return load.plan()
+    for index in _by_rate(profile):
+        load.change(index, "cheap", limit)
+    if all(mode == "cheap" for mode in load.modes):
+        for index in reversed(layers):
+            load.change(index, "store", limit)
+    return load.plan()
+
+
+def _by_rate(profile: Profile) -> Iterator[int]:
+    """The layers by the seconds that storing a byte saves, largest first; of equal layers the last first."""
+
+    def rate(index: int) -> float:
+        return profile.seconds[index] / max(1, profile.stored_bytes[index])
+
+    group: list[int] = []
+    for index in sorted(range(len(profile.seconds)), key=rate, reverse=True):
+        if group and rate(index) < _SAME_RATE * rate(group[0]):
+            yield from sorted(group, reverse=True)
+            group = []
+        group.append(index)
+    yield from sorted(group, reverse=True)
+
+
+class _Load:
+    """The expected peaks of a step while the modes of its layers are chosen; at first all are recomputed."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._peaks = dict(profile.peaks)
+        self.modes: list[Mode] = ["recompute"] * len(profile.seconds)
+
+    @property
+    def peak(self) -> int:
+        return max(self._peaks.values(), default=0)
+
+    def change(self, index: int, mode: Mode, limit: float = float("inf")) -> None:
+        """Changes the mode of a layer if the step then stays within ``limit``."""
+        added, before = self._profile.added_bytes, self.modes[index]
+        peaks = {
+            segment: peak + added(segment, index, mode) - added(segment, index, before)
+            for segment, peak in self._peaks.items()
+        }
+        if max(peaks.values(), default=0) <= limit:
+            self._peaks = peaks
+            self.modes[index] = mode
+
+    def plan(self) -> Plan:
+        return Plan(tuple(self.modes), self.peak)

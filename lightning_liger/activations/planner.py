@@ -1,0 +1,233 @@
+"""Plans for a budget of memory: the first steps are measured, and so is each batch larger than all before.
+
+=================  ==================================================================================================
+step               how layers run
+=================  ==================================================================================================
+first              all are recomputed: the optimizer makes its states at the end of this step
+second             all are recomputed, and the step is measured
+third and later    by the plan for the smallest measured number of tokens that covers the batch
+with a larger one  all are recomputed, and the step is measured: nothing is extrapolated upwards
+=================  ==================================================================================================
+
+Where the inputs of all layers alone might not fit, they wait in host memory in these steps.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_liger.activations.layers import ControlledLayers, Mode
+from lightning_liger.activations.plan import Plan, choose
+from lightning_liger.activations.profile import Memory, Profile, Recorder
+
+_GIB = 2**30
+_FRAGMENTATION = 0.06
+"""Of the memory that is available, left free by "auto": what the allocator has reserved for sizes that nobody wants."""
+_MARGIN = 0.01
+"""Of the budget: for what a prediction does not see, such as the order in which tensors are freed."""
+_TIGHTER = 0.05
+"""Of the budget: how much less the next plan takes after one that ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The peak of allocated memory that steps may have.
+
+    Args:
+        value: ``"auto"``, a share of the device's memory up to 1, or GiB above 1.
+    """
+
+    value: float | str
+
+    def limit(self, memory: Memory) -> int:
+        """The bytes, no more than the process can have."""
+        available = memory.available()
+        if isinstance(self.value, str):
+            return int((1 - _FRAGMENTATION) * available)
+        return min(available, int(self.value * (memory.total() if self.value <= 1 else _GIB)))
+
+    def __str__(self) -> str:
+        value = self.value
+        return "memory_budget=" + (value if isinstance(value, str) else f"{value:g}{' GiB' if value > 1 else ''}")
+
+
+class Ranks(Protocol):
+    """Agreement between the ranks that train together."""
+
+    @property
+    def run_layers_together(self) -> bool:
+        """Whether a layer's forward exchanges data with other ranks, so that all must recompute the same layers."""
+
+    def merge(self, profile: Profile) -> Profile:
+        """The profile that covers those of all ranks. A collective."""
+
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        """The largest of each number over the ranks. A collective."""
+
+
+class Planner:
+    """Measures steps, chooses plans and sets the modes of layers. The observer of a model's layers.
+
+    Args:
+        layers: The layers of the model.
+        budget: What steps may allocate at most.
+        memory: Of the layers' device.
+        ranks: The ranks that train together, None for one process.
+        announce: Is called with a line about each new plan, the plan, and whether it stays within the budget.
+    """
+
+    def __init__(
+        self,
+        layers: ControlledLayers,
+        budget: Budget,
+        memory: Memory,
+        ranks: Ranks | None = None,
+        announce: Callable[[str, Plan, bool], None] = lambda line, plan, fits: None,
+    ) -> None:
+        self._layers = layers
+        self._budget = budget
+        self._memory = memory
+        self._ranks = ranks
+        self._announce = announce
+        self._limit = budget.limit(memory)
+        self._base: Mode = "recompute"
+        self._num_steps = 0
+        self._profiles: dict[int, Profile] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._recorder: Recorder | None = None
+        self._correction = 0
+        self._is_between_steps = True
+        self._first_layer = 0
+        self._num_tokens = 0
+        self._start_bytes = 0
+        self._start_peak = 0
+        self.plan: Plan | None = None
+        """Of the last batch, None while layers are measured."""
+        self.line = ""
+        """About the last plan."""
+        self._set_base(self._base)
+
+    # What layers report
+
+    def forward_starts(self, index: int, num_tokens: int) -> None:
+        if self._is_between_steps or index == self._first_layer:
+            self._first_layer = index
+            self._batch_starts(num_tokens)
+        if self._recorder is not None:
+            self._recorder.forward_starts(index)
+
+    def forward_ends(self, index: int) -> None:
+        if self.plan is None and self._base == "recompute" and index == self._first_layer:
+            inputs = self._layers.input_bytes[index] * len(self._layers.modes)
+            if inputs > (self._limit - self._memory.read()[0]) / 2:
+                self._set_base("offload")
+
+    def recompute_starts(self, index: int) -> None:
+        if self._recorder is not None:
+            self._recorder.recompute_starts(index)
+
+    def recompute_ends(self, index: int) -> None:
+        if self._recorder is not None:
+            self._recorder.recompute_ends(index)
+
+    # What the strategy reports
+
+    def step_ends(self) -> None:
+        """After the optimizer's step."""
+        if self._is_between_steps:  # the step of another optimizer
+            return
+        if self._recorder is not None:
+            self._add(self._recorder.finish(self._num_tokens, self._start_bytes))
+            self._recorder = None
+        elif self.plan is not None:
+            _, peak = self._memory.read()
+            if peak > max(self._limit, self._start_peak):  # within this step, not before it
+                self._correction += peak - self.plan.predicted_peak
+                self._memory.reset_peak()
+        self._num_steps += 1
+        self._is_between_steps = True
+
+    def ran_out_of_memory(self) -> bool:
+        """Makes the plan tighter, after a step that is to be repeated; whether there is a tighter one."""
+        self._recorder = None
+        self._is_between_steps = True
+        if self.plan is None:
+            is_tighter = self._base != "offload"
+            self._set_base("offload")
+            return is_tighter
+        modes, covering = self.plan.modes, self._covering(self._num_tokens)
+        assert covering is not None  # there was a plan for it
+        if set(modes) == {"offload"}:
+            return False
+        while self._plan_for(covering).modes == modes:
+            self._correction += max(1, int(_TIGHTER * self._limit))
+        return True
+
+    # The rest
+
+    def _set_base(self, base: Mode) -> None:
+        self._base = base
+        self._layers.modes[:] = [base] * len(self._layers.modes)
+
+    def _batch_starts(self, num_tokens: int) -> None:
+        starts, self._is_between_steps = self._is_between_steps, False
+        if starts:
+            self._num_tokens = 0
+            self._start_bytes, self._start_peak = self._memory.read()
+        if self._ranks is not None and self._ranks.run_layers_together:
+            numbers = num_tokens, self._start_bytes, self._correction
+            num_tokens, self._start_bytes, self._correction = self._ranks.largest(*numbers)
+        self._num_tokens = max(self._num_tokens, num_tokens)
+        covering = self._covering(num_tokens)
+        if covering is not None and self._recorder is None:
+            self.plan = self._plan_for(covering)
+            self._layers.modes[:] = self.plan.modes
+            return
+        if starts or self.plan is not None:
+            self.plan = None
+            self._set_base(self._base)
+        if self._num_steps and self._recorder is None:
+            self._recorder = Recorder(self._layers, self._memory)
+
+    def _covering(self, num_tokens: int) -> Profile | None:
+        """The smallest measured step with at least ``num_tokens``."""
+        return min(
+            (profile for profile in self._profiles.values() if profile.num_tokens >= num_tokens),
+            key=lambda profile: profile.num_tokens,
+            default=None,
+        )
+
+    def _add(self, profile: Profile) -> None:
+        if not self._profiles:
+            self._limit = self._budget.limit(self._memory)  # libraries have taken what they need by now
+        if self._ranks is not None and (not self._profiles or self._ranks.run_layers_together):
+            # Later profiles need not be merged otherwise: recomputation within a rank concerns no other rank.
+            profile = self._ranks.merge(profile)
+            self._limit = -self._ranks.largest(-self._limit)[0]
+        self._profiles[profile.num_tokens] = profile
+        self._plan_for(profile)
+
+    def _plan_for(self, profile: Profile) -> Plan:
+        """The plan for a batch that ``profile`` covers, with what else was allocated before this step."""
+        margin = max(1, int(_MARGIN * self._limit))
+        grown = self._start_bytes - profile.start_bytes
+        extra = self._correction + (math.ceil(grown / margin) * margin if grown > margin else 0)
+        key = profile.num_tokens, extra
+        if key not in self._plans:
+            before = [plan for (num_tokens, _), plan in self._plans.items() if num_tokens == profile.num_tokens]
+            plan = self._plans[key] = choose(profile.raised(extra), self._limit - margin)
+            if not before or before[-1].modes != plan.modes:
+                self._describe(plan, profile.num_tokens)
+        return self._plans[key]
+
+    def _describe(self, plan: Plan, num_tokens: int) -> None:
+        fits = plan.predicted_peak <= self._limit
+        limit, peak = (f"{num_bytes / _GIB:.1f} GiB" for num_bytes in (self._limit, plan.predicted_peak))
+        self.line = f"{plan}; predicted peak {peak} of {limit} ({num_tokens:,} tokens)"
+        if not fits:
+            self.line += (
+                ". No plan fits: set a larger memory_budget, use fewer or shorter rows in a batch, or shard over more"
+                " devices"
+            )
+        self._announce(f"lightning-liger: {self._budget}: {self.line}", plan, fits)

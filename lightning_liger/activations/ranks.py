@@ -1,0 +1,40 @@
+"""Agreement between ranks on plans, on the CPU: no rank waits for its GPU."""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from lightning_liger.activations.profile import Profile, merge
+
+
+class AllRanks:
+    """All processes of ``torch.distributed`` (:class:`lightning_liger.activations.planner.Ranks`).
+
+    Args:
+        run_layers_together: Returns whether a layer's forward exchanges data with other ranks. Is called once, in the
+            first step, when engines have wrapped the layers.
+    """
+
+    def __init__(self, run_layers_together: Callable[[], bool]) -> None:
+        self._run_layers_together = run_layers_together
+
+    @cached_property
+    def run_layers_together(self) -> bool:
+        return self._run_layers_together()
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        # Made by the first collective, which all ranks reach in the same step.
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def merge(self, profile: Profile) -> Profile:
+        profiles: list[Profile | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(profiles, profile, group=self._group)
+        return merge([each for each in profiles if each is not None])
+
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tuple(tensor.tolist())

@@ -1,0 +1,296 @@
+"""``activation_checkpointing`` and ``memory_budget``: how strategies run the layers of their models."""
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from liger_ops.arguments import shown
+from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers, find_layers
+from lightning_liger.activations.plan import Plan
+from lightning_liger.activations.planner import Budget, Planner
+from lightning_liger.activations.profile import CudaMemory
+from lightning_liger.activations.ranks import AllRanks
+from lightning_liger.resuming.random_state import random_state, set_random_state
+from lightning_liger.strategies.parts.policies import LayerPolicy, resolve_policy, select_modules
+from lightning_liger.training.mixin import LigerLMMixin
+
+if TYPE_CHECKING:
+    _Strategy = Any
+    _TrainerStrategy = Strategy
+    _FabricStrategy = FabricStrategy
+else:
+    _Strategy = _TrainerStrategy = _FabricStrategy = object
+
+ActivationCheckpointing = Literal["none", "full"] | int | list[str] | set[type[Module]] | type[Module]
+"""The layers that are recomputed: none, all, the first ones, or those of the classes."""
+MemoryBudget = Literal["auto"] | float
+"""A share of the GPU's memory up to 1, or GiB above 1."""
+
+
+class ActivationControl:
+    """Controls the layers of models as the two arguments say.
+
+    Args:
+        checkpointing: The value of ``activation_checkpointing``.
+        budget: The value of ``memory_budget``.
+        policy: The value of ``activation_checkpointing_policy``.
+    """
+
+    def __init__(
+        self,
+        checkpointing: ActivationCheckpointing | None = None,
+        budget: MemoryBudget | None = None,
+        policy: LayerPolicy | None = None,
+    ) -> None:
+        self.checkpointing = checkpointing
+        self.budget = budget
+        self.policy = policy
+        self._controlled: WeakSet[ControlledLayers] = WeakSet()
+        self._memory: CudaMemory | None = None
+
+    def control(
+        self,
+        model: Module,
+        device: torch.device,
+        runs_layers_together: bool = False,
+        announce: Callable[[str, Plan, bool], None] | None = None,
+    ) -> None:
+        """Sets the modes of the layers in ``model``; with a budget, makes their planner.
+
+        Args:
+            model: Before an engine wraps it, or again later.
+            device: That it trains on.
+            runs_layers_together: Whether ranks exchange data in the forward of a layer.
+            announce: Is called with a line about each new plan, the plan, and whether it fits; by default prints it.
+
+        Raises:
+            ValueError: If the model does not have the layers that the arguments name, or for a number as the budget of
+                a device that is no GPU.
+        """
+        modules = set(model.modules())
+        controlled = next((each for each in self._controlled if modules.issuperset(each.layers)), None)
+        if controlled is None:  # a model that an engine has wrapped stays as it is
+            controlled = self._find(model)
+        if controlled is None:
+            return
+        self._controlled.add(controlled)
+        controlled.observer = None
+        if self.budget is None:
+            return
+        if device.type != "cuda":
+            if self.budget != "auto":
+                raise ValueError(
+                    f"memory_budget={shown(self.budget)} needs a GPU, whose memory is measured, got the device"
+                    f" {str(device)!r}: leave it out there, set 'auto', or choose layers by activation_checkpointing"
+                )
+            return
+        self._memory = CudaMemory(device)
+        ranks = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            ranks = AllRanks(partial(_run_together, controlled, runs_layers_together))
+        controlled.observer = Planner(controlled, Budget(self.budget), self._memory, ranks, announce or announce_plan)
+
+    def _find(self, model: Module) -> ControlledLayers | None:
+        """Controls the layers of a new model, each in its mode."""
+        names = "activation_checkpointing" if self.policy is None else "activation_checkpointing_policy"
+        layers = self.policy if self.policy is not None else self.checkpointing
+        if layers is None or isinstance(layers, str | int):
+            controlled = control_layers(model)
+            if controlled is None:
+                if layers in (None, "none", 0) and self.budget in (None, "auto"):
+                    return None
+                argument = f"memory_budget={shown(self.budget)}" if layers is None else f"{names}={shown(layers)}"
+                raise ValueError(
+                    f"{argument} needs a model with repeated layers, got {type(model).__name__} without: name their"
+                    " classes, as in activation_checkpointing=['MyLayer']"
+                )
+            controlled.modes[:] = _modes(layers, len(controlled.layers), model)
+            return controlled
+        classes = [layers] if isinstance(layers, type) else layers
+        chosen = select_modules(resolve_policy(names, classes, model), model)
+        if not chosen:
+            raise ValueError(f"{names}={shown(layers)} names no layer that {type(model).__name__} has")
+        usual = set(find_layers(model))
+        controlled = control_layers(model, None if usual.issuperset(chosen) else {type(layer) for layer in chosen})
+        assert controlled is not None  # it has the chosen ones
+        controlled.modes[:] = ["recompute" if layer in chosen else "cheap" for layer in controlled.layers]
+        return controlled
+
+    @property
+    def planners(self) -> list[Planner]:
+        """One for each model, if there is a budget."""
+        return [each.observer for each in self._controlled if isinstance(each.observer, Planner)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of allocated memory up to the last time that the planner reset it; 0 without a planner."""
+        return 0 if self._memory is None else self._memory.highest_peak
+
+    def step_ends(self) -> None:
+        """After the step of an optimizer."""
+        for planner in self.planners:
+            planner.step_ends()
+
+
+def _modes(layers: str | int | None, num_layers: int, model: Module) -> Iterator[Mode]:
+    """The mode of each layer: the first are recomputed, as their backward comes last, when others are freed."""
+    num_recomputed = {None: 0, "none": 0, "full": num_layers}.get(layers, layers)
+    if int(num_recomputed) > num_layers:
+        raise ValueError(
+            f"activation_checkpointing must be at most {num_layers}, the number of layers of {type(model).__name__},"
+            f" got {layers}"
+        )
+    return ("recompute" if index < int(num_recomputed) else "cheap" for index in range(num_layers))
+
+
+def _run_together(controlled: ControlledLayers, always: bool) -> bool:
+    """Whether ranks exchange data in the forward of a layer, as engines that shard parts of it do."""
+    parts = (part for layer in controlled.layers for part in layer.modules() if part is not layer)
+    return always or any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in parts)
+
+
+def announce_plan(line: str, plan: Plan, fits: bool) -> None:
+    """Prints a line about a plan, once for all ranks."""
+    (rank_zero_info if fits else rank_zero_warn)(line)
+
+
+class _Activations(_Strategy):
+    """Controls the layers of models. A mixin for strategies of Trainer and Fabric, to list before their kernels."""
+
+    _layers_to_checkpoint: LayerPolicy | None = None
+    """The value of ``activation_checkpointing_policy``, in strategies that have it."""
+
+    def __init__(
+        self,
+        *args: Any,
+        activation_checkpointing: ActivationCheckpointing | None = None,
+        memory_budget: MemoryBudget | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._activations = ActivationControl(activation_checkpointing, memory_budget, self._layers_to_checkpoint)
+        super().__init__(*args, **kwargs)
+
+    def _precision_settings(self) -> dict[str, Any]:
+        return {**super()._precision_settings(), "control_activations": self._control_activations}
+
+    def _control_activations(self, model: Module) -> None:
+        asked = (self._activations.checkpointing, self._activations.budget, self._activations.policy)
+        if self.kernels == "none" and asked == (None, None, None):
+            return  # the model as it is
+        together = self._runs_layers_together
+        self._activations.control(model, self.root_device, together, self._announce_plan)
+
+    @property
+    def _runs_layers_together(self) -> bool:
+        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
+        return getattr(self, "_tensor_parallel_size", 1) != 1 or getattr(self, "context_parallel_size", 1) != 1
+
+    def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
+        announce_plan(line, plan, fits)
+
+    @property
+    def activation_plan(self) -> str:
+        """The plan for ``memory_budget`` in words, empty without one."""
+        return "; ".join(planner.line for planner in self._activations.planners if planner.line)
+
+    @property
+    def peak_before_resets(self) -> int:
+        """The highest of the peaks of allocated memory, in bytes, that measurements have reset."""
+        return self._activations.peak_bytes
+
+
+class TrainerActivations(_Activations, _TrainerStrategy):
+    """Controls the layers of models. A mixin for the Trainer's strategies, to list before their kernels.
+
+    Args:
+        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
+        memory_budget: The memory that a plan for the layers may take.
+        **kwargs: For the next class.
+    """
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = partial(super().training_step, *args, **kwargs)
+        if not self._activations.planners or self._repeats_backward:
+            return step()
+        return self._repeat(step)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._activations.planners:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self._repeats_backward:
+            closure = partial(self._repeat, closure)
+        is_step = not (self.handles_gradient_accumulation and self.should_accumulate())
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if is_step:
+            self._activations.step_ends()
+        return result
+
+    @property
+    def _repeats_backward(self) -> bool:
+        """Whether a step may begin anew in backward: its gradients are not added to those of other micro-batches."""
+        module = self.lightning_module
+        assert module is not None
+        return self.world_size == 1 and module.automatic_optimization and module.trainer.accumulate_grad_batches == 1
+
+    def _repeat(self, step: Callable[[], Any]) -> Any:
+        """Runs ``step`` under tighter plans until it does not run out of memory."""
+        state = random_state()
+        while True:
+            try:
+                return step()
+            except torch.OutOfMemoryError as error:
+                plan = self.activation_plan or "no plan yet, all layers are recomputed"
+                tighter = [planner.ran_out_of_memory() for planner in self._activations.planners]
+                if self.world_size > 1 or not any(tighter):
+                    raise torch.OutOfMemoryError(
+                        f"with memory_budget={self._activations.budget} and this plan: {plan}. Set a smaller"
+                        " memory_budget, which leaves more to fragmentation and to what else is on the GPU, or use"
+                        f" fewer or shorter rows in a batch. {error}"
+                    ) from error
+            # After the error, whose traceback holds the tensors of the step.
+            gc.collect()
+            torch.cuda.empty_cache()
+            set_random_state(state)
+            rank_zero_warn("lightning-liger: out of memory; the step is repeated under a tighter plan")
+            self._forget_micro_batch()
+
+    def _forget_micro_batch(self) -> None:
+        """Lets the module forget the tokens that it has counted in a step that is repeated."""
+        if self._repeats_backward and isinstance(self.lightning_module, LigerLMMixin):
+            self.lightning_module.forget_micro_batches()
+
+    def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
+        super()._announce_plan(line, plan, fits)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for logger in trainer.loggers:
+            logger.log_metrics(plan.metrics(), step=trainer.global_step)
+
+
+class FabricActivations(_Activations, _FabricStrategy):
+    """Controls the layers of models. A mixin for Fabric's strategies, to list before their kernels.
+
+    Args:
+        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
+        memory_budget: The memory that a plan for the layers may take.
+        **kwargs: For the next class.
+    """
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        # DeepSpeed's engine accumulates by itself.
+        is_step = getattr(optimizer, "is_gradient_accumulation_boundary", lambda: True)()
+        result = super().optimizer_step(optimizer, **kwargs)
+        if is_step:
+            self._activations.step_ends()
+        return result

@@ -1,0 +1,127 @@
+"""The plan for a budget, against all plans that there are."""
+
+import itertools
+import random
+
+import pytest
+
+from lightning_liger.activations.plan import Plan, choose
+from lightning_liger.activations.profile import Profile, Segment, merge
+
+
+def make_profile(layers: list[tuple[int, float]], seed: int = 0, inputs: int = 2, cheap: int = 3) -> Profile:
+    """A step of layers with these stored bytes and seconds, executed in order, with random peaks."""
+    generator = random.Random(seed)
+    num_layers = len(layers)
+    peaks = {}
+    for length in range(num_layers + 1):
+        live = tuple(int(index < length) for index in range(num_layers))
+        peaks[Segment(live, None)] = generator.randint(20, 60)
+        if length < num_layers:
+            peaks[Segment(live, length)] = generator.randint(20, 60)
+    stored, seconds = zip(*layers, strict=True)
+    return Profile(100, 10, peaks, stored, (cheap,) * num_layers, (inputs,) * num_layers, seconds)
+
+
+def peak_of(profile: Profile, modes: tuple[str, ...]) -> int:
+    """The expected peak, written out anew."""
+    peaks = []
+    for (live, recomputed), peak in profile.peaks.items():
+        for index, mode in enumerate(modes):
+            kept = {"store": profile.stored_bytes[index] + profile.cheap_bytes[index], "recompute": 0}
+            kept |= {"cheap": profile.stored_bytes[index], "offload": -profile.input_bytes[index]}
+            peak += live[index] * kept[mode]
+            peak -= profile.cheap_bytes[index] * (mode == "offload" and recomputed == index)
+        peaks.append(peak)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_layers_are_stored_as_many_as_fit(seed):
+    generator = random.Random(seed)
+    num_layers, stored = generator.randint(1, 8), generator.randint(1, 15)
+    # Times as measured: equal but for noise.
+    profile = make_profile([(stored, 1 + generator.random() / 10) for _ in range(num_layers)], seed)
+    limit = generator.randint(30, 160)
+    plan = choose(profile, limit)
+    fitting = [
+        modes.count("cheap")
+        for modes in itertools.product(("cheap", "recompute"), repeat=num_layers)
+        if peak_of(profile, modes) <= limit
+    ]
+    assert plan.predicted_peak == peak_of(profile, plan.modes)
+    if fitting:
+        assert plan.predicted_peak <= limit
+        assert num_layers - plan.modes.count("recompute") == max(fitting)
+    else:
+        assert "offload" in plan.modes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_different_layers_fit_and_save_nearly_as_much_time_as_any_choice(seed):
+    generator = random.Random(seed)
+    num_layers = generator.randint(2, 8)
+    profile = make_profile([(generator.randint(1, 9), generator.uniform(1, 9)) for _ in range(num_layers)], seed)
+    limit = generator.randint(60, 110)
+    plan = choose(profile, limit)
+
+    def saved(modes):
+        return sum(seconds for mode, seconds in zip(modes, profile.seconds, strict=True) if mode in ("cheap", "store"))
+
+    best = max(
+        saved(modes)
+        for modes in itertools.product(("cheap", "recompute"), repeat=num_layers)
+        if peak_of(profile, modes) <= limit
+    )
+    assert plan.predicted_peak == peak_of(profile, plan.modes) <= limit
+    assert saved(plan.modes) >= best / 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "modes"),
+    [
+        (1000, ["store"] * 4),
+        (100 + 4 * 10 + 2 * 5, ["cheap", "cheap", "store", "store"]),
+        (100 + 4 * 10, ["cheap"] * 4),
+        (100 + 2 * 10 + 9, ["recompute", "recompute", "cheap", "cheap"]),
+        (100 + 9, ["recompute"] * 4),
+        (100, ["recompute"] * 4),
+        (99, ["offload"] + ["recompute"] * 3),
+        (100 - 5, ["offload"] * 3 + ["recompute"]),
+        (100 - 8, ["offload"] * 4),
+        (100 - 9, ["offload"] * 4),
+    ],
+)
+def test_modes_follow_the_budget(limit, modes):
+    live = (1, 1, 1, 1)
+    profile = Profile(7, 0, {Segment(live, None): 100}, (10,) * 4, (5,) * 4, (2,) * 4, (1.0, 1.1, 0.9, 1.0))
+    plan = choose(profile, limit)
+    assert list(plan.modes) == modes
+    assert (plan.predicted_peak <= limit) == (limit > 91)
+
+
+def test_layer_that_saves_more_time_for_its_bytes_is_stored_first():
+    profile = make_profile([(10, 5.0), (10, 1.0), (10, 1.0)])
+    limit = peak_of(profile, ("cheap", "recompute", "recompute"))
+    assert choose(profile, limit).modes[0] == "cheap"
+
+
+def test_profile_of_all_ranks_covers_each():
+    first, second = make_profile([(3, 1.0), (5, 2.0)], 1), make_profile([(4, 2.0), (1, 1.0)], 2)
+    both = merge([first, second])
+    for modes in itertools.product(("store", "cheap", "recompute", "offload"), repeat=2):
+        assert peak_of(both, modes) >= max(peak_of(first, modes), peak_of(second, modes))
+    assert both == merge([second, first])
+
+
+@pytest.mark.parametrize(
+    ("modes", "text"),
+    [
+        (("store",) * 3, "all 3 layers stored"),
+        (("recompute",) * 2 + ("cheap",), "1 of 3 layers stored but for cheap tensors, 2 recomputed"),
+        (("offload", "recompute", "recompute"), "2 of 3 layers recomputed, 1 recomputed from inputs in host memory"),
+        (("offload",) * 3, "all 3 layers recomputed from inputs in host memory"),
+    ],
+)
+def test_plan_is_told_in_words(modes, text):
+    assert str(Plan(modes, 5)) == text

@@ -1,0 +1,259 @@
+"""Steps are measured, planned, and stay within the budget, in a simulated allocator."""
+
+import pytest
+from torch import nn
+
+from lightning_liger.activations.layers import ControlledLayers
+from lightning_liger.activations.planner import Budget, Planner
+from tests.lightning_liger.activations.simulated import FakeMemory, Layer, SimulatedModel
+
+
+class Trained:
+    """A simulated model whose planner has a budget of so many bytes."""
+
+    def __init__(self, budget: int, layers: list[Layer] | None = None, **options) -> None:
+        self.model = SimulatedModel(layers or [Layer() for _ in range(6)], FakeMemory(budget), **options)
+        self.lines: list[tuple[str, bool]] = []
+        self.planner = Planner(
+            self.model.control,
+            Budget(1.0),
+            self.model.memory,
+            None,
+            lambda line, plan, fits: self.lines.append((line, fits)),
+        )
+        self.model.control.observer = self.planner
+
+    @property
+    def modes(self) -> list[str]:
+        return self.model.control.modes
+
+    def step(self, *batches: int) -> int:
+        return self.model.step(*batches)
+
+
+def test_first_two_steps_recompute_all_layers_and_the_third_follows_a_plan():
+    trained = Trained(budget=10**6)
+    for _ in range(2):
+        trained.step(100)
+        assert trained.modes == ["recompute"] * 6
+    assert trained.lines == [
+        ("lightning-liger: memory_budget=1: all 6 layers stored; predicted peak 0.0 GiB of 0.0 GiB (100 tokens)", True)
+    ]
+    trained.step(100)
+    assert trained.modes == ["store"] * 6
+    assert trained.model.num_recomputed == 12
+
+
+@pytest.mark.parametrize("batches", [(100,), (100, 100, 100)], ids=["one batch", "accumulated"])
+@pytest.mark.parametrize("budget", range(6000, 26000, 1500))
+def test_steps_stay_within_any_budget_that_fits_at_all(budget, batches):
+    trained = Trained(budget)
+    smallest = max(Trained(10**6).step(100), 0)
+    for _ in range(2):
+        trained.step(*batches)
+    for _ in range(3):
+        peak = trained.step(*batches)
+        assert peak <= max(budget, smallest)
+        assert peak <= trained.planner.plan.predicted_peak
+        assert trained.planner.plan.predicted_peak <= 0.99 * budget
+    assert len(trained.lines) == 1
+    assert trained.lines[0][1]
+
+
+def test_prediction_is_the_peak_of_the_planned_step():
+    for budget in range(7000, 26000, 500):
+        trained = Trained(budget)
+        peaks = [trained.step(100) for _ in range(3)]
+        # Too high by at most what a layer's recomputation keeps and its plan does not.
+        assert 0 <= trained.planner.plan.predicted_peak - peaks[-1] <= 10 * 100
+
+
+def test_more_memory_is_never_used_for_more_recomputation():
+    counts = []
+    for budget in range(6000, 26000, 250):
+        trained = Trained(budget)
+        trained.step(100)
+        trained.step(100)
+        trained.model.num_recomputed = 0
+        trained.step(100)
+        counts.append(trained.model.num_recomputed)
+    assert counts == sorted(counts, reverse=True)
+    assert set(counts) == set(range(7))
+
+
+def test_larger_batch_is_measured_under_recomputation_then_planned():
+    trained = Trained(budget=16000)
+    for _ in range(3):
+        trained.step(100)
+    assert trained.modes.count("recompute") < 6
+    small = list(trained.modes)
+    trained.step(150)
+    assert trained.modes == ["recompute"] * 6
+    assert len(trained.lines) == 2
+    peak = trained.step(150)
+    assert peak <= 16000
+    assert 6 >= trained.modes.count("recompute") > small.count("recompute")
+    large = list(trained.modes)
+    trained.step(120)
+    assert trained.modes == large  # the smallest measured one that covers it
+    trained.step(80)
+    assert trained.modes == small
+    assert len(trained.lines) == 2
+
+
+def test_larger_batch_in_the_middle_of_a_step_is_measured_too():
+    trained = Trained(budget=12000)
+    for _ in range(3):
+        trained.step(100, 100)
+    assert trained.step(100, 150) <= 12000
+    assert trained.modes == ["recompute"] * 6
+    assert trained.step(100, 150) <= 12000
+    assert trained.planner.plan is not None
+
+
+def test_memory_that_others_take_later_makes_the_plan_tighter():
+    trained = Trained(budget=16000)
+    for _ in range(3):
+        trained.step(100)
+    before = trained.modes.count("recompute")
+    trained.model.memory.add(5000)
+    assert trained.step(100) <= 16000
+    assert trained.modes.count("recompute") > before
+    assert len(trained.lines) == 2
+    trained.model.memory.add(-5000)
+    trained.step(100)
+    assert trained.modes.count("recompute") == before
+    assert len(trained.lines) == 2 or trained.lines[-1] == trained.lines[0]
+
+
+def test_step_that_took_more_than_predicted_makes_the_next_plan_tighter():
+    trained = Trained(budget=16000)
+    for _ in range(3):
+        trained.step(100)
+    before = trained.modes.count("recompute")
+    trained.model.logits += 30  # the layers look the same
+    assert trained.step(100) > 16000
+    assert trained.step(100) <= 16000
+    assert trained.modes.count("recompute") > before
+
+
+def test_peaks_between_steps_are_not_those_of_steps():
+    trained = Trained(budget=16000)
+    for _ in range(3):
+        trained.step(100)
+    modes = list(trained.modes)
+    trained.model.memory.transient(10**5)  # validation
+    for _ in range(2):
+        trained.step(100)
+    assert trained.modes == modes
+    assert len(trained.lines) == 1
+
+
+def test_inputs_wait_in_host_memory_from_the_first_step_where_they_alone_might_not_fit():
+    trained = Trained(budget=9000, layers=[Layer(inputs=10, parameters=10) for _ in range(12)])
+    for _ in range(2):
+        trained.step(50)
+        assert trained.modes == ["offload"] * 12
+    peak = trained.step(50)
+    assert peak <= trained.planner.plan.predicted_peak <= 9000
+    assert "offload" not in trained.modes
+
+
+def test_layers_are_offloaded_as_the_last_resort():
+    trained = Trained(budget=7400, layers=[Layer(inputs=6, parameters=10) for _ in range(6)])
+    for _ in range(2):
+        trained.step(100)
+    assert trained.modes == ["recompute"] * 6
+    assert trained.step(100) <= trained.planner.plan.predicted_peak <= 7400
+    assert trained.modes[0] == "offload"
+    assert trained.modes[-1] == "recompute"
+
+
+def test_message_says_what_is_needed_where_no_plan_fits():
+    trained = Trained(budget=3500)
+    for _ in range(3):
+        trained.step(100)
+    assert trained.modes == ["offload"] * 6
+    ((line, fits),) = trained.lines
+    assert not fits
+    assert "No plan fits: set a larger memory_budget" in line
+
+
+def test_plans_get_tighter_until_there_is_none_left():
+    trained = Trained(budget=10**5)
+    for _ in range(3):
+        trained.step(100)
+    seen = [tuple(trained.modes)]
+    while trained.planner.ran_out_of_memory():
+        trained.step(100)
+        seen.append(tuple(trained.modes))
+    assert len(set(seen)) == len(seen) > 4
+    assert seen[-1] == ("offload",) * 6
+
+
+def test_measured_steps_that_run_out_of_memory_are_repeated_with_inputs_in_host_memory():
+    trained = Trained(budget=10**5)
+    for _ in range(2):
+        assert trained.planner.ran_out_of_memory() is True or trained.modes == ["offload"] * 6
+        trained.step(100)
+        assert trained.modes == ["offload"] * 6
+    trained.step(100)
+    assert trained.modes == ["store"] * 6
+
+
+def test_step_of_a_second_optimizer_changes_nothing():
+    trained = Trained(budget=10**5)
+    trained.step(100)
+    for _ in range(3):
+        trained.planner.step_ends()
+    assert trained.planner.plan is None
+    assert not trained.lines
+
+
+def test_layer_that_is_executed_several_times_counts_several_times():  # as that of ALBERT
+    control = ControlledLayers([nn.Identity()])
+    memory = FakeMemory(10**4)
+    planner = Planner(control, Budget(1.0), memory)
+    control.observer = planner
+
+    def step() -> None:
+        kept = []
+        for _ in range(4):
+            planner.forward_starts(0, 10)
+            memory.add(100)
+            kept.append(1000 if control.modes[0] in ("cheap", "store") else 0)
+            memory.add(kept[-1])
+            planner.forward_ends(0)
+        for _ in range(4):
+            if not kept[-1]:
+                planner.recompute_starts(0)
+                memory.add(1000)
+                kept[-1] = 1000
+                planner.recompute_ends(0)
+            memory.add(-100 - kept.pop())
+        planner.step_ends()
+
+    for _ in range(3):
+        step()
+    assert control.modes == ["store"]
+    assert planner.plan.predicted_peak >= 4400
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [
+        *((0.5, 5 * 2**30), (1, 9 * 2**30), (2, 2 * 2**30), (1.5, int(1.5 * 2**30)), (64, 9 * 2**30)),
+        ("auto", int(0.94 * 9 * 2**30)),
+    ],
+)
+def test_budget_is_a_share_or_gib_and_never_more_than_there_is(value, limit):
+    memory = FakeMemory(10 * 2**30)
+    memory.available = lambda: 9 * 2**30
+    assert Budget(value).limit(memory) == limit
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("auto", "memory_budget=auto"), (0.5, "memory_budget=0.5"), (61.3, "memory_budget=61.3 GiB")]
+)
+def test_budget_is_shown_as_it_was_given(value, text):
+    assert str(Budget(value)) == text
