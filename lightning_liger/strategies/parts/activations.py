@@ -56,7 +56,8 @@ class ActivationControl:
         self.checkpointing = checkpointing
         self.budget = budget
         self.policy = policy
-        self._controlled: WeakSet[ControlledLayers] = WeakSet()
+        self.controlled: WeakSet[ControlledLayers] = WeakSet()
+        """The layers of each model that still exists."""
         self._memory: CudaMemory | None = None
 
     def control(
@@ -79,23 +80,23 @@ class ActivationControl:
                 a device that is no GPU.
         """
         modules = set(model.modules())
-        controlled = next((each for each in self._controlled if modules.issuperset(each.layers)), None)
+        controlled = next((each for each in self.controlled if modules.issuperset(each.layers)), None)
         if controlled is None:  # a model that an engine has wrapped stays as it is
             controlled = self._find(model)
         if controlled is None:
             return
-        self._controlled.add(controlled)
+        self.controlled.add(controlled)
         controlled.observer = None
         if self.budget is None:
             return
-        if device.type != "cuda":
+        self._memory = memory_of(device)
+        if self._memory is None:
             if self.budget != "auto":
                 raise ValueError(
                     f"memory_budget={shown(self.budget)} needs a GPU, whose memory is measured, got the device"
                     f" {str(device)!r}: leave it out there, set 'auto', or choose layers by activation_checkpointing"
                 )
             return
-        self._memory = CudaMemory(device)
         ranks = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             ranks = AllRanks(partial(_run_together, controlled, runs_layers_together))
@@ -130,7 +131,7 @@ class ActivationControl:
     @property
     def planners(self) -> list[Planner]:
         """One for each model, if there is a budget."""
-        return [each.observer for each in self._controlled if isinstance(each.observer, Planner)]
+        return [each.observer for each in self.controlled if isinstance(each.observer, Planner)]
 
     @property
     def peak_bytes(self) -> int:
@@ -141,6 +142,11 @@ class ActivationControl:
         """After the step of an optimizer."""
         for planner in self.planners:
             planner.step_ends()
+
+
+def memory_of(device: torch.device) -> CudaMemory | None:
+    """The counters of a device's allocator, None for devices without."""
+    return CudaMemory(device) if device.type == "cuda" else None
 
 
 def _modes(layers: str | int | None, num_layers: int, model: Module) -> Iterator[Mode]:

@@ -160,11 +160,11 @@ def test_inputs_wait_in_host_memory_from_the_first_step_where_they_alone_might_n
 
 
 def test_layers_are_offloaded_as_the_last_resort():
-    trained = Trained(budget=7400, layers=[Layer(inputs=6, parameters=10) for _ in range(6)])
+    trained = Trained(budget=8300, layers=[Layer(inputs=6, stored=30, parameters=10) for _ in range(6)])
     for _ in range(2):
         trained.step(100)
     assert trained.modes == ["recompute"] * 6
-    assert trained.step(100) <= trained.planner.plan.predicted_peak <= 7400
+    assert trained.step(100) <= trained.planner.plan.predicted_peak <= 8300
     assert trained.modes[0] == "offload"
     assert trained.modes[-1] == "recompute"
 

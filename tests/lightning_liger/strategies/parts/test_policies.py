@@ -4,12 +4,16 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from lightning_liger import FabricLigerStrategy, LigerStrategy
-from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
+from lightning_liger.strategies.parts.policies import (
+    check_policy,
+    decoder_layer_classes,
+    resolve_policy,
+    select_modules,
+)
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     Losses,
@@ -120,19 +124,36 @@ def test_model_that_names_no_layers_is_warned_of_and_becomes_one_unit():
     ],
     ids=["class", "bare name", "dotted name of what was patched"],
 )
-def test_activation_checkpointing_wraps_the_named_layers_and_keeps_the_losses(tmp_path, policy, kind):
+def test_activation_checkpointing_recomputes_the_named_layers_and_keeps_the_losses(tmp_path, policy, kind):
     plain, checkpointed = Losses(), Losses()
     make_trainer(plain, root=tmp_path, strategy="liger_fsdp").fit(LM(), make_loader(0, 4))
     strategy = LigerStrategy(activation_checkpointing_policy=policy)
     make_trainer(checkpointed, root=tmp_path, strategy=strategy).fit(LM(), make_loader(0, 4))
-    wrapped = [module for module in strategy.model.modules() if isinstance(module, CheckpointWrapper)]
-    # The checkpoint of a layer that is a separate unit is around that unit.
-    layers = [module._checkpoint_wrapped_module for module in wrapped]
-    assert [type(getattr(layer, "module", layer)).__name__ for layer in layers] == [kind, kind]
+    (controlled,) = strategy._activations.controlled
+    assert [type(layer).__name__ for layer in controlled.layers] == [kind, kind]
+    assert controlled.modes == ["recompute"] * 2
     torch.testing.assert_close(checkpointed.losses, plain.losses, rtol=1e-6, atol=0.0)
 
 
-def test_nothing_is_checkpointed_by_default(tmp_path):
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (ModuleWrapPolicy({LlamaDecoderLayer}), ["0", "1"]),
+        ({LlamaDecoderLayer}, ["0", "1"]),
+        (is_attention, ["0.self_attn", "1.self_attn"]),
+        (lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel == 3 * 45 * 33, ["0.mlp", "1.mlp"]),
+    ],
+    ids=["FSDP policy", "classes", "function", "function of sizes"],
+)
+def test_policies_choose_the_modules_that_pytorch_would_wrap_and_change_none(policy, names):
+    model = build_model()
+    before = dict(model.named_modules())
+    assert select_modules(policy, model) == {before[f"model.layers.{name}"] for name in names}
+    assert dict(model.named_modules()) == before
+
+
+def test_layers_are_stored_but_for_cheap_tensors_by_default(tmp_path):
     strategy = LigerStrategy()
     make_trainer(root=tmp_path, strategy=strategy).fit(LM(), make_loader(0, 1))
-    assert not any(isinstance(module, CheckpointWrapper) for module in strategy.model.modules())
+    (controlled,) = strategy._activations.controlled
+    assert controlled.modes == ["cheap"] * 2

@@ -1,0 +1,340 @@
+"""Every plan for the layers trains alike, on Trainer and Fabric; budgets are planned and kept to."""
+
+import logging
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from lightning_liger import (
+    FabricLigerDDPStrategy,
+    FabricLigerFSDPStrategy,
+    FabricLigerSingleDeviceStrategy,
+    LigerDDPStrategy,
+    LigerFSDPStrategy,
+    LigerSingleDeviceStrategy,
+)
+from lightning_liger.cli import LigerCLI
+from lightning_liger.strategies.parts import activations
+from tests.lightning_liger.activations.simulated import FakeMemory
+from tests.lightning_liger.strategies.workers.distributed import (
+    LM,
+    Losses,
+    build_model,
+    make_batches,
+    make_loader,
+    make_optimizer,
+    make_trainer,
+)
+
+NUM_STEPS = 5
+TRAINER = {"liger": LigerSingleDeviceStrategy, "liger_ddp": LigerDDPStrategy, "liger_fsdp": LigerFSDPStrategy}
+FABRIC = {
+    "liger": FabricLigerSingleDeviceStrategy,
+    "liger_ddp": FabricLigerDDPStrategy,
+    "liger_fsdp": FabricLigerFSDPStrategy,
+}
+PLANS = {
+    "default": (None, ["cheap", "cheap"]),
+    "none": ("none", ["cheap", "cheap"]),
+    "full": ("full", ["recompute", "recompute"]),
+    "number": (1, ["recompute", "cheap"]),
+    "zero": (0, ["cheap", "cheap"]),
+    "classes": ({LlamaDecoderLayer}, ["recompute", "recompute"]),
+    "class": (LlamaDecoderLayer, ["recompute", "recompute"]),
+    "names": (["LlamaDecoderLayer"], ["recompute", "recompute"]),
+    "parts of layers": (["LlamaMLP"], ["recompute", "recompute"]),
+}
+by_plan = pytest.mark.parametrize(("value", "modes"), PLANS.values(), ids=PLANS)
+
+
+def dropping_model() -> nn.Module:
+    """With dropout in the attention and between layers."""
+    model = build_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+        layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.3))
+    return model
+
+
+class DroppingLM(LM):
+    """Counts how often the MLP of each layer runs."""
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is None:
+            self.model = dropping_model()
+            self.num_runs = [0, 0]
+            for index, layer in enumerate(self.model.model.layers):
+                layer.mlp[0].gate_proj.register_forward_pre_hook(partial(self._count, index))
+
+    def _count(self, index: int, *_: object) -> None:
+        self.num_runs[index] += 1
+
+
+def fit(root, strategy, num_steps=NUM_STEPS, module=None, **options):
+    """The module, the losses and the norms of its gradients, and the Trainer."""
+    torch.manual_seed(1)
+    module, recorder = module or DroppingLM(), Losses()
+    trainer = make_trainer(recorder, root=root, strategy=strategy, **options)
+    trainer.fit(module, make_loader(0, num_steps))
+    return module, (recorder.losses, recorder.squared_norms), trainer
+
+
+def modes_of(strategy) -> list[str]:
+    (controlled,) = strategy._activations.controlled
+    return controlled.modes
+
+
+@by_plan
+def test_every_plan_trains_alike_with_the_trainer(tmp_path, value, modes):
+    plain, expected, _ = fit(tmp_path, LigerSingleDeviceStrategy(activation_checkpointing="none"))
+    module, found, trainer = fit(tmp_path, LigerSingleDeviceStrategy(activation_checkpointing=value))
+    assert found == expected
+    assert modes_of(trainer.strategy) == modes
+    assert module.num_runs == [NUM_STEPS * (2 if mode == "recompute" else 1) for mode in modes]
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_plans_work_under_other_engines(tmp_path, name):
+    _, expected, _ = fit(tmp_path, TRAINER[name](kernels="none"))
+    module, found, trainer = fit(tmp_path, TRAINER[name](kernels="none", activation_checkpointing=1))
+    assert modes_of(trainer.strategy) == ["recompute", "cheap"]
+    assert module.num_runs == [2 * NUM_STEPS, NUM_STEPS]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("name", FABRIC)
+def test_every_plan_trains_alike_with_fabric(name):
+    def train(value):
+        strategy = FABRIC[name](activation_checkpointing=value)
+        fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
+        fabric.launch()
+        torch.manual_seed(1)
+        model = fabric.setup_module(dropping_model())
+        optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
+        losses = []
+        for batch in make_batches(0, NUM_STEPS):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, modes_of(fabric.strategy)
+
+    expected, modes = train(None)
+    assert modes == ["cheap", "cheap"]
+    for value in ("full", 1, ["LlamaDecoderLayer"]):
+        losses, modes = train(value)
+        assert losses == expected
+        assert modes[0] == "recompute"
+
+
+def test_model_without_kernels_is_left_alone_unless_it_is_asked_for(tmp_path):
+    module, _, trainer = fit(tmp_path, LigerSingleDeviceStrategy(kernels="none"), 1)
+    assert not trainer.strategy._activations.controlled
+    assert type(module.model.model.layers[0]) is LlamaDecoderLayer
+
+
+def test_later_stages_and_models_keep_the_plan(tmp_path):
+    strategy = LigerFSDPStrategy(activation_checkpointing=1)
+    module, _, trainer = fit(tmp_path, strategy, 2)
+    (before,) = strategy._activations.controlled
+    trainer.validate(module, make_loader(1, 1), verbose=False)
+    assert set(strategy._activations.controlled) == {before}
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, make_loader(0, 2))
+    assert set(strategy._activations.controlled) == {before}
+    assert module.num_runs[0] > module.num_runs[1]
+    second = DroppingLM()
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(second, make_loader(0, 2))
+    assert second.num_runs == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "mentions"),
+    [
+        ({"activation_checkpointing": 3}, LM, ["at most 2", "LM", "got 3"]),
+        ({"activation_checkpointing": ["NoLayer"]}, LM, ["NoLayer", "LlamaDecoderLayer"]),
+        ({"activation_checkpointing": {nn.Conv2d}}, LM, ["Conv2d", "no layer", "LM"]),
+        ({"memory_budget": 0.5}, LM, ["memory_budget=0.5", "GPU", "cpu"]),
+        ({"memory_budget": 20}, LM, ["memory_budget=20", "GPU", "cpu"]),
+    ],
+    ids=str,
+)
+def test_plans_that_the_model_or_its_device_cannot_follow_are_refused_at_set_up(tmp_path, options, model, mentions):
+    with pytest.raises(ValueError, match=mentions[0]) as refused:
+        fit(tmp_path, LigerSingleDeviceStrategy(**options), module=model())
+    assert [text for text in mentions if text not in str(refused.value)] == []
+
+
+class WithoutLayers(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(torch.ones(2)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("value", ["full", 2])
+def test_model_without_layers_is_refused_where_some_are_to_be_recomputed(tmp_path, value):
+    with pytest.raises(ValueError, match=f"activation_checkpointing={value!r} needs a model with repeated layers"):
+        fit(tmp_path, LigerSingleDeviceStrategy(kernels="none", activation_checkpointing=value), module=WithoutLayers())
+
+
+@pytest.mark.parametrize("options", [{"activation_checkpointing": "none"}, {"memory_budget": "auto"}, {}])
+def test_model_without_layers_trains_where_none_need_be_recomputed(tmp_path, options):
+    module = WithoutLayers()
+    make_trainer(root=tmp_path, strategy=LigerSingleDeviceStrategy(kernels="none", **options)).fit(
+        module, make_loader(0, 1)
+    )
+    assert module.head.weight.grad is not None
+
+
+# Budgets
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Counters that stay at 0 in the place of the GPU's."""
+    fake = FakeMemory(2**30)
+    fake.highest_peak = 5
+    monkeypatch.setattr(activations, "memory_of", lambda device: fake)
+    return fake
+
+
+@pytest.mark.parametrize("name", TRAINER)
+@pytest.mark.parametrize("num_accumulated", [1, 2])
+def test_budget_is_planned_after_two_steps(tmp_path, memory, caplog, name, num_accumulated):
+    caplog.set_level(logging.INFO)
+    _, expected, _ = fit(tmp_path, TRAINER[name](), 8, accumulate_grad_batches=num_accumulated)
+    strategy = TRAINER[name](memory_budget=0.5)
+    logger = CSVLogger(tmp_path)
+    module, found, _ = fit(tmp_path, strategy, 8, logger=logger, accumulate_grad_batches=num_accumulated)
+    assert found == expected
+    assert module.num_runs == [8 + 2 * num_accumulated] * 2
+    assert modes_of(strategy) == ["store", "store"]
+    lines = [record.message for record in caplog.records if "memory_budget" in record.message]
+    assert lines == [f"lightning-liger: memory_budget=0.5: {strategy.activation_plan}"]
+    assert strategy.activation_plan == "all 2 layers stored; predicted peak 0.0 GiB of 0.5 GiB (26 tokens)"
+    assert "activations/store" in logger.experiment.metrics_keys
+    assert strategy.peak_before_resets == 5
+
+
+def test_fabric_plans_at_the_steps_of_its_optimizer(memory):
+    fabric = L.Fabric(strategy=FabricLigerSingleDeviceStrategy(memory_budget="auto"), accelerator="cpu", devices=1)
+    model = fabric.setup_module(build_model())
+    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
+    modes = []
+    for batch in make_batches(0, 6):
+        fabric.backward(model(**batch).loss)
+        modes.append(list(modes_of(fabric.strategy)))
+        if len(modes) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert modes == [["recompute"] * 2] * 4 + [["store"] * 2] * 2
+
+
+def test_budget_of_a_run_that_goes_on_is_planned_anew(tmp_path, memory):
+    strategy = LigerSingleDeviceStrategy(memory_budget=0.5)
+    module, _, trainer = fit(tmp_path, strategy, 3)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, make_loader(0, 3))
+    assert module.num_runs == [2 * (3 + 2)] * 2
+
+
+class RunsOut(DroppingLM):
+    """Runs out of memory once, in forward or backward of a batch."""
+
+    def __init__(self, where: str, batch: int, times: int = 1) -> None:
+        super().__init__()
+        self.where, self.batch, self.times = where, batch, times
+
+    def _fail(self) -> None:
+        if self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    def training_step(self, batch, batch_idx):
+        torch.rand(3)  # other random numbers than in the second try
+        hooks = []
+        if batch_idx == self.batch and self.where == "backward":
+            layer = self.model.model.layers[0]
+            hooks.append(layer.register_full_backward_hook(lambda *_: self._fail()))
+        loss = super().training_step(batch, batch_idx)
+        for hook in hooks:
+            hook.remove()
+        if batch_idx == self.batch and self.where == "forward":
+            self._token_mean.reset()
+            self._fail()
+        return loss
+
+
+@pytest.mark.parametrize("batch", [0, 1, 4], ids=["first step", "measured step", "planned step"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_step_that_runs_out_of_memory_is_repeated_under_a_tighter_plan(tmp_path, memory, where, batch):
+    def train(times):
+        strategy = LigerSingleDeviceStrategy(memory_budget=0.5)
+        return fit(tmp_path, strategy, 6, RunsOut(where, batch, times))
+
+    _, expected, _ = train(0)
+    with pytest.warns(UserWarning, match="out of memory; the step is repeated"):
+        _, found, trainer = train(1)
+    assert found == expected
+    assert trainer.global_step == 6
+
+
+def test_forward_that_runs_out_of_memory_is_repeated_while_gradients_accumulate(tmp_path, memory):
+    def train(times):
+        strategy = LigerSingleDeviceStrategy(memory_budget=0.5)
+        module = RunsOut("forward", 7, times)
+        module.loss_normalization = "micro_batch"
+        return fit(tmp_path, strategy, 8, module, accumulate_grad_batches=2)
+
+    _, expected, _ = train(0)
+    with pytest.warns(UserWarning, match="out of memory; the step is repeated"):
+        _, found, _ = train(1)
+    assert found == expected
+
+
+def test_error_names_the_plan_once_no_tighter_one_is_left(tmp_path, memory):
+    with pytest.raises(torch.OutOfMemoryError) as raised, pytest.warns(UserWarning, match="is repeated"):
+        fit(tmp_path, LigerSingleDeviceStrategy(memory_budget=0.5), 6, RunsOut("forward", 4, 10**6))
+    message = str(raised.value)
+    assert all(text in message for text in ("memory_budget=0.5", "host memory", "fewer", "Tried to allocate"))
+
+
+# Yaml
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "text", "value"),
+    [
+        ("SingleDevice", "activation_checkpointing", "full", "full"),
+        ("SingleDevice", "memory_budget", "auto", "auto"),
+        ("DDP", "activation_checkpointing", "3", 3),
+        ("FSDP", "activation_checkpointing", "[LlamaDecoderLayer]", ["LlamaDecoderLayer"]),
+        ("ModelParallel", "memory_budget", "0.9", 0.9),
+        ("DeepSpeed", "memory_budget", "61.3", 61.3),
+    ],
+)
+def test_yaml_has_both_arguments(tmp_path, monkeypatch, strategy, name, text, value):
+    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+    (tmp_path / "config.yaml").write_text(
+        f"trainer:\n  strategy:\n    class_path: lightning_liger.Liger{strategy}Strategy\n    init_args:\n"
+        f"      {name}: {text}\n  devices: 1\n  accelerator: cpu\n  logger: false\n"
+        "model: lightning.pytorch.demos.boring_classes.BoringModel\n"
+        "data: lightning.pytorch.demos.boring_classes.BoringDataModule\n",
+        encoding="utf-8",
+    )
+    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer.strategy._activations
+    assert {"activation_checkpointing": made.checkpointing, "memory_budget": made.budget}[name] == value
