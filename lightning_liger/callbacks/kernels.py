@@ -9,23 +9,38 @@ from typing_extensions import override
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
+from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
+from lightning_liger.strategies.parts.checked import check_arguments
 
 
 class LigerCallback(L.Callback):
-    """Applies fused kernels to the module of a Trainer with any strategy.
+    """Applies fused kernels to the module of a Trainer with any strategy, and controls the activations of its layers.
 
-    The kernels are applied after the module's ``configure_model``, before the strategy wraps the module.
+    Both is done after the module's ``configure_model``, before the strategy wraps the module.
 
     Args:
         kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
+        activation_checkpointing: The layers that are recomputed in backward: ``"none"``, ``"full"``, the number of the
+            first ones, or classes of layers or their names; see docs/training.md.
+        memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``. A step that runs out of memory
+            is not repeated, as it is under our strategies.
 
     Raises:
-        ValueError: For an unknown kernel.
+        TypeError: For an argument of a wrong type.
+        ValueError: For an unknown kernel, or both of the last two arguments.
     """
 
-    def __init__(self, kernels: KernelChoice = "auto") -> None:
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        activation_checkpointing: ActivationCheckpointing | None = None,
+        memory_budget: MemoryBudget | None = None,
+    ) -> None:
         check_kernels(kernels)
+        check_arguments({"activation_checkpointing": activation_checkpointing, "memory_budget": memory_budget})
         self.kernels = kernels
+        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._num_steps = 0
         self.patch_report: PatchReport | None = None
         self._lazy: Any = None
 
@@ -37,15 +52,24 @@ class LigerCallback(L.Callback):
         @functools.wraps(configure_model)
         def configure_and_patch() -> None:
             configure_model()
-            self._apply(pl_module)
+            self._apply(trainer, pl_module)
 
         if type(pl_module).configure_model is L.LightningModule.configure_model:
-            self._apply(pl_module)
+            self._apply(trainer, pl_module)
         else:
             pl_module.configure_model = configure_and_patch  # type: ignore[method-assign]  # of this instance only
 
-    def _apply(self, pl_module: L.LightningModule) -> None:
+    def _apply(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.patch_report = apply_and_announce(pl_module, self.kernels, self.patch_report)
+        if self.kernels != "none" or self._activations.is_asked_for:
+            # Ranks follow one plan, because the strategy may exchange data in the forward of layers.
+            self._activations.control(pl_module, trainer.strategy.root_device, runs_layers_together=True)
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step != self._num_steps:
+            self._num_steps = trainer.global_step
+            self._activations.step_ends()
 
     @override
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:

@@ -19,8 +19,8 @@ class TrainingSummary(L.Callback):
     """Prints the table of replacements when training starts and a summary when it ends.
 
     The summary: tokens per second (of all processes, where those that share batches count as one; without validation
-    and the first ``skip_steps`` steps), the last losses, the peak memory of a process, and the bytes of logits that
-    were never allocated; also in ``results``.
+    and the first ``skip_steps`` steps), the last losses, the peak memory of a process, the bytes of logits that
+    were never allocated, and the plan for a ``memory_budget``; numbers are also in ``results``.
 
     Args:
         skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
@@ -91,7 +91,7 @@ class TrainingSummary(L.Callback):
             "steps": trainer.global_step,
             "processes": trainer.world_size,
             "tokens_per_second": num_tokens / self._seconds if self._seconds else 0.0,
-            "peak_memory_bytes": _peak_memory(trainer.strategy.root_device),
+            "peak_memory_bytes": _peak_memory(trainer.strategy),
             "logits_bytes_avoided": bytes_avoided,
             "num_fused_losses": sum(each.num_losses for each in counters),
             "whole_logits": sum(each.num_materialized for each in counters),
@@ -115,6 +115,9 @@ class TrainingSummary(L.Callback):
             f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{_readable(results['peak_memory_bytes'])} a process",
             "Logits never allocated": _readable(avoided),
         }
+        plan = getattr(trainer.strategy, "activation_plan", "")
+        if plan:
+            rows["Activations"] = plan
         if results["num_fused_losses"]:
             each = avoided / results["num_fused_losses"] / world_size
             rows["Logits never allocated"] += f" in all, {_readable(each)} in each loss"
@@ -144,9 +147,11 @@ def _count_tokens(batch: Any) -> int:
     return input_ids.numel() if isinstance(input_ids, torch.Tensor) else 0
 
 
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+def _peak_memory(strategy: Any) -> int:
+    if strategy.root_device.type == "cuda":
+        # A memory_budget resets the peak while it measures.
+        measured = getattr(strategy, "peak_before_resets", 0)
+        return max(measured, torch.cuda.max_memory_allocated(strategy.root_device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -33,6 +33,8 @@ class LigerDDPStrategy(
         on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
             :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
         context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
+        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         **kwargs: As in Lightning's strategy.
 

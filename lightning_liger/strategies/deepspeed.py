@@ -168,6 +168,8 @@ class LigerDeepSpeedStrategy(
     Args:
         kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
             :func:`~lightning_liger.apply_liger_kernels`.
+        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         **kwargs: As in Lightning's strategy, such as ``stage``, ``offload_optimizer`` or ``config``.
 

@@ -162,7 +162,12 @@ class LigerFSDPStrategy(
         auto_wrap_policy: The layers to shard one by one: their classes or names of these (dotted, or bare if the model
             has such a layer), or any FSDP policy. By default the layers that the Hugging Face model in the module says
             must not be split; embeddings and LM head stay in the root unit, where the fused loss needs them.
-        activation_checkpointing_policy: The layers to recompute in backward, named in the same way. By default none.
+        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way; at most one of this
+            and the next two arguments.
+        activation_checkpointing: The layers to recompute in backward: ``"none"`` (the default), ``"full"``, the number of
+            the first ones, or a list or set of layer classes or their names; see docs/training.md.
+        memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``: as many layers are recomputed as
+            needed to stay within it.
         sharding_strategy: As in Lightning's strategy; hybrid sharding without ``device_mesh`` or ``process_group``
             shards over the GPUs of each node.
         on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN: ``"raise"`` ends training,

@@ -161,7 +161,10 @@ class LigerModelParallelStrategy(
             :func:`~lightning_liger.apply_liger_kernels`.
         auto_wrap_policy: The layers to shard one by one: their classes or names of these; by default those that the
             Hugging Face model in the module says must not be split.
-        activation_checkpointing_policy: The layers to recompute in backward, named in the same way. By default none.
+        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way; at most one of this
+            and the next two arguments.
+        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that share each layer. What ``configure_model`` leaves without DTensors is spread
             over them by the plan that the Hugging Face model carries, the embeddings and the LM head over the
@@ -220,7 +223,7 @@ class FabricLigerModelParallelStrategy(
         activation_checkpointing_policy: As in :class:`LigerModelParallelStrategy`.
         data_parallel_size: As in :class:`LigerModelParallelStrategy`.
         tensor_parallel_size: As in :class:`LigerModelParallelStrategy`, or for ``parallelize_fn`` to use.
-        **kwargs: ``fault_tolerance``, and as in Lightning's strategy.
+        **kwargs: ``activation_checkpointing``, ``memory_budget``, ``fault_tolerance``, and as in Lightning's strategy.
 
     Raises:
         RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with

@@ -65,6 +65,8 @@ class LigerSingleDeviceStrategy(
         device: By default the one that ``accelerator`` and ``devices`` choose.
         on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
             :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
+        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         **kwargs: As in Lightning's strategy.
 

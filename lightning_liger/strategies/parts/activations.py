@@ -129,6 +129,11 @@ class ActivationControl:
         return controlled
 
     @property
+    def is_asked_for(self) -> bool:
+        """Whether one of the arguments was given."""
+        return any(value is not None for value in (self.checkpointing, self.budget, self.policy))
+
+    @property
     def planners(self) -> list[Planner]:
         """One for each model, if there is a budget."""
         return [each.observer for each in self.controlled if isinstance(each.observer, Planner)]
@@ -191,11 +196,9 @@ class _Activations(_Strategy):
         return {**super()._precision_settings(), "control_activations": self._control_activations}
 
     def _control_activations(self, model: Module) -> None:
-        asked = (self._activations.checkpointing, self._activations.budget, self._activations.policy)
-        if self.kernels == "none" and asked == (None, None, None):
-            return  # the model as it is
-        together = self._runs_layers_together
-        self._activations.control(model, self.root_device, together, self._announce_plan)
+        if self.kernels != "none" or self._activations.is_asked_for:  # otherwise the model stays as it is
+            together = self._runs_layers_together
+            self._activations.control(model, self.root_device, together, self._announce_plan)
 
     @property
     def _runs_layers_together(self) -> bool:

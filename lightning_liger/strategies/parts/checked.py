@@ -35,12 +35,16 @@ class CheckedArguments:
     # Not in __init__: the command line finds the options of a yaml by what each __init__ does with its kwargs.
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
-        given = {**bound, **bound.pop("kwargs", {})}
-        for name, value in given.items():
-            if name in _CHECKS:
-                _CHECKS[name](name, value)
-        _check_together(given)
+        check_arguments({**bound, **bound.pop("kwargs", {})})
         return super().__new__(cls)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError for a wrong value among the arguments ``given``, and for those at odds."""
+    for name, value in given.items():
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
+    _check_together(given)
 
 
 def _check_together(given: Mapping[str, Any]) -> None:

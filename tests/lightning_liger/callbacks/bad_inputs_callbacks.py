@@ -31,18 +31,35 @@ _KERNELS: list[tuple[str, Any, str]] = [
     ("chunk_bytes", {"linear_cross_entropy": {"chunk_bytes": 0}}, "0"),
 ]
 
-BAD_INPUTS: list[BadInput] = [
-    BadInput(
-        f"TrainingSummary-skip_steps-{case}",
-        functools.partial(TrainingSummary, skip_steps=value),
-        ("skip_steps", shown, "an integer"),
-    )
-    for case, value, shown in _SKIP_STEPS
-] + [
-    BadInput(
-        f"LigerCallback-kernels-{case}",
-        functools.partial(LigerCallback, kernels=value),
-        ("chunk_bytes" if case == "chunk_bytes" else "kernels", shown),
-    )
-    for case, value, shown in _KERNELS
-]
+BAD_INPUTS: list[BadInput] = (
+    [
+        BadInput(
+            f"TrainingSummary-skip_steps-{case}",
+            functools.partial(TrainingSummary, skip_steps=value),
+            ("skip_steps", shown, "an integer"),
+        )
+        for case, value, shown in _SKIP_STEPS
+    ]
+    + [
+        BadInput(
+            f"LigerCallback-kernels-{case}",
+            functools.partial(LigerCallback, kernels=value),
+            ("chunk_bytes" if case == "chunk_bytes" else "kernels", shown),
+        )
+        for case, value, shown in _KERNELS
+    ]
+    + [
+        BadInput(
+            f"LigerCallback-{argument}-{value!r}",
+            functools.partial(LigerCallback, **{argument: value}),
+            (argument, repr(value).strip("[]"), expected),
+        )
+        for argument, value, expected in (
+            ("activation_checkpointing", -1, "a number of layers"),
+            ("activation_checkpointing", "all", "'full'"),
+            ("activation_checkpointing", [5], "a class or its name"),
+            ("memory_budget", 0, "a share"),
+            ("memory_budget", "80%", "'auto'"),
+        )
+    ]
+)

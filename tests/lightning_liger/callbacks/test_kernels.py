@@ -1,5 +1,6 @@
 """``LigerCallback`` gives strategies that know nothing of kernels the same kernels."""
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -7,6 +8,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_liger import LazyLogits, LigerCallback
 from lightning_liger.lazy.logits import is_loss_wanted
 from lightning_liger.patching import KERNELS
+from lightning_liger.strategies.parts import activations
+from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     KindsOfLogits,
@@ -56,6 +59,34 @@ def test_losses_are_fused_and_those_of_the_stock_model(tmp_path, strategy, modul
     assert callback.patch_report.num_replaced == 10
     assert logit_counts(module) == (NUM_BATCHES, 0)
     assert is_patched(stock) == []
+
+
+@pytest.mark.parametrize("num_accumulated", [1, 2])
+def test_activations_are_controlled_and_a_budget_is_planned_at_optimizer_steps(tmp_path, monkeypatch, num_accumulated):
+    monkeypatch.setattr(activations, "memory_of", lambda device: FakeMemory(2**30))
+
+    def fit(**options):
+        callback, recorder, seen = LigerCallback(**options), Losses(), []
+
+        class Modes(L.Callback):
+            def on_before_zero_grad(self, *_):
+                (controlled,) = callback._activations.controlled
+                seen.append(list(controlled.modes))
+
+        trainer = make_trainer(
+            recorder, callback, Modes(), root=tmp_path, strategy="auto", accumulate_grad_batches=num_accumulated
+        )
+        trainer.fit(LM(), make_loader(0, 4 * num_accumulated))
+        return recorder.losses, seen
+
+    expected, seen = fit()
+    assert seen == [["cheap"] * 2] * 4
+    losses, seen = fit(activation_checkpointing=1)
+    assert losses == expected
+    assert seen == [["recompute", "cheap"]] * 4
+    losses, seen = fit(memory_budget=0.5)
+    assert losses == expected
+    assert seen == [["recompute"] * 2] * 2 + [["store"] * 2] * 2
 
 
 def test_named_kernels_are_the_only_ones_applied(tmp_path):

@@ -10,6 +10,9 @@ from torch import nn
 
 from lightning_liger import LigerCallback, LigerStrategy, TrainingSummary
 from lightning_liger.callbacks import summary as summary_module
+from lightning_liger.callbacks.summary import _peak_memory
+from lightning_liger.strategies.parts import activations
+from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import LM, VOCAB_SIZE, make_loader, make_trainer
 
 NUM_BATCHES, TOKENS = 5, 2 * 13
@@ -129,6 +132,23 @@ def test_replacements_are_printed_before_training_and_the_summary_after(tmp_path
     assert all(name in end for name in ("Training summary", "Tokens/s", "Training loss", "Logits never allocated"))
     assert f"{NUM_BATCHES} on 1 cpu process" in end
     assert "processes" not in end
+
+
+def test_plan_of_a_budget_is_in_the_summary(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(activations, "memory_of", lambda device: FakeMemory(2**30))
+    strategy = LigerStrategy(memory_budget=0.5)
+    make_trainer(TrainingSummary(), root=tmp_path, strategy=strategy).fit(LM(), make_loader(0, 3))
+    assert "all 2 layers stored" in strategy.activation_plan
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Activations" in printed
+    assert "all 2 layers stored" in printed
+
+
+@pytest.mark.parametrize("later_peak", [3, 9])
+def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch, later_peak):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: later_peak)
+    strategy = SimpleNamespace(root_device=torch.device("cuda"), peak_before_resets=5)
+    assert _peak_memory(strategy) == max(5, later_peak)
 
 
 def test_without_kernels_it_says_so(tmp_path, capsys):

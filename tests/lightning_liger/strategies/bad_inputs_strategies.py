@@ -1,5 +1,6 @@
 """Wrong arguments of every strategy, for Trainer and Fabric, which are refused when the strategy is made."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -46,7 +47,24 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[tuple[Any, ...], ...]]] = [
     ((FSDP,), "backward_prefetch", (("pre", "a BackwardPrefetch"),)),
     ((FSDP,), "device_mesh", ((5, "a tuple of two sizes"), ((2, 0), "a tuple of two sizes"), ((2,), "two sizes"))),
     ((FSDP,), "use_orig_params", NOT_BOOLS),
-    ((FSDP,), "activation_checkpointing", ((5, "a subclass of torch.nn.Module"), (["Layer"], "a subclass"))),
+    (
+        ALL,
+        "activation_checkpointing",
+        (
+            *((-1, "a number of layers"), (2.5, "a number of layers"), (True, "a number of layers")),
+            *(("all", "'none', 'full'"), ("LlamaDecoderLayer", "a list or set of layer classes")),
+            *(([5], "a class or its name"), ({int}, "a class or its name"), (["no.Layer"], "cannot be imported")),
+            *((int, "a list or set of layer classes"), ({"layers": 2}, "a list or set", "'layers': 2")),
+        ),
+    ),
+    (
+        ALL,
+        "memory_budget",
+        (
+            *((0, "a share of the GPU's memory"), (-0.5, "a share"), (float("nan"), "a number of GiB above 1")),
+            *((float("inf"), "GiB"), ("80%", "'auto'"), ("half", "'auto'"), (True, "a share"), ([0.5], "a share")),
+        ),
+    ),
     ((FSDP,), "device_id", ((0, "unexpected keyword argument", "'device_id'"),)),
     (
         (FSDP, FSDP2),
@@ -100,6 +118,22 @@ def _rows() -> Iterator[BadInput]:
                 yield BadInput(f"{name}-{argument}-{_id(value)}", partial(cls, **{argument: value}), mentions)
 
 
+def _two_choices() -> Iterator[BadInput]:
+    """Each two of the arguments that choose the layers to recompute."""
+    values = {
+        "activation_checkpointing": "full",
+        "activation_checkpointing_policy": ["Layer"],
+        "memory_budget": 0.5,
+    }
+    for name, cls in CLASSES.items():
+        engine = name.removeprefix("Fabric").removeprefix("Liger").removesuffix("Strategy")
+        taken = [argument for argument in values if "policy" not in argument or engine in (FSDP, FSDP2)]
+        for first, second in itertools.combinations(taken, 2):
+            call = partial(cls, **{first: values[first], second: values[second]})
+            mentions = (f"{first}={values[first]!r}", second, "must be None")
+            yield BadInput(f"{name}-{first}-with-{second}", call, mentions)
+
+
 def _shown(value: Any) -> str:
     """The value, or what is in it: a message may name the wrong item only."""
     return getattr(value, "__name__", repr(value)).strip("[]{}'")
@@ -138,4 +172,4 @@ def _in_folder(cls: type, text: str | None) -> Callable[[Path], Any]:
     return call
 
 
-BAD_INPUTS = [*_rows(), *_config_rows()]
+BAD_INPUTS = [*_rows(), *_config_rows(), *_two_choices()]
