@@ -581,8 +581,8 @@ def _compute(
         options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
     if backend.needs_graph(q, k):
-        options = heads_dim, interleaved, sections
-        outputs = RotaryFunction.apply(q, k, cos, sin, position_ids, options, keep_dtype)
+        layout = heads_dim, interleaved, sections
+        outputs = RotaryFunction.apply(q, k, cos, sin, position_ids, layout, keep_dtype)
         # A rotation's backward needs neither q nor k.
-        return made(outputs, _compute, q, k, cos, sin, position_ids, *options, keep_dtype, keeps_inputs=False)
+        return made(outputs, _compute, q, k, cos, sin, position_ids, *layout, keep_dtype, keeps_inputs=False)
     return _rotary_forward(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)
