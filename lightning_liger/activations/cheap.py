@@ -142,6 +142,8 @@ class CheapTensors:
             if found is None and isinstance(arg, Tensor):
                 if type(arg) not in _PLAIN or (arg.requires_grad and not keeps_inputs):
                     return
+                if hasattr(arg, "ds_id"):  # DeepSpeed frees a parameter outside of its module's forward and backward
+                    return
                 kept.append(self._keep(arg))
             else:
                 kept.append(arg if found is None else Recomputed(found.recipe, found.index, arg))

@@ -162,10 +162,10 @@ class LigerFSDPStrategy(
         auto_wrap_policy: The layers to shard one by one: their classes or names of these (dotted, or bare if the model
             has such a layer), or any FSDP policy. By default the layers that the Hugging Face model in the module says
             must not be split; embeddings and LM head stay in the root unit, where the fused loss needs them.
-        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way; at most one of this
-            and the next two arguments.
-        activation_checkpointing: The layers to recompute in backward: ``"none"`` (the default), ``"full"``, the number of
-            the first ones, or a list or set of layer classes or their names; see docs/training.md.
+        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way. Only one of this
+            and the next two arguments may be given.
+        activation_checkpointing: The layers to recompute in backward: ``"none"`` (the default), ``"full"``, the number
+            of the first ones, or a list or set of layer classes or their names; see docs/training.md.
         memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``: as many layers are recomputed as
             needed to stay within it.
         sharding_strategy: As in Lightning's strategy; hybrid sharding without ``device_mesh`` or ``process_group``

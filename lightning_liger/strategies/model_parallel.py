@@ -161,8 +161,8 @@ class LigerModelParallelStrategy(
             :func:`~lightning_liger.apply_liger_kernels`.
         auto_wrap_policy: The layers to shard one by one: their classes or names of these; by default those that the
             Hugging Face model in the module says must not be split.
-        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way; at most one of this
-            and the next two arguments.
+        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way. Only one of this
+            and the next two arguments may be given.
         activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.

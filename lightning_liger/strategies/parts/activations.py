@@ -118,7 +118,7 @@ class ActivationControl:
                 )
             controlled.modes[:] = _modes(layers, len(controlled.layers), model)
             return controlled
-        classes = [layers] if isinstance(layers, type) else layers
+        classes: Any = [layers] if isinstance(layers, type) else layers
         chosen = select_modules(resolve_policy(names, classes, model), model)
         if not chosen:
             raise ValueError(f"{names}={shown(layers)} names no layer that {type(model).__name__} has")
@@ -156,13 +156,14 @@ def memory_of(device: torch.device) -> CudaMemory | None:
 
 def _modes(layers: str | int | None, num_layers: int, model: Module) -> Iterator[Mode]:
     """The mode of each layer: the first are recomputed, as their backward comes last, when others are freed."""
-    num_recomputed = {None: 0, "none": 0, "full": num_layers}.get(layers, layers)
-    if int(num_recomputed) > num_layers:
+    named = {None: 0, "none": 0, "full": num_layers}
+    num_recomputed = named[layers] if layers is None or isinstance(layers, str) else layers
+    if num_recomputed > num_layers:
         raise ValueError(
             f"activation_checkpointing must be at most {num_layers}, the number of layers of {type(model).__name__},"
             f" got {layers}"
         )
-    return ("recompute" if index < int(num_recomputed) else "cheap" for index in range(num_layers))
+    return ("recompute" if index < num_recomputed else "cheap" for index in range(num_layers))
 
 
 def _run_together(controlled: ControlledLayers, always: bool) -> bool:
@@ -179,7 +180,7 @@ def announce_plan(line: str, plan: Plan, fits: bool) -> None:
 class _Activations(_Strategy):
     """Controls the layers of models. A mixin for strategies of Trainer and Fabric, to list before their kernels."""
 
-    _layers_to_checkpoint: LayerPolicy | None = None
+    _layers_to_checkpoint: Any = None
     """The value of ``activation_checkpointing_policy``, in strategies that have it."""
 
     def __init__(

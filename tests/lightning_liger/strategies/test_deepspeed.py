@@ -99,6 +99,14 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(launched, reference
 
 
 @of_each_stage
+def test_layers_are_recomputed_as_planned(launched, reference, stage):
+    assert_as_in(reference(), launched, stage, "recomputed")
+    assert_as_in(reference(make=make_uneven_batches, num_micro_batches=2), launched, stage, "planned", 2)
+    for result in launched[2]:
+        assert result[stage]["planned"]["plan"].startswith("all 2 layers stored")
+
+
+@of_each_stage
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("loss_of", ["labels", "logits"])
 def test_fabric_trains_as_one_process_with_the_stock_model(launched, reference, stage, head, loss_of):

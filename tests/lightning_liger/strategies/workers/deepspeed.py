@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_liger import FabricLigerDeepSpeedStrategy, LigerCausalLM, LigerDeepSpeedStrategy
+from lightning_liger.strategies.parts import activations
+from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
@@ -174,6 +176,7 @@ def _fit(
         "losses": recorder.losses,
         "num_replaced": trainer.strategy.patch_report.num_replaced,
         "logit_counts": logit_counts(module),
+        "plan": trainer.strategy.activation_plan,
         "loss_scale": trainer.strategy.deepspeed_engine.optimizer.loss_scale,
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "whole": _whole(module.model),
@@ -247,6 +250,11 @@ def _run_stage(run: dict[str, Any], stage: int) -> dict[str, Any]:
     results["by-name"] = _fit(run, f"liger_deepspeed_stage_{stage}", WholeAtFirst())
     results["uneven"] = _fit(run, stage, WholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
     results["clipped"] = _fit(run, stage, WholeAtFirst(), accumulate_grad_batches=2, gradient_clip_val=MAX_NORM)
+    recompute = LigerDeepSpeedStrategy(config=CONFIGS[stage], activation_checkpointing="full")
+    results["recomputed"] = _fit(run, recompute, WholeAtFirst())
+    activations.memory_of = lambda device: FakeMemory(2**30)
+    budget = LigerDeepSpeedStrategy(config=CONFIGS[stage], memory_budget=0.5)
+    results["planned"] = _fit(run, budget, WholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
     results["stages"] = _stages(run, stage)
     results["precisions"] = [precision for precision in PRECISIONS[stage] if _is_supported(precision)]
     for precision in results["precisions"]:
