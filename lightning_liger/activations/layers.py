@@ -221,8 +221,8 @@ def _controlled_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = functools.partial(original.forward, self)
-        control, index = self.__dict__[_CONTROL]
-        if torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
+        control, index = self.__dict__.get(_CONTROL, (None, 0))
+        if control is None or torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
             return own(*args, **kwargs)
         return control.run(index, own, args, kwargs)
 
@@ -252,16 +252,18 @@ def control_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None
     control = ControlledLayers(layers)
     for index, layer in enumerate(layers):
         vars(layer)[_CONTROL] = control, index
-        layer.__class__ = _controlled_class(type(layer))  # type: ignore[arg-type]
+        if not isinstance(layer, _Controlled):
+            layer.__class__ = _controlled_class(type(layer))  # type: ignore[arg-type]
     return control
 
 
 def release_layers(model: nn.Module) -> None:
-    """Gives the layers in ``model`` their own classes back."""
+    """Gives the layers in ``model`` their own classes back, unless an engine has changed the class since."""
     for layer in model.modules():
         if isinstance(layer, _Controlled):
-            layer.__class__ = type(layer).__mro__[2]
-            del vars(layer)[_CONTROL]
+            vars(layer).pop(_CONTROL, None)
+            if type(layer).__mro__[1] is _Controlled:
+                layer.__class__ = type(layer).__mro__[2]
 
 
 def find_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = None) -> list[nn.Module]:

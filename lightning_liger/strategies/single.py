@@ -75,6 +75,7 @@ class LigerSingleDeviceStrategy(
     """
 
     strategy_name = "liger"
+    _repeats_steps = True
 
 
 class FabricLigerSingleDeviceStrategy(

@@ -60,6 +60,9 @@ class ActivationControl:
         """The layers of each model that still exists."""
         self._memory: CudaMemory | None = None
 
+    def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
+        return type(self), (self.checkpointing, self.budget, self.policy)
+
     def control(
         self,
         model: Module,
@@ -80,6 +83,11 @@ class ActivationControl:
                 a device that is no GPU.
         """
         modules = set(model.modules())
+        if self.recomputes and any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
+            raise ValueError(
+                f"{self.recomputes} needs layers that nobody else recomputes: call the model's"
+                " gradient_checkpointing_disable() before training"
+            )
         controlled = next((each for each in self.controlled if modules.issuperset(each.layers)), None)
         if controlled is None:  # a model that an engine has wrapped stays as it is
             controlled = self._find(model)
@@ -132,6 +140,16 @@ class ActivationControl:
     def is_asked_for(self) -> bool:
         """Whether one of the arguments was given."""
         return any(value is not None for value in (self.checkpointing, self.budget, self.policy))
+
+    @property
+    def recomputes(self) -> str:
+        """The argument that may have layers recomputed and its value, empty if none was given."""
+        values = {
+            "activation_checkpointing": None if self.checkpointing == "none" else self.checkpointing,
+            "activation_checkpointing_policy": self.policy,
+            "memory_budget": self.budget,
+        }
+        return "".join(f"{name}={shown(value)}" for name, value in values.items() if value is not None)
 
     @property
     def planners(self) -> list[Planner]:
@@ -229,6 +247,9 @@ class TrainerActivations(_Activations, _TrainerStrategy):
         **kwargs: For the next class.
     """
 
+    _repeats_steps = False
+    """Whether a step that ran out of memory may begin anew: no engine is in the middle of anything then."""
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = partial(super().training_step, *args, **kwargs)
         if not self._activations.planners or self._repeats_backward:
@@ -251,7 +272,7 @@ class TrainerActivations(_Activations, _TrainerStrategy):
         """Whether a step may begin anew in backward: its gradients are not added to those of other micro-batches."""
         module = self.lightning_module
         assert module is not None
-        return self.world_size == 1 and module.automatic_optimization and module.trainer.accumulate_grad_batches == 1
+        return module.automatic_optimization and module.trainer.accumulate_grad_batches == 1
 
     def _repeat(self, step: Callable[[], Any]) -> Any:
         """Runs ``step`` under tighter plans until it does not run out of memory."""
@@ -262,7 +283,7 @@ class TrainerActivations(_Activations, _TrainerStrategy):
             except torch.OutOfMemoryError as error:
                 plan = self.activation_plan or "no plan yet, all layers are recomputed"
                 tighter = [planner.ran_out_of_memory() for planner in self._activations.planners]
-                if self.world_size > 1 or not any(tighter):
+                if not self._repeats_steps or not any(tighter):
                     raise torch.OutOfMemoryError(
                         f"with memory_budget={self._activations.budget} and this plan: {plan}. Set a smaller"
                         " memory_budget, which leaves more to fragmentation and to what else is on the GPU, or use"

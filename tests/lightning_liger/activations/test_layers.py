@@ -355,6 +355,41 @@ class _Events:
         self.events.append(("recompute ends", index))
 
 
+def test_layers_whose_class_an_engine_has_changed_since_are_controlled_again() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+    first = control_layers(model)
+    assert first is not None
+    sharded = type("Sharded", (type(model[0]),), {})  # as fully_shard does
+    for layer in model:
+        layer.__class__ = sharded
+    second = control_layers(model)
+    assert second is not None
+    assert [type(layer) for layer in model] == [sharded] * 2
+    seen: list[str] = []
+    first.observer, second.observer = Seeing("first", seen), Seeing("second", seen)
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == ["second"] * 2
+    release_layers(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == ["second"] * 2
+
+
+class Seeing:
+    """An observer that notes each forward."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def forward_starts(self, index: int, num_tokens: int) -> None:
+        self.seen.append(self.name)
+
+    def forward_ends(self, index: int) -> None: ...
+
+    def recompute_starts(self, index: int) -> None: ...
+
+    def recompute_ends(self, index: int) -> None: ...
+
+
 def test_observers_see_the_order_of_execution() -> None:
     model = Stack(Norms(), Norms())
     control = controlled(model, "recompute", "cheap")

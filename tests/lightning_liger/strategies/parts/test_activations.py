@@ -1,6 +1,7 @@
 """Every plan for the layers trains alike, on Trainer and Fabric; budgets are planned and kept to."""
 
 import logging
+import pickle
 from functools import partial
 
 import lightning as L
@@ -16,6 +17,7 @@ from lightning_liger import (
     FabricLigerSingleDeviceStrategy,
     LigerDDPStrategy,
     LigerFSDPStrategy,
+    LigerPrecisionPlugin,
     LigerSingleDeviceStrategy,
 )
 from lightning_liger.cli import LigerCLI
@@ -99,7 +101,7 @@ def test_every_plan_trains_alike_with_the_trainer(tmp_path, value, modes):
     torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", TRAINER)
+@pytest.mark.parametrize("name", ["liger_ddp", "liger_fsdp"])
 def test_plans_work_under_other_engines(tmp_path, name):
     _, expected, _ = fit(tmp_path, TRAINER[name](kernels="none"))
     module, found, trainer = fit(tmp_path, TRAINER[name](kernels="none", activation_checkpointing=1))
@@ -128,7 +130,7 @@ def test_every_plan_trains_alike_with_fabric(name):
 
     expected, modes = train(None)
     assert modes == ["cheap", "cheap"]
-    for value in ("full", 1, ["LlamaDecoderLayer"]):
+    for value in (1, ["LlamaDecoderLayer"]):
         losses, modes = train(value)
         assert losses == expected
         assert modes[0] == "recompute"
@@ -173,6 +175,28 @@ def test_plans_that_the_model_or_its_device_cannot_follow_are_refused_at_set_up(
     assert [text for text in mentions if text not in str(refused.value)] == []
 
 
+@pytest.mark.parametrize("options", [{"activation_checkpointing": 1}, {"memory_budget": "auto"}], ids=str)
+def test_model_that_recomputes_its_layers_itself_is_refused(tmp_path, options):
+    module = LM()
+    module.configure_model()
+    module.model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable") as refused:
+        fit(tmp_path, LigerSingleDeviceStrategy(**options), module=module)
+    assert all(f"{name}={value!r}" in str(refused.value) for name, value in options.items())
+    fit(tmp_path, LigerSingleDeviceStrategy(), 1, module=module)
+
+
+def test_precision_plugin_of_the_user_controls_layers_too(tmp_path):
+    plugin = LigerPrecisionPlugin("32-true", kernels="none")
+    module, _, _ = fit(tmp_path, LigerFSDPStrategy(activation_checkpointing=1), 1, plugins=[plugin])
+    assert module.num_runs == [2, 1]
+
+
+def test_strategy_is_pickled_with_its_arguments():
+    strategy = pickle.loads(pickle.dumps(LigerDDPStrategy(activation_checkpointing=["LlamaMLP"])))
+    assert strategy._activations.checkpointing == ["LlamaMLP"]
+
+
 class WithoutLayers(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -212,12 +236,11 @@ def memory(monkeypatch):
     return fake
 
 
-@pytest.mark.parametrize("name", TRAINER)
-@pytest.mark.parametrize("num_accumulated", [1, 2])
+@pytest.mark.parametrize(("name", "num_accumulated"), [("liger", 1), ("liger", 2), ("liger_ddp", 2), ("liger_fsdp", 1)])
 def test_budget_is_planned_after_two_steps(tmp_path, memory, caplog, name, num_accumulated):
     caplog.set_level(logging.INFO)
-    _, expected, _ = fit(tmp_path, TRAINER[name](), 8, accumulate_grad_batches=num_accumulated)
-    strategy = TRAINER[name](memory_budget=0.5)
+    _, expected, _ = fit(tmp_path, TRAINER[name](kernels="none"), 8, accumulate_grad_batches=num_accumulated)
+    strategy = TRAINER[name](kernels="none", memory_budget=0.5)
     logger = CSVLogger(tmp_path)
     module, found, _ = fit(tmp_path, strategy, 8, logger=logger, accumulate_grad_batches=num_accumulated)
     assert found == expected
@@ -283,7 +306,7 @@ class RunsOut(DroppingLM):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_step_that_runs_out_of_memory_is_repeated_under_a_tighter_plan(tmp_path, memory, where, batch):
     def train(times):
-        strategy = LigerSingleDeviceStrategy(memory_budget=0.5)
+        strategy = LigerSingleDeviceStrategy(kernels="none", memory_budget=0.5)
         return fit(tmp_path, strategy, 6, RunsOut(where, batch, times))
 
     _, expected, _ = train(0)
@@ -295,7 +318,7 @@ def test_step_that_runs_out_of_memory_is_repeated_under_a_tighter_plan(tmp_path,
 
 def test_forward_that_runs_out_of_memory_is_repeated_while_gradients_accumulate(tmp_path, memory):
     def train(times):
-        strategy = LigerSingleDeviceStrategy(memory_budget=0.5)
+        strategy = LigerSingleDeviceStrategy(kernels="none", memory_budget=0.5)
         module = RunsOut("forward", 7, times)
         module.loss_normalization = "micro_batch"
         return fit(tmp_path, strategy, 8, module, accumulate_grad_batches=2)
@@ -306,9 +329,16 @@ def test_forward_that_runs_out_of_memory_is_repeated_while_gradients_accumulate(
     assert found == expected
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_other_engines_fail_with_the_plan(tmp_path, memory, where):
+    with pytest.raises(torch.OutOfMemoryError, match=r"with memory_budget=0\.5 and this plan: all 2 layers stored"):
+        fit(tmp_path, LigerDDPStrategy(kernels="none", memory_budget=0.5), 6, RunsOut(where, 4))
+
+
 def test_error_names_the_plan_once_no_tighter_one_is_left(tmp_path, memory):
+    strategy = LigerSingleDeviceStrategy(kernels="none", memory_budget=0.5)
     with pytest.raises(torch.OutOfMemoryError) as raised, pytest.warns(UserWarning, match="is repeated"):
-        fit(tmp_path, LigerSingleDeviceStrategy(memory_budget=0.5), 6, RunsOut("forward", 4, 10**6))
+        fit(tmp_path, strategy, 6, RunsOut("forward", 4, 10**6))
     message = str(raised.value)
     assert all(text in message for text in ("memory_budget=0.5", "host memory", "fewer", "Tried to allocate"))
 
