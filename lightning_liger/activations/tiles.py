@@ -31,7 +31,7 @@ _TENSORS_OF_WIDTH = 6  # of a gated MLP in backward: gate, up, their product, an
 _ROW_MULTIPLE = 128
 
 Compute = Callable[[nn.Module, Tensor], Tensor]
-Place = tuple[dict[str, Any], str]
+Place = tuple[nn.Module, str]
 
 
 def choose_tile_size(num_tokens: int, bytes_per_token: int) -> int:
@@ -91,12 +91,12 @@ def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:
             return None
         if any(buffer is not None and buffer.is_floating_point() for buffer in part._buffers.values()):
             return None
-        for own in (part._parameters, vars(part)):
-            for name, tensor in own.items():
-                if isinstance(tensor, Tensor) and (own is part._parameters or tensor.requires_grad):
-                    if isinstance(tensor, DTensor) or not tensor.numel():
-                        return None
-                    places.setdefault(tensor, []).append((own, name))
+        own = {name: value for name, value in vars(part).items() if isinstance(value, Tensor) and value.requires_grad}
+        for name, tensor in (part._parameters | own).items():
+            if isinstance(tensor, DTensor) or (tensor is not None and not tensor.numel()):
+                return None
+            if isinstance(tensor, Tensor):
+                places.setdefault(tensor, []).append((part, name))
     return places
 
 
@@ -123,7 +123,9 @@ class _Tiled:
         replaced = [
             (own, name, own[name], parameter)
             for index, parameter in parameters.items()
-            for own, name in self.places[index]
+            for part, name in self.places[index]
+            for own in (vars(part), part._parameters)
+            if name in own
         ]
         try:
             for own, name, _, parameter in replaced:
