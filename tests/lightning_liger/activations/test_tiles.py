@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,14 +13,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_liger import apply_liger_kernels
+from lightning_liger import LigerLMMixin, apply_liger_kernels
 from lightning_liger.activations import tiles
 from lightning_liger.activations.layers import control_layers, current_mode
 from lightning_liger.activations.tiles import choose_tile_size, run_in_tiles
-from tests.lightning_liger.tiny import tiny_batch, tiny_model
+from tests.lightning_liger.tiny import TensorSizes, tiny_batch, tiny_model
 
 HIDDEN_SIZE, WIDTH, TILE_SIZE = 6, 40, 8
 SHAPE = (2, 15, HIDDEN_SIZE)  # 30 tokens: three tiles of 8 and one of 6, across the rows
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
 
 class MLP(nn.Module):
@@ -419,3 +426,24 @@ def test_patched_models_whose_layers_are_recomputed(
     assert [calls.count(TILE_SIZE), calls.count(26 % TILE_SIZE)] == [3 * num_runs, num_runs]
     assert len(calls) == 4 * num_runs + (num_runs == 2)  # one token where the rest is not needed
     assert others == [26]
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but the `self.trainer` reference")
+def test_no_tensor_of_a_step_grows_faster_than_the_hidden_states(
+    with_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the width of the MLP, and not with the square of the sequence, as a mask that is made of ones would."""
+    monkeypatch.setattr(tiles, "current_mode", current_mode)
+    model = tiny_model("llama", num_key_value_heads=4)
+    model.set_attn_implementation("sdpa")
+    apply_liger_kernels(model, {"linear_cross_entropy": {"chunk_bytes": 2**15}})
+    control = control_layers(model)
+    assert control is not None
+    control.modes = ["recompute", "recompute"]
+    batch = tiny_batch(batch_size=1, seq_len=512)
+    if with_mask:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    with TensorSizes(monkeypatch) as sizes:
+        LM(model).training_step(batch, 0).backward()
+    assert sizes.largest == 512 * model.config.hidden_size
