@@ -38,7 +38,8 @@ def made(outputs: _Outputs, function: Callable[..., Any], *args: Any, keeps_inpu
         outputs: New tensors that share memory with no other, just recorded by autograd.
         function: Returns the same values, shapes and strides for the same ``args``.
         args: Tensors, and anything else.
-        keeps_inputs: Whether backward needs the tensors in ``args`` that require gradients, so that they stay alive.
+        keeps_inputs: Whether backward needs all tensors in ``args`` that may require gradients, so that they stay alive
+            and writes to them are errors anyway.
     """
     if torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
         return outputs

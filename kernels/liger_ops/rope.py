@@ -563,8 +563,7 @@ def apply_rotary(
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
     sections = [] if mrope_sections is None else _sections(mrope_sections, cos.shape[-1])
-    args = (q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)
-    return made(_compute(*args), _compute, *args, keeps_inputs=False)  # a rotation's backward needs neither q nor k
+    return _compute(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)
 
 
 def _compute(
@@ -582,5 +581,8 @@ def _compute(
         options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
     if backend.needs_graph(q, k):
-        return RotaryFunction.apply(q, k, cos, sin, position_ids, (heads_dim, interleaved, sections), keep_dtype)
+        layout = heads_dim, interleaved, sections
+        outputs = RotaryFunction.apply(q, k, cos, sin, position_ids, layout, keep_dtype)
+        # A rotation's backward needs neither q nor k.
+        return made(outputs, _compute, q, k, cos, sin, position_ids, *layout, keep_dtype, keeps_inputs=False)
     return _rotary_forward(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)

@@ -448,7 +448,7 @@ def group_norm(
         if parameter is not None and parameter.shape != (num_channels,):
             check_shape(name, parameter, (num_channels,), "num_channels")
     eps = as_number("eps", eps, at_least=0)
-    return made(_compute(input, num_groups, weight, bias, eps), _compute, input, num_groups, weight, bias, eps)
+    return _compute(input, num_groups, weight, bias, eps)
 
 
 def _compute(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -456,4 +456,5 @@ def _compute(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor
         return group_norm_reference(input, num_groups, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):
         return _group_norm_forward(input, weight, bias, num_groups, eps)[0]
-    return GroupNormFunction.apply(input, weight, bias, num_groups, eps)
+    args = input, num_groups, weight, bias, eps
+    return made(GroupNormFunction.apply(*args), _compute, *args)

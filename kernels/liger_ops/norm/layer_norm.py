@@ -147,7 +147,7 @@ def layer_norm(
     """
     shape = check_row_norm(input, normalized_shape, weight=weight, bias=bias)
     eps = as_number("eps", eps, at_least=0)
-    return made(_compute(input, weight, bias, shape, eps), _compute, input, weight, bias, shape, eps)
+    return _compute(input, weight, bias, shape, eps)
 
 
 def _compute(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
@@ -156,4 +156,5 @@ def _compute(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: t
         return layer_norm_reference(input, shape, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):
         return _layer_norm_forward(input, weight, bias, hidden_size, eps)[0]
-    return LayerNormFunction.apply(input, weight, bias, hidden_size, eps)
+    y = LayerNormFunction.apply(input, weight, bias, hidden_size, eps)
+    return made(y, _compute, input, weight, bias, shape, eps)

@@ -275,7 +275,7 @@ def rms_norm(
             finite, or offset is given without a weight.
     """
     shape, options = _check(input, normalized_shape, weight, eps, offset, casting)
-    return made(_compute(input, weight, shape, options), _compute, input, weight, shape, options)
+    return _compute(input, weight, shape, options)
 
 
 def _compute(input: Tensor, weight: Tensor | None, shape: tuple[int, ...], options: RMSNormOptions) -> Tensor:
@@ -284,7 +284,7 @@ def _compute(input: Tensor, weight: Tensor | None, shape: tuple[int, ...], optio
         return rms_norm_reference(input, shape, weight, eps=eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, weight):
         return _rms_norm_forward(input, weight, *options)[0]
-    return RMSNormFunction.apply(input, weight, options)
+    return made(RMSNormFunction.apply(input, weight, options), _compute, input, weight, shape, options)
 
 
 def add_rms_norm(
@@ -320,11 +320,9 @@ def add_rms_norm(
     shape, options = _check(input, normalized_shape, weight, eps, offset, casting)
     if not backend.runs_on_triton(input, residual, weight) or options.hidden_size > MAX_HIDDEN_SIZE:
         _, eps, offset, casting = options
-        normalized, total = add_rms_norm_reference(
-            input, residual, shape, weight, eps=eps, offset=offset, casting=casting
-        )
-    elif not backend.needs_graph(input, residual, weight):
+        return add_rms_norm_reference(input, residual, shape, weight, eps=eps, offset=offset, casting=casting)
+    if not backend.needs_graph(input, residual, weight):
         normalized, _, total = _add_rms_norm_forward(input, residual, weight, *options)
-    else:
-        normalized, total = AddRMSNormFunction.apply(input, residual, weight, options)
+        return normalized, total
+    normalized, total = AddRMSNormFunction.apply(input, residual, weight, options)
     return made(normalized, _compute, total, weight, shape, options), total
