@@ -73,6 +73,11 @@ def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> 
     return output
 
 
+def _attributes(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module may hold a tensor: its own attributes, which are found first, and its parameters."""
+    return vars(part), part._parameters
+
+
 def _compute_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -124,7 +129,7 @@ class _Tiled:
             (own, name, own[name], parameter)
             for index, parameter in parameters.items()
             for part, name in self.places[index]
-            for own in (vars(part), part._parameters)
+            for own in _attributes(part)
             if name in own
         ]
         try:

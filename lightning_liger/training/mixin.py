@@ -188,7 +188,7 @@ class LigerLMMixin(_Module):
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
         if position_ids is not None and position_ids.ndim > 2:  # of images and text: a restart is not a new document
             position_ids = None
-        if model.makes_cache:  # which holds the keys and values of all layers, and documents are only looked for without
+        if model.makes_cache:  # of the keys and values of all layers; and transformers looks for documents without one
             inputs.setdefault("use_cache", False)
         labels = batch["shift_labels" if shifted else "labels"]
         with lazy_logits():
