@@ -76,6 +76,14 @@ class LanguageModel:
             embeddings = self.pretrained.get_input_embeddings()
         self.num_embeddings = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
 
+    @property
+    def makes_cache(self) -> bool:
+        """Whether a call makes a cache of keys and values unless ``use_cache=False`` is one of its arguments."""
+        config: Any = getattr(self.pretrained, "config", None)
+        if config is None or (self.known_keys and "use_cache" not in self.known_keys):
+            return False
+        return bool(getattr(config, "use_cache", None) or getattr(config.get_text_config(), "use_cache", None))
+
     def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:
         """Calls the model.
 

@@ -188,8 +188,8 @@ class LigerLMMixin(_Module):
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
         if position_ids is not None and position_ids.ndim > 2:  # of images and text: a restart is not a new document
             position_ids = None
-        if position_ids is not None and getattr(getattr(self.model, "config", None), "use_cache", False):
-            inputs.setdefault("use_cache", False)  # transformers looks for documents only where it keeps no cache
+        if model.makes_cache:  # of the keys and values of all layers; and transformers looks for documents without one
+            inputs.setdefault("use_cache", False)
         labels = batch["shift_labels" if shifted else "labels"]
         with lazy_logits():
             output, auxiliary_loss, own_loss = model(inputs, labels)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from lightning_liger.activations.tiles import run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
     Randoms,
@@ -87,7 +88,11 @@ class MLPReplacement(Replacement):
         return self.activation + (", packed" if self.up is None and self.activation != "relu_squared" else "")
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        return {"forward": forward_of_one_tensor(original, self._compute)}
+        return {"forward": forward_of_one_tensor(original, self._run)}
+
+    def _run(self, module: nn.Module, x: Tensor) -> Tensor:
+        sizes = _sizes(getattr(module, self.down))
+        return self._compute(module, x) if sizes is None else run_in_tiles(self._compute, module, x, width=sizes[0])
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
         gate = getattr(module, self.gate)(x)

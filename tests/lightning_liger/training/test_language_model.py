@@ -270,3 +270,14 @@ def test_any_key_may_reach_a_module_that_takes_any() -> None:
     LanguageModel(Anything()).check_keys(["tokens", "whatever"])
     with pytest.raises(ValueError, match="unknown key 3"):
         LanguageModel(Anything()).check_keys([3])
+
+
+def test_steps_make_no_cache_unless_asked_to() -> None:
+    """It would hold the keys and values of all layers until the end of backward."""
+    model, caches = tiny_llama(), []
+    assert model.config.use_cache
+    model.register_forward_hook(lambda module, args, output: caches.append(output.past_key_values))
+    module = LM(model)
+    module.training_step(tiny_batch(), 0)
+    module.training_step(tiny_batch() | {"use_cache": True}, 0)
+    assert [cache is None for cache in caches] == [True, False]

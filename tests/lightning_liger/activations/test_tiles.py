@@ -1,0 +1,449 @@
+"""Modules in tiles of tokens compute what they compute at once, and hold no more than a tile."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_liger import LigerLMMixin, apply_liger_kernels
+from lightning_liger.activations import tiles
+from lightning_liger.activations.layers import control_layers, current_mode
+from lightning_liger.activations.tiles import choose_tile_size, run_in_tiles
+from tests.lightning_liger.tiny import TensorSizes, tiny_batch, tiny_model
+
+HIDDEN_SIZE, WIDTH, TILE_SIZE = 6, 40, 8
+SHAPE = (2, 15, HIDDEN_SIZE)  # 30 tokens: three tiles of 8 and one of 6, across the rows
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class MLP(nn.Module):
+    def __init__(self, p: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN_SIZE, WIDTH, bias=bias)
+        self.up = nn.Linear(HIDDEN_SIZE, WIDTH, bias=bias)
+        self.down = nn.Linear(WIDTH, HIDDEN_SIZE, bias=bias)
+        self.dropout = nn.Dropout(p)
+
+
+def compute(module: Any, x: Tensor) -> Tensor:
+    return module.down(module.dropout(F.silu(module.gate(x)) * module.up(x)))
+
+
+def tiled(module: nn.Module, x: Tensor, function: Callable[[Any, Tensor], Tensor] = compute) -> Tensor:
+    return run_in_tiles(function, module, x, WIDTH)
+
+
+def by_hand(module: nn.Module, x: Tensor) -> Tensor:
+    """The same tiles with a graph that stores everything."""
+    rows = x.reshape(1, -1, HIDDEN_SIZE).split(TILE_SIZE, dim=1)
+    return torch.cat([compute(module, tile) for tile in rows], dim=1).view(x.shape)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inside of a layer that is recomputed, with tiles of few tokens."""
+    monkeypatch.setattr(tiles, "current_mode", lambda: "recompute")
+    monkeypatch.setattr(tiles, "choose_tile_size", lambda num_tokens, bytes_per_token: TILE_SIZE)
+    torch.manual_seed(0)
+
+
+@contextlib.contextmanager
+def calls_of(module: nn.Module) -> Iterator[list[int]]:
+    """The numbers of tokens that a module computed at a time."""
+    seen: list[int] = []
+    forward = module.forward
+    module.forward = lambda x: (seen.append(x.shape[:-1].numel()), forward(x))[1]  # type: ignore[func-returns-value]
+    yield seen
+    del module.forward
+
+
+def gradients(function: Callable[[nn.Module, Tensor], Tensor], module: nn.Module, x: Tensor, seed: int = 0) -> Any:
+    """The output, and the gradients of the input and all parameters."""
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    module = copy.deepcopy(module)
+    torch.manual_seed(seed)
+    output = function(module, x)
+    torch.manual_seed(seed + 1)
+    output.backward(torch.randn_like(output))
+    return [output.detach(), x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def assert_same(module: nn.Module, x: Tensor, reference: Callable[[nn.Module, Tensor], Tensor] = compute) -> None:
+    got, want = gradients(tiled, module, x), gradients(reference, module, x)
+    for one, other in zip(got, want, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def tokens(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> Tensor:
+    return torch.randn(SHAPE, dtype=dtype).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("trained", ["all", "input", "parameters", "some"])
+def test_gradients_equal_those_of_all_tokens_at_once(trained: str) -> None:
+    module = MLP().double().requires_grad_(trained in ("all", "parameters"))
+    if trained == "some":
+        module.up.weight.requires_grad_()
+        module.down.bias.requires_grad_()
+    assert_same(module, tokens(requires_grad=trained != "parameters"))
+
+
+def test_dropout_drops_the_same_in_backward() -> None:
+    module = MLP(p=0.5).double()
+    assert_same(module, tokens(), by_hand)
+
+
+def test_random_state_after_backward_is_that_before() -> None:
+    output = tiled(MLP(p=0.5), tokens(torch.float32))
+    torch.rand(1)
+    state = torch.get_rng_state()
+    output.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_shared_parameters_get_the_sum_of_their_gradients() -> None:
+    module = MLP().double()
+    module.gate = module.up
+    assert_same(module, tokens())
+    module = MLP().double()
+    module.gate.weight = module.up.weight
+    assert_same(module, tokens())
+
+
+def test_parameters_that_are_not_used_get_no_gradient() -> None:
+    module = MLP().double()
+    module.other = nn.Linear(2, 2).double()
+    assert_same(module, tokens())
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    base = nn.ModuleDict({"mlp": MLP().double()})
+    config = peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["gate", "down"], init_lora_weights=False)
+    module = peft.get_peft_model(base, config).base_model.model["mlp"].double()
+    assert sum(parameter.requires_grad for parameter in module.parameters()) == 4
+    assert_same(module, tokens(), by_hand)
+
+
+def test_views_that_an_engine_puts_in_place_of_parameters() -> None:
+    """As FSDP does: in the dictionary of parameters and, found before it, as an attribute; or as an attribute alone."""
+    module, reference = MLP(bias=False).double(), MLP(bias=False).double()
+    reference.load_state_dict(module.state_dict())
+    flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    for index, (linear, view) in enumerate(zip((module.gate, module.up, module.down), flat.split(sizes), strict=True)):
+        view = view.view(linear.weight.shape)
+        del linear.weight
+        linear.weight = view
+        if index < 2:
+            linear._parameters["weight"] = view
+    x = tokens()
+    with calls_of(module.up) as calls:
+        output = tiled(module, x)
+        del module.gate._parameters["weight"]  # in backward it is an attribute alone
+        output.square().sum().backward()
+    assert max(calls) == TILE_SIZE
+    got, x.grad = x.grad, None
+    compute(reference, x).square().sum().backward()
+    torch.testing.assert_close(got, x.grad)
+    want = torch.cat([parameter.grad.flatten() for parameter in reference.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(flat.grad, want)
+    assert [name for name, _ in module.named_parameters()] == ["up.weight"]
+
+
+def test_order_and_identity_of_parameters_stay() -> None:
+    module = MLP()
+    before = list(module.named_parameters())
+    tiled(module, tokens(torch.float32)).sum().backward()
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in before]
+    assert all(one is other for one, (_, other) in zip(module.parameters(), before, strict=True))
+
+
+def test_parameters_are_restored_after_an_error_in_backward() -> None:
+    module = MLP()
+    weight = module.gate.weight
+
+    def fails_in_backward(module: Any, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise ValueError("no memory")
+        return compute(module, x)
+
+    output = tiled(module, tokens(torch.float32), fails_in_backward)
+    with pytest.raises(ValueError, match="no memory"):
+        output.sum().backward()
+    assert module.gate.weight is weight
+
+
+def test_hooks_of_parameters_run_once() -> None:
+    module, calls = MLP(), []
+    module.up.weight.register_hook(lambda gradient: calls.append(gradient.shape))
+    tiled(module, tokens(torch.float32)).sum().backward()
+    assert calls == [module.up.weight.shape]
+
+
+def test_parameters_changed_before_backward_are_an_error() -> None:
+    module = MLP()
+    output = tiled(module, tokens(torch.float32))
+    with torch.no_grad():
+        module.up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_backward_twice_over_one_graph() -> None:
+    module, x = MLP().double(), tokens()
+    output = tiled(module, x)
+    output.sum().backward(retain_graph=True)
+    once = x.grad
+    x.grad = None
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, once)
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = tokens()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(tiled(MLP().double(), x).sum(), x, create_graph=True)
+
+
+def test_autocast_is_the_same_in_backward() -> None:
+    module = MLP()
+    x = tokens(torch.float32)
+    seen = []
+
+    def noting(module: Any, x: Tensor) -> Tensor:
+        gate = module.gate(x)
+        seen.append(gate.dtype)
+        return module.down(F.silu(gate) * module.up(x))
+
+    def run(function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
+        def of(module: nn.Module, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return function(module, x)
+
+        return gradients(of, module, x)
+
+    got, want = run(lambda module, x: tiled(module, x, noting)), run(compute)
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 8  # each of four tiles twice
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.03, atol=0.03)
+
+
+def test_weights_cast_by_autocast_keep_their_gradients_elsewhere() -> None:
+    """Autocast keeps casts of weights; one made where no graph is recorded must not be used later."""
+    module, x = MLP(), tokens(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled(module, x)
+        compute(module, x).float().sum().backward()
+    assert module.up.weight.grad is not None
+
+
+def test_gradients_of_parameters_are_summed_in_float32() -> None:
+    """One rounding of the sum, and one of each tile's part of it."""
+    module, x = MLP().bfloat16(), torch.randn(1, 256 * TILE_SIZE, HIDDEN_SIZE).bfloat16() + 2
+    output = tiled(module, x)
+    output.backward(torch.ones_like(output))
+    exact = copy.deepcopy(module).double()
+    compute(exact, x.double()).sum().backward()
+    for parameter, want in zip(module.parameters(), exact.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert want.grad is not None
+        error = (parameter.grad.double() - want.grad).norm() / want.grad.norm()
+        assert error < 2 * torch.finfo(torch.bfloat16).eps
+
+
+class _Memory(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return result
+
+
+def test_no_tensor_is_larger_than_a_tile_or_the_input() -> None:
+    module, x = MLP().double(), tokens()
+    saved = []
+    with _Memory() as memory, torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        output = tiled(module, x)
+    with memory:
+        output.sum().backward()
+    assert memory.largest == TILE_SIZE * WIDTH  # x has fewer elements
+    assert all(any(tensor is each for each in (x, *module.parameters())) for tensor in saved)
+
+
+def test_no_gradients() -> None:
+    module, x = MLP().double(), tokens()
+    with torch.no_grad(), calls_of(module.up) as calls:
+        output = tiled(module, x)
+    assert max(calls) == TILE_SIZE
+    torch.testing.assert_close(output, compute(module, x))
+    assert not output.requires_grad
+    frozen = MLP().double().requires_grad_(False)
+    assert not tiled(frozen, x.detach()).requires_grad
+
+
+def test_forward_is_left_out_where_nothing_after_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def rest_is_unneeded(num_saved: int) -> bool:
+        asked.append(num_saved)
+        return True
+
+    monkeypatch.setattr(tiles, "rest_is_unneeded", rest_is_unneeded)
+    module, x, saved = MLP(), tokens(torch.float32), []
+    with (
+        calls_of(module.up) as calls,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t),
+    ):
+        output = tiled(module, x)
+    assert calls == [1]
+    assert asked == [len(saved)] == [1 + 6]
+    assert (output.shape, output.dtype) == (x.shape, x.dtype)
+
+
+def test_inputs_that_do_not_lie_in_order() -> None:
+    module = MLP().double()
+    x = torch.randn(SHAPE[1], SHAPE[0], HIDDEN_SIZE, dtype=torch.float64).transpose(0, 1)
+    assert_same(module, x.requires_grad_())
+    output = tiled(module, x)
+    (grad,) = torch.autograd.grad(output, x, output.new_ones(()).expand_as(output))
+    torch.testing.assert_close(grad, torch.autograd.grad(compute(module, x).sum(), x)[0])
+
+
+class Counting(nn.Linear):
+    """Statistics of its inputs, as of batch norms."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("mean", torch.zeros(HIDDEN_SIZE))
+
+
+def _with_statistics(module: Any) -> None:
+    module.up = Counting(HIDDEN_SIZE, WIDTH)
+
+
+def _without_elements(module: Any) -> None:
+    module.extra = nn.Parameter(torch.empty(0))
+
+
+NOT_TILED: dict[str, Callable[[Any], Any]] = {
+    "forward hook": lambda module: module.up.register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda module: module.up.register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda module: module.up.register_full_backward_hook(lambda *_: None),
+    "backward pre-hook": lambda module: module.up.register_full_backward_pre_hook(lambda *_: None),
+    "statistics": _with_statistics,
+    "a parameter that another rank holds": _without_elements,
+}
+
+
+@pytest.mark.parametrize("name", NOT_TILED)
+def test_modules_with_effects_of_their_own_run_at_once(name: str) -> None:
+    module = MLP()
+    NOT_TILED[name](module)
+    with calls_of(module.down) as calls:
+        tiled(module, tokens(torch.float32))
+    assert calls == [30]
+
+
+def test_hooks_of_the_module_itself_run_outside_of_the_tiles() -> None:
+    module = MLP()
+    module.register_forward_hook(lambda *_: None)
+    with calls_of(module.up) as calls:
+        tiled(module, tokens(torch.float32))
+    assert calls == [8, 8, 8, 6]
+
+
+@pytest.mark.parametrize("mode", [None, "store", "cheap"])
+def test_layers_that_are_not_recomputed_run_at_once(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "current_mode", lambda: mode)
+    module = MLP()
+    with calls_of(module.up) as calls:
+        tiled(module, tokens(torch.float32))
+    assert calls == [30]
+
+
+def test_tiles_are_few_and_even() -> None:
+    llama_8b, llama_70b = 6 * 14336 * 2, 6 * 28672 * 2
+    assert choose_tile_size(16384, llama_8b) == 16384  # the batches of ordinary training
+    assert choose_tile_size(65536, llama_8b) == 11008
+    assert choose_tile_size(65536, llama_70b) == 8192
+    for num_tokens in (0, 1, 8192, 16384, 16385, 100000, 131072, 262144, 2**20):
+        for bytes_per_token in (1, 4096, llama_8b, llama_70b):
+            size = choose_tile_size(num_tokens, bytes_per_token)
+            if size < num_tokens:
+                assert size % 128 == 0
+                assert -(-num_tokens // size) >= 3
+                assert size * bytes_per_token <= max(2**31, 8192 * bytes_per_token) + 128 * bytes_per_token
+                assert num_tokens % size == 0 or num_tokens % size > size // 4
+            else:
+                assert size == max(1, num_tokens)
+
+
+@pytest.mark.parametrize(("model_type", "num_runs"), [("llama", 2), ("phi3", 2), ("gemma2", 3)])
+def test_patched_models_whose_layers_are_recomputed(
+    model_type: str, num_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of an MLP is computed twice, or once more where a norm follows it in the layer."""
+    monkeypatch.setattr(tiles, "current_mode", current_mode)
+    model = tiny_model(model_type).double()
+    batch = tiny_batch(seq_len=13)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        loss = model(**batch).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    apply_liger_kernels(model)
+    want = run(model)
+    control = control_layers(model)
+    assert control is not None
+    control.modes = ["recompute", "store"]
+    with (
+        calls_of(model.model.layers[0].mlp.down_proj) as calls,
+        calls_of(model.model.layers[1].mlp.down_proj) as others,
+    ):
+        for got, expected in zip(run(model), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    assert [calls.count(TILE_SIZE), calls.count(26 % TILE_SIZE)] == [3 * num_runs, num_runs]
+    assert len(calls) == 4 * num_runs + (num_runs == 2)  # one token where the rest is not needed
+    assert others == [26]
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but the `self.trainer` reference")
+def test_no_tensor_of_a_step_grows_faster_than_the_hidden_states(
+    with_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the width of the MLP, and not with the square of the sequence, as a mask that is made of ones would."""
+    monkeypatch.setattr(tiles, "current_mode", current_mode)
+    model = tiny_model("llama", num_key_value_heads=4)
+    model.set_attn_implementation("sdpa")
+    apply_liger_kernels(model, {"linear_cross_entropy": {"chunk_bytes": 2**15}})
+    control = control_layers(model)
+    assert control is not None
+    control.modes = ["recompute", "recompute"]
+    batch = tiny_batch(batch_size=1, seq_len=512)
+    if with_mask:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    with TensorSizes(monkeypatch) as sizes:
+        LM(model).training_step(batch, 0).backward()
+    assert sizes.largest == 512 * model.config.hidden_size
