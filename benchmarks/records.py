@@ -69,8 +69,15 @@ class Record:
         return cls(**{"pass_" if name == "pass" else name: value for name, value in values.items()})
 
 
-class _Line(Protocol):
+class _HasJSON(Protocol):
     def to_json(self) -> str: ...
+
+
+class Line(dict[str, Any]):
+    """A measurement without a class."""
+
+    def to_json(self) -> str:
+        return json.dumps(self)
 
 
 class Writer:
@@ -87,7 +94,7 @@ class Writer:
         first = {"environment": environment} | ({"command": command} if command else {})
         self._file.write(json.dumps(first) + "\n")
 
-    def write(self, record: _Line) -> None:
+    def write(self, record: _HasJSON) -> None:
         self._file.write(record.to_json() + "\n")
         self._file.flush()
 

@@ -26,11 +26,13 @@ class Dims:
     num_layers: int
     sizes: dict[str, Any] = field(repr=False)
 
-    def config(self, num_layers: int | None = None, tiny: bool = False) -> PreTrainedConfig:
+    def config(self, num_layers: int | None = None, tiny: bool = False, **changes: Any) -> PreTrainedConfig:
         """Its configuration with ``num_layers`` layers (default: the published depth), or with tiny sizes."""
-        sizes = self.sizes
+        sizes = self.sizes | changes
         if tiny:
             sizes = {name: _TINY.get(name, value) for name, value in sizes.items()} | _TINY_HEADS
+            if self.model_type == "bamba":
+                sizes |= {"mamba_n_heads": 8, "mamba_d_head": 16}
         return AutoConfig.for_model(
             self.model_type,
             num_hidden_layers=num_layers or (2 if tiny else self.num_layers),

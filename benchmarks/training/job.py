@@ -21,8 +21,8 @@ class Job:
         shapes: ``(batch size per process, tokens per sequence)``, trained one after another until memory runs out.
         layers: Depth, None for the published one.
         devices: Number of processes with a device each.
-        warm_up, steps: Steps for each shape before those that are measured, and those. A plan that is still being
-            made prolongs the warm-up.
+        warm_up, steps: Steps for each shape before those that are measured, and those. A memory budget's plan is made
+            in the first two.
         optimizer: ``"adamw"`` or ``"sgd"``.
         learning_rate: Constant after ``learning_rate_warm_up`` steps.
         context_parallel_size: Processes that share each sequence.

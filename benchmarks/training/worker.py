@@ -133,16 +133,18 @@ class Feed:
 
     def _text(self) -> Iterator[Tensor]:
         """Rows of text in a random order that is the same in every job."""
-        rows = text(self.job.text_cache, self._vocab_size, self.shape[1])
+        rows = text(self.job.text_cache, self._vocab_size, self.shape[1], 10 if self.job.tiny else None)
         for epoch in itertools.count():
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.job.seed + epoch)).tolist()
             for place in order[self._rank :: self.job.devices // self.job.context_parallel_size]:
                 yield rows[place]["input_ids"]
 
 
-def text(cache: str, vocab_size: int, length: int) -> Any:
+def text(cache: str, vocab_size: int, length: int, max_documents: int | None) -> Any:
     """Rows of Python's standard library, tokenized once."""
-    data = TextDataModule(vocab_size=vocab_size, block_size=length, batch_size=1, cache_dir=cache)
+    data = TextDataModule(
+        vocab_size=vocab_size, block_size=length, batch_size=1, cache_dir=cache, max_documents=max_documents
+    )
     data.prepare_data()
     data.setup("fit")
     return data.train_data
@@ -203,7 +205,7 @@ class Meter(L.Callback):
         self._losses.append(outputs["loss"].detach())
         if self._marks:
             self._marks.append(self._now())
-        elif len(self._losses) >= self.job.warm_up and not is_planning(trainer.strategy):
+        elif len(self._losses) >= self.job.warm_up:
             if self._cuda:
                 self._highest = torch.cuda.max_memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
@@ -232,8 +234,9 @@ class Meter(L.Callback):
         memory: dict[str, float] = {}
         if self._cuda:
             steady = torch.cuda.max_memory_allocated()
+            of_planning = getattr(trainer.strategy, "peak_before_resets", 0)
             memory = {
-                "peak_gib": max(self._highest, steady) / GIB,
+                "peak_gib": max(self._highest, steady, of_planning) / GIB,
                 "steady_peak_gib": steady / GIB,
                 "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
             }
@@ -293,15 +296,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def is_planning(strategy: Any) -> bool:
-    """Whether the strategy still measures steps to choose a plan."""
-    return bool(getattr(strategy, "is_planning", False))
-
-
 def chosen_plan(strategy: Any) -> str | None:
     """The plan for activations in the words of the strategy."""
-    plan = getattr(strategy, "activation_plan", None)
-    return None if plan is None else str(plan)
+    return getattr(strategy, "activation_plan", None) or None
 
 
 def run_job(job: Job, write: Callable[[Row], None], leave: Callable[[], None] | None = None) -> None:
