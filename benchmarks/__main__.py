@@ -150,10 +150,7 @@ def _draw(file: Path, stem: str, console: Console) -> None:
     from benchmarks.training import figures
 
     results = records.read_results(file)
-    if results.command is None:
-        paths = plots.draw(*records.read(file), stem)
-    else:
-        paths = figures.draw(results, stem)
+    paths = plots.draw(*records.read(file), stem) if results.command is None else figures.draw(results, stem)
     for path in paths:
         console.print(f"wrote {path}")
 

@@ -90,9 +90,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
     ]
 
 
-def measure(
-    jobs: Sequence[Job], stem: str, command: str, options: argparse.Namespace, console: Console
-) -> list[Row]:
+def measure(jobs: Sequence[Job], stem: str, command: str, options: argparse.Namespace, console: Console) -> list[Row]:
     """Runs jobs, and says and writes each row as soon as it is there."""
     rows: list[Row] = []
     in_process = options.quick and all(job.devices == 1 for job in jobs)
