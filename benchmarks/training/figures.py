@@ -159,7 +159,7 @@ def _context(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure]:
     _lines(memory, rows, lambda row: row.sequence_length / 1024, lambda row: row.peak_gib)
     _lines(share, rows, lambda row: row.sequence_length / 1024, lambda row: context.attention_share(row, attention))
     for axes, title in ((speed, "tokens/s per GPU"), (memory, "peak GiB per GPU"), (share, "attention's share")):
-        axes.set_xlabel("tokens per sequence, thousands of 1024")
+        axes.set_xlabel("length of the sequence, in 1024 tokens")
         axes.set_ylabel(title)
     share.set_ylim(0, 1)
     return {"context": _finish(figure, f"{_title(rows[0])}, batch {rows[0].batch_size}; {rows[0].devices} x {where}")}
@@ -169,7 +169,7 @@ def _activations(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figur
     found = activations.read_lines(lines)
     names = list(dict.fromkeys(result.model for result in found))
     colours = dict(zip(activations.CONTENDERS, ("#D9D9D9", "#E69F00", "#56B4E9", "#0072B2"), strict=True))
-    figure = Figure(figsize=(2 + 1.6 * len(names), 4), layout="constrained")
+    figure = Figure(figsize=(max(9, 2 + 1.6 * len(names)), 4), layout="constrained")
     axes = figure.subplots()
     for offset, contender in enumerate(activations.CONTENDERS):
         by_model = {result.model: result.bytes_per_token or 0 for result in found if result.contender == contender}
@@ -196,7 +196,7 @@ def _differences(groups: Sequence[Sequence[convergence.Curve]], where: str) -> F
     """The distance of each run's losses from the stock run's, in a panel for each architecture and dtype."""
     columns = min(5, len(groups))
     num_rows = -(-len(groups) // columns)
-    figure = Figure(figsize=(3 * columns, 2.8 * num_rows + 0.6), layout="constrained")
+    figure = Figure(figsize=(max(10, 3 * columns), 2.8 * num_rows + 0.9), layout="constrained")
     panels = figure.subplots(num_rows, columns, squeeze=False).reshape(-1)
     for axes, group in zip(panels, groups, strict=False):
         stock = group[0].losses
@@ -210,8 +210,10 @@ def _differences(groups: Sequence[Sequence[convergence.Curve]], where: str) -> F
         axes.set_xlabel("step")
     for axes in panels[len(groups) :]:
         axes.remove()
-    panels[0].set_ylabel("difference of losses from the stock run")
-    return _finish(figure, f"Training with kernels and plans differs no more than stock runs differ; {where}")
+    panels[0].set_ylabel("difference of the loss")
+    return _finish(
+        figure, f"Tiny models: differences of losses from those of a stock run, other stock runs in grey; {where}"
+    )
 
 
 def _curves(rows: Sequence[Row], where: str) -> Figure:
