@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
-from benchmarks.training import worker
+from benchmarks.training import activations, worker
 from benchmarks.training.convergence import Curve, distances
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
@@ -73,13 +74,27 @@ def test_context_measures_lengths_and_attention(tmp_path: Path, capsys: pytest.C
 
 @without_gpu
 def test_activations_counts_what_layers_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("lightning_liger.activations.layers")
     assert main(["activations", "--quick", "--model", "llama3_8b", "--out", str(tmp_path)]) == 0
     found = {line["contender"]: line["bytes_per_token"] for line in read_results(tmp_path / "activations.jsonl").lines}
     # A layer keeps its input and the inputs of its matrix products at least: 2 of 64, two of 96 and more, in bfloat16.
     assert found["eager"] > 2 * (2 * 64 + 2 * 96)
-    assert found["cheap"] < found["store"]
+    assert found["cheap"] == found["store"]  # without a GPU no kernel runs whose outputs can be made again
     assert "of all stored" in capsys.readouterr().out
+
+
+def test_dropped_tensors_are_not_counted() -> None:
+    model = torch.nn.Linear(4, 4, bias=False)
+    ids = torch.ones(2, 4)
+    layers = SimpleNamespace(layers=[model], modes=["store"], dropped_bytes=[12])
+
+    def forward() -> torch.Tensor:
+        return model(ids * 2).exp()
+
+    stored = activations._count(forward, model, ids, layers)
+    assert stored == 2 * 2 * 4 * 4  # the input and the output of two rows of four, without weight and ids
+    layers.modes[0] = "cheap"
+    assert activations._count(forward, model, ids, layers) == stored - 12
+    assert layers.modes == ["cheap"]
 
 
 @without_gpu
@@ -147,9 +162,8 @@ def test_arm_out_of_memory_ends_with_a_row(monkeypatch: pytest.MonkeyPatch) -> N
 
 @without_gpu
 def test_arm_that_fails_is_a_row() -> None:
-    (row,) = run_jobs([dataclasses.replace(TINY, devices=2, optimizer="adagrad", arm="hf")], in_process=True)
-    assert row.status == "failed"
-    assert row.error
+    (row,) = run_jobs([dataclasses.replace(TINY, optimizer="adagrad")], in_process=True)
+    assert (row.status, row.error) == ("failed", "KeyError: 'adagrad'")
 
 
 def test_speed_is_relative_to_the_first_stock_arm_at_the_same_shape() -> None:
@@ -262,8 +276,8 @@ def test_sections_of_the_documentation_are_made_from_results(samples: dict[str, 
     # 40 GiB beyond the states for 2048 tokens; 1 GiB more for 2048 more; 20.48 s of 40.96 s are attention
     assert "| `liger`, layers recomputed | 2,048 | 100 | - | 80.0 | 20.00 | - |" in context
     assert "| `liger`, layers recomputed | 4,096 | 100 | 50% | 81.0 | 10.25 | 0.50 |" in context
-    activations = docs_sections.activations(samples["activations"])
-    assert "| Llama 3 8B | - | - | 2,000 / 3.0 | 1,300 / 3.0 | 0.65 |" in activations
+    kept = docs_sections.activations(samples["activations"])
+    assert "| Llama 3 8B | - | - | 2,000 / 3.0 | 1,300 / 3.0 | 0.65 |" in kept
     assert "| llama | float32 | 1.000 | 7.1e-02 | 0.50 |" in docs_sections.convergence(samples["convergence"])
 
 

@@ -1,11 +1,13 @@
-"""Tiny models learn the same with kernels and each plan as without: within the noise of two stock runs."""
+"""Tiny models learn the same with kernels and each plan as without: within the noise of two stock runs.
+
+Without a GPU the kernels' references run; ``python -m benchmarks convergence`` runs the kernels.
+"""
 
 import pytest
 import torch
 
 from benchmarks.training.convergence import ARCHITECTURES, FACTOR, PLANS, curves, distances
 
-pytest.importorskip("lightning_liger.activations.layers")
 NUM_STEPS = 6
 
 
