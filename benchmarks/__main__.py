@@ -1,4 +1,4 @@
-"""``python -m benchmarks ops|loss|plot``: measures, prints tables, writes records and draws figures."""
+"""``python -m benchmarks COMMAND``: measures, prints tables, writes results and draws figures."""
 
 import argparse
 import importlib.util
@@ -15,12 +15,21 @@ from benchmarks.environment import environment
 from benchmarks.loss import LOSS
 from benchmarks.ops import OPS
 from benchmarks.run import Runner, Settings, rms_norm_host_us
+from benchmarks.training import activations, context, convergence, models, train
 
 _OUT_HELP = (
     "where to write: a path without suffix, such as benchmarks/results/ops_h200, makes ops_h200.jsonl and"
     " ops_h200_<figure>.png there; a folder (one that exists, or a path that ends in /) makes {name}.jsonl in it"
 )
 _SUFFIXES = (".json", ".jsonl", ".png")
+_TRAINING = {
+    "train": (train, "a model within memory budgets, under each implementation"),
+    "context": (context, "the longest sequences that fit"),
+    "activations": (activations, "bytes that layers keep between forward and backward"),
+    "convergence": (convergence, "losses with kernels and plans, and without"),
+    "models": (models, "two layers of many models, with their distance to float64"),
+}
+"""Commands of whole models, each with its module."""
 
 
 def _names(what: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -43,8 +52,8 @@ def _stem(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compares liger_ops with others.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="ops|loss|plot")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compares this project with others.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ops = commands.add_parser("ops", help="the memory-bound ops")
     loss = commands.add_parser("loss", help="the LM head with its loss")
     ops.add_argument(
@@ -68,15 +77,17 @@ def _parser() -> argparse.ArgumentParser:
             metavar="CONTENDER,...",
             help=f"contenders to compare ours with (default: all): {', '.join(AGAINST)}",
         )
+    measuring = {"ops": ops, "loss": loss}
+    for name, (module, help) in _TRAINING.items():
+        measuring[name] = commands.add_parser(name, help=help, description=module.__doc__)
+        module.add_arguments(measuring[name])
+    for name, command in measuring.items():
         command.add_argument(
             "--quick", action="store_true", help="tiny sizes, a few repeats: a trial that also runs on a CPU"
         )
-    for name, command in (("ops", ops), ("loss", loss)):
         command.add_argument("--out", type=_stem, required=True, metavar="PATH", help=_OUT_HELP.format(name=name))
     plot = commands.add_parser("plot", help="draw the figures again from records")
-    plot.add_argument(
-        "records", type=Path, help="a .jsonl file that ops or loss wrote, or a .json file of benchmarks.train"
-    )
+    plot.add_argument("records", type=Path, help="a .jsonl file that a command wrote")
     plot.add_argument("--out", type=_stem, metavar="PATH", help="start of the figures' paths (default: the records')")
     return parser
 
@@ -120,13 +131,26 @@ def _measure(ops: Sequence[Op], settings: Settings, stem: str, console: Console)
     return not any(name.startswith("ours") for name in runner.failed)
 
 
+def _measure_ops(options: argparse.Namespace, stem: str, console: Console) -> bool:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings = Settings(
+        device=device,
+        against=options.against,
+        effort=timing.QUICK if options.quick else timing.Effort(),
+        rates=timing.Rates.measure(device) if device.type == "cuda" else None,
+        tiny=options.quick,
+        sweeps=options.command == "ops" and options.sweeps,
+    )
+    ops = [LOSS] if options.command == "loss" else [OPS[name] for name in options.only]
+    return _measure(ops, settings, stem, console)
+
+
 def _draw(file: Path, stem: str, console: Console) -> None:
     from benchmarks import plots  # needs matplotlib, which the package itself does not
+    from benchmarks.training import figures
 
-    if file.suffix == ".json":
-        paths = [plots.draw_training(records.read_training(file), stem)]
-    else:
-        paths = plots.draw(*records.read(file), stem)
+    results = records.read_results(file)
+    paths = plots.draw(*records.read(file), stem) if results.command is None else figures.draw(results, stem)
     for path in paths:
         console.print(f"wrote {path}")
 
@@ -147,21 +171,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         return 0
 
-    cuda = torch.cuda.is_available()
-    if not cuda and not options.quick:
+    if not torch.cuda.is_available() and not options.quick:
         parser.error("this needs a GPU; with --quick it runs on a CPU")
-    device = torch.device("cuda" if cuda else "cpu")
-    settings = Settings(
-        device=device,
-        against=options.against,
-        effort=timing.QUICK if options.quick else timing.Effort(),
-        rates=timing.Rates.measure(device) if cuda else None,
-        tiny=options.quick,
-        sweeps=options.command == "ops" and options.sweeps,
-    )
-    ops = [LOSS] if options.command == "loss" else [OPS[name] for name in options.only]
     stem = _resolve_stem(options.out, options.command)
-    worked = _measure(ops, settings, stem, console)
+    if options.command in _TRAINING:
+        module, _ = _TRAINING[options.command]
+        worked = module.run(options, stem, console)
+    else:
+        worked = _measure_ops(options, stem, console)
     console.print(f"wrote {stem}.jsonl")
     if has_matplotlib:
         _draw(Path(f"{stem}.jsonl"), stem, console)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import triton
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # settings of PyTorch's allocator change peak memory
+
 
 def _version(distribution: str) -> str | None:
     try:
@@ -28,4 +30,5 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         **{name: _version(name) for name in ("transformers", "lightning", "liger-kernel")},
+        **{name: os.environ[name] for name in _ALLOCATOR if name in os.environ},
     }

@@ -1,4 +1,4 @@
-"""Figures of records: of ops in the form of figures 2 to 7 of arXiv:2410.10989, of the loss, and of training."""
+"""Figures of records: of ops in the form of figures 2 to 7 of arXiv:2410.10989, and of the loss."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from benchmarks.cases import Op
 from benchmarks.loss import LOSS
 from benchmarks.ops import OPS
-from benchmarks.records import Record, TrainingRun
+from benchmarks.records import Record
 
 # From Okabe and Ito's palette, which is safe for colour blindness; a contender has the same colour in every figure.
 _STYLES = {
@@ -30,13 +30,6 @@ _NAMES = {
     "compile": "torch.compile",
     "torch": "PyTorch's fused op",
     "liger": "liger-kernel",
-}
-# Arms of benchmarks.train, each with a lightness and a hatch that remain distinct in greyscale.
-_ARMS = {
-    "fsdp": ("FSDP,\nHugging Face model", {"color": "#D9D9D9", "hatch": ""}),
-    "liger_kernel": ("FSDP, patched by\nliger-kernel", {"color": "#E69F00", "hatch": "///"}),
-    "liger_fsdp": ("liger_fsdp", {"color": "#0072B2", "hatch": ""}),
-    "liger_model_parallel": ("liger_model_parallel", {"color": "#56B4E9", "hatch": "..."}),
 }
 _OVERVIEW = ("cross_entropy", "rms_norm", "layer_norm", "rope", "silu_mul", "gelu_mul")
 _RESOLUTION = 150
@@ -59,18 +52,6 @@ def draw(environment: dict[str, Any], records: Sequence[Record], stem: str) -> l
         for path, figure in zip(paths, figures.values(), strict=True):
             figure.savefig(path, dpi=_RESOLUTION)
     return paths
-
-
-def draw_training(run: TrainingRun, stem: str) -> Path:
-    """Writes ``<stem>.png``: speed and peak memory per GPU of each arm of ``benchmarks.train``.
-
-    Returns:
-        The file written.
-    """
-    path = Path(f"{stem}.png")
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        _training_figure(run).savefig(path, dpi=_RESOLUTION)
-    return path
 
 
 def _figures(environment: dict[str, Any], records: Sequence[Record]) -> dict[str, Figure]:
@@ -193,35 +174,3 @@ def _loss_figure(records: Sequence[Record], where: str) -> Figure:
         axes.grid(linewidth=0.4, alpha=0.6)
     figure.axes[0].set_ylabel("wall time, ms")
     return _finish(figure, f"{LOSS.title}, forward and backward, gradients included; {where}")
-
-
-def _training_figure(run: TrainingRun) -> Figure:
-    """A figure with one labelled bar for each number of GPUs and arm."""
-    arms = sorted(run.arms, key=lambda arm: arm["processes"])
-    gpus = list(dict.fromkeys(arm["processes"] for arm in arms))
-    labels = [
-        _ARMS[arm["arm"]][0] + (f", {arm['processes']} GPU{'s'[: arm['processes'] - 1]}" if len(gpus) > 1 else "")
-        for arm in arms
-    ]
-    styles = [_ARMS[arm["arm"]][1] for arm in arms]
-    speeds = [arm["tokens_per_second"] / arm["processes"] for arm in arms]
-    peaks = [arm["peak_memory_bytes"] / 2**30 for arm in arms]
-    figure = Figure(figsize=(9, 1.2 + 0.4 * len(labels)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    quantities = (
-        ("tokens/s per GPU (more is better)", speeds, ",.0f"),
-        ("peak GiB per GPU (less is better)", peaks, ".1f"),
-    )
-    for axes, (title, values, form) in zip(panels, quantities, strict=True):
-        for position, (value, style) in enumerate(zip(values, styles, strict=True)):
-            axes.barh(position, value, height=0.68, edgecolor="black", linewidth=0.8, **style)
-            axes.annotate(f"{value:{form}}", (value, position), (4, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(labels)), labels)
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlim(0, 1.15 * max(values))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.set_title(title, fontsize=9)
-    panels[0].invert_yaxis()  # shared: the first arm on top in both
-    where = f"{', '.join(map(str, gpus))} x {run.environment['device']}, torch {run.environment['torch']}"
-    figure.suptitle(f"{run.config}, {arms[0]['steps']} steps; {where}", fontsize=10)
-    return figure

@@ -1,9 +1,9 @@
-"""Files of results: JSON lines of ops and the loss (the environment, then the records), JSON of training runs."""
+"""Files of results in JSON lines: the environment, then one line for each measurement."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +69,32 @@ class Record:
         return cls(**{"pass_" if name == "pass" else name: value for name, value in values.items()})
 
 
+class _HasJSON(Protocol):
+    def to_json(self) -> str: ...
+
+
+class Line(dict[str, Any]):
+    """A measurement without a class."""
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+
 class Writer:
-    """Writes each record at once, so that an interrupted run leaves those it has measured."""
+    """Writes each record at once, so that an interrupted run leaves those it has measured.
 
-    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
+    Args:
+        path: The file.
+        environment: Device and versions.
+        command: The command of ``python -m benchmarks`` that measures; None for those that write :class:`Record`.
+    """
+
+    def __init__(self, path: Path, environment: dict[str, Any], command: str | None = None) -> None:
         self._file = path.open("w", encoding="utf-8")
-        self._file.write(json.dumps({"environment": environment}) + "\n")
+        first = {"environment": environment} | ({"command": command} if command else {})
+        self._file.write(json.dumps(first) + "\n")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: _HasJSON) -> None:
         self._file.write(record.to_json() + "\n")
         self._file.flush()
 
@@ -87,41 +105,38 @@ class Writer:
         self._file.close()
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """The environment and the records of a file that the benchmarks wrote.
+class Results(NamedTuple):
+    """The content of a file that a command wrote."""
+
+    command: str | None
+    """The command, None for ``ops`` and ``loss``."""
+    environment: dict[str, Any]
+    """Device and versions."""
+    lines: list[dict[str, Any]]
+    """One for each measurement."""
+
+
+def read_results(path: Path) -> Results:
+    """The content of a file that a command wrote.
 
     Raises:
         ValueError: If ``path`` holds anything else.
     """
     try:
         first, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        return first["environment"], [Record.from_json(line) for line in lines]
-    except (ValueError, KeyError, TypeError) as error:
+        return Results(first.get("command"), first["environment"], lines)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not hold records of python -m benchmarks: {error}") from error
 
 
-class TrainingRun(NamedTuple):
-    """The file that ``benchmarks.train`` writes."""
-
-    environment: dict[str, Any]
-    """Device and versions."""
-    config: str
-    """Path of the yaml that every arm trained."""
-    arms: list[dict[str, Any]]
-    """One for each strategy and number of GPUs: ``arm``, ``processes``, ``steps``, ``tokens_per_second``, ..."""
-
-
-def read_training(path: Path) -> TrainingRun:
-    """The content of a file that ``python -m benchmarks.train`` wrote.
+def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """The environment and the records of a file that ``ops`` or ``loss`` wrote.
 
     Raises:
         ValueError: If ``path`` holds anything else.
     """
-    measured = {"arm", "processes", "steps", "tokens_per_second", "peak_memory_bytes"}
+    results = read_results(path)
     try:
-        run = TrainingRun(**json.loads(path.read_text(encoding="utf-8")))
-        if not run.arms or any(not measured <= arm.keys() for arm in run.arms):
-            raise ValueError(f"expected arms, each with {sorted(measured)}")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} does not hold results of python -m benchmarks.train: {error}") from error
-    return run
+        return results.environment, [Record.from_json(line) for line in results.lines]
+    except TypeError as error:
+        raise ValueError(f"{path} does not hold records of python -m benchmarks: {error}") from error

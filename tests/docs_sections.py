@@ -5,7 +5,6 @@ python -m tests.docs_sections
 A section lies between the lines ``<!-- NAME, written by make docs -->`` and ``<!-- end of NAME -->`` of its page.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,18 +15,31 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_liger  # noqa: F401  registers the strategies
 from benchmarks.ops import OPS
-from benchmarks.records import Record, read, read_training
+from benchmarks.records import Record, read, read_results
 from benchmarks.tables import CLAIMS
+from benchmarks.training.activations import TITLES
+from benchmarks.training.activations import cells as activation_cells
+from benchmarks.training.activations import read_lines as read_activations
+from benchmarks.training.context import attention_share, slope_mib
+from benchmarks.training.context import read_lines as read_context
+from benchmarks.training.convergence import STOCK
+from benchmarks.training.convergence import cells as convergence_cells
+from benchmarks.training.convergence import read_lines as read_convergence
+from benchmarks.training.dims import DIMS
+from benchmarks.training.job import Row
+from benchmarks.training.train import baseline
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 STRATEGIES = ("liger", "liger_ddp", "liger_fsdp", "liger_model_parallel", "liger_deepspeed_stage_2")
-ARMS = {
-    "fsdp": "`fsdp`, the Hugging Face model as it is",
-    "liger_kernel": "`fsdp`, the model patched by liger-kernel {liger}",
-    "liger_fsdp": "`liger_fsdp`",
-    "liger_model_parallel": "`liger_model_parallel`",
+MEASURED = {
+    "budgets": ("train_llama3_8b_h200.jsonl", "train_llama3_8b_2xh200.jsonl"),
+    "batches": ("batches_2xh200.jsonl",),
+    "context": ("context_h200.jsonl",),
+    "activations": ("activations_h200.jsonl",),
+    "convergence": ("convergence_h200.jsonl",),
 }
+"""Files of sections of docs/benchmarks.md that are there once one of the files is."""
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -35,43 +47,141 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def training() -> str:
+def _rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    results = read_results(path)
+    return results.environment, [Row.from_json(line) for line in results.lines]
+
+
+def _arm(row: Row, environment: dict[str, Any]) -> str:
+    """An arm in the words of users."""
+    plan = row.parsed_arm.plan
+    plans = {"": "", "none": ", nothing recomputed", "full": ", layers recomputed"}
+    if plan.isdecimal():
+        words = f", `activation_checkpointing={plan}`"
+    else:
+        budget = '"auto"' if plan == "auto" else plan.removesuffix("GiB")
+        words = plans.get(plan, f", `memory_budget={budget}`")
+    names = {
+        "hf": "Hugging Face",
+        "liger_kernel": f"liger-kernel {environment['liger-kernel']}",
+        "ours": "`liger`" if row.devices == 1 else "`liger_fsdp`",
+        "ours_fsdp2": "`liger_model_parallel`",
+    }
+    return names[row.parsed_arm.implementation] + words
+
+
+def _training_row(row: Row, rows: Sequence[Row], environment: dict[str, Any]) -> tuple[str, ...]:
+    plain = baseline(row, rows)
+    if row.tokens_per_second is None:
+        return _arm(row, environment), row.status, "-", "-", "-", "-"
+    return (
+        _arm(row, environment),
+        f"{row.tokens_per_second:,.0f}",
+        _number(row.peak_gib, ".1f"),
+        "-" if plain is None else f"{row.tokens_per_second / plain.tokens_per_second:.2f}x",
+        "-" if plain is None or plain.peak_gib is None else f"{row.peak_gib / plain.peak_gib:.2f}x",
+        _number(row.loss, ".3f"),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+_TRAINING_HEADER = ("strategy", "tokens/s per GPU", "peak GiB per GPU", "speed", "memory")
+
+
+def training(path: Path = RESULTS / "train_llama3_8b_4xh200.jsonl") -> str:
     """Speed, memory and loss of each strategy on the same model."""
-    run = read_training(RESULTS / "train_llama3_8b_4xh200.json")
-    first = run.arms[0]
-    rows = []
-    for arm in run.arms:
-        rows.append(
-            (
-                ARMS[arm["arm"]].format(liger=run.environment["liger-kernel"]),
-                f"{arm['tokens_per_second'] / arm['processes']:,.0f}",
-                f"{arm['peak_memory_bytes'] / 2**30:.1f}",
-                f"{arm['tokens_per_second'] / first['tokens_per_second']:.2f}x",
-                f"{arm['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
-                f"{arm['step_losses'][-1]:.3f}",
-            )
-        )
-    header = ("strategy", "tokens/s per GPU", "peak GiB per GPU", "speed", "memory", f"loss, step {first['steps']}")
-    return _table(header, rows)
+    environment, rows = _rows(path)
+    header = (*_TRAINING_HEADER, f"loss, step {max(len(row.losses) for row in rows)}")
+    return _table(header, [_training_row(row, rows, environment) for row in rows])
 
 
 def scaling() -> str:
     """Speed and memory per GPU on more and more GPUs."""
-    run = read_training(RESULTS / "scaling_llama3_8b_h200.json")
-    gpus = sorted({arm["processes"] for arm in run.arms})
-    rows = []
-    for name in dict.fromkeys(arm["arm"] for arm in run.arms):
-        found = {arm["processes"]: arm for arm in run.arms if arm["arm"] == name}
-        speeds = {count: found[count]["tokens_per_second"] / count for count in gpus}
-        cells = [f"{speeds[count]:,.0f} / {found[count]['peak_memory_bytes'] / 2**30:.1f}" for count in gpus]
-        rows.append((ARMS[name], *cells, f"{speeds[gpus[-1]] / speeds[gpus[0]]:.3f}"))
+    environment, rows = _rows(RESULTS / "scaling_llama3_8b_h200.jsonl")
+    gpus = sorted({row.devices for row in rows})
+    table = []
+    for arm in dict.fromkeys(row.arm for row in rows):
+        found = {row.devices: row for row in rows if row.arm == arm}
+        speeds = {count: found[count].tokens_per_second for count in gpus}
+        cells = [f"{speeds[count]:,.0f} / {found[count].peak_gib:.1f}" for count in gpus]
+        name = _arm(found[gpus[-1]], environment)  # FSDP on one GPU too
+        table.append((name, *cells, f"{speeds[gpus[-1]] / speeds[gpus[0]]:.3f}"))
     counts = [f"{count} GPU{'s' if count > 1 else ''}" for count in gpus]
-    return _table(("strategy", *counts, f"speed per GPU, {gpus[-1]} against {gpus[0]}"), rows)
+    return _table(("strategy", *counts, f"speed per GPU, {gpus[-1]} against {gpus[0]}"), table)
+
+
+def budgets(paths: Sequence[Path] | None = None) -> str:
+    """Speed within memory budgets, on one GPU and on two."""
+    table = []
+    for path in paths or [RESULTS / name for name in MEASURED["budgets"] if (RESULTS / name).exists()]:
+        environment, rows = _rows(path)
+        for row in rows:
+            name, *cells = _training_row(row, rows, environment)
+            table.append((str(row.devices), name, row.chosen_plan or "-", *cells[:-1]))
+    return _table(("GPUs", _TRAINING_HEADER[0], "plan", *_TRAINING_HEADER[1:]), table)
+
+
+def batches(path: Path = RESULTS / MEASURED["batches"][0]) -> str:
+    """Of each arm: the fastest batch, and the largest that fits."""
+    environment, rows = _rows(path)
+    table = []
+    for model, arm in dict.fromkeys((row.model, row.arm) for row in rows):
+        mine = [row for row in rows if (row.model, row.arm) == (model, arm)]
+        ran = [row for row in mine if row.tokens_per_second is not None]
+        if not ran:
+            table.append((DIMS[model].title, _arm(mine[0], environment), "-", "-", "-", "-"))
+            continue
+        best, largest = max(ran, key=lambda row: row.tokens_per_second), max(ran, key=lambda row: row.batch_size)
+        more = "" if largest is not mine[-1] else " or more"
+        cells = f"{best.tokens_per_second:,.0f}", str(best.batch_size), _number(best.peak_gib, ".1f")
+        table.append((DIMS[model].title, _arm(best, environment), *cells, f"{largest.batch_size}{more}"))
+    header = ("model", "strategy", "tokens/s per GPU", "at batch size", "peak GiB there", "largest batch size")
+    return _table(header, table)
+
+
+def context(path: Path = RESULTS / MEASURED["context"][0]) -> str:
+    """Speed and memory at each length of a sequence."""
+    results = read_results(path)
+    rows, attention = read_context(results.lines)
+    table = []
+    for row in rows:
+        share = attention_share(row, attention)
+        table.append(
+            (
+                _arm(row, results.environment),
+                f"{row.sequence_length:,}",
+                _number(row.tokens_per_second, ",.0f") if row.tokens_per_second else row.status,
+                _number(share, ".0%"),
+                _number(row.peak_gib, ".1f"),
+                _number(row.mib_per_token, ".2f"),
+                _number(slope_mib(row, rows), ".2f"),
+            )
+        )
+    memory = ("peak GiB", "MiB per token beyond the states", "MiB per further token")
+    return _table(("strategy", "tokens", "tokens/s per GPU", "attention alone", *memory), table)
+
+
+def activations(path: Path = RESULTS / MEASURED["activations"][0]) -> str:
+    """Bytes that layers keep between forward and backward."""
+    found = read_activations(read_results(path).lines)
+    names = dict.fromkeys(result.model for result in found)
+    return _table(("model", *TITLES.values(), "of all stored"), [activation_cells(name, found) for name in names])
+
+
+def convergence(path: Path = RESULTS / MEASURED["convergence"][0]) -> str:
+    """Distances of losses with kernels and plans from those of stock runs."""
+    groups, _ = read_convergence(read_results(path).lines)
+    runs = list(dict.fromkeys(curve.run for group in groups for curve in group if curve.run not in STOCK))
+    header = ("architecture", "dtype", "last loss", "noise", *runs)
+    return _table(header, [convergence_cells(group, runs) for group in groups])
 
 
 def models() -> str:
     """Time, memory and error of two layers of each model."""
-    records = json.loads((RESULTS / "models_h200.json").read_text(encoding="utf-8"))["records"]
+    records = read_results(RESULTS / "models_h200.jsonl").lines
     rows = []
     for name in dict.fromkeys(record["model"] for record in records):
         arms = {record["arm"]: record for record in records if record["model"] == name}
@@ -196,6 +306,11 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
         for section in (training, scaling, models, loss, ops, claims)
+    },
+    **{
+        f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
+        for section in (budgets, batches, context, activations, convergence)
+        if any((RESULTS / name).exists() for name in MEASURED[section.__name__])
     },
     "docs/how_it_works.md: classes": ("docs/how_it_works.md", classes),
 }

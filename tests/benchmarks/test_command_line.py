@@ -135,22 +135,6 @@ def test_plot_draws_again_from_records(tmp_path: Path) -> None:
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("name", ["train_llama3_8b_4xh200", "scaling_llama3_8b_h200"])
-def test_plot_draws_training(name: str, tmp_path: Path) -> None:
-    results = Path(__file__).parents[2] / "benchmarks" / "results"
-    assert main(["plot", str(results / f"{name}.json"), "--out", str(tmp_path / name)]) == 0
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@needs_matplotlib
-@pytest.mark.parametrize("text", ["{}", '{"environment": {}, "config": "a.yaml", "arms": [{"arm": "fsdp"}]}'])
-def test_plot_rejects_other_json(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "foreign.json"
-    path.write_text(text)
-    assert "foreign.json does not hold results of python -m benchmarks.train" in rejected(capsys, "plot", str(path))
-
-
-@needs_matplotlib
 @pytest.mark.parametrize("text", [None, "", '{"environment": {}}\n{"op": "rope"}\n', "no json"])
 def test_plot_rejects_what_is_no_record(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "foreign.jsonl"

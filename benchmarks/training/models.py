@@ -1,6 +1,4 @@
-"""Whole models at real width, patched and unpatched: time, memory and distance to float64 of a step.
-
-    python -m benchmarks.models --out benchmarks/results/models_h200.json
+"""``models``: two layers of models at real width, patched and unpatched: time, memory and distance to float64.
 
 Each model has two layers of its real width and random weights in bfloat16. Errors are relative L2 distances of all
 gradients together, and of the loss, to the same weights in float64, on fewer tokens.
@@ -9,7 +7,6 @@ gradients together, and of the loss, to the same weights in float64, on fewer to
 import argparse
 import copy
 import gc
-import json
 import multiprocessing
 import statistics
 from collections.abc import Callable
@@ -21,67 +18,35 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.environment import environment
+from benchmarks.records import Line, Writer
 from benchmarks.timing import synchronize, wall_ms
+from benchmarks.training.dims import DIMS, make_model
+from benchmarks.training.train import parse_models
+from benchmarks.training.worker import apply_liger_kernel
 from lightning_liger import apply_liger_kernels
 
-_GQA = {"num_attention_heads": 32, "num_key_value_heads": 8}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3 8B": ("llama", {**_GQA, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}),
-    "Qwen3 8B": (
-        "qwen3",
-        {**_GQA, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128, "vocab_size": 151936},
-    ),
-    "Gemma 3 4B": (
-        "gemma3_text",
-        {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "head_dim": 256, "vocab_size": 262208, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "Mistral 7B": ("mistral", {**_GQA, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32768}),
-    "Phi-3 mini": (
-        "phi3",
-        {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 32,
-         "vocab_size": 32064},
-    ),
-    "GLM-4 9B": (
-        "glm4",
-        {"hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2,
-         "head_dim": 128, "vocab_size": 151552},
-    ),
-    "OLMo 2 7B": (
-        "olmo2",
-        {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
-         "vocab_size": 100352},
-    ),
-    "Granite 3 8B": (
-        "granite",
-        {**_GQA, "hidden_size": 4096, "intermediate_size": 12800, "vocab_size": 49155, "logits_scaling": 16.0,
-         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125},
-    ),
-    "Mixtral, narrow experts": (
-        "mixtral",
-        {**_GQA, "hidden_size": 4096, "intermediate_size": 3584, "vocab_size": 32000, "num_local_experts": 8},
-    ),
-    "Bamba 9B": (
-        "bamba",
-        {**_GQA, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "attn_layer_indices": [1]},
-    ),
-}  # fmt: skip
-_SMALL = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16, "mamba_n_heads": 8}
-
-
-def _patch_by_liger_kernel(model: nn.Module) -> None:
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=model)
+MODELS = (
+    "llama3_8b",
+    "qwen3_8b",
+    "gemma3_4b",
+    "mistral_7b",
+    "phi3_mini",
+    "glm4_9b",
+    "olmo2_7b",
+    "granite3_8b",
+    "mixtral_narrow",
+    "bamba_9b",
+)
+_SETTINGS: dict[str, dict[str, Any]] = {"gemma3_4b": {"layer_types": ["sliding_attention", "full_attention"]}}
+"""Settings of some models with two layers."""
 
 
 ARMS: dict[str, Callable[[nn.Module], Any]] = {
     "unpatched": lambda model: None,
     "ours": apply_liger_kernels,
-    "liger-kernel": _patch_by_liger_kernel,  # last: its changes cannot be undone
+    "liger-kernel": apply_liger_kernel,  # last: its changes cannot be undone
 }
 
 
@@ -101,15 +66,10 @@ def _distance(actual: list[Tensor], exact: list[Tensor]) -> float:
 
 def measure(name: str, quick: bool, device: torch.device) -> list[dict[str, Any]]:
     """Records of one model, one for each arm."""
-    model_type, settings = MODELS[name]
-    if quick:
-        settings = {key: _SMALL.get(key, value) for key, value in settings.items()}
-        settings |= {"num_attention_heads": 4, "num_key_value_heads": 2} | {"mamba_n_heads": 8, "mamba_d_head": 16}
-    config = AutoConfig.for_model(
-        model_type, num_hidden_layers=2, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings
-    )
+    dims = DIMS[name]
+    config = dims.config(2, quick, **_SETTINGS.get(name, {}))
     batch_size, seq_len = (2, 16) if quick else (4, 2048)
-    if model_type == "bamba" and not quick:
+    if dims.model_type == "bamba" and not quick:
         batch_size, seq_len = 1, 512  # its fallback without the mamba package makes tensors of 64 GiB at 2048
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, config.vocab_size, (batch_size, seq_len), generator=generator).to(device)
@@ -118,16 +78,14 @@ def measure(name: str, quick: bool, device: torch.device) -> list[dict[str, Any]
         "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator).to(device) < 0.1, -100),
     }
     few = {key: value[:1, : 16 if quick else 512] for key, value in batch.items()}
-    torch.manual_seed(0)
-    with device:
-        original = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    original = make_model(config, device, torch.bfloat16)
     in_double = copy.deepcopy(original).double()
     in_double.config._experts_implementation = "eager"  # grouped products have no float64
     exact_loss, exact = _gradients(in_double, few)
     del in_double
     records = []
     for arm, patch in ARMS.items():
-        model = copy.deepcopy(original).train()
+        model = copy.deepcopy(original)
         try:
             report = patch(model)
             loss, gradients = _gradients(model, few)
@@ -156,8 +114,8 @@ def measure(name: str, quick: bool, device: torch.device) -> list[dict[str, Any]
         milliseconds = wall_ms([once], 3 if quick else 10, device)
         records.append(
             {
-                "model": name,
-                "model_type": model_type,
+                "model": dims.title,
+                "model_type": dims.model_type,
                 "tokens": ids.numel(),
                 "arm": arm,
                 "step_ms": statistics.median(milliseconds),
@@ -192,26 +150,27 @@ def _table(records: list[dict[str, Any]]) -> Table:
     return table
 
 
-def main() -> None:
-    """Measures, writes records and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where to write the records, as JSON")
-    parser.add_argument("--only", default=",".join(MODELS), help="comma separated names of models (default: all)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, a few repeats: a trial that runs on a CPU")
-    options = parser.parse_args()
-    names = [name for name in MODELS if name in options.only]
-    if not names:
-        parser.error(f"--only takes names out of {list(MODELS)}, got {options.only!r}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=parse_models,
+        default=MODELS,
+        metavar="MODEL,...",
+        help=f"which dimensions (default: {','.join(MODELS)})",
+    )
+
+
+def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
+    """Measures, prints and writes; an error in one of ours is raised."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     records: list[dict[str, Any]] = []
-    for name in names:
-        # In a separate process: liger-kernel's changes are for every model of the process.
-        with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
-            records += process.submit(measure, name, options.quick, device).result()
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"environment": environment(), "records": records}, indent=1))
-    Console(width=120).print(_table(records))
-
-
-if __name__ == "__main__":
-    main()
+    with Writer(Path(f"{stem}.jsonl"), environment(), "models") as writer:
+        for name in options.model:
+            # In a separate process: liger-kernel's changes are for every model of the process.
+            with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
+                found = process.submit(measure, name, options.quick, device).result()
+            for record in found:
+                writer.write(Line(record))
+            records += found
+    console.print(_table(records))
+    return True

@@ -1,0 +1,314 @@
+"""``python -m benchmarks`` with the commands of whole models, in this process, on tiny sizes."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.records import read_results
+from benchmarks.training import activations, worker
+from benchmarks.training.convergence import Curve, distances
+from benchmarks.training.dims import DIMS
+from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
+from benchmarks.training.processes import run_jobs
+from benchmarks.training.train import ratio
+from tests import docs_sections
+
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+TINY = Job("llama3_8b", "ours", ((2, 16), (4, 8)), tiny=True, warm_up=1, steps=2)
+
+
+def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def rows_of(path: Path) -> list[Row]:
+    return [Row.from_json(line) for line in read_results(path).lines]
+
+
+@without_gpu
+def test_train_compares_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--arms", "hf:full,hf:none,ours", "--batches", "2,4", "--steps", "2", "--warm-up", "1"]
+    assert main(["train", "--quick", *arguments, "--out", str(tmp_path / "mine")]) == 0
+    results = read_results(tmp_path / "mine.jsonl")
+    assert results.command == "train"
+    assert {"date", "device", "torch", "liger-kernel"} <= set(results.environment)
+    rows = rows_of(tmp_path / "mine.jsonl")
+    assert [(row.arm, row.batch_size) for row in rows] == [
+        (arm, size) for arm in ("hf:full", "hf:none", "ours") for size in (2, 4)
+    ]
+    for row in rows:
+        assert row.status == OK
+        assert len(row.step_seconds) == 2
+        assert len(row.losses) == 3
+        assert row.parameters_gib > 0
+        assert row.optimizer_gib >= 2 * row.parameters_gib  # AdamW
+    # The same weights and batches in every arm.
+    assert rows[0].losses == pytest.approx(rows[2].losses, rel=1e-5)
+    assert rows[0].losses == pytest.approx(rows[4].losses, rel=1e-3)
+    printed = capsys.readouterr().out
+    assert "Hugging Face, layers recomputed" in printed
+    assert "1.000x" in printed
+
+
+@without_gpu
+def test_context_measures_lengths_and_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--arms", "ours", "--lengths", "16,32", "--warm-up", "0", "--optimizer", "sgd"]
+    assert main(["context", "--quick", *arguments, "--out", f"{tmp_path}/"]) == 0
+    results = read_results(tmp_path / "context.jsonl")
+    assert [line["attention"]["sequence_length"] for line in results.lines[:2]] == [16, 32]
+    assert [line["sequence_length"] for line in results.lines[2:]] == [16, 32]
+    assert {line["status"] for line in results.lines[2:]} == {OK}
+    assert "states are parameters" in capsys.readouterr().out
+
+
+@without_gpu
+def test_activations_counts_what_layers_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["activations", "--quick", "--model", "llama3_8b", "--out", str(tmp_path)]) == 0
+    found = {line["contender"]: line["bytes_per_token"] for line in read_results(tmp_path / "activations.jsonl").lines}
+    # A layer keeps its input and the inputs of its matrix products at least: 2 of 64, two of 96 and more, in bfloat16.
+    assert found["eager"] > 2 * (2 * 64 + 2 * 96)
+    assert found["cheap"] == found["store"]  # without a GPU no kernel runs whose outputs can be made again
+    assert "of all stored" in capsys.readouterr().out
+
+
+def test_dropped_tensors_are_not_counted() -> None:
+    model = torch.nn.Linear(4, 4, bias=False)
+    ids = torch.ones(2, 4)
+    layers = SimpleNamespace(layers=[model], modes=["store"], dropped_bytes=[12])
+
+    def forward() -> torch.Tensor:
+        return model(ids * 2).exp()
+
+    stored = activations._count(forward, model, ids, layers)
+    assert stored == 2 * 2 * 4 * 4  # the input and the output of two rows of four, without weight and ids
+    layers.modes[0] = "cheap"
+    assert activations._count(forward, model, ids, layers) == stored - 12
+    assert layers.modes == ["cheap"]
+
+
+@without_gpu
+def test_convergence_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--only", "phi3", "--plans", "kernels", "--text-steps", "0", "--out", str(tmp_path)]
+    assert main(["convergence", "--quick", *arguments]) == 0
+    curves = [Curve(**line["curve"]) for line in read_results(tmp_path / "convergence.jsonl").lines]
+    assert [curve.run for curve in curves] == ["stock", "stock, rows reversed", "stock, two micro-batches", "kernels"]
+    assert "multiple of the noise" in " ".join(capsys.readouterr().out.split())
+
+
+@without_gpu
+def test_text_is_the_same_in_each_run_and_reversed_in_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["convergence", "--quick", "--only", "", "--out", f"{tmp_path}/"]) == 0
+    rows = rows_of(tmp_path / "convergence.jsonl")
+    assert [(row.arm, row.permute_rows) for row in rows] == [("hf", False), ("hf", True), ("ours", False)]
+    assert rows[1].losses == pytest.approx(rows[0].losses, rel=1e-5)
+    assert rows[2].losses == pytest.approx(rows[0].losses, rel=1e-3)
+    assert len(set(rows[0].losses)) == 3
+
+
+def test_batches_of_ranks_differ_unless_they_share_sequences() -> None:
+    def first(rank: int, **changes: Any) -> torch.Tensor:
+        return next(iter(worker.Feed(dataclasses.replace(TINY, devices=2, **changes), rank)))["input_ids"]
+
+    assert not torch.equal(first(0), first(1))
+    assert torch.equal(first(0, context_parallel_size=2), first(1, context_parallel_size=2))
+    assert torch.equal(first(0, permute_rows=True), first(0).flip(0))
+
+
+def test_noise_is_how_far_stock_runs_drift() -> None:
+    runs = {
+        "stock": [4.0, 3.0],
+        "stock, rows reversed": [4.0, 3.1],
+        "stock, two micro-batches": [4.0, 3.0],
+        "kernels": [4.3, 3.4],
+    }
+    noise, found = distances([Curve("llama", "float32", run, losses) for run, losses in runs.items()])
+    assert noise == pytest.approx(0.1 / 2**0.5)
+    assert found == {"kernels": pytest.approx((0.25 / 2) ** 0.5)}
+    same = [Curve("llama", "bfloat16", run, [4.0]) for run in runs]
+    assert distances(same) == (4.0 * 2**-7, {"kernels": 0.0})
+
+
+@without_gpu
+def test_arm_out_of_memory_ends_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = worker.BenchmarkLM.training_step
+
+    def training_step(self: worker.BenchmarkLM, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if len(batch["input_ids"]) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(worker.BenchmarkLM, "training_step", training_step)
+    job = dataclasses.replace(TINY, shapes=((2, 16), (4, 16), (8, 16)))
+    first, second = run_jobs([job], in_process=True)
+    assert (first.status, first.batch_size) == (OK, 2)
+    assert (second.status, second.batch_size) == (OUT_OF_MEMORY, 4)
+    assert second.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    assert second.tokens_per_second is None
+
+
+@without_gpu
+def test_arm_that_fails_is_a_row() -> None:
+    (row,) = run_jobs([dataclasses.replace(TINY, optimizer="adagrad")], in_process=True)
+    assert (row.status, row.error) == ("failed", "KeyError: 'adagrad'")
+
+
+def test_speed_is_relative_to_the_first_stock_arm_at_the_same_shape() -> None:
+    def row(arm: str, batch_size: int, speed: float | None) -> Row:
+        return Row("llama3_8b", 32, arm, 1, batch_size, 512, tokens_per_second=speed)
+
+    ours = row("ours", 4, 150.0)
+    assert ratio(ours, [row("hf:full", 2, 10.0), row("hf:full", 4, 100.0), row("hf:none", 4, 120.0), ours]) == 1.5
+    assert ratio(ours, [row("hf:full", 4, None), ours]) is None
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_dimensions_are_those_of_the_architecture(name: str) -> None:
+    dims = DIMS[name]
+    config = dims.config()
+    assert config.num_hidden_layers == dims.num_layers
+    for key, value in dims.sizes.items():
+        if key != "rope_parameters":
+            assert getattr(config, key) == value
+    assert dims.config(3, tiny=True).hidden_size == 64
+
+
+def test_numbers_of_parameters_are_the_published_ones() -> None:
+    published = {"llama3_8b": 8.03, "llama3_1b": 1.24, "qwen2_7b": 7.62, "gemma_7b": 8.54, "mistral_7b": 7.25}
+    for name, billions in (published | {"phi3_mini": 3.82, "qwen3_8b": 8.19}).items():
+        config = DIMS[name].config()
+        with torch.device("meta"):
+            model = worker.make_model(config, torch.device("meta"), torch.bfloat16)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert count / 1e9 == pytest.approx(billions, abs=0.006), name
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", ["train_llama3_8b_4xh200", "scaling_llama3_8b_h200"])
+def test_plot_draws_training(name: str, tmp_path: Path) -> None:
+    results = Path(__file__).parents[3] / "benchmarks" / "results"
+    assert main(["plot", str(results / f"{name}.jsonl"), "--out", str(tmp_path / name)]) == 0
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _sample(path: Path, command: str, *lines: dict[str, Any]) -> Path:
+    environment = {"device": "a GPU", "torch": "2", "liger-kernel": "1"}
+    first = {"environment": environment, "command": command}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    return path
+
+
+def _row(arm: str, batch_size: int = 8, length: int = 2048, **found: Any) -> dict[str, Any]:
+    return json.loads(Row("llama3_8b", 32, arm, 1, batch_size, length, **found).to_json())
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> dict[str, Path]:
+    """A file of each command, with numbers that nobody measured."""
+    speed = {"tokens_per_second": 100.0, "peak_gib": 80.0, "parameters_gib": 10.0, "optimizer_gib": 20.0}
+    ours = {**speed, "tokens_per_second": 150.0, "peak_gib": 60.0, "chosen_plan": "recompute 3", "losses": [2.0, 1.0]}
+    curves = [
+        {"curve": {"architecture": "llama", "dtype": "float32", "run": run, "losses": [2.0, loss]}}
+        for run, loss in (("stock", 1.0), ("stock, rows reversed", 1.1), ("stock, two micro-batches", 1.0))
+    ]
+    attention = {"model": "llama3_8b", "layers": 32, "context_parallel_size": 1, "seconds": 20.48}
+    kept = {"model": "llama3_8b", "tokens": 64, "step_ms": 3.0}
+    return {
+        "train": _sample(
+            tmp_path / "train.jsonl", "train", _row("hf:full", **speed), _row("ours:61.3GiB", loss=1.0, **ours)
+        ),
+        "batches": _sample(
+            tmp_path / "batches.jsonl",
+            "train",
+            _row("hf:full", 4, **speed),
+            _row("hf:full", 8, status=OUT_OF_MEMORY),
+            _row("ours:auto", 4, **speed),
+            _row("ours:auto", 8, **ours),
+        ),
+        "context": _sample(
+            tmp_path / "context.jsonl",
+            "context",
+            {"attention": {**attention, "sequence_length": 4096}},
+            _row("ours:full", 1, 2048, **speed),
+            _row("ours:full", 1, 4096, **speed | {"peak_gib": 81.0}),
+        ),
+        "activations": _sample(
+            tmp_path / "activations.jsonl",
+            "activations",
+            {**kept, "contender": "store", "bytes_per_token": 2000.0},
+            {**kept, "contender": "cheap", "bytes_per_token": 1300.0},
+        ),
+        "convergence": _sample(
+            tmp_path / "convergence.jsonl",
+            "convergence",
+            *curves,
+            {"curve": curves[0]["curve"] | {"run": "kernels", "losses": [2.0, 1.05]}},
+            _row("hf", losses=[3.0, 2.0]),
+            _row("hf", losses=[3.0, 2.1], permute_rows=True),
+        ),
+    }
+
+
+def test_sections_of_the_documentation_are_made_from_results(samples: dict[str, Path]) -> None:
+    assert "| `liger`, `memory_budget=61.3` | 150 | 60.0 | 1.50x | 0.75x | 1.000 |" in docs_sections.training(
+        samples["train"]
+    )
+    assert "| 1 | `liger`, `memory_budget=61.3` | recompute 3 | 150 | 60.0 | 1.50x | 0.75x |" in docs_sections.budgets(
+        [samples["train"]]
+    )
+    batches = docs_sections.batches(samples["batches"])
+    assert "| Llama 3 8B | Hugging Face, layers recomputed | 100 | 4 | 80.0 | 4 |" in batches
+    assert '| Llama 3 8B | `liger`, `memory_budget="auto"` | 150 | 8 | 60.0 | 8 or more |' in batches
+    context = docs_sections.context(samples["context"])
+    # 40 GiB beyond the states for 2048 tokens; 1 GiB more for 2048 more; 20.48 s of 40.96 s are attention
+    assert "| `liger`, layers recomputed | 2,048 | 100 | - | 80.0 | 20.00 | - |" in context
+    assert "| `liger`, layers recomputed | 4,096 | 100 | 50% | 81.0 | 10.25 | 0.50 |" in context
+    kept = docs_sections.activations(samples["activations"])
+    assert "| Llama 3 8B | - | - | 2,000 / 3.0 | 1,300 / 3.0 | 0.65 |" in kept
+    assert "| llama | float32 | 1.000 | 7.1e-02 | 0.50 |" in docs_sections.convergence(samples["convergence"])
+
+
+@needs_matplotlib
+def test_plot_draws_each_command(samples: dict[str, Path], tmp_path: Path) -> None:
+    for name, path in samples.items():
+        assert main(["plot", str(path), "--out", str(tmp_path / name)]) == 0
+    figures = {path.name for path in tmp_path.glob("*.png")}
+    one = {f"{name}.png" for name in ("train", "batches", "context", "activations")}
+    assert figures == one | {"convergence_tiny.png", "convergence_text.png"}
+
+
+@needs_matplotlib
+def test_plot_rejects_results_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _sample(tmp_path / "foreign.jsonl", "train", {"arm": "hf"})
+    assert "no results of 'train'" in rejected(capsys, "plot", str(path))
+    path = _sample(tmp_path / "foreign.jsonl", "bake")
+    assert "results of 'bake' have no figures" in rejected(capsys, "plot", str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--arms", "hf:61GiB"), "hf has no plan '61GiB'"),
+        (("train", "--arms", "quack"), "no implementation 'quack'; known: hf, liger_kernel, ours"),
+        (("train", "--model", "llama9"), "no model 'llama9'; known: llama3_8b"),
+        (("train", "--batches", "4,x"), "expected positive integers such as 4,8 or 4k,16k, got '4,x'"),
+        (("context", "--lengths", "0"), "got '0'"),
+    ],
+)
+def test_wrong_arguments_are_rejected(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in rejected(capsys, *arguments, "--quick", "--out", "x")

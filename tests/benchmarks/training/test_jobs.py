@@ -1,0 +1,129 @@
+"""Arms, jobs, and the processes that run jobs."""
+
+import argparse
+import dataclasses
+import sys
+import time
+
+import pytest
+
+from benchmarks.training.arms import Arm, parse_arms, parse_numbers
+from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row, merge
+from benchmarks.training.processes import run_jobs
+
+JOB = Job("llama3_8b", "ours:full", ((2, 16), (4, 16)), devices=2, tiny=True)
+
+# A program in place of the worker, which imports nothing. What each rank does depends on the seed of the job.
+PROGRAM = """
+import json, os, sys, time
+line = sys.stdin.readline()
+if not line.strip():
+    sys.exit()
+task = json.loads(line)
+job, rank = json.loads(task["job"]), int(os.environ.get("LOCAL_RANK", "0"))
+row = {"model": job["model"], "layers": 2, "arm": job["arm"], "devices": job["devices"], "sequence_length": 16}
+with open(f"{task['out']}.{rank}", "w") as out:
+    for size, _ in job["shapes"]:
+        found = {"batch_size": size, "tokens_per_second": 10.0 - rank, "peak_gib": float(rank), "losses": [rank]}
+        if job["seed"] == 1 and size == 4 and rank == 1:
+            out.write(json.dumps(row | {"batch_size": size, "status": "out of memory"}) + "\\n")
+            break
+        if job["seed"] == 2 and rank == 0:
+            print("a line\\nSegmentation fault")
+            sys.exit(9)
+        if job["seed"] == 3:
+            time.sleep(60)
+        out.write(json.dumps(row | found) + "\\n")
+        out.flush()
+"""
+COMMAND = (sys.executable, "-S", "-c", PROGRAM)
+
+
+def test_jobs_run_one_after_another_with_a_row_for_each_shape() -> None:
+    jobs = [JOB, dataclasses.replace(JOB, devices=1, arm="hf:none", shapes=((8, 16),))]
+    rows = list(run_jobs(jobs, command=COMMAND))
+    assert [(row.arm, row.devices, row.batch_size) for row in rows] == [
+        ("ours:full", 2, 2),
+        ("ours:full", 2, 4),
+        ("hf:none", 1, 8),
+    ]
+    assert (rows[0].tokens_per_second, rows[0].peak_gib, rows[0].losses) == (9.0, 1.0, [0.5])
+
+
+def test_rank_out_of_memory_ends_the_job() -> None:
+    first, second = run_jobs([dataclasses.replace(JOB, seed=1)], command=COMMAND)
+    assert first.status == "ok"
+    assert (second.batch_size, second.status) == (4, OUT_OF_MEMORY)
+
+
+def test_process_that_dies_is_a_row_and_the_next_job_runs() -> None:
+    rows = list(run_jobs([dataclasses.replace(JOB, seed=2), JOB], command=COMMAND))
+    assert [row.status for row in rows] == [FAILED, "ok", "ok"]
+    assert rows[0].error == "Segmentation fault"
+
+
+def test_job_without_an_end_is_stopped() -> None:
+    start = time.monotonic()
+    (row,) = run_jobs([dataclasses.replace(JOB, seed=3)], command=COMMAND, timeout=0.5)
+    assert (row.status, row.error) == (FAILED, "no result within 0.5 seconds")
+    assert time.monotonic() - start < 30
+
+
+def test_rows_of_ranks_are_merged() -> None:
+    one = Row("llama3_8b", 32, "ours", 2, 8, 64, step_seconds=[1.0, 2.0], tokens_per_second=5.0, losses=[1.0], loss=1.0)
+    other = dataclasses.replace(one, step_seconds=[2.0, 1.0], tokens_per_second=4.0, losses=[3.0], loss=3.0)
+    merged = merge([dataclasses.replace(one, peak_gib=1.0), dataclasses.replace(other, peak_gib=2.0)])
+    assert (merged.step_seconds, merged.tokens_per_second) == ([2.0, 2.0], 4.0)
+    assert (merged.peak_gib, merged.reserved_gib, merged.losses, merged.loss) == (2.0, None, [2.0], 2.0)
+
+
+def test_memory_beyond_the_states_is_per_token_of_a_process() -> None:
+    row = Row("llama3_8b", 32, "ours", 2, 1, 4096, context_parallel_size=2)
+    assert row.mib_per_token is None
+    row = dataclasses.replace(row, parameters_gib=10.0, optimizer_gib=20.0, peak_gib=41.0)
+    assert row.states_gib == 40.0
+    assert row.mib_per_token == 0.5
+
+
+def test_job_is_read_as_written() -> None:
+    assert Job.from_json(JOB.to_json()) == JOB
+    row = JOB.row(2, 16, losses=[1.0])
+    assert (row.layers, row.arm, row.devices) == (2, "ours:full", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("ours", {}),
+        ("ours:none", {"activation_checkpointing": "none"}),
+        ("ours:full", {"activation_checkpointing": "full"}),
+        ("ours_fsdp2:8", {"activation_checkpointing": 8}),
+        ("ours:auto", {"memory_budget": "auto"}),
+        ("ours:61.3GiB", {"memory_budget": 61.3}),
+        ("ours:0.8", {"memory_budget": 0.8}),
+    ],
+)
+def test_plan_is_an_argument_of_strategies(text: str, arguments: dict[str, object]) -> None:
+    arm = Arm.parse(text)
+    assert arm.strategy_arguments == arguments
+    assert str(arm) == text
+    assert not arm.recomputes_all
+
+
+def test_others_recompute_by_hugging_face() -> None:
+    assert [arm.recomputes_all for arm in parse_arms("hf:full, liger_kernel:full,hf:none,hf")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("text", ["hf:auto", "liger_kernel:8", "ours:all", "ours:1.5", "ours:-1", "eager"])
+def test_unknown_arms_are_rejected(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        Arm.parse(text)
+
+
+def test_numbers_may_be_in_thousands() -> None:
+    assert parse_numbers("512,4k, 256k") == (512, 4096, 262144)
