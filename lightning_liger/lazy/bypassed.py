@@ -14,6 +14,9 @@ _T = TypeVar("_T", bound=Tensor)
 WATCHES = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
 """Methods that show the gradient of a tensor."""
 
+_LEAVES = frozenset((int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor))
+"""Classes of arguments that contain no tensors of a class other than ``Tensor``."""
+
 _GATHERING_ENGINES = ("torch.distributed.fsdp.", "deepspeed.")
 _ENGINES = ("torch.distributed.", "torch.nn.parallel.", "lightning.", "lightning_fabric.", "deepspeed.", "accelerate.")
 
@@ -73,9 +76,11 @@ def found(kind: type[_T], tree: Any) -> Iterator[_T]:
     """The tensors of a class in a function's arguments."""
     if isinstance(tree, kind):
         yield tree
+    elif isinstance(tree, (list, tuple)):  # the quick checks first: an abstract class takes the most time
+        for value in tree:
+            if type(value) not in _LEAVES:
+                yield from found(kind, value)
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from found(kind, value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from found(kind, value)
+            if type(value) not in _LEAVES:
+                yield from found(kind, value)

@@ -94,7 +94,10 @@ class HeadParameters:
 
     def cast(self) -> HeadParameters:
         """The same head with its parameters in ``compute_dtype``."""
-        return self.map(lambda parameter: parameter.to(self.compute_dtype))
+        dtype = self.compute_dtype
+        if all(tensor is None or tensor.dtype == dtype for tensor in (self.weight, self.bias, self.adapter)):
+            return self
+        return self.map(lambda parameter: parameter.to(dtype))
 
     def with_adapter(self, weight: Tensor) -> HeadParameters:
         """The same head with one more low-rank update, whose input follows all other columns of the hidden states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -54,10 +55,7 @@ class Lineage:
         self.members: list[weakref.ref[Lineage]] = [] if parent is None else parent.members
         """All of the tree, parents first."""
         self.members.append(weakref.ref(self))
-        device_type = recipe.hidden_states.device.type
-        autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-        autocast_dtype = torch.get_autocast_dtype(device_type) if autocast else None
-        self._modes = torch.is_grad_enabled(), autocast_dtype
+        self._modes = torch.is_grad_enabled(), _autocast_dtype(recipe.hidden_states.device.type)
 
     def bypass(self, operation: str) -> None:
         """Notes that the gradient of a result of ``operation`` passes neither these logits nor their ancestors."""
@@ -84,6 +82,16 @@ class Lineage:
             if autocast_dtype is not None:
                 modes.enter_context(torch.autocast(parent.device.type, autocast_dtype))
             return self.replay(parent)
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on a kind of devices, None where it is disabled."""
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def _nothing() -> None:

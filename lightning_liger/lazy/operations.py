@@ -21,13 +21,15 @@ from lightning_liger.lazy.table import implements
 
 Entry = Callable[..., Any]
 _REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "logsumexp", "special_logsumexp")
+_MASKS = (torch.bool, torch.uint8)
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _is_vocab(x: LazyLogits, dim: Any) -> bool:
     if isinstance(dim, tuple | list) and len(dim) == 1:
         dim = dim[0]
-    return isinstance(dim, int) and -x.ndim <= dim < x.ndim and dim % x.ndim == x.vocab_dim % x.ndim
+    ndim = x.twin.ndim  # a plain tensor answers faster
+    return isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim == x.vocab_dim % ndim
 
 
 # Values: scale, soft-cap, log-softmax, casts
@@ -48,9 +50,14 @@ def _factor(x: LazyLogits, other: Any) -> float | None:
 
 def _in_dtype(x: LazyLogits, dtype: torch.dtype, **changes: Any) -> Any:
     """The lazy result of an elementwise operation in ``dtype``, with changes of the transform."""
-    if dtype != x.dtype and dtype not in _RECORDED_DTYPES:
+    if dtype != x.twin.dtype and dtype not in _RECORDED_DTYPES:
         return NotImplemented
-    return x.recorded(torch.empty_like(x.twin), transform=x.transform._replace(dtype=dtype, **changes))
+    return x.recorded(_like(x.twin, dtype), transform=x.transform._replace(dtype=dtype, **changes))
+
+
+def _like(twin: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result of an elementwise operation. A cast is the only one that the meta device does not run in Python."""
+    return twin.to(dtype, copy=True)
 
 
 def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
@@ -60,7 +67,7 @@ def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     scale = x.transform.scale * (1.0 / value if divide else value)
     if not math.isfinite(scale) or scale == 0:
         return NotImplemented
-    dtype = torch.result_type(torch.empty((1,) * x.ndim, dtype=x.dtype), other)
+    dtype = torch.result_type(x.twin, other)
     return _in_dtype(x, dtype, scale=scale)
 
 
@@ -97,7 +104,7 @@ def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
         return NotImplemented
     other.notice("add")
     return x.recorded(
-        x.twin + other.twin,
+        _like(x.twin, dtype) if x.twin.is_contiguous() else x.twin + other.twin,
         hidden_states=torch.cat((x.hidden_states, low_rank.to(x.hidden_states.dtype)), dim=-1),
         head=x.head.with_adapter(other.head.weight),
         transform=x.transform._replace(dtype=dtype),
@@ -114,7 +121,7 @@ def _add_bias(x: LazyLogits, other: Tensor) -> Any:
         return NotImplemented
     bias = other.reshape(-1)
     head = x.head.with_bias(bias if x.head.bias is None else x.head.bias.to(x.dtype) + bias)
-    return x.recorded(x.twin + other.to("meta"), head=head)
+    return x.recorded(_like(x.twin, x.dtype) if x.twin.is_contiguous() else x.twin + other.to("meta"), head=head)
 
 
 @implements("tanh")
@@ -135,11 +142,12 @@ def _log_softmax(
     dtype = torch.log_softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1, dtype=dtype).dtype
     if dtype != x.dtype and dtype not in _RECORDED_DTYPES:
         return NotImplemented
-    return x.recorded(torch.log_softmax(x.twin, dim), transform=x.transform._replace(dtype=dtype, normalized=True))
+    twin = _like(x.twin, dtype) if x.twin.is_contiguous() else torch.log_softmax(x.twin, dim)
+    return x.recorded(twin, transform=x.transform._replace(dtype=dtype, normalized=True))
 
 
 def _cast(x: LazyLogits, dtype: torch.dtype) -> Any:
-    return x if dtype == x.dtype else _in_dtype(x, dtype)
+    return x if dtype == x.twin.dtype else _in_dtype(x, dtype)
 
 
 @implements("to")
@@ -272,9 +280,10 @@ def _to_sizes(function: Entry, x: LazyLogits, sizes: Any) -> Any:
         return x
     # The vocabulary stays whole if a dimension of its size has as many elements before it, and so after it, as now.
     sizes = list(result.shape)
-    tokens_before = math.prod(x.shape[: x.vocab_dim])
+    tokens_before = math.prod(twin.shape[: x.vocab_dim])
+    vocab_size = x.vocab_size
     for dim, value in enumerate(sizes):
-        if value == x.vocab_size and math.prod(sizes[:dim]) == tokens_before:
+        if value == vocab_size and math.prod(sizes[:dim]) == tokens_before:
             sizes[dim] = x.hidden_states.shape[x.vocab_dim]
             return x.recorded(result, hidden_states=x.hidden_states.reshape(sizes), vocab_dim=dim - len(sizes))
     return NotImplemented
@@ -341,11 +350,11 @@ def _iterate(x: LazyLogits) -> Any:
 @implements("__getitem__")
 def _getitem(x: LazyLogits, index: Any) -> Any:
     entries = [_index_entry(entry) for entry in (index if isinstance(index, tuple) else (index,))]
-    whole = [slice(None)] * (x.ndim - sum(map(_num_consumed, entries)))
+    whole = [slice(None)] * (x.twin.ndim - sum(map(_num_consumed, entries)))
     position = next((position for position, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     entries[position : position + 1] = whole
     ends = list(accumulate(map(_num_consumed, entries)))
-    position = bisect_right(ends, x.vocab_dim % x.ndim)
+    position = bisect_right(ends, x.vocab_dim % x.twin.ndim)
     if position == len(entries):  # more entries than dimensions
         return NotImplemented
     before, columns, after = entries[:position], entries[position], entries[position + 1 :]
@@ -371,9 +380,14 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
     )
 
 
+_PLAIN_ENTRIES = (slice, int, type(None), type(...), Tensor)
+
+
 def _index_entry(entry: Any) -> Any:
     """A tensor instead of a sequence or array, such as NumPy's."""
-    is_array = hasattr(entry, "__array__") and hasattr(entry, "__len__") and not isinstance(entry, Tensor)
+    if isinstance(entry, _PLAIN_ENTRIES):
+        return entry
+    is_array = hasattr(entry, "__array__") and hasattr(entry, "__len__")
     if not is_array and not isinstance(entry, list | tuple | range):
         return entry
     return torch.as_tensor(entry) if len(entry) else torch.empty(0, dtype=torch.int64)
@@ -383,7 +397,7 @@ def _entries_on_meta(entry: Any) -> tuple[Any, ...]:
     """The same entry for a tensor on the meta device, where a mask has no number of elements."""
     if not isinstance(entry, Tensor):
         return (entry,)
-    if entry.dtype not in (torch.bool, torch.uint8):
+    if entry.dtype not in _MASKS:
         return (entry.to("meta"),)
     return (torch.empty(int(entry.count_nonzero()), dtype=torch.int64, device="meta"),) * entry.ndim
 
@@ -392,7 +406,7 @@ def _num_consumed(entry: Any) -> int:
     """How many dimensions one entry of an index selects from."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
-    return entry.ndim if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+    return entry.ndim if isinstance(entry, Tensor) and entry.dtype in _MASKS else 1
 
 
 def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
@@ -409,7 +423,7 @@ def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
 
 def _classes_are_vocab(x: LazyLogits, target: Tensor) -> bool:
     """Whether the vocabulary is where PyTorch expects classes (dimension 1, or 0 of one token), with class indices."""
-    return target.dtype == torch.int64 and _is_vocab(x, min(1, x.ndim - 1)) and target.ndim == x.ndim - 1
+    return target.dtype == torch.int64 and _is_vocab(x, min(1, x.twin.ndim - 1)) and target.ndim == x.twin.ndim - 1
 
 
 @implements("cross_entropy")

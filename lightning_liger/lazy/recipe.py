@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -35,7 +34,7 @@ class Recipe:
     _state: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_state", self._current_state())
+        vars(self)["_state"] = self._current_state()
 
     @property
     def shape(self) -> Size:
@@ -66,8 +65,12 @@ class Recipe:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def changed(self, **changes: Any) -> Self:
-        """A copy with other values of some attributes."""
-        return dataclasses.replace(self, **changes)
+        """A copy with other values of some attributes; only new tensors may have been modified since this was made."""
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **changes)  # dataclasses.replace takes longer than the rest of an operation
+        if "hidden_states" in changes or "head" in changes:
+            vars(copy)["_state"] = copy._current_state()
+        return copy
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A copy with ``function`` applied to each of :meth:`tensors`, in their order."""
@@ -92,12 +95,13 @@ class Recipe:
 
         The logits that the head would have returned can no longer be computed then.
         """
-        for (name, tensor), then, now in zip(self.tensors().items(), self._state, self._current_state(), strict=False):
-            if then != now:
+        *versions, num_steps = self._state
+        for (name, tensor), then in zip(self.tensors().items(), versions, strict=True):
+            if (now := version(tensor)) != then:
                 _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
-            if tensor.numel() and not tensor.is_meta and tensor.untyped_storage().size() == 0:
+            if tensor.untyped_storage().size() == 0 and tensor.numel() and not tensor.is_meta:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
-        if self.head.counters.is_gathered and self._state[-1] != num_optimizer_steps():
+        if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
             _refuse(operation, "an optimizer has changed parameters")
 
     def _current_state(self) -> tuple[int, ...]:

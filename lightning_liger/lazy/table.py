@@ -48,10 +48,17 @@ VIEWS = frozenset(
 
 
 class Operation(NamedTuple):
-    """How lazy tensors compute a function of PyTorch; see :func:`implements`."""
+    """How lazy tensors compute a function of PyTorch; see :func:`implements`.
+
+    Attributes:
+        function: The decorated function.
+        accepts: Whether its signature has as many positional arguments and these names of keyword arguments.
+        is_commutative: See :func:`implements`.
+        takes_lazy_arguments: See :func:`implements`.
+    """
 
     function: Callable[..., Any]
-    signature: inspect.Signature
+    accepts: Callable[..., bool]
     is_commutative: bool
     takes_lazy_arguments: bool
 
@@ -75,11 +82,19 @@ def implements(
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        operation = Operation(function, inspect.signature(function), commutative, takes_lazy_arguments)
-        operations.update(dict.fromkeys(names, operation))
+        accepts = functools.cache(functools.partial(_accepts, inspect.signature(function)))
+        operations.update(dict.fromkeys(names, Operation(function, accepts, commutative, takes_lazy_arguments)))
         return function
 
     return register
+
+
+def _accepts(signature: inspect.Signature, num_positional: int, *keywords: str) -> bool:
+    try:
+        signature.bind(*(None,) * num_positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
 
 
 @functools.cache
@@ -94,6 +109,7 @@ def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
     return name, name not in operations and name not in SHOWS_MEMORY
 
 
+@functools.cache
 def name_out_of_place(name: str) -> str | None:
     """The name of the function that returns the value which the in-place function ``name`` writes, or None."""
     if name == "__setitem__" or name.startswith("setting "):

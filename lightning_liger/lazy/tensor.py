@@ -60,7 +60,6 @@ class LazyTensor(Tensor):
         lazy: Any
         if recipe.requires_grad:
             lazy = deferred(cls, recipe, twin, *recipe.tensors().values())
-            lazy._node = lazy.grad_fn
         else:
             lazy = cls._without_memory(recipe, twin)
             lazy._node = None
@@ -92,7 +91,8 @@ class LazyTensor(Tensor):
 
         Its gradient then has to pass that function.
         """
-        return self.requires_grad and self.grad_fn is not self._node
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad and self.grad_fn is not self._node
 
     @property
     def is_local(self) -> bool:
@@ -189,6 +189,9 @@ class LazyTensor(Tensor):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(_call)(func, args, dict(kwargs or {}))
+        if not kwargs and table.name_of(func)[1]:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         return _call(func, args, dict(kwargs or {}))
 
     @classmethod
@@ -277,7 +280,9 @@ class _Deferred(torch.autograd.Function):
     def forward(ctx: Any, cls: type[LazyTensor], recipe: Recipe, twin: Tensor, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.recipe = recipe
-        return cls._without_memory(recipe, twin)
+        lazy: Any = cls._without_memory(recipe, twin)
+        lazy._node = ctx
+        return lazy
 
     @staticmethod
     @once_differentiable
@@ -399,16 +404,15 @@ def _registered(
     operation: table.Operation, name: str, first: LazyTensor, others: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
-    lazy_others = list(_lazy_in((others, kwargs)))
-    if lazy_others and not operation.takes_lazy_arguments:
+    if not operation.accepts(1 + len(others), *kwargs):
         return NotImplemented
-    if any(lazy.is_foreign for lazy in (first, *lazy_others)):
+    lazy_arguments = [first, *_lazy_in((others, kwargs))]
+    if len(lazy_arguments) > 1 and not operation.takes_lazy_arguments:
         return NotImplemented
-    try:
-        operation.signature.bind(first, *others, **kwargs)
-    except TypeError:
-        return NotImplemented
-    for lazy in (first, *lazy_others):
+    for lazy in lazy_arguments:
+        if lazy.is_foreign:
+            return NotImplemented
+    for lazy in lazy_arguments:
         lazy.recipe.check(name)
     return operation.function(first, *others, **kwargs)
 
