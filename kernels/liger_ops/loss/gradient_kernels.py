@@ -3,13 +3,14 @@
 import triton.language as tl
 
 from liger_ops import backend
-from liger_ops.loss.row_math import gradient_factors, load_weights, store_row_gradient
+from liger_ops.loss.row_math import gradient_factors, load_weights, start_of_row, store_row_gradient
 
 
 @backend.Kernel
 def gradient_kernel(
-    logits_ptr,  # [num_tokens, vocab_size]
-    grad_logits_ptr,  # [num_tokens, vocab_size], may be logits_ptr
+    logits_ptr,  # [num_rows, vocab_size]
+    grad_logits_ptr,  # [num_rows, vocab_size], may be logits_ptr
+    token_index_ptr,  # [num_rows], the token of each row, or None if rows are the tokens in order
     labels_ptr,  # [num_tokens]
     class_weight_ptr,  # [vocab_size] or None
     class_weight_sum_ptr,  # [] or None
@@ -26,11 +27,16 @@ def gradient_kernel(
     softcap,
     logit_scale,
     z_loss_weight,
+    GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,  # see start_of_row
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """One program writes the gradient of one token's logits, whose lse is known."""
-    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    token = row
+    if token_index_ptr is not None:
+        token = tl.load(token_index_ptr + row)
     label = tl.load(labels_ptr + token)
     kept = label != ignore_index
     lse = tl.load(lse_ptr + token)
@@ -41,10 +47,12 @@ def gradient_kernel(
         grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight, 1.0,
         vocab_size, label_smoothing, logit_scale, z_loss_weight,
     )  # fmt: skip
+    start, shift = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+    grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
     store_row_gradient(
-        logits_ptr + token * logits_row_stride, grad_logits_ptr + token * grad_logits_row_stride, class_weight_ptr,
-        label, kept, lse, tl.load(lse_error_ptr + token), probability_factor, label_term, smoothing_term, vocab_size,
-        label_smoothing, softcap, logit_scale, BLOCK_SIZE, NUM_STAGES,
+        logits_ptr + start, grad_logits_ptr + grad_start, shift, class_weight_ptr, label, kept, lse,
+        tl.load(lse_error_ptr + token), probability_factor, label_term, smoothing_term, vocab_size,
+        label_smoothing, softcap, logit_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip
 
 
@@ -64,15 +72,18 @@ def shard_gradient_kernel(
     label_smoothing,  # None if it is not used, as are the next two; see TokenLossOptions
     softcap,
     logit_scale,
+    GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,  # see start_of_row
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """One program writes the gradient of one row, which is a part of a token's logits."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_row_stride
+    start, shift = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+    row_ptr = logits_ptr + start
     store_row_gradient(
-        row_ptr, row_ptr, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
+        row_ptr, row_ptr, shift, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
         tl.load(lse_ptr + row), tl.load(lse_error_ptr + row), tl.load(probability_factor_ptr + row),
         tl.load(label_term_ptr + row), tl.load(smoothing_term_ptr + row), num_columns, label_smoothing, softcap,
-        logit_scale, BLOCK_SIZE, NUM_STAGES,
+        logit_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip

@@ -54,6 +54,16 @@ _WHOLE_ROW = (
 )
 
 
+def _are_grouped(logits: Tensor, grad_logits: Tensor | None) -> bool:
+    """Whether kernels may read and write whole groups: rows of both start at the same place within a group."""
+    others = [] if grad_logits is None or grad_logits is logits else [grad_logits]
+    group_bytes = _GROUP * logits.element_size()
+    return all(
+        each.data_ptr() % group_bytes == 0 and (each.stride(0) - logits.stride(0)) % _GROUP == 0
+        for each in (logits, *others)
+    )
+
+
 def _block_size(vocab_size: int) -> int:
     return triton.next_power_of_2(max(vocab_size, _MIN_BLOCK_SIZE))
 
@@ -129,6 +139,8 @@ def _shared_arguments(
         "class_weight_sum_ptr": None if class_weight is None else class_weight.sum(dtype=torch.float32),
         "token_weight_ptr": token_weight,
         "grad_scale_ptr": grad_scale,
+        "GROUP": _GROUP,
+        "GROUPED": _are_grouped(logits, grad_logits),
         "logits_row_stride": logits.stride(0),
         "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
         "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
@@ -190,14 +202,17 @@ def launch_loss(
         "correct_ptr": None if stats is None else stats.correct,
         "num_rows": num_rows,
     }
-    row_bytes = vocab_size * logits.element_size()
+    # The groups of a row that does not start at one may hold so much more.
+    starts_anywhere = arguments["GROUPED"] and logits.stride(0) % _GROUP != 0
+    row_size = vocab_size + (_GROUP - 1 if starts_anywhere else 0)
+    row_bytes = row_size * logits.element_size()
     whole_row = grad_logits is not None and row_bytes <= MAX_ROW_IN_REGISTERS
     if whole_row:
         block_bytes = triton.next_power_of_2(row_bytes)
         if targets.class_weight is not None:
             block_bytes += 2 * triton.next_power_of_2(vocab_size) * targets.class_weight.element_size()
         shared_bytes = backend.shared_memory(logits.device)
-        launch = choose_whole_row_launch(vocab_size, num_multiprocessors, block_bytes, shared_bytes)
+        launch = choose_whole_row_launch(row_size, num_multiprocessors, block_bytes, shared_bytes)
     else:
         launch = choose_block_launch(vocab_size, num_multiprocessors)
     loss_kernel.launch(
@@ -205,7 +220,6 @@ def launch_loss(
         **arguments,
         WHOLE_ROW=whole_row,
         EVEN=whole_row and vocab_size == launch.block_size,
-        GROUP=_GROUP,
         BLOCK_SIZE=launch.block_size,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
@@ -221,15 +235,17 @@ def launch_gradient(
     lse: Tensor,
     lse_error: Tensor,
     grad_logits: Tensor,
+    token_index: Tensor | None = None,
 ) -> None:
     """Writes the gradient of ``sum(losses * grad_scale)`` to ``grad_logits``; arguments as in :func:`launch_loss`."""
-    num_tokens, vocab_size = logits.shape
-    if num_tokens == 0:
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
         return
     launch = choose_gradient_launch(vocab_size)
     gradient_kernel.launch(
-        launch.num_programs(num_tokens),
+        launch.num_programs(num_rows),
         **_shared_arguments(logits, grad_logits, targets, grad_scale, options),
+        token_index_ptr=token_index,
         lse_ptr=lse,
         lse_error_ptr=lse_error,
         BLOCK_SIZE=launch.block_size,
@@ -263,6 +279,8 @@ def launch_shard_gradient(
         label_smoothing=options.label_smoothing or None,
         softcap=options.softcap,
         logit_scale=None if options.logit_scale == 1.0 else options.logit_scale,
+        GROUP=_GROUP,
+        GROUPED=_are_grouped(logits, None),
         BLOCK_SIZE=launch.block_size,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,

@@ -11,17 +11,23 @@ import triton.language as tl
 
 from liger_ops import backend
 from liger_ops.loss.row_math import (
+    blocks_of_row,
     decay_of,
+    factor_of_exp,
     gradient,
     gradient_factors,
     load_class_weight,
     load_weights,
     move_excess,
+    readable,
     rounding_of,
     shifted_exp,
+    start_of_row,
+    store_edges,
     store_row_gradient,
     to_exponent,
     transform,
+    writable,
 )
 from liger_ops.loss.token_plan import count_tokens
 
@@ -99,7 +105,7 @@ def _sum(values):
 
 @triton.jit
 def _reduce_row(
-    z,  # [num_groups, GROUP], anything past the row's end
+    z,  # [num_groups, GROUP], anything finite outside the row
     columns,  # like z
     in_row,  # like z
     class_weight_ptr,
@@ -109,7 +115,7 @@ def _reduce_row(
     EVEN: tl.constexpr,
     WITH_STATS: tl.constexpr,
 ):
-    """Reduces a row held whole: z (-inf past its end), exp(z - maximum), and everything ``_reduce_blocks`` returns."""
+    """Reduces a row held whole: z (-inf outside it), exp(z - maximum), and everything ``_reduce_blocks`` returns."""
     weighted_sum = 0.0
     if label_smoothing is not None:
         weighted_sum = _sum(z * load_class_weight(class_weight_ptr, columns, in_row))
@@ -126,6 +132,7 @@ def _reduce_row(
     if WITH_STATS:
         expected_excess = _sum(tl.where(numerator > 0.0, numerator * (z - shift), 0.0))
         prediction = tl.min(tl.min(tl.where(z == maximum, columns, vocab_size - 1), axis=1), axis=0)
+        prediction = tl.maximum(prediction, 0)  # where every logit is -inf, as are the places before the row
     rounding = rounding_of(shift, exponent, HALF)
     return z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, prediction
 
@@ -137,10 +144,10 @@ def _whole_row_gradient(
     z,  # like numerator
     columns,  # like numerator
     in_row,  # like numerator
-    groups,  # [num_groups]
+    numbers,  # [num_groups], of the groups
     lanes,  # [GROUP]
     class_weight_ptr,
-    label,
+    label_place,
     probability_factor,
     label_term,
     smoothing_term,
@@ -150,8 +157,8 @@ def _whole_row_gradient(
 ):
     """d loss / d logits of a row that is held whole."""
     # One multiplication where comparing each column with the label would take two instructions.
-    is_label_group = (groups == label // GROUP).to(tl.float32)
-    label_terms = is_label_group[:, None] * tl.where(lanes == label % GROUP, label_term, 0.0)[None, :]
+    is_label_group = (numbers == label_place // GROUP).to(tl.float32)
+    label_terms = is_label_group[:, None] * tl.where(lanes == label_place % GROUP, label_term, 0.0)[None, :]
     return gradient(
         numerator, z, columns, in_row, class_weight_ptr, probability_factor / normaliser, label_terms, smoothing_term,
         label_smoothing, softcap,
@@ -190,14 +197,18 @@ def _absorb_block(
     if WITH_STATS:
         excess = tl.sum(tl.where(numerator > 0.0, numerator * (z - shift[:, None]), 0.0), axis=1)
         expected_excess = move_excess(expected_excess, seen, maximum, shift) * decay + excess
-        best_start = tl.where(block_maximum > maximum, start, best_start)
+        # The first block of the row may come after others.
+        is_better = (block_maximum > maximum) | ((block_maximum == maximum) & (start < best_start))
+        best_start = tl.where(is_better, start, best_start)
     return new_maximum, normaliser, weighted_sum, expected_excess, best_start
 
 
 @triton.jit
 def _reduce_blocks(
-    row_ptr,  # [vocab_size]
-    columns,  # [num_groups, GROUP], of the first block
+    row_ptr,  # to the first group of the row
+    shift,  # see start_of_row
+    groups,  # [num_groups], places of the first block, as the next
+    places,  # [num_groups, GROUP]
     kept,
     class_weight_ptr,
     vocab_size,
@@ -207,6 +218,7 @@ def _reduce_blocks(
     HALF: tl.constexpr,
     WITH_STATS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -217,38 +229,41 @@ def _reduce_blocks(
     weighted_sums = tl.zeros([num_groups], dtype=tl.float32)
     expected = tl.zeros([num_groups], dtype=tl.float32)
     best_starts = tl.zeros([num_groups], dtype=tl.int32)
-    full_end = tl.where(kept, vocab_size // BLOCK_SIZE * BLOCK_SIZE, 0)
-    for start in tl.range(0, full_end, BLOCK_SIZE, num_stages=NUM_STAGES):
-        logits = tl.load(row_ptr + start + columns, eviction_policy="evict_last")
+    full_start, full_end, part, parts_end = blocks_of_row(shift, vocab_size, BLOCK_SIZE)
+    for start in tl.range(full_start, tl.where(kept, full_end, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
+        logits = tl.load(row_ptr + start + places, eviction_policy="evict_last")
         maxima, normalisers, weighted_sums, expected, best_starts = _absorb_block(
-            transform(logits, logit_scale, softcap), start + columns, columns >= 0, start, class_weight_ptr,
+            transform(logits, logit_scale, softcap), start + places - shift, places >= 0, start, class_weight_ptr,
             maxima, normalisers, weighted_sums, expected, best_starts, label_smoothing, HALF, WITH_STATS,
         )  # fmt: skip
-    if kept & (full_end < vocab_size):
-        mask = full_end + columns < vocab_size
-        logits = tl.load(row_ptr + full_end + columns, mask=mask, other=0.0)
-        z = tl.where(mask, transform(logits, logit_scale, softcap), -float("inf"))
+    for number in range(part, tl.where(kept, parts_end, 0)):
+        start = number * full_end
+        columns = start + places - shift
+        in_row = (columns >= 0) & (columns < vocab_size)
+        mask = readable(start + groups, shift, vocab_size, in_row, GROUPED)
+        logits = tl.load(row_ptr + start + places, mask=mask, other=0.0)
+        z = tl.where(in_row, transform(logits, logit_scale, softcap), -float("inf"))
         maxima, normalisers, weighted_sums, expected, best_starts = _absorb_block(
-            z, full_end + columns, mask, full_end, class_weight_ptr,
+            z, columns, in_row, start, class_weight_ptr,
             maxima, normalisers, weighted_sums, expected, best_starts, label_smoothing, HALF, WITH_STATS,
         )  # fmt: skip
     maximum = tl.max(maxima, axis=0)
-    shift = tl.where(maximum == -float("inf"), 0.0, maximum)
-    exponent = to_exponent(shift, HALF)
+    subtracted = tl.where(maximum == -float("inf"), 0.0, maximum)
+    exponent = to_exponent(subtracted, HALF)
     decay = decay_of(maxima, exponent, HALF)
     normaliser = tl.sum(normalisers * decay, axis=0)
     expected_excess = 0.0
     prediction = 0
     if WITH_STATS:
-        excess = move_excess(expected, normalisers, maxima, shift)
+        excess = move_excess(expected, normalisers, maxima, subtracted)
         expected_excess = tl.sum(excess * decay, axis=0)
         # Searching for the largest logit once, within the block that each group noted, is cheaper than in every block.
-        best_columns = best_starts[:, None] + columns
-        mask = kept & (best_columns < vocab_size) & (maxima == maximum)[:, None]
-        z = transform(tl.load(row_ptr + best_columns, mask=mask, other=0.0), logit_scale, softcap)
+        best_columns = best_starts[:, None] + places - shift
+        mask = kept & (best_columns >= 0) & (best_columns < vocab_size) & (maxima == maximum)[:, None]
+        z = transform(tl.load(row_ptr + shift + best_columns, mask=mask, other=0.0), logit_scale, softcap)
         candidates = tl.where(mask & (z == maximum), best_columns, vocab_size - 1)
         prediction = tl.min(tl.min(candidates, axis=1), axis=0)
-    rounding = rounding_of(shift, exponent, HALF)
+    rounding = rounding_of(subtracted, exponent, HALF)
     return maximum, normaliser, rounding, tl.sum(weighted_sums, axis=0), expected_excess, prediction
 
 
@@ -283,6 +298,7 @@ def loss_kernel(
     WHOLE_ROW: tl.constexpr,  # whether a row is one block, which is held while its gradient is taken
     EVEN: tl.constexpr,  # whether a row that is one block fills it
     GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,  # see start_of_row
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -292,9 +308,9 @@ def loss_kernel(
     mean_scale = _mean_scale(
         labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_rows, vocab_size, ignore_index
     )
-    groups, lanes = tl.arange(0, BLOCK_SIZE // GROUP), tl.arange(0, GROUP)
-    columns = groups[:, None] * GROUP + lanes[None, :]
-    in_row = columns < vocab_size
+    numbers, lanes = tl.arange(0, BLOCK_SIZE // GROUP), tl.arange(0, GROUP)
+    groups = numbers * GROUP
+    places = groups[:, None] + lanes[None, :]
     # Whole rows are loaded ahead by this loop, blocks of a row by the loops over its blocks.
     row_stages: tl.constexpr = NUM_STAGES if WHOLE_ROW else None
     for tile in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=row_stages):
@@ -305,12 +321,19 @@ def loss_kernel(
         label = tl.load(labels_ptr + token)
         kept = label != ignore_index
         in_range = (label >= 0) & (label < vocab_size)
-        row_ptr = logits_ptr + row * logits_row_stride
+        start, shift = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+        row_ptr = logits_ptr + start
         if WHOLE_ROW:
             # An ignored row is read too: a load that waited for its label could not run ahead of the loop.
-            logits = tl.load(row_ptr + columns, mask=None if EVEN else in_row, other=None if EVEN else 0.0)
+            columns = places if EVEN else places - shift
+            in_row = (columns >= 0) & (columns < vocab_size)
+            if EVEN:
+                logits = tl.load(row_ptr + places)
+            else:
+                mask = readable(groups, shift, vocab_size, in_row, GROUPED)
+                logits = tl.where(in_row, tl.load(row_ptr + places, mask=mask, other=0.0), 0.0)
         # Read before the first barrier below: afterwards another warp may already have overwritten the label's logit.
-        label_z = transform(tl.load(row_ptr + label, mask=in_range, other=0.0), logit_scale, softcap)
+        label_z = transform(tl.load(row_ptr + shift + label, mask=in_range, other=0.0), logit_scale, softcap)
         label_weight, class_weight_sum, token_weight = load_weights(
             class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size
         )
@@ -321,8 +344,8 @@ def loss_kernel(
             )  # fmt: skip
         else:
             maximum, normaliser, rounding, weighted_sum, expected_excess, prediction = _reduce_blocks(
-                row_ptr, columns, kept, class_weight_ptr, vocab_size, label_smoothing, softcap, logit_scale,
-                HALF, WITH_STATS, GROUP, BLOCK_SIZE, NUM_STAGES,
+                row_ptr, shift, groups, places, kept, class_weight_ptr, vocab_size, label_smoothing, softcap,
+                logit_scale, HALF, WITH_STATS, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
         lse, lse_error = _store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr,
@@ -334,17 +357,28 @@ def loss_kernel(
                 grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight,
                 mean_scale, vocab_size, label_smoothing, logit_scale, z_loss_weight,
             )  # fmt: skip
+            grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
+            grad_row_ptr = grad_logits_ptr + grad_start
             if WHOLE_ROW:
                 grad = _whole_row_gradient(
-                    numerator, normaliser, z, columns, in_row, groups, lanes, class_weight_ptr, label,
+                    numerator, normaliser, z, columns, in_row, numbers, lanes, class_weight_ptr, label + shift,
                     probability_factor, label_term, smoothing_term, label_smoothing, softcap, GROUP,
                 )  # fmt: skip
                 grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)
-                grad_ptrs = grad_logits_ptr + row * grad_logits_row_stride + columns
-                tl.store(grad_ptrs, grad, mask=None if EVEN else in_row)
+                if EVEN:
+                    tl.store(grad_row_ptr + places, grad)
+                else:
+                    mask = writable(groups, shift, vocab_size, in_row, GROUP, GROUPED)
+                    tl.store(grad_row_ptr + places, grad, mask=mask)
+                    if GROUPED:
+                        store_edges(
+                            row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse,
+                            factor_of_exp(probability_factor, lse, lse_error, HALF), label_term, smoothing_term,
+                            vocab_size, label_smoothing, softcap, logit_scale, GROUP,
+                        )  # fmt: skip
             else:
                 store_row_gradient(
-                    row_ptr, grad_logits_ptr + row * grad_logits_row_stride, class_weight_ptr, label, kept, lse,
-                    lse_error, probability_factor, label_term, smoothing_term, vocab_size, label_smoothing, softcap,
-                    logit_scale, BLOCK_SIZE, NUM_STAGES,
+                    row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse, lse_error, probability_factor,
+                    label_term, smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP, GROUPED,
+                    BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip

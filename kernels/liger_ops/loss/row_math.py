@@ -1,4 +1,10 @@
-"""Arithmetic of one row of logits that the loss and gradient kernels share."""
+"""Arithmetic of one row of logits that the loss and gradient kernels share.
+
+A thread reads and writes a group of GROUP columns at once, which only works where groups start at multiples of their
+size. Rows that start elsewhere, as every second row of an odd vocabulary does, are therefore walked over from the group
+in which they start: ``shift`` places of that group, and some of the last one, belong to neighbouring rows. They are
+read, but not used, and never written: those two groups are written column by column.
+"""
 
 import triton
 import triton.language as tl
@@ -22,6 +28,50 @@ def transform(logits, logit_scale, softcap):
     if softcap is not None:
         z = softcap * _tanh(z / softcap)
     return z
+
+
+@triton.jit
+def start_of_row(row, row_stride, GROUP: tl.constexpr, GROUPED: tl.constexpr):
+    """Where a row's first group starts, and how many places of it (``shift``) belong to the row before."""
+    start = row * row_stride
+    shift = 0
+    if GROUPED:
+        shift = (start % GROUP).to(tl.int32)
+        start = start // GROUP * GROUP
+    return start, shift
+
+
+@triton.jit
+def readable(groups, shift, vocab_size, in_row, GROUPED: tl.constexpr):
+    """Places ``[num_groups, GROUP]`` to read: whole groups, since a mask within them would read each column alone."""
+    mask = in_row
+    if GROUPED:
+        mask = tl.broadcast_to((groups < shift + vocab_size)[:, None], in_row.shape)
+    return mask
+
+
+@triton.jit
+def writable(groups, shift, vocab_size, in_row, GROUP: tl.constexpr, GROUPED: tl.constexpr):
+    """Places ``[num_groups, GROUP]`` to write at once: those of groups that lie in the row entirely."""
+    mask = in_row
+    if GROUPED:
+        is_whole = (groups >= shift) & (groups + GROUP <= shift + vocab_size)
+        mask = tl.broadcast_to(is_whole[:, None], in_row.shape)
+    return mask
+
+
+@triton.jit
+def blocks_of_row(shift, vocab_size, BLOCK_SIZE: tl.constexpr):
+    """Start and end of the blocks that the row fills, then the first and last + 1 of two that it may fill in part.
+
+    The latter start at 0 and at the end of the former.
+    """
+    end = shift + vocab_size
+    full_end = end // BLOCK_SIZE * BLOCK_SIZE
+    starts_late = shift > 0
+    full_start = tl.where(starts_late, BLOCK_SIZE, 0)
+    first_part = tl.where(starts_late & (full_end > 0), 0, 1)
+    return full_start, full_end, first_part, tl.where(full_end < end, 2, 1)
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -167,9 +217,54 @@ def _store_label_gradient(
 
 
 @triton.jit
+def factor_of_exp(probability_factor, lse, lse_error, HALF: tl.constexpr):
+    """``probability_factor`` for ``shifted_exp`` of lse's exponent, which is not quite the probability."""
+    return probability_factor * tl.exp(-lse_error - rounding_of(lse, to_exponent(lse, HALF), HALF))
+
+
+@triton.jit
+def store_edges(
+    logits_row_ptr,  # to the first group of the row, as the next
+    grad_row_ptr,
+    shift,
+    class_weight_ptr,
+    label,
+    kept,
+    lse,
+    exp_factor,  # see factor_of_exp
+    label_term,
+    smoothing_term,
+    vocab_size,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    GROUP: tl.constexpr,
+):
+    """Writes the gradient in the groups that a row shares with its neighbours, which :func:`writable` leaves out."""
+    HALF: tl.constexpr = logits_row_ptr.dtype.element_ty != tl.float32
+    end = shift + vocab_size
+    last_group = end // GROUP * GROUP
+    if shift + end - last_group > 0:
+        lanes = tl.arange(0, 2 * GROUP)
+        is_first = lanes < GROUP
+        places = tl.where(is_first, lanes, last_group + lanes - GROUP)
+        # A first group that is the last one as well is written once.
+        mask = (places >= shift) & (places < end) & tl.where(is_first, shift > 0, (last_group > 0) | (shift == 0))
+        columns = places - shift
+        z = transform(tl.load(logits_row_ptr + places, mask=mask & kept, other=0.0), logit_scale, softcap)
+        grad = gradient(
+            shifted_exp(z, to_exponent(lse, HALF), HALF), z, columns, mask, class_weight_ptr, exp_factor,
+            tl.where(columns == label, label_term, 0.0), smoothing_term, label_smoothing, softcap,
+        )  # fmt: skip
+        grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
+        tl.store(grad_row_ptr + places, grad, mask=mask)
+
+
+@triton.jit
 def store_row_gradient(
-    logits_row_ptr,  # [vocab_size]
-    grad_row_ptr,  # [vocab_size], may be logits_row_ptr
+    logits_row_ptr,  # to the first group of the row, as the next
+    grad_row_ptr,  # may be logits_row_ptr
+    shift,  # see start_of_row
     class_weight_ptr,
     label,
     kept,
@@ -182,39 +277,52 @@ def store_row_gradient(
     label_smoothing,
     softcap,
     logit_scale,
+    GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Writes d loss / d logits of one row block by block, zeros if its token is ignored."""
     HALF: tl.constexpr = logits_row_ptr.dtype.element_ty != tl.float32
     has_label = kept & (label >= 0) & (label < vocab_size)
-    label_z = transform(tl.load(logits_row_ptr + label, mask=has_label, other=0.0), logit_scale, softcap)
+    label_z = transform(tl.load(logits_row_ptr + shift + label, mask=has_label, other=0.0), logit_scale, softcap)
     tl.debug_barrier()  # before a warp overwrites the label's logit
     exponent = to_exponent(lse, HALF)
-    probability_factor *= tl.exp(-lse_error - rounding_of(lse, exponent, HALF))
-    columns = tl.arange(0, BLOCK_SIZE)
-    full_end = tl.where(kept, vocab_size // BLOCK_SIZE * BLOCK_SIZE, 0)
-    for start in tl.range(0, full_end, BLOCK_SIZE, num_stages=NUM_STAGES):
-        logits = tl.load(logits_row_ptr + start + columns, eviction_policy="evict_first")
+    exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
+    groups = tl.arange(0, BLOCK_SIZE // GROUP) * GROUP
+    places = groups[:, None] + tl.arange(0, GROUP)[None, :]
+    full_start, full_end, part, parts_end = blocks_of_row(shift, vocab_size, BLOCK_SIZE)
+    for start in tl.range(full_start, tl.where(kept, full_end, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
+        logits = tl.load(logits_row_ptr + start + places, eviction_policy="evict_first")
         z = transform(logits, logit_scale, softcap)
         grad = gradient(
-            shifted_exp(z, exponent, HALF), z, start + columns, columns >= 0, class_weight_ptr, probability_factor,
+            shifted_exp(z, exponent, HALF), z, start + places - shift, places >= 0, class_weight_ptr, exp_factor,
             0.0, smoothing_term, label_smoothing, softcap,
         )  # fmt: skip
         grad = grad.to(grad_row_ptr.dtype.element_ty)
-        tl.store(grad_row_ptr + start + columns, grad, eviction_policy="evict_first")
-    # At most one more block of a kept row, every block of an ignored one.
-    for start in range(full_end, vocab_size, BLOCK_SIZE):
-        mask = start + columns < vocab_size
-        logits = tl.load(logits_row_ptr + start + columns, mask=mask & kept, other=0.0)
+        tl.store(grad_row_ptr + start + places, grad, eviction_policy="evict_first")
+    # The parts of a kept row that fill no block, every block of an ignored one.
+    step = tl.where(kept, full_end, BLOCK_SIZE)
+    parts_end = tl.where(kept, parts_end, tl.cdiv(shift + vocab_size, BLOCK_SIZE))
+    for number in range(tl.where(kept, part, 0), parts_end):
+        start = number * step
+        columns = start + places - shift
+        in_row = (columns >= 0) & (columns < vocab_size)
+        mask = writable(start + groups, shift, vocab_size, in_row, GROUP, GROUPED)
+        logits = tl.load(logits_row_ptr + start + places, mask=mask & kept, other=0.0)
         z = transform(logits, logit_scale, softcap)
         grad = gradient(
-            shifted_exp(z, exponent, HALF), z, start + columns, mask, class_weight_ptr, probability_factor,
+            shifted_exp(z, exponent, HALF), z, columns, in_row, class_weight_ptr, exp_factor,
             0.0, smoothing_term, label_smoothing, softcap,
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
-        tl.store(grad_row_ptr + start + columns, grad, mask=mask)
+        tl.store(grad_row_ptr + start + places, grad, mask=mask)
+    if GROUPED:
+        store_edges(
+            logits_row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse, exp_factor, label_term,
+            smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP,
+        )  # fmt: skip
     _store_label_gradient(
-        grad_row_ptr, shifted_exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr,
-        probability_factor, label_term, smoothing_term, label_smoothing, softcap,
+        grad_row_ptr + shift, shifted_exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr,
+        exp_factor, label_term, smoothing_term, label_smoothing, softcap,
     )  # fmt: skip
