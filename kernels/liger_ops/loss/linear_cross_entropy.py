@@ -161,7 +161,7 @@ def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | 
     if shard is not None:
         logits_loss = partial(sharded_loss_and_gradient_in_place, shard=shard)
 
-    if saved is not None:
+    if saved is not None and saved.logits.to_gradient is None:
         logits_loss = partial(logits_loss, lse=saved.lse, lse_error=saved.lse_error)
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
