@@ -1,6 +1,7 @@
 """``python -m benchmarks ops|loss|plot``: measures, prints tables, writes records and draws figures."""
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import records, tables, timing
+from benchmarks import loss_sweep, records, tables, timing
 from benchmarks.cases import AGAINST, Op
 from benchmarks.environment import environment
 from benchmarks.loss import LOSS
@@ -73,6 +74,24 @@ def _parser() -> argparse.ArgumentParser:
         )
     for name, command in (("ops", ops), ("loss", loss)):
         command.add_argument("--out", type=_stem, required=True, metavar="PATH", help=_OUT_HELP.format(name=name))
+    loss.add_argument(
+        "--sweep", action="store_true", help="heads of real models with few and many tokens, with a verdict on each"
+    )
+    loss.add_argument(
+        "--heads",
+        type=loss_sweep.parse_heads,
+        default=tuple(loss_sweep.HEADS),
+        metavar="HIDDENxVOCAB,...",
+        help=f"heads of the sweep (default: the {len(loss_sweep.HEADS)} of real models)",
+    )
+    loss.add_argument(
+        "--tokens",
+        type=loss_sweep.parse_tokens,
+        default=loss_sweep.NUM_TOKENS,
+        metavar="NUMBER,...",
+        help=f"numbers of tokens of the sweep (default: {','.join(map(str, loss_sweep.NUM_TOKENS))})",
+    )
+    loss.add_argument("--repeats", type=int, default=5, help="fewest steps that a time of the sweep is the median of")
     plot = commands.add_parser("plot", help="draw the figures again from records")
     plot.add_argument(
         "records", type=Path, help="a .jsonl file that ops or loss wrote, or a .json file of benchmarks.train"
@@ -120,6 +139,20 @@ def _measure(ops: Sequence[Op], settings: Settings, stem: str, console: Console)
     return not any(name.startswith("ours") for name in runner.failed)
 
 
+def _sweep(options: argparse.Namespace, settings: Settings, stem: str, console: Console) -> bool:
+    """Measures the loss over heads and numbers of tokens, prints verdicts; returns whether ours ran everywhere."""
+    effort = timing.Effort(min_repeats=max(2, options.repeats))
+    runner = Runner(dataclasses.replace(settings, effort=settings.effort if settings.tiny else effort), console.print)
+    op = loss_sweep.sweep_op(options.heads, options.tokens)
+    found: list[records.Record] = []
+    with records.Writer(Path(f"{stem}.jsonl"), environment()) as writer:
+        for record in loss_sweep.measure(op, runner):
+            writer.write(record)
+            found.append(record)
+    console.print(loss_sweep.sweep_table(found, [op.tiny] if settings.tiny else op.shapes), width=300, crop=False)
+    return not any(name.startswith("ours") for name in runner.failed)
+
+
 def _draw(file: Path, stem: str, console: Console) -> None:
     from benchmarks import plots  # needs matplotlib, which the package itself does not
 
@@ -161,6 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     ops = [LOSS] if options.command == "loss" else [OPS[name] for name in options.only]
     stem = _resolve_stem(options.out, options.command)
+    if options.command == "loss" and options.sweep:
+        worked = _sweep(options, settings, stem, console)
+        console.print(f"wrote {stem}.jsonl")
+        return 0 if worked else 1
     worked = _measure(ops, settings, stem, console)
     console.print(f"wrote {stem}.jsonl")
     if has_matplotlib:
