@@ -370,7 +370,7 @@ def loss_kernel(
                 else:
                     mask = writable(groups, shift, vocab_size, in_row, GROUP, GROUPED)
                     tl.store(grad_row_ptr + places, grad, mask=mask)
-                    if GROUPED:
+                    if GROUPED > 0:
                         store_edges(
                             row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse,
                             factor_of_exp(probability_factor, lse, lse_error, HALF), label_term, smoothing_term,
