@@ -23,6 +23,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating, check_floating_tensors, check_shape, wrong_value
+from liger_ops.recipes import made
 
 APPROXIMATIONS = ("none", "tanh")
 """Of gelu, as ``F.gelu`` names them."""
@@ -307,14 +308,15 @@ def _gated_unit(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         check_shape("up", up, gate.shape, "gate's")
     elif gate.dim() == 0 or gate.shape[-1] % 2:
         raise wrong_value("gate", "packed, with an even number of columns, without up", gate)
-    return _compute(gate, up, activation, packed=up is None)
+    return _compute(gate, up, activation, up is None)
 
 
-def _compute(gate: Tensor, up: Tensor | None, activation: str, *, packed: bool) -> Tensor:
+def _compute(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
     if not backend.runs_on_triton(gate, up):
         return gated_unit_reference(gate, up, activation, packed)
     if backend.needs_graph(gate, up):
-        return GatedUnitFunction.apply(gate, up, activation, packed)
+        args = gate, up, activation, packed
+        return made(GatedUnitFunction.apply(*args), _compute, *args)
     return _gated_unit_forward(gate, up, activation, packed)
 
 
@@ -365,4 +367,4 @@ def relu_squared_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def relu_squared(input: Tensor) -> Tensor:
     """Returns ``relu(input)**2``, the ungated activation of Primer and Nemotron, as a contiguous tensor."""
     check_floating("input", input)
-    return _compute(input, None, "relu_squared", packed=False)
+    return _compute(input, None, "relu_squared", False)

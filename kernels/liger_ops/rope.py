@@ -32,6 +32,7 @@ from liger_ops.arguments import (
     check_shape,
     wrong_value,
 )
+from liger_ops.recipes import made
 
 
 class RotaryOptions(NamedTuple):
@@ -562,9 +563,26 @@ def apply_rotary(
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
     sections = [] if mrope_sections is None else _sections(mrope_sections, cos.shape[-1])
+    return _compute(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)
+
+
+def _compute(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    heads_dim: int,
+    interleaved: bool,
+    sections: list[int],
+    keep_dtype: bool,
+) -> tuple[Tensor, Tensor]:
     if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
         options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
     if backend.needs_graph(q, k):
-        return RotaryFunction.apply(q, k, cos, sin, position_ids, (heads_dim, interleaved, sections), keep_dtype)
+        layout = heads_dim, interleaved, sections
+        outputs = RotaryFunction.apply(q, k, cos, sin, position_ids, layout, keep_dtype)
+        # A rotation's backward needs neither q nor k.
+        return made(outputs, _compute, q, k, cos, sin, position_ids, *layout, keep_dtype, keeps_inputs=False)
     return _rotary_forward(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)

@@ -28,6 +28,7 @@ from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.reductions import merge_moments, moments, sum_parts
+from liger_ops.recipes import made
 
 
 def group_norm_reference(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -447,8 +448,13 @@ def group_norm(
         if parameter is not None and parameter.shape != (num_channels,):
             check_shape(name, parameter, (num_channels,), "num_channels")
     eps = as_number("eps", eps, at_least=0)
+    return _compute(input, num_groups, weight, bias, eps)
+
+
+def _compute(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if not backend.runs_on_triton(input, weight, bias):
         return group_norm_reference(input, num_groups, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):
         return _group_norm_forward(input, weight, bias, num_groups, eps)[0]
-    return GroupNormFunction.apply(input, weight, bias, num_groups, eps)
+    args = input, num_groups, weight, bias, eps
+    return made(GroupNormFunction.apply(*args), _compute, *args)

@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.norm.checks import as_number, check_row_norm
 from liger_ops.norm.launch import MAX_HIDDEN_SIZE, launch_backward, launch_forward
+from liger_ops.recipes import made
 
 
 def layer_norm_reference(
@@ -146,9 +147,14 @@ def layer_norm(
     """
     shape = check_row_norm(input, normalized_shape, weight=weight, bias=bias)
     eps = as_number("eps", eps, at_least=0)
+    return _compute(input, weight, bias, shape, eps)
+
+
+def _compute(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
     hidden_size = math.prod(shape)
     if not backend.runs_on_triton(input, weight, bias) or hidden_size > MAX_HIDDEN_SIZE:
         return layer_norm_reference(input, shape, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):
         return _layer_norm_forward(input, weight, bias, hidden_size, eps)[0]
-    return LayerNormFunction.apply(input, weight, bias, hidden_size, eps)
+    y = LayerNormFunction.apply(input, weight, bias, hidden_size, eps)
+    return made(y, _compute, input, weight, bias, shape, eps)

@@ -22,6 +22,7 @@ from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating_tensors, check_shape, wrong_value
 from liger_ops.norm.checks import as_number, check_row_norm
 from liger_ops.norm.launch import MAX_HIDDEN_SIZE, launch_backward, launch_forward
+from liger_ops.recipes import made
 
 Casting = Literal["gemma", "llama", "none"]
 CASTINGS: tuple[Casting, ...] = get_args(Casting)
@@ -274,12 +275,16 @@ def rms_norm(
             finite, or offset is given without a weight.
     """
     shape, options = _check(input, normalized_shape, weight, eps, offset, casting)
+    return _compute(input, weight, shape, options)
+
+
+def _compute(input: Tensor, weight: Tensor | None, shape: tuple[int, ...], options: RMSNormOptions) -> Tensor:
     if not backend.runs_on_triton(input, weight) or options.hidden_size > MAX_HIDDEN_SIZE:
         _, eps, offset, casting = options
         return rms_norm_reference(input, shape, weight, eps=eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, weight):
         return _rms_norm_forward(input, weight, *options)[0]
-    return RMSNormFunction.apply(input, weight, options)
+    return made(RMSNormFunction.apply(input, weight, options), _compute, input, weight, shape, options)
 
 
 def add_rms_norm(
@@ -319,4 +324,5 @@ def add_rms_norm(
     if not backend.needs_graph(input, residual, weight):
         normalized, _, total = _add_rms_norm_forward(input, residual, weight, *options)
         return normalized, total
-    return AddRMSNormFunction.apply(input, residual, weight, options)
+    normalized, total = AddRMSNormFunction.apply(input, residual, weight, options)
+    return made(normalized, _compute, total, weight, shape, options), total

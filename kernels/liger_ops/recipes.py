@@ -1,0 +1,60 @@
+"""How outputs of ops can be made again, for those who would rather compute them twice than keep them for backward.
+
+An op tells the listener of its thread, if there is one, which function made its output from which arguments. The ops
+here cost a few reads and writes of memory, and their inputs are saved for backward in any case.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+_Outputs = TypeVar("_Outputs", bound=Tensor | tuple[Tensor, ...])
+
+
+class Listener(Protocol):
+    """Learns how outputs were made."""
+
+    def __call__(
+        self, outputs: tuple[Tensor, ...], function: Callable[..., Any], args: Sequence[Any], keeps_inputs: bool
+    ) -> None:
+        """``function(*args)`` returns ``outputs``; the inputs are saved for backward if ``keeps_inputs``."""
+
+
+class _State(threading.local):
+    listener: Listener | None = None
+
+
+_state = _State()
+
+
+def made(outputs: _Outputs, function: Callable[..., Any], *args: Any, keeps_inputs: bool = True) -> _Outputs:
+    """Returns ``outputs``, after telling this thread's listener how to make them again.
+
+    Args:
+        outputs: New tensors that share memory with no other, just recorded by autograd.
+        function: Returns the same values, shapes and strides for the same ``args``.
+        args: Tensors, and anything else.
+        keeps_inputs: Whether backward needs all tensors in ``args`` that may require gradients, so that they stay alive
+            and writes to them are errors anyway.
+    """
+    if torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
+        return outputs
+    listener = _state.listener
+    if listener is not None:
+        listener(outputs if isinstance(outputs, tuple) else (outputs,), function, args, keeps_inputs)
+    return outputs
+
+
+@contextmanager
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Makes ``listener`` this thread's, None for nobody."""
+    before = _state.listener
+    _state.listener = listener
+    try:
+        yield
+    finally:
+        _state.listener = before

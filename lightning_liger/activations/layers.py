@@ -1,0 +1,302 @@
+"""The layers of a model whose activations are controlled, each in a mode of its own.
+
+=============  =====================================================================
+``store``      autograd keeps what it always keeps
+``cheap``      the same without tensors that are cheap to make again (the default)
+``recompute``  the layer's inputs only; the layer runs again in backward
+``offload``    the same in the least memory: its inputs are in host memory meanwhile
+               (on GPUs), and the second run keeps no cheap tensors
+=============  =====================================================================
+
+Losses and gradients are the same in all of them. Only the class of a layer's instance changes, to a subclass whose
+forward looks up the mode; parameters, their names and other instances do not.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import Cache
+
+from liger_ops.recipes import listening
+from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
+from lightning_liger.activations.frames import Frame, Waiting
+from lightning_liger.activations.offload import HostMemory
+
+Mode = Literal["store", "cheap", "recompute", "offload"]
+_CONTROL = "_liger_activations"
+_MIN_OFFLOADED_BYTES = 2**20
+_mode: ContextVar[Mode | None] = ContextVar("lightning_liger_layer_mode", default=None)
+
+
+class Observer(Protocol):
+    """Is told what layers do, on the host, in the order of execution."""
+
+    def forward_starts(self, index: int, num_tokens: int) -> None:
+        """Before the forward of a layer whose first input has ``num_tokens`` rows."""
+
+    def forward_ends(self, index: int) -> None: ...
+
+    def recompute_starts(self, index: int) -> None:
+        """In backward, before a layer of mode recompute or offload runs again."""
+
+    def recompute_ends(self, index: int) -> None: ...
+
+
+class ControlledLayers:
+    """The layers of one model and their modes.
+
+    Attributes:
+        layers: In the order of the model's modules.
+        modes: One for each layer; a change takes effect in its next forward.
+        observer: Is told what layers do, or None.
+        dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
+        input_bytes: Of each layer, the inputs that "offload" moves to host memory, when the layer last ran under an
+            observer.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = layers
+        self.modes: list[Mode] = ["cheap"] * len(layers)
+        self.observer: Observer | None = None
+        self.dropped_bytes = [0] * len(layers)
+        self.input_bytes = [0] * len(layers)
+        self._host_memory: dict[torch.device, HostMemory] = {}
+
+    def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model
+        return {**vars(self), "observer": None, "_host_memory": {}}
+
+    def run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the layer, whose own forward is ``forward``, in its mode."""
+        if not torch.is_grad_enabled() or _hooks_are_taken():
+            return forward(*args, **kwargs)
+        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if first is None:
+            return forward(*args, **kwargs)
+        if self.observer is None:
+            return self._run(index, first.device, forward, args, kwargs)
+        self.input_bytes[index] = sum(
+            _num_bytes(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and _can_leave(each)
+        )
+        self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
+        outputs = self._run(index, first.device, forward, args, kwargs)
+        if self.observer is not None:
+            self.observer.forward_ends(index)
+        return outputs
+
+    def _run(
+        self, index: int, device: torch.device, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        mode = self.modes[index]
+        if mode in ("recompute", "offload"):
+            if any(self._has_history(index, each) for each in (*args, *kwargs.values())):
+                rank_zero_warn(
+                    "lightning-liger: layers that extend the keys and values of earlier tokens in past_key_values are"
+                    " not recomputed in backward, which would extend them twice"
+                )
+                mode = "cheap"
+            else:
+                args, kwargs = _without_cache(args, kwargs)
+        with _as_mode(mode):
+            if mode == "store":
+                return forward(*args, **kwargs)
+            if mode == "cheap":
+                return self._run_cheap(index, device, forward, args, kwargs)
+            offloads = mode == "offload"
+            keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
+            frame = Frame(device, _LayerWatcher(self, index), keep, drops_cheap=offloads)
+            return frame.run(functools.partial(_in_mode, mode, forward), args, kwargs)
+
+    def _run_cheap(
+        self, index: int, device: torch.device, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        cheap = CheapTensors(device.type)
+        try:
+            with listening(cheap.listener), saved_tensors_hooks(cheap.pack, unpack):
+                return forward(*args, **kwargs)
+        finally:
+            cheap.close()
+            self.dropped_bytes[index] = cheap.dropped_bytes
+
+    def _has_history(self, index: int, value: Any) -> bool:
+        if not isinstance(value, Cache):
+            return False
+        own = (getattr(module, "layer_idx", None) for module in self.layers[index].modules())
+        layer_index = next((each for each in own if isinstance(each, int)), None)
+        try:
+            return layer_index is None or bool(value.get_seq_length(layer_index))
+        except (ValueError, IndexError, NotImplementedError):  # caches of states that have no length
+            return True
+
+    def _offload(self, device: torch.device, tensor: Tensor) -> Waiting:
+        if not _can_leave(tensor):
+            return Kept(tensor)
+        if device not in self._host_memory:
+            self._host_memory[device] = HostMemory(device)
+        return self._host_memory[device].offload(tensor)
+
+
+class _LayerWatcher:
+    """Passes what a frame does on to the observer."""
+
+    def __init__(self, control: ControlledLayers, index: int) -> None:
+        self._control = control
+        self._index = index
+
+    def recompute_starts(self) -> None:
+        if self._control.observer is not None:
+            self._control.observer.recompute_starts(self._index)
+
+    def recompute_ends(self, dropped_bytes: int) -> None:
+        self._control.dropped_bytes[self._index] = dropped_bytes
+        if self._control.observer is not None:
+            self._control.observer.recompute_ends(self._index)
+
+
+def current_mode() -> Mode | None:
+    """The mode of the layer whose forward runs, also when it runs again in backward; None outside of such layers."""
+    return _mode.get()
+
+
+@contextmanager
+def _as_mode(mode: Mode) -> Iterator[None]:
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def _in_mode(mode: Mode, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _as_mode(mode):  # backward runs on a thread of its own
+        return forward(*args, **kwargs)
+
+
+def _hooks_are_taken() -> bool:
+    """Whether somebody else keeps what autograd saves, as activation checkpointing around this layer does."""
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return True
+    return autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _can_leave(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf and _num_bytes(tensor) >= _MIN_OFFLOADED_BYTES
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without caches of keys and values, which a second run would extend again."""
+    args = tuple(None if isinstance(value, Cache) else value for value in args)
+    kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if kwargs.get("use_cache") else {})
+
+
+class _Controlled:
+    """Base of the classes that controlled layers get; their instances pickle by the original class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
+        return _new_controlled, (type(self).__mro__[2],), *reduced[2:]
+
+
+def _new_controlled(original: type[nn.Module]) -> nn.Module:
+    controlled = _controlled_class(original)  # type: ignore[arg-type]  # mypy takes module classes for unhashable
+    return controlled.__new__(controlled)
+
+
+@functools.cache
+def _controlled_class(original: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = functools.partial(original.forward, self)
+        control, index = self.__dict__[_CONTROL]
+        if torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
+            return own(*args, **kwargs)
+        return control.run(index, own, args, kwargs)
+
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward,
+    }
+    return type(original.__name__, (_Controlled, original), namespace)
+
+
+def control_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = None) -> ControlledLayers | None:
+    """Controls the activations of the layers in ``model``; again if it did so before, with all modes "cheap".
+
+    Args:
+        model: Any module; call this before an engine wraps its layers.
+        classes: The classes of the layers; by default those that :func:`find_layers` finds.
+
+    Returns:
+        The layers, None if there are none.
+    """
+    release_layers(model)
+    layers = [layer for layer in find_layers(model, classes) if "forward" not in vars(layer)]
+    if not layers:
+        return None
+    control = ControlledLayers(layers)
+    for index, layer in enumerate(layers):
+        vars(layer)[_CONTROL] = control, index
+        layer.__class__ = _controlled_class(type(layer))  # type: ignore[arg-type]
+    return control
+
+
+def release_layers(model: nn.Module) -> None:
+    """Gives the layers in ``model`` their own classes back."""
+    for layer in model.modules():
+        if isinstance(layer, _Controlled):
+            layer.__class__ = type(layer).__mro__[2]
+            del vars(layer)[_CONTROL]
+
+
+def find_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = None) -> list[nn.Module]:
+    """The layers of ``model`` that follow each other, in order, none inside of another.
+
+    Args:
+        model: Any module.
+        classes: Of the layers. By default those that a Hugging Face model in ``model`` says must not be split; of other
+            models, the items of one class that a ``ModuleList`` or ``Sequential`` has more than one of.
+    """
+    wanted = tuple(classes) if classes is not None else tuple(unsplit_classes(model))
+    if wanted:
+        return list(_outermost(model, lambda module, parent: isinstance(module, wanted)))
+    return list(_outermost(model, _is_repeated))
+
+
+def unsplit_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of the layers that a Hugging Face model in ``model`` says must not be split."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return {type(module) for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}}
+
+
+def _is_repeated(module: nn.Module, parent: nn.Module | None) -> bool:
+    if not isinstance(parent, nn.ModuleList | nn.Sequential) or not any(module.children()):
+        return False
+    return Counter(map(type, parent.children()))[type(module)] > 1 and any(True for _ in module.parameters())
+
+
+def _outermost(
+    module: nn.Module, is_layer: Callable[[nn.Module, nn.Module | None], bool], parent: nn.Module | None = None
+) -> Iterator[nn.Module]:
+    if is_layer(module, parent):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, is_layer, module)

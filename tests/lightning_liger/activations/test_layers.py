@@ -1,0 +1,376 @@
+"""Layers in every mode: the same losses and gradients as without, in random programs and in whole models."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+
+from lightning_liger import apply_liger_kernels
+from lightning_liger.activations.layers import (
+    ControlledLayers,
+    control_layers,
+    current_mode,
+    find_layers,
+    release_layers,
+)
+from tests.lightning_liger.activations.programs import HIDDEN_SIZE, RandomLayer, fused, rms_norm, silu_mul
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
+
+MODES = ("store", "cheap", "recompute", "offload")
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def controlled(model: nn.Module, *modes: Any) -> ControlledLayers:
+    control = control_layers(model)
+    assert control is not None
+    control.modes = list(modes) if len(modes) > 1 else list(modes) * len(control.layers)
+    return control
+
+
+def gradients(model: nn.Module, x: Tensor, context: Any = None) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The output, and the gradients of the input and of all parameters."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with context or nullcontext():
+        y = model(x * 1.0)
+    y.square().mean().backward()
+    return y, {"x": x.grad, **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+def outcome(model: nn.Module, x: Tensor, context: Any) -> tuple[Tensor, dict[str, Tensor | None]] | str:
+    """The same, or the message of PyTorch's refusal."""
+    try:
+        return gradients(model, x, context)
+    except RuntimeError as error:
+        return str(error)
+
+
+def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> bool:
+    return found.keys() == expected.keys() and all(
+        (one is None and other is None)
+        or (one is not None and other is not None and torch.equal(one.nan_to_num(), other.nan_to_num()))
+        for one, other in zip(found.values(), expected.values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("writes", [False, True], ids=["pure", "writes"])
+def test_random_layers_give_the_same_in_every_mode(writes: bool, half: bool) -> None:
+    num_same = num_refused = 0
+    for seed in range(15 if half else 60):
+        torch.manual_seed(seed)
+        model = Stack(*(RandomLayer(10 * seed + index, writes=writes) for index in range(3)))
+        x = torch.randn(2, 3, HIDDEN_SIZE)
+        cast = torch.autocast("cpu", torch.bfloat16, enabled=half)
+        expected = outcome(model, x, cast)
+        if isinstance(expected, str):
+            assert "inplace operation" in expected
+            continue
+        for modes in (*((mode,) * 3 for mode in MODES), ("recompute", "cheap", "store")):
+            controlled(model, *modes)
+            found = outcome(model, x, cast)
+            if isinstance(found, str):
+                assert writes
+                assert "writes to one of its inputs" in found
+                num_refused += 1
+            else:
+                assert same({"y": found[0], **found[1]}, {"y": expected[0], **expected[1]}), (seed, modes)
+                num_same += 1
+            release_layers(model)
+    assert num_same > (40 if half else 150)
+    assert num_refused < num_same / 4
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_models_give_the_same_in_every_mode(kind: str, triton_device: torch.device) -> None:
+    names = {"n_embd": 32, "n_layer": 2, "n_head": 4} if kind == "gpt2" else {"attention_dropout": 0.2}
+    model = tiny_model(kind, **names).to(triton_device).train()
+    apply_liger_kernels(model)
+    batch = {name: tensor.to(triton_device) for name, tensor in tiny_batch(seq_len=3, num_ignored=1).items()}
+
+    def run() -> tuple[float, dict[str, Tensor | None]]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = run()
+    for mode in MODES:
+        control = controlled(model, mode)
+        assert len(control.layers) == 2
+        loss, found = run()
+        assert loss == expected[0]
+        assert found.keys() == expected[1].keys()
+        for name, gradient in expected[1].items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+        assert (min(control.dropped_bytes) > 0) == (mode != "store")
+
+
+class Norms(nn.Module):
+    """Two linear layers after a gated product of a norm, as in models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 8)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(current_mode())
+        return x + self.second(silu_mul(*self.first(rms_norm(x)).chunk(2, dim=-1)))
+
+
+def test_second_user_does_not_make_the_output_again() -> None:
+    calls = []
+
+    def doubled(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x * 2
+
+    class Users(Norms):
+        def forward(self, x: Tensor) -> Tensor:
+            y = fused(doubled, x)
+            return self.second(y) + self.second(y) + self.second(y)
+
+    model = Stack(Users(), Users())
+    controlled(model, "cheap")
+    model(torch.randn(2, 3, 8, requires_grad=True)).sum().backward()
+    # Once in forward, once in the op's own backward of this test, once for the three users together.
+    assert len(calls) == 3 * 2
+
+
+def test_outputs_are_freed_between_forward_and_backward_and_once_used() -> None:
+    made: list[StorageWeakRef] = []
+
+    class Watched(Norms):
+        def forward(self, x: Tensor) -> Tensor:
+            y = rms_norm(x)
+            made.append(StorageWeakRef(y.untyped_storage()))
+            return x + self.second(y)
+
+    for mode, is_kept in (("store", True), ("cheap", False), ("recompute", False)):
+        made.clear()
+        model = Stack(Watched(), Watched())
+        controlled(model, mode)
+        output = model(torch.randn(2, 3, 8, requires_grad=True))
+        assert [each.expired() for each in made] == [not is_kept] * 2
+        output.sum().backward()
+        assert all(each.expired() for each in made)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_twice_over_one_graph(mode: Any) -> None:
+    model = Stack(Norms(), Norms())
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    controlled(model, mode)
+    y = model(x)
+    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(first, second)
+    release_layers(model)
+    assert torch.equal(first, torch.autograd.grad(model(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_a_part_only(mode: Any) -> None:
+    model = Stack(Norms(), Norms())
+    x = torch.randn(2, 3, 8)
+    (expected,) = torch.autograd.grad(model(x).sum(), model.layers[1].first.weight)
+    controlled(model, mode)
+    (found,) = torch.autograd.grad(model(x).sum(), model.layers[1].first.weight)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("mode", ["cheap", "recompute"])
+def test_write_to_an_input_before_backward_is_refused(mode: Any) -> None:
+    model = Stack(Norms(), Norms())
+    controlled(model, mode)
+    x = torch.randn(2, 3, 8, requires_grad=True) * 1
+    y = model(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["cheap", "recompute"])
+def test_write_to_a_parameter_before_backward_is_refused(mode: Any) -> None:
+    model = Stack(Norms(), Norms())
+    controlled(model, mode)
+    y = model(torch.randn(2, 3, 8))
+    with torch.no_grad():
+        model.layers[1].second.weight.mul_(2)
+    if mode == "cheap":  # the second run uses parameters as they are then, as torch.utils.checkpoint does
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_layer_that_does_something_else_the_second_time_is_refused() -> None:
+    class Fickle(Norms):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) if self.calls % 2 else self.second(x)
+
+    model = Stack(Fickle(), Fickle())
+    controlled(model, "recompute")
+    with pytest.raises(RuntimeError, match="the same each time"):
+        model(torch.randn(2, 3, 8)).sum().backward()
+
+
+def test_layers_know_their_mode_in_both_runs() -> None:
+    model = Stack(Norms(), Norms())
+    controlled(model, "recompute", "cheap")
+    model(torch.randn(2, 3, 8)).sum().backward()
+    assert [layer.seen for layer in model.layers] == [["recompute", "recompute"], ["cheap"]]
+    assert current_mode() is None
+
+
+@contextmanager
+def _offloaded_by_user() -> Iterator[list[int]]:
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(1)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield packed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_of_others_win(mode: Any) -> None:
+    model, x = Stack(Norms(), Norms()), torch.randn(2, 3, 8)
+    expected = gradients(model, x)
+    with _offloaded_by_user() as packed:
+        model(x)
+    num_saved = len(packed)
+    controlled(model, mode)
+    with _offloaded_by_user() as packed:
+        model(x)
+    assert len(packed) == num_saved
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model.layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    assert same(gradients(Checkpointed(), x)[1], expected[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_function_transforms_and_no_grad(mode: Any) -> None:
+    model, x = Stack(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))), torch.randn(2, 3, 8)
+    expected = torch.func.grad(lambda x: model(x).sum())(x)
+    controlled(model, mode)
+    assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
+    with torch.no_grad():
+        assert not model(x).requires_grad
+
+
+def test_keys_and_values_are_not_extended_twice() -> None:
+    model = tiny_llama().train()
+    tokens = torch.randint(0, 64, (1, 5))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache, use_cache=True)
+
+    def run(cache: Any) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        model(tokens, labels=tokens, past_key_values=cache, use_cache=True).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    for before in (None, cache):
+        expected = copy.deepcopy(run(copy.deepcopy(before)))
+        for modes in (("recompute",) * 2, ("cheap", "recompute"), ("recompute", "cheap")):
+            controlled(model, *modes)
+            assert same(run(copy.deepcopy(before)), expected)
+        release_layers(model)
+
+
+def test_copies_and_pickles_keep_their_own_modes() -> None:
+    model, x = Stack(Norms(), Norms()), torch.randn(2, 3, 8)
+    control = controlled(model, "recompute")
+    twin = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model)) if Norms.__module__ != "__main__" else twin
+    control.modes[0] = "store"
+    for each in (twin, loaded):
+        own, index = vars(each.layers[0])["_liger_activations"]
+        assert own is not control
+        assert own.layers[index] is each.layers[0]
+        assert own.modes == ["recompute"] * 2
+        assert same(gradients(each, x)[1], gradients(model, x)[1])
+
+
+def test_release_restores_the_classes_and_names_stay() -> None:
+    model = Stack(Norms(), Norms())
+    names = list(model.state_dict())
+    controlled(model, "recompute")
+    assert isinstance(model.layers[0], Norms)
+    assert type(model.layers[0]).__name__ == "Norms"
+    assert list(model.state_dict()) == names
+    release_layers(model)
+    assert type(model.layers[0]) is Norms
+    assert "_liger_activations" not in vars(model.layers[0])
+
+
+class _Events:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def forward_starts(self, index: int, num_tokens: int) -> None:
+        self.events.append(("forward", index, num_tokens))
+
+    def forward_ends(self, index: int) -> None:
+        self.events.append(("forward ends", index))
+
+    def recompute_starts(self, index: int) -> None:
+        self.events.append(("recompute", index))
+
+    def recompute_ends(self, index: int) -> None:
+        self.events.append(("recompute ends", index))
+
+
+def test_observers_see_the_order_of_execution() -> None:
+    model = Stack(Norms(), Norms())
+    control = controlled(model, "recompute", "cheap")
+    control.observer = observer = _Events()
+    model(torch.randn(2, 3, 8)).sum().backward()
+    assert observer.events == [
+        *(("forward", 0, 6), ("forward ends", 0), ("forward", 1, 6), ("forward ends", 1)),
+        *(("recompute", 0), ("recompute ends", 0)),
+    ]
+
+
+def test_layers_are_found_in_plain_models_and_not_inside_of_each_other() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    blocks = nn.ModuleList(nn.Sequential(copy.deepcopy(inner), copy.deepcopy(inner)) for _ in range(2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"blocks": blocks}))
+    assert find_layers(model) == list(blocks)
+    assert find_layers(nn.Linear(2, 2)) == []
+    assert control_layers(nn.Linear(2, 2)) is None
+    assert find_layers(model, {nn.Linear}) == [each for each in model.modules() if isinstance(each, nn.Linear)]
