@@ -1,6 +1,7 @@
 """``python -m benchmarks COMMAND``: measures, prints tables, writes results and draws figures."""
 
 import argparse
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import records, tables, timing
+from benchmarks import loss_sweep, records, tables, timing
 from benchmarks.cases import AGAINST, Op
 from benchmarks.environment import environment
 from benchmarks.loss import LOSS
@@ -86,6 +87,24 @@ def _parser() -> argparse.ArgumentParser:
             "--quick", action="store_true", help="tiny sizes, a few repeats: a trial that also runs on a CPU"
         )
         command.add_argument("--out", type=_stem, required=True, metavar="PATH", help=_OUT_HELP.format(name=name))
+    loss.add_argument(
+        "--sweep", action="store_true", help="heads of real models with few and many tokens, with a verdict on each"
+    )
+    loss.add_argument(
+        "--heads",
+        type=loss_sweep.parse_heads,
+        default=tuple(loss_sweep.HEADS),
+        metavar="HIDDENxVOCAB,...",
+        help=f"heads of the sweep (default: the {len(loss_sweep.HEADS)} of real models)",
+    )
+    loss.add_argument(
+        "--tokens",
+        type=loss_sweep.parse_tokens,
+        default=loss_sweep.NUM_TOKENS,
+        metavar="NUMBER,...",
+        help=f"numbers of tokens of the sweep (default: {','.join(map(str, loss_sweep.NUM_TOKENS))})",
+    )
+    loss.add_argument("--repeats", type=int, default=5, help="fewest steps that a time of the sweep is the median of")
     plot = commands.add_parser("plot", help="draw the figures again from records")
     plot.add_argument("records", type=Path, help="a .jsonl file that a command wrote")
     plot.add_argument("--out", type=_stem, metavar="PATH", help="start of the figures' paths (default: the records')")
@@ -141,8 +160,24 @@ def _measure_ops(options: argparse.Namespace, stem: str, console: Console) -> bo
         tiny=options.quick,
         sweeps=options.command == "ops" and options.sweeps,
     )
+    if options.command == "loss" and options.sweep:
+        return _sweep(options, settings, stem, console)
     ops = [LOSS] if options.command == "loss" else [OPS[name] for name in options.only]
     return _measure(ops, settings, stem, console)
+
+
+def _sweep(options: argparse.Namespace, settings: Settings, stem: str, console: Console) -> bool:
+    """Measures the loss over heads and numbers of tokens, prints verdicts; returns whether ours ran everywhere."""
+    effort = timing.Effort(min_repeats=max(2, options.repeats))
+    runner = Runner(dataclasses.replace(settings, effort=settings.effort if settings.tiny else effort), console.print)
+    op = loss_sweep.sweep_op(options.heads, options.tokens)
+    found: list[records.Record] = []
+    with records.Writer(Path(f"{stem}.jsonl"), environment()) as writer:
+        for record in loss_sweep.measure(op, runner):
+            writer.write(record)
+            found.append(record)
+    console.print(loss_sweep.sweep_table(found, [op.tiny] if settings.tiny else op.shapes), width=300, crop=False)
+    return not any(name.startswith("ours") for name in runner.failed)
 
 
 def _draw(file: Path, stem: str, console: Console) -> None:
@@ -180,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         worked = _measure_ops(options, stem, console)
     console.print(f"wrote {stem}.jsonl")
+    if options.command == "loss" and options.sweep:
+        return 0 if worked else 1  # its table has no figure
     if has_matplotlib:
         _draw(Path(f"{stem}.jsonl"), stem, console)
     else:

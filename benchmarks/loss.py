@@ -4,6 +4,8 @@ Its bound is three matrix products over the tokens that are not ignored; ``produ
 with all tokens in one chunk.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,13 +13,8 @@ from torch import Tensor
 from benchmarks.cases import Contender, Inputs, Maker, Op, liger_kernel, ours, pytorch
 
 MIB = 2**20
-# MiB for one chunk of logits, by (num_tokens, hidden_size, vocab_size): about the size of liger-kernel's chunks.
-_SMALL_BUDGETS = {
-    (8192, 4096, 128256): 176,
-    (8192, 2304, 256000): 150,
-    (4096, 896, 151936): 32,
-    (32768, 4096, 128256): 330,
-}
+SMALL_MEMORY = 1.095
+"""Peak memory of the setting that saves memory, as a multiple of liger-kernel's."""
 
 
 def _inputs(make: Maker, num_tokens: int, hidden_size: int, vocab_size: int, percent_ignored: int) -> Inputs:
@@ -38,10 +35,16 @@ def _num_valid_tokens(labels: Tensor) -> int:
 
 
 def small_budget(hidden_states: Tensor, weight: Tensor) -> int:
-    """Bytes of one chunk of logits in the setting that saves memory; at other shapes, an eighth of all logits."""
+    """Bytes of one chunk of logits in the setting that saves memory, whose peak is ``SMALL_MEMORY`` of liger-kernel's.
+
+    liger-kernel 0.8.5 holds the gradients of the hidden states and the head and, of all tokens divided by
+    ``vocab_size / hidden_size`` rounded up to a power of two, the logits; we also hold the chunk's hidden states.
+    """
     num_tokens, (vocab_size, hidden_size) = hidden_states.shape[0], weight.shape
-    budget = _SMALL_BUDGETS.get((num_tokens, hidden_size, vocab_size))
-    return num_tokens * vocab_size * weight.itemsize // 8 if budget is None else budget * MIB
+    gradients = (num_tokens + vocab_size) * hidden_size
+    its_rows = 1 << (math.ceil(num_tokens / math.ceil(vocab_size / hidden_size)) - 1).bit_length()
+    rows = (SMALL_MEMORY * (gradients + its_rows * vocab_size) - gradients) // (vocab_size + hidden_size)
+    return int(rows) * vocab_size * weight.itemsize
 
 
 @torch.no_grad()

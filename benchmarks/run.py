@@ -38,8 +38,8 @@ class Settings:
 class SmallProblem:
     """Results of a contender on a small problem; fields as in :class:`Record`."""
 
-    first_call_s: float
-    host_us: float
+    first_call_s: float | None
+    host_us: float | None
     gradient_error: float | None
 
 

@@ -66,6 +66,15 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def runs_directly(*arguments: Any) -> bool:
+    """Whether an op with these arguments runs now, on their data: nothing traces it, and no tensor is a stand-in."""
+    return (
+        not is_traced()
+        and _PLAIN_ARGUMENTS.issuperset(map(type, arguments))
+        and not any(isinstance(argument, Tensor) and argument.is_meta for argument in arguments)
+    )
+
+
 def graph_ends() -> bool:
     """Whether the running backward pass frees its graph, so that buffers that we saved may be overwritten."""
     return not is_traced() and not torch._C._autograd._get_current_graph_task_keep_graph()

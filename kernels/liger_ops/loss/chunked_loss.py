@@ -5,9 +5,11 @@ sorted to the end and left out of the matrix products.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops.loss.token_plan import TokenPlan
@@ -19,10 +21,19 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 512 * 2**20, 2 * 2**30
 """Bounds of the default chunk on a GPU. Each chunk reads and writes the head's gradient once, which smaller chunks do
 more often; with 1 GiB the loss, not the backward pass, became the peak of training Llama 3 8B on 4 H200, by 0.4 GiB."""
 
-_GPU_CHUNK_TOKENS = 2048
+MIN_CHUNK_TOKENS, GOOD_CHUNK_TOKENS = 1024, 2048
+"""Fewest tokens of a default chunk on a GPU, and those from which on more gain nothing. A chunk costs the time of about
+50 tokens more than its share of one product over all tokens, whatever the head, since both the products and the head's
+gradient that is read and written again grow with ``vocab_size * hidden_size``."""
+
+MEMORY_SHARE = 0.69
+"""Part of the memory of whole logits with all gradients that default chunks stay below, where that is no slower."""
+
 _MAX_ROUNDED_ACCUMULATIONS = 4  # each rounds the sum so far: together 1.5 times the error of a single product
-_ROW_MULTIPLES = ((1024, 128), (128, 16))  # from how many rows on chunks are whole tiles of the matrix products
+_COLUMN_MULTIPLE = 64  # the part of an unaligned vocabulary that is multiplied fast
+_LONG_ROW = 1024
 _WHOLE_BYTES = 4 * 2**20
+_ROW_MULTIPLES = ((1024, 128), (128, 16))  # from how many rows on chunks are whole tiles of the matrix products
 
 
 def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk_bytes: int) -> int:
@@ -34,31 +45,49 @@ def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk
         element_size: Bytes of one logit.
         chunk_bytes: Budget for one chunk of logits.
     """
-    budget_rows = max(1, chunk_bytes // (vocab_size * element_size))
-    multiple = next((multiple for limit, multiple in _ROW_MULTIPLES if budget_rows > limit), 1)
-    budget_rows -= budget_rows % multiple
-    num_chunks = max(2, -(-num_tokens // budget_rows))
+    return _spread(num_tokens, max(1, chunk_bytes // (vocab_size * element_size)))
+
+
+def _spread(num_tokens: int, most: int) -> int:
+    """Rows of each of the fewest chunks, two or more, that hold at most ``most`` rows."""
+    multiple = next((multiple for limit, multiple in _ROW_MULTIPLES if most > limit), 1)
+    most -= most % multiple
+    num_chunks = max(2, -(-num_tokens // most))
     rows = -(-num_tokens // num_chunks)
     if rows > multiple:
         rows += -rows % multiple
     return max(1, rows)
 
 
-def default_chunk_size(num_tokens: int, vocab_size: int, element_size: int, device: torch.device) -> int:
+def default_chunk_size(
+    num_tokens: int, vocab_size: int, element_size: int, device: torch.device, hidden_size: int = 0
+) -> int:
     """Tokens a chunk where no budget is given.
 
-    On a GPU 2048 tokens, or as many as make 4 chunks, within ``MIN_CHUNK_BYTES`` and ``MAX_CHUNK_BYTES``; all tokens if
-    their logits are so small that launching the kernels of two chunks would take longer than running them.
+    On a GPU, ``GOOD_CHUNK_TOKENS`` or as many as make 4 chunks or ``MIN_CHUNK_BYTES``, and fewer, down to
+    ``MIN_CHUNK_TOKENS`` or 4 chunks, where ``MEMORY_SHARE`` asks for it. More than 4 chunks, whose sum takes more
+    precision, are for logits of which a quarter exceeds both ``MAX_CHUNK_BYTES`` and the memory that this precision
+    takes. All tokens are one chunk if they are too few for two.
+
+    Args:
+        num_tokens, vocab_size, element_size: As for :func:`choose_chunk_size`.
+        device: Where the logits are.
+        hidden_size: Of the head, if its gradient is wanted; 0 otherwise.
     """
     if device.type != "cuda":
         return choose_chunk_size(num_tokens, vocab_size, element_size, CPU_CHUNK_BYTES)
-    token_bytes = vocab_size * element_size
-    if num_tokens * token_bytes <= _WHOLE_BYTES:
+    head = vocab_size * hidden_size * element_size
+    most = max(1, max(MAX_CHUNK_BYTES + head, 2 * head) // (vocab_size * element_size))
+    if num_tokens <= max(min(2 * MIN_CHUNK_TOKENS - 1, most), _WHOLE_BYTES // (vocab_size * element_size)):
         return max(1, num_tokens)
-    chunk_tokens = max(_GPU_CHUNK_TOKENS, -(-num_tokens // _MAX_ROUNDED_ACCUMULATIONS))
-    chunk_tokens += -chunk_tokens % _ROW_MULTIPLES[0][1]
-    chunk_bytes = min(max(chunk_tokens * token_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
-    return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
+    quarter = -(-num_tokens // _MAX_ROUNDED_ACCUMULATIONS)
+    quarter += -quarter % _ROW_MULTIPLES[0][1]
+    if quarter > most:
+        return _spread(num_tokens, max(1, MAX_CHUNK_BYTES // (vocab_size * element_size)))
+    fast = max(GOOD_CHUNK_TOKENS, quarter, MIN_CHUNK_BYTES // (vocab_size * element_size))
+    gradients = hidden_size * (vocab_size + num_tokens)
+    saving = int(MEMORY_SHARE * (num_tokens * vocab_size + gradients) - gradients) // (vocab_size + hidden_size)
+    return _spread(num_tokens, min(max(saving, MIN_CHUNK_TOKENS, quarter), fast, most))
 
 
 def choose_accumulate_dtype(weight_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
@@ -111,6 +140,36 @@ ChunkLoss = Callable[[Tensor, Tensor | None], None]
 order); overwrites the logits with their gradient."""
 
 
+@dataclass
+class SavedLogits:
+    """Logits of the first chunks, which forward saves so that backward need not compute them again."""
+
+    max_chunks: int
+    """How many chunks forward may save."""
+    chunks: list[Tensor] = field(default_factory=list)
+    """``[rows of the chunk, vocab_size]`` each."""
+    to_gradient: ChunkLoss | None = None
+    """In backward, what overwrites saved logits with their gradient; None in forward."""
+    are_needed_again: bool = False
+    """Whether backward must leave the saved logits as they are; it copies one chunk at a time then."""
+
+    def saves(self, number: int) -> bool:
+        """Whether forward saves the chunk of that number."""
+        return self.to_gradient is None and number < self.max_chunks
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """Saves the next chunk's logits, which it returns."""
+        self.chunks.append(logits)
+        return logits
+
+    def logits(self, number: int) -> Tensor | None:
+        """A saved chunk that may be overwritten, in backward; None for others."""
+        if self.to_gradient is None or number >= len(self.chunks):
+            return None
+        logits = self.chunks[number]
+        return _aligned_rows(logits, *logits.shape).copy_(logits) if self.are_needed_again else logits
+
+
 def chunked_linear_loss(
     hidden_states: Tensor,
     weight: Tensor,
@@ -122,6 +181,7 @@ def chunked_linear_loss(
     accumulate_dtype: torch.dtype,
     needs_gradient: Sequence[bool],
     adapter: tuple[Tensor, Tensor] | None = None,
+    saved: SavedLogits | None = None,
 ) -> Gradients:
     """Runs ``chunk_loss`` over the logits of a linear head, chunk by chunk, and collects the gradients.
 
@@ -137,95 +197,151 @@ def chunked_linear_loss(
         needs_gradient: Whether the gradient of the hidden states, the weight and the bias is wanted; then of the
             adapter's input and weight.
         adapter: ``[num_tokens, rank]`` and ``[vocab_size, rank]``, whose product is added to the logits.
+        saved: Where logits are saved, or were in an earlier pass over the same chunks.
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
-    in_order = tokens.order is None
-    grad_hidden = hidden_states.new_empty(0)
-    if needs_hidden:
-        grad_hidden = torch.empty_like(hidden_states) if in_order else torch.zeros_like(hidden_states)
-    # The first chunk writes the weight's gradient, the others add to it.
-    allocate = weight.new_empty if num_tokens else weight.new_zeros
-    grad_weight = allocate(weight.shape if needs_weight else 0, dtype=accumulate_dtype)
-    grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
-    update = None if adapter is None else _Adapter(*adapter, accumulate_dtype, *needs_adapter)
     rows = min(chunk_size, num_tokens)
-    logits_buffer = _aligned_rows(hidden_states, rows, vocab_size)
-    chunk_buffer = hidden_states.new_empty(0 if in_order else rows, hidden_states.shape[1])
+    factors = [_Factor(hidden_states, weight, tokens, rows, accumulate_dtype, needs_hidden, needs_weight)]
+    if adapter is not None:
+        factors.append(_Factor(*adapter, tokens, rows, accumulate_dtype, *needs_adapter))
+    grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
+    buffer = None
+    parts = _fast_parts(weight, vocab_size)
 
-    for start in range(0, num_tokens, chunk_size):
+    for number, start in enumerate(range(0, num_tokens, chunk_size)):
         stop = min(start + chunk_size, num_tokens, tokens.count() if start > 0 else num_tokens)
         if start >= stop:
             break
-        index, chunk = None, hidden_states
-        if tokens.order is not None:
-            index = tokens.order[start:stop]
-            chunk = torch.index_select(hidden_states, 0, index, out=chunk_buffer[: stop - start])
-        logits = logits_buffer[: stop - start]
-        if bias is None:
-            torch.mm(chunk, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, chunk, weight.t(), out=logits)
-        if update is not None:
-            update.add_to(logits, index)
-        chunk_loss(logits, index)
-        if update is not None:
-            update.collect(logits, index)
-        if needs_weight:
-            _accumulate_product(grad_weight, logits.t(), chunk, keep=0 if start == 0 else 1)
-        if needs_hidden and index is None:
-            torch.mm(logits, weight, out=grad_hidden)
-        elif needs_hidden and index is not None:  # last, since its gradient overwrites the chunk of hidden states
-            grad_hidden.index_copy_(0, index, torch.mm(logits, weight, out=chunk))
+        index = None if tokens.order is None else tokens.order[start:stop]
+        for factor in factors:
+            factor.gather(index)
+        logits = None if saved is None else saved.logits(number)
+        if logits is None:
+            if saved is not None and saved.saves(number):
+                logits = saved.keep(_aligned_rows(hidden_states, stop - start, vocab_size))
+            else:
+                buffer = _aligned_rows(hidden_states, rows, vocab_size) if buffer is None else buffer
+                logits = buffer[: stop - start]
+            for part in parts:
+                _project(factors, bias, logits, part)
+            chunk_loss(logits, index)
+        elif saved is not None and saved.to_gradient is not None:
+            saved.to_gradient(logits, index)
+        for factor in factors:
+            factor.collect(logits, parts, index, is_first=start == 0)
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
+    of_head, *of_adapter = (factor.gradients() for factor in factors)
     nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
-    return Gradients(grad_hidden, grad_weight, grad_bias, *(nothing if update is None else update.gradients))
+    return Gradients(*of_head, grad_bias, *(of_adapter[0] if of_adapter else nothing))
 
 
-class _Adapter:
-    """A low-rank update of the logits, ``input @ weight.T``, and its gradients; small next to the head."""
+class _Factor:
+    """A product that is part of the logits, ``input @ weight.T`` of the head or its adapter, and its gradients."""
 
     def __init__(
-        self, input: Tensor, weight: Tensor, accumulate_dtype: torch.dtype, needs_input: bool, needs_weight: bool
+        self,
+        input: Tensor,
+        weight: Tensor,
+        tokens: KeptTokens,
+        rows: int,
+        accumulate_dtype: torch.dtype,
+        needs_input: bool,
+        needs_weight: bool,
     ) -> None:
+        self.size = input.shape[1]
+        padding = _product_padding(input)
+        if padding:  # cheaper than products at a quarter of their speed, from some 30 tokens on
+            input, weight = F.pad(input, (0, padding)), F.pad(weight, (0, padding))
         self.input, self.weight = input, weight
-        grad_input = torch.zeros_like(input) if needs_input else input.new_empty(0)
-        grad_weight = weight.new_zeros(weight.shape if needs_weight else 0, dtype=accumulate_dtype)
-        self.gradients = grad_input, grad_weight
+        self.needs_input, self.needs_weight = needs_input, needs_weight
+        in_order = tokens.order is None
+        allocate_input = torch.empty_like if in_order else torch.zeros_like
+        self.grad_input = allocate_input(input) if needs_input else input.new_empty(0)
+        # The first chunk writes the weight's gradient, the others add to it.
+        allocate_weight = weight.new_empty if len(input) else weight.new_zeros
+        self.grad_weight = allocate_weight(weight.shape if needs_weight else 0, dtype=accumulate_dtype)
+        self.chunk = input
+        self._buffer = input.new_empty(0 if in_order else rows, input.shape[1])
 
-    def _rows(self, tensor: Tensor, index: Tensor | None) -> Tensor:
-        return tensor if index is None else tensor.index_select(0, index)
+    def gather(self, index: Tensor | None) -> None:
+        """Makes ``chunk`` the tokens of ``index``, or all."""
+        if index is not None:
+            self.chunk = torch.index_select(self.input, 0, index, out=self._buffer[: len(index)])
 
-    def add_to(self, logits: Tensor, index: Tensor | None) -> None:
-        logits.addmm_(self._rows(self.input, index), self.weight.t())
+    def collect(self, grad_logits: Tensor, parts: list[slice], index: Tensor | None, *, is_first: bool) -> None:
+        """Adds the chunk's share to the gradients; overwrites the chunk if it is a copy."""
+        if self.needs_weight:
+            for part in parts:
+                _accumulate_product(self.grad_weight[part], grad_logits[:, part].t(), self.chunk, keep=not is_first)
+        if self.needs_input:
+            grad = self.grad_input if index is None else self.chunk
+            # The few columns first: what they add is rounded at their own size.
+            for place, part in enumerate(reversed(parts)):
+                _accumulate_product(grad, grad_logits[:, part], self.weight[part], keep=place > 0)
+            if index is not None:
+                self.grad_input.index_copy_(0, index, grad)
 
-    def collect(self, grad_logits: Tensor, index: Tensor | None) -> None:
-        grad_input, grad_weight = self.gradients
-        if grad_weight.numel():
-            _accumulate_product(grad_weight, grad_logits.t(), self._rows(self.input, index), keep=1)
-        if not grad_input.numel():
-            return
-        if index is None:
-            torch.mm(grad_logits, self.weight, out=grad_input)
-        else:
-            grad_input.index_copy_(0, index, grad_logits @ self.weight)
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Of the input and the weight, without padding; can be called once."""
+        grad_input, grad_weight = self.grad_input, self.grad_weight
+        if self.input.shape[1] != self.size:
+            del self.input, self.weight, self.chunk, self._buffer  # before copies of the gradients are made
+            grad_input = grad_input[:, : self.size].contiguous() if self.needs_input else grad_input
+            grad_weight = grad_weight[:, : self.size].contiguous() if self.needs_weight else grad_weight
+        return grad_input, grad_weight
+
+
+def _project(factors: Sequence[_Factor], bias: Tensor | None, logits: Tensor, part: slice) -> None:
+    """Writes the columns of ``part`` of a chunk's logits."""
+    head, *others = factors
+    if bias is None:
+        torch.mm(head.chunk, head.weight[part].t(), out=logits[:, part])
+    else:
+        torch.addmm(bias[part], head.chunk, head.weight[part].t(), out=logits[:, part])
+    for other in others:
+        logits[:, part].addmm_(other.chunk, other.weight[part].t())
+
+
+def _product_multiple(like: Tensor) -> int:
+    """The number that divides the sizes of matrices that are multiplied fast: as many elements as fill 16 bytes."""
+    return max(1, 16 // like.element_size()) if like.is_cuda else 1
+
+
+def _product_padding(input: Tensor) -> int:
+    return -input.shape[1] % _product_multiple(input)
+
+
+def _fast_parts(like: Tensor, num_columns: int) -> list[slice]:
+    """Columns that are multiplied together: all, or most and the few that keep cuBLAS from its fast kernels.
+
+    On an H200 a chunk of 2048 tokens and a hidden size of 4096, milliseconds of the logits, dX and dW: with 49152
+    columns 1.04, 1.13 and 1.21; with 49155, 8.69, 6.37 and 2.04, wherever the rows start.
+    """
+    if num_columns % _product_multiple(like) == 0 or num_columns < _COLUMN_MULTIPLE:
+        return [slice(0, num_columns)]
+    cut = num_columns - num_columns % _COLUMN_MULTIPLE
+    return [slice(0, cut), slice(cut, num_columns)]
 
 
 def _aligned_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """A matrix whose rows start at multiples of 16 bytes, whatever their length; only the padding is initialized."""
-    padding = -num_columns % max(1, 16 // like.element_size())
+    """A matrix whose rows start at multiples of 16 bytes, long ones of 128; only the padding is initialized."""
+    multiple = 16 if num_columns < _LONG_ROW else 128
+    padding = -num_columns % max(1, multiple // like.element_size())
     padded = like.new_empty(num_rows, num_columns + padding)
     if padding:  # matrix products in half precision read it on CPUs with AMX, where NaN would spread
         padded[:, num_columns:] = 0.0
     return padded[:, :num_columns]
 
 
-def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: int) -> None:
+def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None:
     """``total = keep * total + left @ right`` without a temporary of ``total``'s size where the device can."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, beta=keep, out=total)
+    if total.dtype == left.dtype and not keep:
+        torch.mm(left, right, out=total)
+    elif total.dtype == left.dtype:
+        torch.addmm(total, left, right, out=total)
     elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=keep, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=int(keep), out=total)
     else:
-        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=keep, out=total)
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=int(keep), out=total)

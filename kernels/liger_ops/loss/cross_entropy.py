@@ -133,6 +133,8 @@ def loss_and_gradient_in_place(
     with_gradient: bool,
     losses: Tensor,
     stats: TokenStats | None,
+    lse: Tensor | None = None,
+    lse_error: Tensor | None = None,
 ) -> None:
     """Writes losses and stats of some tokens, and overwrites their logits, which the caller owns, with the gradient.
 
@@ -144,27 +146,64 @@ def loss_and_gradient_in_place(
         token_index: The token of each row, ``[num_rows]``; None if rows are all tokens in order.
         with_gradient: Whether to overwrite ``logits`` with the gradient of ``sum(losses * grad_scale)``.
         losses: ``[num_tokens]``, written at these tokens.
-        stats: The same, or None; its ``losses`` is the argument of that name.
+        stats: The same, or None; its ``losses`` and ``lse`` are the arguments of those names.
+        lse, lse_error: ``[num_tokens]``, log-sum-exp and its rounding error, written at these tokens; or None.
     """
     if backend.use_triton(logits):
         grad_logits = logits if with_gradient else None
         launch_loss(
-            logits, targets, grad_scale, options,
-            losses=losses, stats=stats, grad_logits=grad_logits, token_index=token_index,
+            logits, targets, grad_scale, options, losses=losses, lse=lse, lse_error=lse_error, stats=stats,
+            grad_logits=grad_logits, token_index=token_index,
         )  # fmt: skip
         return
-    labels, class_weight, token_weight = targets
-    if token_index is None:
-        token_index = torch.arange(labels.shape[0], device=labels.device)
-    some = Targets(labels[token_index], class_weight, None if token_weight is None else token_weight[token_index])
+    some, token_index = _targets_of(token_index, targets)
     known = cross_entropy_reference(logits, some, options)
     losses.index_copy_(0, token_index, known.losses)
+    if lse is not None and lse_error is not None:
+        lse.index_copy_(0, token_index, known.lse)
+        lse_error.index_fill_(0, token_index, 0.0)
     if stats is not None:
         for whole, part in zip(stats[1:], known[1:], strict=True):
             whole.index_copy_(0, token_index, part)
     if with_gradient:
         scale = grad_scale[token_index] if grad_scale is not None and grad_scale.dim() else grad_scale
         logits.copy_(_gradient_reference(logits, some, known.lse, scale, options))
+
+
+def gradient_in_place(
+    logits: Tensor,
+    targets: Targets,
+    grad_scale: Tensor,
+    options: TokenLossOptions,
+    *,
+    token_index: Tensor | None,
+    lse: Tensor,
+    lse_error: Tensor,
+) -> None:
+    """Overwrites some tokens' logits with their gradient, as :func:`loss_and_gradient_in_place` does, given their lse.
+
+    Args:
+        logits, targets, options, token_index: As there.
+        grad_scale: Factor of the gradient, ``[num_tokens]``.
+        lse, lse_error: ``[num_tokens]``, as it wrote them.
+    """
+    if backend.use_triton(logits):
+        launch_gradient(
+            logits, targets, grad_scale, options,
+            lse=lse, lse_error=lse_error, grad_logits=logits, token_index=token_index,
+        )  # fmt: skip
+        return
+    some, token_index = _targets_of(token_index, targets)
+    logits.copy_(_gradient_reference(logits, some, lse[token_index], grad_scale[token_index], options))
+
+
+def _targets_of(token_index: Tensor | None, targets: Targets) -> tuple[Targets, Tensor]:
+    """The targets of some tokens, and the tokens; of all if there is no index."""
+    labels, class_weight, token_weight = targets
+    if token_index is None:
+        token_index = torch.arange(labels.shape[0], device=labels.device)
+    weight = None if token_weight is None else token_weight[token_index]
+    return Targets(labels[token_index], class_weight, weight), token_index
 
 
 def _list_outputs(reduction: str, gradient: str, with_stats: bool) -> tuple[str, ...]:

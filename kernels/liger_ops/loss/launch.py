@@ -54,14 +54,14 @@ _WHOLE_ROW = (
 )
 
 
-def _are_grouped(logits: Tensor, grad_logits: Tensor | None) -> bool:
-    """Whether kernels may read and write whole groups: rows of both start at the same place within a group."""
+def _grouping(logits: Tensor, grad_logits: Tensor | None) -> int:
+    """The kernels' ``GROUPED``: rows of both must start at the same place within a group; see ``start_of_row``."""
     others = [] if grad_logits is None or grad_logits is logits else [grad_logits]
     group_bytes = _GROUP * logits.element_size()
-    return all(
-        each.data_ptr() % group_bytes == 0 and (each.stride(0) - logits.stride(0)) % _GROUP == 0
-        for each in (logits, *others)
-    )
+    for each in (logits, *others):
+        if each.data_ptr() % group_bytes or (each.stride(0) - logits.stride(0)) % _GROUP:
+            return 0
+    return 2 if logits.stride(0) % _GROUP else 1
 
 
 def _block_size(vocab_size: int) -> int:
@@ -140,7 +140,7 @@ def _shared_arguments(
         "token_weight_ptr": token_weight,
         "grad_scale_ptr": grad_scale,
         "GROUP": _GROUP,
-        "GROUPED": _are_grouped(logits, grad_logits),
+        "GROUPED": _grouping(logits, grad_logits),
         "logits_row_stride": logits.stride(0),
         "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
         "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
@@ -202,9 +202,7 @@ def launch_loss(
         "correct_ptr": None if stats is None else stats.correct,
         "num_rows": num_rows,
     }
-    # The groups of a row that does not start at one may hold so much more.
-    starts_anywhere = arguments["GROUPED"] and logits.stride(0) % _GROUP != 0
-    row_size = vocab_size + (_GROUP - 1 if starts_anywhere else 0)
+    row_size = vocab_size + (_GROUP - 1 if arguments["GROUPED"] == 2 else 0)  # with the rest of its groups
     row_bytes = row_size * logits.element_size()
     whole_row = grad_logits is not None and row_bytes <= MAX_ROW_IN_REGISTERS
     if whole_row:
@@ -280,7 +278,7 @@ def launch_shard_gradient(
         softcap=options.softcap,
         logit_scale=None if options.logit_scale == 1.0 else options.logit_scale,
         GROUP=_GROUP,
-        GROUPED=_are_grouped(logits, None),
+        GROUPED=_grouping(logits, None),
         BLOCK_SIZE=launch.block_size,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,

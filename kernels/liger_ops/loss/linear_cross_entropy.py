@@ -3,9 +3,10 @@
 Chunks of tokens are projected, turned into their loss and gradient in place, and reduced to the gradients of the
 hidden states and the head at once, so a training step costs the same three matrix products as without fusion and
 the memory of one chunk. Forward therefore saves gradients, not activations, and they include the mean's 1 / n
-(but not in float16, where they could underflow); ``reduction="none"``, whose upstream gradient is not known in forward,
-projects once more in backward. The idea of taking the gradient in forward is from Liger
-Kernel (arXiv:2410.10989); see :mod:`liger_ops.loss.cross_entropy` for the formula and its options.
+(but not in float16, where they could underflow). ``reduction="none"``, whose upstream gradient is not known in
+forward, saves the logits of as many chunks as a budget allows, and projects the others once more in backward. The idea
+of taking the gradient in forward is from Liger Kernel (arXiv:2410.10989); see :mod:`liger_ops.loss.cross_entropy` for
+the formula and its options.
 """
 
 import contextlib
@@ -27,13 +28,15 @@ from liger_ops.arguments import (
     wrong_value,
 )
 from liger_ops.loss.chunked_loss import (
+    MAX_CHUNK_BYTES,
     KeptTokens,
+    SavedLogits,
     choose_accumulate_dtype,
     choose_chunk_size,
     chunked_linear_loss,
     default_chunk_size,
 )
-from liger_ops.loss.cross_entropy import cross_entropy, loss_and_gradient_in_place
+from liger_ops.loss.cross_entropy import cross_entropy, gradient_in_place, loss_and_gradient_in_place
 from liger_ops.loss.options import (
     IGNORE_INDEX,
     Targets,
@@ -120,11 +123,21 @@ def _fake_linear_cross_entropy(*values: Any) -> list[Tensor]:
     return [loss, labels.new_empty((), dtype=dtype), *gradients, *stats]
 
 
-def _compute_loss(shard: VocabShard | None, *values: Any) -> list[Tensor]:
+class _SavedChunks(NamedTuple):
+    """What forward saves for backward with ``reduction="none"``."""
+
+    logits: SavedLogits
+    lse: Tensor
+    """``[num_tokens]``, at least float32, as the next."""
+    lse_error: Tensor
+
+
+def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | None = None) -> list[Tensor]:
     """The loss, the mean's factor, the gradients that ``needs_gradient`` names, and the stats.
 
     The gradients are those of ``sum(losses)``, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"``
-    takes ``grad_losses``. With a ``shard`` the loss is over the vocabulary of its whole group.
+    takes ``grad_losses``. With a ``shard`` the loss is over the vocabulary of its whole group, and no logits are
+    ``saved``. Without gradients saved logits are written, with them they are read.
     """
     arguments = LossArguments(*values)
     input, labels, reduction = arguments.input, arguments.labels, arguments.reduction
@@ -147,6 +160,9 @@ def _compute_loss(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     logits_loss = loss_and_gradient_in_place
     if shard is not None:
         logits_loss = partial(sharded_loss_and_gradient_in_place, shard=shard)
+
+    if saved is not None and saved.logits.to_gradient is None:
+        logits_loss = partial(logits_loss, lse=saved.lse, lse_error=saved.lse_error)
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
         logits_loss(
@@ -171,7 +187,10 @@ def _compute_loss(shard: VocabShard | None, *values: Any) -> list[Tensor]:
         accumulate_dtype=arguments.accumulate_dtype,
         needs_gradient=arguments.needs_gradient,
         adapter=None if adapter_input is None or adapter_weight is None else (adapter_input, adapter_weight),
+        saved=None if saved is None else saved.logits,
     )
+    if saved is not None and stats is not None:
+        saved.lse.copy_(stats.lse)
     if shard is not None:
         shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
     loss = losses if reduction == "none" else reduce_losses(losses, plan.mean_scale if reduction == "mean" else None)
@@ -198,14 +217,21 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., list[Tensor]], *values: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, compute: Callable[..., list[Tensor]], saved_chunks: int, *values: Any) -> tuple[Tensor, ...]:
         arguments = LossArguments(*values)
         wait = arguments.reduction == "none"
+        saved: _SavedChunks | None = None
         if wait:
             values = tuple(_changed(values, needs_gradient=[False] * NUM_GRADIENTS))
-        loss, mean_scale, *others = compute(*values)
+            if saved_chunks:
+                dtype = torch.promote_types(arguments.input.dtype, torch.float32)
+                lse = torch.zeros_like(arguments.labels, dtype=dtype)
+                saved = _SavedChunks(SavedLogits(saved_chunks), lse, torch.zeros_like(lse))
+                compute = partial(_compute_loss, None)
+        loss, mean_scale, *others = compute(*values, **({} if saved is None else {"saved": saved}))
         gradients, stats = others[:NUM_GRADIENTS], others[NUM_GRADIENTS:]
-        ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if wait else (mean_scale, *gradients)))
+        chunks = () if saved is None else (saved.lse, saved.lse_error, *saved.logits.chunks)
+        ctx.save_for_backward(*((*arguments[:_NUM_TENSORS], *chunks) if wait else (mean_scale, *gradients)))
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
         ctx.compute = compute
         ctx.needs_gradient, ctx.reduction = arguments.needs_gradient, arguments.reduction
@@ -217,8 +243,10 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
     @backend.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.reduction == "none":
-            values = _changed((*ctx.saved_tensors, *ctx.settings), grad_losses=grad_loss, with_stats=False)
-            gradients = ctx.compute(*values)[2 : 2 + NUM_GRADIENTS]
+            saved_tensors = ctx.saved_tensors
+            arguments, chunks = saved_tensors[:_NUM_TENSORS], saved_tensors[_NUM_TENSORS:]
+            values = _changed((*arguments, *ctx.settings), grad_losses=grad_loss, with_stats=False)
+            gradients = ctx.compute(*values, **_saved_for_backward(chunks, values))[2 : 2 + NUM_GRADIENTS]
             scaled = (gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True))
         else:
             mean_scale, *gradients = ctx.saved_tensors
@@ -231,7 +259,26 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
                 for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
             )
         needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))
-        return None, *needed, *[None] * (len(LossArguments._fields) - NUM_GRADIENTS)
+        return None, None, *needed, *[None] * (len(LossArguments._fields) - NUM_GRADIENTS)
+
+
+def _saved_for_backward(chunks: Sequence[Tensor], values: Sequence[Any]) -> dict[str, _SavedChunks]:
+    """The argument ``saved`` of :func:`_compute_loss` in backward, if forward saved any chunks."""
+    if not chunks:
+        return {}
+    lse, lse_error, *logits = chunks
+    arguments = LossArguments(*values)
+    targets = Targets(arguments.labels, arguments.class_weight, arguments.token_weight)
+    options = TokenLossOptions.from_scalars(*values[_FIRST_OPTION:])
+
+    def to_gradient(chunk: Tensor, index: Tensor | None) -> None:
+        assert arguments.grad_losses is not None  # backward has it
+        gradient_in_place(
+            chunk, targets, arguments.grad_losses, options, token_index=index, lse=lse, lse_error=lse_error
+        )
+
+    saved = SavedLogits(0, logits, to_gradient, are_needed_again=not backend.graph_ends())
+    return {"saved": _SavedChunks(saved, lse, lse_error)}
 
 
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:
@@ -315,6 +362,7 @@ def linear_cross_entropy(
     z_loss_weight: float = 0.0,
     chunk_bytes: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    saved_logits_bytes: int | None = None,
     max_valid_tokens: int | None = None,
     adapter: tuple[Tensor, Tensor] | None = None,
     vocab_shard: VocabShard | None = None,
@@ -339,10 +387,14 @@ def linear_cross_entropy(
         logit_scale: Factor of the logits.
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
             it is divided by the tokens' number, or their summed ``token_weight``.
-        chunk_bytes: Budget for one chunk of logits, which never holds all tokens; by default 512 MiB to 2 GiB on a GPU
-            (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`) and 8 MiB on a CPU.
+        chunk_bytes: Budget for one chunk of logits, which never holds all tokens. By default chunks are chosen for
+            speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
             bfloat16 over at most 4 chunks, everything else in at least float32.
+        saved_logits_bytes: Budget for logits that ``reduction="none"`` saves from forward for backward, in whole
+            chunks; backward computes the others again, for a third of the loss's time if it is all of them. By default
+            2 GiB on a GPU, but 0 if chunks are given by ``chunk_bytes`` or ``options``, and on other devices. Nothing
+            is saved under ``torch.compile`` and with ``vocab_shard``.
         max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows. On a GPU the host then
             need not wait, once the first of several chunks is queued, for the device to count them. A bound that is
             too small gives a NaN loss.
@@ -370,6 +422,7 @@ def linear_cross_entropy(
     check_reduction(reduction)
     check_bool("return_stats", return_stats)
     chunk_size, accumulate_dtype = _check_chunks(options, chunk_bytes, accumulate_dtype, max_valid_tokens)
+    check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
     ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
     if linear_weight.dim() < 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
@@ -420,10 +473,14 @@ def linear_cross_entropy(
     # Ranks must cut the same chunks, whose collectives meet, so the size is that of a mean shard.
     num_columns = vocab_size if vocab_shard is None else -(-vocab_size // vocab_shard.group.size())
     sizes = target.numel(), num_columns, dtype.itemsize
+    if saved_logits_bytes is None:
+        chunks_are_chosen = chunk_size is None and chunk_bytes is None
+        saved_logits_bytes = MAX_CHUNK_BYTES if input.is_cuda and chunks_are_chosen else 0
     if chunk_size is None and chunk_bytes is not None:
         chunk_size = choose_chunk_size(*sizes, chunk_bytes)
     elif chunk_size is None:
-        chunk_size = default_chunk_size(*sizes, input.device)
+        hidden_size = linear_weight.shape[1] if needs_gradient[1] else 0
+        chunk_size = default_chunk_size(*sizes, input.device, hidden_size)
     accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-sizes[0] // chunk_size))
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
@@ -432,10 +489,13 @@ def linear_cross_entropy(
     if reduction == "mean" and token_options.z_loss_weight:
         targets, factor = balance_class_weight(targets, vocab_size, ignore_index, dtype)
     compute = _linear_cross_entropy if vocab_shard is None else partial(_compute_loss, vocab_shard)
+    saved_chunks = 0
+    if vocab_shard is None and reduction == "none" and any(needs_gradient) and backend.runs_directly(*tensors):
+        saved_chunks = saved_logits_bytes // (min(chunk_size, max(1, sizes[0])) * num_columns * dtype.itemsize)
     with contextlib.nullcontext() if autocast_dtype is None else torch.autocast(input.device.type, enabled=False):
         loss, *stats = _LinearCrossEntropyFunction.apply(
-            compute, *tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens, needs_gradient,
-            reduction, return_stats, *token_options.as_scalars(),
+            compute, saved_chunks, *tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens,
+            needs_gradient, reduction, return_stats, *token_options.as_scalars(),
         )  # fmt: skip
     if reduction == "none":
         stats = [loss.detach(), *stats]

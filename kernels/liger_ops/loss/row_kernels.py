@@ -197,7 +197,9 @@ def _absorb_block(
     if WITH_STATS:
         excess = tl.sum(tl.where(numerator > 0.0, numerator * (z - shift[:, None]), 0.0), axis=1)
         expected_excess = move_excess(expected_excess, seen, maximum, shift) * decay + excess
-        best_start = tl.where(block_maximum > maximum, start, best_start)
+        # The first block of the row may come after others.
+        is_better = (block_maximum > maximum) | ((block_maximum == maximum) & (start < best_start))
+        best_start = tl.where(is_better, start, best_start)
     return new_maximum, normaliser, weighted_sum, expected_excess, best_start
 
 
@@ -368,7 +370,7 @@ def loss_kernel(
                 else:
                     mask = writable(groups, shift, vocab_size, in_row, GROUP, GROUPED)
                     tl.store(grad_row_ptr + places, grad, mask=mask)
-                    if GROUPED:
+                    if GROUPED > 0:
                         store_edges(
                             row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse,
                             factor_of_exp(probability_factor, lse, lse_error, HALF), label_term, smoothing_term,

@@ -32,11 +32,15 @@ def transform(logits, logit_scale, softcap):
 
 @triton.jit
 def start_of_row(row, row_stride, GROUP: tl.constexpr, GROUPED: tl.constexpr):
-    """Where a row's first group starts, and how many places of it (``shift``) belong to the row before."""
+    """Where a row's first group starts, and how many places of it (``shift``) belong to the row before.
+
+    GROUPED is 0 if groups cannot be read at once, 1 if every row starts at a group, 2 if rows start within groups.
+    """
     start = row * row_stride
     shift = 0
-    if GROUPED:
+    if GROUPED == 2:
         shift = (start % GROUP).to(tl.int32)
+    if GROUPED > 0:
         start = start // GROUP * GROUP
     return start, shift
 
@@ -45,7 +49,7 @@ def start_of_row(row, row_stride, GROUP: tl.constexpr, GROUPED: tl.constexpr):
 def readable(groups, shift, vocab_size, in_row, GROUPED: tl.constexpr):
     """Places ``[num_groups, GROUP]`` to read: whole groups, since a mask within them would read each column alone."""
     mask = in_row
-    if GROUPED:
+    if GROUPED > 0:
         mask = tl.broadcast_to((groups < shift + vocab_size)[:, None], in_row.shape)
     return mask
 
@@ -54,7 +58,7 @@ def readable(groups, shift, vocab_size, in_row, GROUPED: tl.constexpr):
 def writable(groups, shift, vocab_size, in_row, GROUP: tl.constexpr, GROUPED: tl.constexpr):
     """Places ``[num_groups, GROUP]`` to write at once: those of groups that lie in the row entirely."""
     mask = in_row
-    if GROUPED:
+    if GROUPED > 0:
         is_whole = (groups >= shift) & (groups + GROUP <= shift + vocab_size)
         mask = tl.broadcast_to(is_whole[:, None], in_row.shape)
     return mask
@@ -317,7 +321,7 @@ def store_row_gradient(
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
         tl.store(grad_row_ptr + start + places, grad, mask=mask)
-    if GROUPED:
+    if GROUPED > 0:
         store_edges(
             logits_row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse, exp_factor, label_term,
             smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP,

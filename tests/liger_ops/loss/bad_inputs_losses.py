@@ -158,6 +158,7 @@ LINEAR: dict[str, list[Value]] = {
         *values("an integer of at least 1 or None", 0, -1, 2.0**20, "1MB", True, math.inf, math.nan),
         INTEGER_TENSOR,
     ],
+    "saved_logits_bytes": [*values("an integer of at least 0 or None", -1, 2.0**20, "1GB", True), INTEGER_TENSOR],
     "max_valid_tokens": [*values("an integer of at least 0 or None", -1, 3.5, "4", True, math.nan), INTEGER_TENSOR],
     "accumulate_dtype": [
         *values("a torch.dtype or None", "float32", 32, True, float),

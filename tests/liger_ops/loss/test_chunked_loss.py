@@ -72,37 +72,48 @@ def test_chunk_size_keeps_to_its_budget_and_never_holds_all_tokens(
 
 
 @many_examples
-@given(**sizes)
-def test_default_chunk_on_a_gpu_is_whole_only_if_small_and_else_as_large_as_it_should_be(
-    num_tokens: int, vocab_size: int, element_size: int
+@given(**sizes, hidden_size=st.sampled_from([0, 64, 896, 4096, 8192]))
+def test_default_chunk_on_a_gpu_is_as_large_as_time_asks_and_as_small_as_memory_asks(
+    num_tokens: int, vocab_size: int, element_size: int, hidden_size: int
 ) -> None:
-    rows = default_chunk_size(num_tokens, vocab_size, element_size, CUDA)
-    token_bytes = vocab_size * element_size
+    rows = default_chunk_size(num_tokens, vocab_size, element_size, CUDA, hidden_size)
+    token_bytes, head = vocab_size * element_size, vocab_size * hidden_size * element_size
+    most = max(2048 * MIB + head, 2 * head)
     assert 1 <= rows <= max(1, num_tokens)
-    assert (rows >= num_tokens) == (num_tokens < 2 or num_tokens * token_bytes <= 4 * MIB)
-    assert rows * token_bytes <= 2048 * MIB
-    num_chunks = -(-num_tokens // rows)
-    most = rows_within(2048 * MIB, token_bytes)
-    # Not more chunks than of 512 MiB, of 2048 tokens, or of a quarter of the tokens, where those fit 2 GiB.
-    assert num_chunks <= max(2, -(-num_tokens // rows_within(512 * MIB, token_bytes)))
-    assert num_chunks <= max(2, -(-num_tokens // min(2048, most)))
-    assert num_chunks <= max(4, -(-num_tokens // most))
+    assert rows == 1 or rows * token_bytes <= most
+    is_small = num_tokens * token_bytes <= max(4 * MIB, min(most, 2047 * token_bytes))
+    assert (rows >= num_tokens) == (num_tokens < 2 or is_small)
+    num_chunks, four = -(-num_tokens // rows), 4 * rows_within(most, token_bytes)
+    assert num_chunks <= 4 or num_tokens > four - 4 * 128  # bfloat16 sums, which need no second copy of the head
+    assert num_chunks <= max(2, -(-num_tokens // rows_within(2048 * MIB, token_bytes)), 4)
+    # Where a chunk is larger than speed asks, and than 4 chunks are, the memory is at most 0.7 of whole logits'.
+    gradients = (num_tokens + vocab_size) * hidden_size
+    memory = rows * (vocab_size + hidden_size) + gradients
+    assert rows <= max(1024, num_tokens / 4 + 128) or is_small or memory <= 0.7 * (num_tokens * vocab_size + gradients)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "vocab_size", "rows"),
+    ("num_tokens", "vocab_size", "hidden_size", "rows"),
     [
-        pytest.param(16, 128 * 1024, 16, id="whole"),
-        pytest.param(17, 128 * 1024, 9, id="two_chunks"),
-        pytest.param(16384, 32 * 1024, 8192, id="512MiB"),
-        pytest.param(6 * 8192, 128 * 1024, 8192, id="2GiB"),
-        pytest.param(4 * 4096, 128 * 1024, 4096, id="four_chunks"),
-        pytest.param(20000, 128256, 5120, id="four_chunks_of_whole_tiles"),
-        pytest.param(8192, 200 * 1024, 2048, id="2048_tokens"),
+        pytest.param(16, 128 * 1024, 0, 16, id="4MiB_are_whole"),
+        pytest.param(2047, 128 * 1024, 4096, 2047, id="too_few_for_two_chunks"),
+        pytest.param(1024, 4 * 1024 * 1024, 0, 256, id="too_many_bytes_for_one_chunk"),
+        pytest.param(2048, 128 * 1024, 4096, 1024, id="two_chunks"),
+        pytest.param(16384, 32 * 1024, 0, 8192, id="512MiB"),
+        pytest.param(6 * 8192, 128 * 1024, 0, 8192, id="2GiB"),
+        pytest.param(7 * 8192, 128 * 1024, 4096, 8192, id="sums_in_float32"),
+        pytest.param(5 * 8192, 128 * 1024, 4096, 10240, id="sums_in_bfloat16_cost_no_more"),
+        pytest.param(4 * 4096, 128 * 1024, 4096, 4096, id="four_chunks"),
+        pytest.param(20000, 128256, 4096, 5120, id="four_chunks_of_whole_tiles"),
+        pytest.param(8192, 200 * 1024, 4096, 2048, id="2048_tokens"),
+        pytest.param(4096, 128256, 2048, 2048, id="two_chunks_of_a_narrow_head"),
+        pytest.param(4096, 128256, 4096, 1408, id="three_chunks_save_memory"),
+        pytest.param(4096, 152064, 5120, 1024, id="four_chunks_save_memory"),
+        pytest.param(4096, 128256, 0, 2048, id="frozen_head"),
     ],
 )
-def test_default_chunk_on_a_gpu(num_tokens: int, vocab_size: int, rows: int) -> None:
-    assert default_chunk_size(num_tokens, vocab_size, 2, CUDA) == rows
+def test_default_chunk_on_a_gpu(num_tokens: int, vocab_size: int, hidden_size: int, rows: int) -> None:
+    assert default_chunk_size(num_tokens, vocab_size, 2, CUDA, hidden_size) == rows
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -155,20 +155,40 @@ def test_what_else_is_wanted_does_not_change_a_result(name: str, loss_kernel: st
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(
+    "padding",
+    [
+        pytest.param((2, 3, 1, 1), id="anywhere"),
+        pytest.param((0, 3, 0, 1), id="from_multiples_of_2"),
+        pytest.param((0, 5, 0, 1), id="from_multiples_of_8"),
+        pytest.param((8, 8, 8, 1), id="a_multiple_of_8_apart"),
+    ],
+)
+@pytest.mark.parametrize("value", [7.0, torch.nan], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_may_overwrite_the_logits_and_nothing_else(
-    dtype: torch.dtype, loss_kernel: str, device: torch.device
+    dtype: torch.dtype, value: float, padding: tuple[int, ...], loss_kernel: str, device: torch.device
 ) -> None:
     logits, labels, options = make_case("everything", ROWS, CLASSES, device, dtype)
-    gradient = torch.empty_like(logits)
-    expected, _ = run_loss(logits, labels, options, grad_logits=gradient)
-    buffer = F.pad(logits, (2, 3, 1, 1), value=7.0)
-    rows = buffer[1:-1, 2:-3]
+    left, right, above, below = padding
+
+    def pad() -> tuple[Tensor, Tensor]:
+        buffer = F.pad(logits, padding, value=value)
+        return buffer, buffer[above : len(buffer) - below, left : buffer.shape[1] - right]
+
+    buffer, rows = pad()
+    (gradient_buffer, gradient), (_, source) = pad(), pad()
+    expected, _ = run_loss(source, labels, options, grad_logits=gradient)
     actual, _ = run_loss(rows, labels, options, grad_logits=rows)
     assert all(torch.equal(one, two) for one, two in zip(actual, expected, strict=True))
     assert torch.equal(rows, gradient)
-    rows.fill_(7.0)
-    assert (buffer == 7.0).all()
+    assert torch.equal(source, logits)
+    truth_gradient = torch.empty_like(logits)
+    truth, _ = run_loss(logits, labels, options, grad_logits=truth_gradient)
+    torch.testing.assert_close((*actual, rows), (*truth, truth_gradient))
+    for whole, part in ((buffer, rows), (gradient_buffer, gradient)):
+        part.fill_(value)
+        assert torch.equal(whole, torch.full_like(whole, value)) or whole.isnan().all()
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])
@@ -192,15 +212,24 @@ def test_mean_scale_is_written_down_and_scales_the_gradient(name: str, loss_kern
 
 def test_rows_are_the_tokens_that_the_index_names(loss_kernel: str, device: torch.device) -> None:
     logits, labels, options = make_case("everything", 7, CLASSES, device)
+    padded = F.pad(logits, (0, -CLASSES % 8))  # rows that all start alike are reduced in the same order
+    logits = padded[:, :CLASSES]
     index, others = torch.tensor([6, 0, 3, 2], device=device), torch.tensor([1, 4, 5], device=device)
     grad_scale = torch.linspace(-1, 2, 7, device=device)
-    gradients = torch.empty_like(logits), torch.empty_like(logits[index])
-    expected, _ = run_loss(logits, labels, options, grad_scale, grad_logits=gradients[0])
-    stats, _ = run_loss(logits[index], labels, options, grad_scale, grad_logits=gradients[1], token_index=index)
-    assert torch.equal(gradients[1], gradients[0][index])
+    some, gradients = padded[index][:, :CLASSES], (torch.empty_like(padded), torch.empty_like(padded[index]))
+    of_all, of_some = (gradient[:, :CLASSES] for gradient in gradients)
+    expected, lse_error = run_loss(logits, labels, options, grad_scale, grad_logits=of_all)
+    stats, _ = run_loss(some, labels, options, grad_scale, grad_logits=of_some, token_index=index)
+    assert torch.equal(of_some, of_all[index])
     for field, actual, whole in zip(TokenStats._fields, stats, expected, strict=True):
         assert torch.equal(actual[index], whole[index]), field
         assert (actual[others] == (1 if field == "correct" else 77)).all(), field
+    targets, token_options = split_options(options, labels)
+    launch_gradient(
+        some, targets, grad_scale, token_options, lse=stats.lse, lse_error=lse_error, grad_logits=of_some,
+        token_index=index,
+    )  # fmt: skip
+    torch.testing.assert_close(of_some, of_all[index])
 
 
 @pytest.mark.parametrize(
