@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.arguments import refuse_unknown
+from lightning_liger.strategies.parts.early_release import EarlyRelease
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.materialization import FabricMaterialization, TrainerMaterialization
 from lightning_liger.strategies.parts.shared_sequences import SharesSequences
@@ -21,6 +22,7 @@ class LigerDDPStrategy(
     SharesSequences,
     TrainerFaultTolerance,
     TrainerActivations,
+    EarlyRelease,
     TrainerKernels,
     TrainerMaterialization,
     pytorch_ddp.DDPStrategy,

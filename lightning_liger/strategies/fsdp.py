@@ -30,6 +30,7 @@ from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
 from lightning_liger.strategies.parts.arguments import refuse_unknown
+from lightning_liger.strategies.parts.early_release import EarlyRelease
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
@@ -147,6 +148,7 @@ class LigerFSDPStrategy(
     SharesSequences,
     TrainerFaultTolerance,
     TrainerActivations,
+    EarlyRelease,
     TrainerKernels,
     TrainerOptimizerStates,
     pytorch_fsdp.FSDPStrategy,

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.early_release import EarlyRelease
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
 from lightning_liger.strategies.parts.optimizer_states import (
@@ -144,6 +145,7 @@ class LigerModelParallelStrategy(
     SharesSequences,
     TrainerFaultTolerance,
     TrainerActivations,
+    EarlyRelease,
     TrainerKernels,
     _ShardsOnMeta,
     TrainerOptimizerStates,

@@ -9,6 +9,7 @@ import torch
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
+from lightning_liger.strategies.parts.early_release import EarlyRelease
 from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.materialization import FabricMaterialization, TrainerMaterialization
 
@@ -53,6 +54,7 @@ class LigerSingleDeviceStrategy(
     _OneDevice,
     TrainerFaultTolerance,
     TrainerActivations,
+    EarlyRelease,
     TrainerKernels,
     TrainerMaterialization,
     pytorch_single.SingleDeviceStrategy,
