@@ -45,21 +45,18 @@ def choose(profile: Profile, limit: float) -> Plan:
 
     Layers are stored in the order of the time that this saves for each byte, the last layers first: what they store
     lives shortest, so for equal layers no other choice stores more. Once all are, their cheap tensors are stored too.
-    If not even the recomputation of all layers fits, inputs of the first layers wait in host memory. Without a plan
-    that fits, the result is the smallest one.
+    If not even the recomputation of all layers fits, inputs of the first layers that matter wait in host memory.
+    Without a plan that fits, the result is one with the smallest peak.
     """
     load = _Load(profile)
-    layers = range(len(profile.seconds))
-    for index in layers:
-        if load.peak <= limit:
-            break
+    while load.peak > limit and (index := load.relieving()) is not None:
         load.change(index, "offload")
-    if "offload" in load.modes:
-        return load.plan()
+    limit = max(limit, load.peak)
     for index in _by_rate(profile):
-        load.change(index, "cheap", limit)
+        if load.modes[index] == "recompute":
+            load.change(index, "cheap", limit)
     if all(mode == "cheap" for mode in load.modes):
-        for index in reversed(layers):
+        for index in reversed(range(len(load.modes))):
             load.change(index, "store", limit)
     return load.plan()
 
@@ -90,6 +87,13 @@ class _Load:
     @property
     def peak(self) -> int:
         return max(self._peaks.values(), default=0)
+
+    def relieving(self) -> int | None:
+        """The first recomputed layer whose offloading lowers the largest peak, None if there is none."""
+        worst = max(self._peaks, key=self._peaks.__getitem__)
+        added = self._profile.added_bytes
+        layers = (index for index, mode in enumerate(self.modes) if mode == "recompute")
+        return next((index for index in layers if added(worst, index, "offload") < 0), None)
 
     def change(self, index: int, mode: Mode, limit: float = float("inf")) -> None:
         """Changes the mode of a layer if the step then stays within ``limit``."""

@@ -54,7 +54,8 @@ def test_equal_layers_are_stored_as_many_as_fit(seed):
         assert plan.predicted_peak <= limit
         assert num_layers - plan.modes.count("recompute") == max(fitting)
     else:
-        assert "offload" in plan.modes
+        smallest = peak_of(profile, ("offload",) * num_layers)
+        assert plan.predicted_peak <= max(limit, smallest)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -98,6 +99,14 @@ def test_modes_follow_the_budget(limit, modes):
     plan = choose(profile, limit)
     assert list(plan.modes) == modes
     assert (plan.predicted_peak <= limit) == (limit > 91)
+
+
+def test_only_layers_that_stand_in_the_way_are_offloaded_and_others_still_stored():
+    segments = {Segment((1, 1, 1), None): 60, Segment((1, 0, 0), 1): 70, Segment((0, 0, 0), 0): 100}
+    profile = Profile(7, 0, segments, (10,) * 3, (5,) * 3, (2,) * 3, (1.0,) * 3)
+    plan = choose(profile, 96)
+    assert plan == Plan(("offload", "cheap", "cheap"), 95)
+    assert choose(profile, 90) == plan  # nothing lowers the peak any more
 
 
 def test_layer_that_saves_more_time_for_its_bytes_is_stored_first():
