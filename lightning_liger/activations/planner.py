@@ -27,7 +27,7 @@ _FRAGMENTATION = 0.06
 _MARGIN = 0.01
 """Of the budget: for what a prediction does not see, such as the order in which tensors are freed."""
 _TIGHTER = 0.05
-"""Of the budget: how much less the next plan takes after one that ran out of memory."""
+"""Of the expected peak: how much less the next plan takes after one that ran out of memory."""
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,11 @@ class Planner:
             is_tighter = self._base != "offload"
             self._set_base("offload")
             return is_tighter
-        modes, covering = self.plan.modes, self._covering(self._num_tokens)
+        failed, covering = self.plan, self._covering(self._num_tokens)
         assert covering is not None  # there was a plan for it
-        if set(modes) == {"offload"}:
-            return False
-        while self._plan_for(covering).modes == modes:
-            self._correction += max(1, int(_TIGHTER * self._limit))
-        return True
+        self._limit = min(self._budget.limit(self._memory), int((1 - _TIGHTER) * failed.predicted_peak))
+        self._plans.clear()
+        return self._plan_for(covering).predicted_peak < failed.predicted_peak
 
     # The rest
 
