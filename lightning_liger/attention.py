@@ -3,7 +3,8 @@
 PyTorch tries flash, memory-efficient, math and cuDNN attention in this order and takes the first that can run. On some
 GPUs cuDNN is much faster (H100, H200), on others slower (A100), and it depends on the shapes. "auto" times forward and
 backward of the backends once for each kind of call, on random tensors, and only moves the fastest one to the front:
-which backends can run stays PyTorch's decision, so calls with a mask that a backend does not take work as before.
+which backends can run stays PyTorch's decision, so calls with a mask that a backend does not take work as before. If
+it cannot measure, PyTorch's order stays.
 
 Ranks may choose differently: attention runs no collective, and the choice changes nothing but rounding, in gradients
 that are summed over ranks anyway. Backward needs no choice, since the autograd graph knows the backend of its forward.
@@ -13,7 +14,7 @@ A forward that runs again in backward gets the same order: a decision is never c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
@@ -73,6 +74,9 @@ class AttentionBackend:
         if backend not in (None, "auto"):
             self._fixed = _InOrder(_with_first(_BY_NAME[backend]))
 
+    def __reduce__(self) -> Any:  # a copy decides anew
+        return type(self), (self.backend,)
+
     def context(self, *key: Hashable) -> AbstractContextManager[Any]:
         """A context for one forward of a layer, or a second one in backward; it may be entered again, also inside.
 
@@ -89,9 +93,14 @@ class AttentionBackend:
             return self._fixed
         return _Observing(self, key)
 
-    def decide(self, key: Hashable, order: Order | None) -> None:
-        """Fixes the order for all contexts of a key."""
-        self._contexts.setdefault(key, self._fixed if order is None else _InOrder(order))
+    def decide(self, key: Hashable, orders: Collection[Order | None]) -> None:
+        """Fixes the orders for all contexts of a key, those of its different calls of attention."""
+        if len(orders) > 1:
+            context: AbstractContextManager[Any] = _EachCall()
+        else:
+            order = next(iter(orders), None)
+            context = self._fixed if order is None else _InOrder(order)
+        self._contexts.setdefault(key, context)
 
 
 class _InOrder(AbstractContextManager[None]):
@@ -109,14 +118,8 @@ class _InOrder(AbstractContextManager[None]):
         torch._C._set_sdp_priority_order(self._former.pop())
 
 
-class _Observing(TorchFunctionMode):
-    """Runs each call of attention in its fastest backend, and decides for its key by the call with the most work."""
-
-    def __init__(self, owner: AttentionBackend, key: Hashable) -> None:
-        super().__init__()
-        self._owner = owner
-        self._key = key
-        self._most: tuple[int, Order | None] = (-1, None)
+class _EachCall(TorchFunctionMode):
+    """Runs each call of attention in its fastest order."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,15 +127,30 @@ class _Observing(TorchFunctionMode):
             return func(*args, **kwargs)
         call = _call_of(*args, **kwargs)
         order = None if call is None else fastest_order(call)
-        if call is not None:
-            self._most = max(self._most, (call.batch_size * call.num_heads * call.length * call.kv_length, order))
+        self._note(order)
         with nullcontext() if order is None else _InOrder(order):
             return func(*args, **kwargs)
+
+    def _note(self, order: Order | None) -> None:
+        pass
+
+
+class _Observing(_EachCall):
+    """The same, and decides for its key: another run must get the same orders."""
+
+    def __init__(self, owner: AttentionBackend, key: Hashable) -> None:
+        super().__init__()
+        self._owner = owner
+        self._key = key
+        self._orders: set[Order | None] = set()
+
+    def _note(self, order: Order | None) -> None:
+        self._orders.add(order)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is None:
-            self._owner.decide(self._key, self._most[1])
+            self._owner.decide(self._key, self._orders)
 
 
 class Call(NamedTuple):
@@ -171,21 +189,25 @@ def _call_of(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **others: Any,
 ) -> Call | None:
     """The kind of a call; None for calls that keep PyTorch's order.
 
     Those are calls with a mask, where backends differ in what they return for rows without any key; with dropout, which
-    cannot be compared; in float32; and of few queries, as in generation.
+    cannot be compared; in float32; of few queries, as in generation; and of kinds that this function does not know.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or query.ndim != 4:
+    if attn_mask is not None or dropout_p > 0 or others:
         return None
-    if attn_mask is not None or dropout_p > 0 or query.shape[2] < _MIN_LENGTH or query.numel() * key.numel() == 0:
+    if any(type(each) is not Tensor or each.ndim != 4 or each.numel() == 0 for each in (query, key, value)):
         return None
-    if any(type(each) is not Tensor for each in (query, key, value)) or torch.cuda.is_current_stream_capturing():
+    if query.device.type != "cuda" or query.shape[2] < _MIN_LENGTH or torch.cuda.is_current_stream_capturing():
+        return None
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    if dtype not in (torch.bfloat16, torch.float16) or query.dtype == torch.float64:  # which autocast leaves
         return None
     batch_size, num_heads, length, head_dim = query.shape
     return Call(
-        *(query.device, query.dtype, batch_size, num_heads, key.shape[1], length, key.shape[2]),
+        *(query.device, dtype, batch_size, num_heads, key.shape[1], length, key.shape[2]),
         *(head_dim, value.shape[3], is_causal, enable_gqa),
     )
 
@@ -219,7 +241,7 @@ def _measured_order(call: Call) -> Order | None:
         # A thread has no saved-tensor hooks, autocast or modes, which the caller may be in.
         with ThreadPoolExecutor(1) as thread:
             times = thread.submit(measure).result()
-    except torch.OutOfMemoryError:
+    except RuntimeError:  # such as out of memory, or a backend that cannot run after all
         return None
     best = fastest(times)
     return None if best is None else _with_first(best)

@@ -29,6 +29,7 @@ from liger_ops.recipes import listening
 from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
 from lightning_liger.activations.frames import Frame, Waiting
 from lightning_liger.activations.offload import HostMemory
+from lightning_liger.attention import AttentionBackend
 
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
@@ -57,6 +58,7 @@ class ControlledLayers:
         layers: In the order of the model's modules.
         modes: One for each layer; a change takes effect in its next forward.
         observer: Is told what layers do, or None.
+        attention: Sets the order of attention backends in each run of a layer, the second one too; None leaves it.
         dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
         input_bytes: Of each layer, the inputs that "offload" moves to host memory, when the layer last ran under an
             observer.
@@ -66,6 +68,7 @@ class ControlledLayers:
         self.layers = layers
         self.modes: list[Mode] = ["cheap"] * len(layers)
         self.observer: Observer | None = None
+        self.attention: AttentionBackend | None = None
         self.dropped_bytes = [0] * len(layers)
         self.input_bytes = [0] * len(layers)
         self._host_memory: dict[torch.device, HostMemory] = {}
@@ -75,9 +78,11 @@ class ControlledLayers:
 
     def run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer, whose own forward is ``forward``, in its mode."""
+        if self.attention is not None:
+            forward = functools.partial(_in_order, self.attention, index, forward)
         if not torch.is_grad_enabled() or _hooks_are_taken():
             return forward(*args, **kwargs)
-        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        first = _first_tensor(args, kwargs)
         if first is None:
             return forward(*args, **kwargs)
         if self.observer is None:
@@ -174,9 +179,21 @@ def _as_mode(mode: Mode) -> Iterator[None]:
         _mode.reset(token)
 
 
-def _in_mode(mode: Mode, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_mode(mode: Mode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with _as_mode(mode):  # backward runs on a thread of its own
         return forward(*args, **kwargs)
+
+
+def _in_order(
+    attention: AttentionBackend, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    first = _first_tensor(args, kwargs)
+    with attention.context(index) if first is None else attention.context(index, first.shape, first.dtype):
+        return forward(*args, **kwargs)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
 
 
 def _hooks_are_taken() -> bool:

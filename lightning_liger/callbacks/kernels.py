@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
+from lightning_liger.attention import Backend
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
@@ -14,7 +15,7 @@ from lightning_liger.strategies.parts.checked import check_arguments
 
 
 class LigerCallback(L.Callback):
-    """Applies fused kernels to the module of a Trainer with any strategy, and controls the activations of its layers.
+    """Applies fused kernels to the module of a Trainer with any strategy, and controls how its layers run.
 
     Both is done after the module's ``configure_model``, before the strategy wraps the module.
 
@@ -24,10 +25,12 @@ class LigerCallback(L.Callback):
             first ones, or classes of layers or their names; see docs/training.md.
         memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``. A step that runs out of memory
             is not repeated, as it is under our strategies.
+        attention_backend: The backend of attention that is tried first: ``"flash"``, ``"cudnn"``, ``"efficient"``,
+            ``"math"``, or ``"auto"``; None leaves PyTorch's order.
 
     Raises:
         TypeError: For an argument of a wrong type.
-        ValueError: For an unknown kernel, or both of the last two arguments.
+        ValueError: For an unknown kernel or backend, or both ``activation_checkpointing`` and ``memory_budget``.
     """
 
     def __init__(
@@ -35,11 +38,20 @@ class LigerCallback(L.Callback):
         kernels: KernelChoice = "auto",
         activation_checkpointing: ActivationCheckpointing | None = None,
         memory_budget: MemoryBudget | None = None,
+        attention_backend: Backend | None = None,
     ) -> None:
         check_kernels(kernels)
-        check_arguments({"activation_checkpointing": activation_checkpointing, "memory_budget": memory_budget})
+        check_arguments(
+            {
+                "activation_checkpointing": activation_checkpointing,
+                "memory_budget": memory_budget,
+                "attention_backend": attention_backend,
+            }
+        )
         self.kernels = kernels
-        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._activations = ActivationControl(
+            activation_checkpointing, memory_budget, attention_backend=attention_backend
+        )
         self._num_steps = 0
         self.patch_report: PatchReport | None = None
         self._lazy: Any = None

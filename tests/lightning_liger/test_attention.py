@@ -173,6 +173,31 @@ def test_decided_contexts_cost_little() -> None:
     assert min(elapsed) < 5e-6
 
 
+class Stream:
+    """Of a GPU that there is not."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no engine plans")])
+def test_failed_measurement_leaves_the_order(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def fail(call: Call) -> None:
+        raise error
+
+    monkeypatch.setattr(attention, "time_backends", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(attention, "_orders", {})
+    assert attention.fastest_order(CALL) is None
+
+
+def test_calls_with_later_arguments_keep_the_order() -> None:
+    x = torch.randn(1, 2, 200, 8)
+    assert attention._call_of(x, x, x, later=1) is None
+
+
 @pytest.mark.parametrize(
     ("call", "want"),
     [
@@ -220,3 +245,15 @@ def test_auto_measures_on_a_gpu() -> None:
             results.append(F.scaled_dot_product_attention(x, x, x, is_causal=True))
     torch.testing.assert_close(*results)
     assert agree((results[0].detach(),), (F.scaled_dot_product_attention(x, x, x, is_causal=True).detach(),))
+
+
+@pytest.mark.gpu
+def test_calls_under_autocast_are_those_of_its_dtype() -> None:
+    x = torch.randn(2, 4, 256, 64, device="cuda")
+    assert attention._call_of(x, x, x) is None
+    with torch.autocast("cuda", torch.bfloat16):
+        call = attention._call_of(x, x, x)
+        assert call is not None
+        assert call.dtype == F.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
+        assert attention._call_of(*[x.double()] * 3) is None
+        assert attention._call_of(x, x[0], x[0]) is None

@@ -1,4 +1,4 @@
-"""``activation_checkpointing`` and ``memory_budget``: how strategies run the layers of their models."""
+"""``activation_checkpointing``, ``memory_budget``, ``attention_backend``: how strategies run the layers of models."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -21,7 +21,9 @@ from lightning_liger.activations.plan import Plan
 from lightning_liger.activations.planner import Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
 from lightning_liger.activations.ranks import AllRanks
+from lightning_liger.attention import AttentionBackend, Backend
 from lightning_liger.resuming.random_state import random_state, set_random_state
+from lightning_liger.sequences.context_parallel import attention_implementation
 from lightning_liger.strategies.parts.policies import LayerPolicy, resolve_policy, select_modules
 from lightning_liger.training.mixin import LigerLMMixin
 
@@ -39,12 +41,13 @@ MemoryBudget = Literal["auto"] | float
 
 
 class ActivationControl:
-    """Controls the layers of models as the two arguments say.
+    """Controls the layers of models as the arguments say.
 
     Args:
         checkpointing: The value of ``activation_checkpointing``.
         budget: The value of ``memory_budget``.
         policy: The value of ``activation_checkpointing_policy``.
+        attention_backend: The value of ``attention_backend``.
     """
 
     def __init__(
@@ -52,16 +55,18 @@ class ActivationControl:
         checkpointing: ActivationCheckpointing | None = None,
         budget: MemoryBudget | None = None,
         policy: LayerPolicy | None = None,
+        attention_backend: Backend | None = None,
     ) -> None:
         self.checkpointing = checkpointing
         self.budget = budget
         self.policy = policy
+        self.attention_backend = attention_backend
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
         self._memory: CudaMemory | None = None
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
-        return type(self), (self.checkpointing, self.budget, self.policy)
+        return type(self), (self.checkpointing, self.budget, self.policy, self.attention_backend)
 
     def control(
         self,
@@ -70,7 +75,7 @@ class ActivationControl:
         runs_layers_together: bool = False,
         announce: Callable[[str, Plan, bool], None] | None = None,
     ) -> None:
-        """Sets the modes of the layers in ``model``; with a budget, makes their planner.
+        """Sets the modes of the layers in ``model`` and their attention backend; with a budget, makes their planner.
 
         Args:
             model: Before an engine wraps it, or again later.
@@ -94,7 +99,10 @@ class ActivationControl:
         if controlled is None:
             return
         self.controlled.add(controlled)
-        controlled.observer = None
+        controlled.observer = controlled.attention = None
+        if self.attention_backend is not None:
+            controlled.attention = AttentionBackend(self.attention_backend)
+            _warn_of_other_attention(f"attention_backend={shown(self.attention_backend)}", model)
         if self.budget is None:
             return
         self._memory = memory_of(device)
@@ -117,12 +125,16 @@ class ActivationControl:
         if layers is None or isinstance(layers, str | int):
             controlled = control_layers(model)
             if controlled is None:
-                if layers in (None, "none", 0) and self.budget in (None, "auto"):
+                needs_none = layers in (None, "none", 0) and self.budget in (None, "auto")
+                if needs_none and self.attention_backend in (None, "auto"):
                     return None
+                advice = "name their classes, as in activation_checkpointing=['MyLayer']"
                 argument = f"memory_budget={shown(self.budget)}" if layers is None else f"{names}={shown(layers)}"
+                if needs_none:
+                    argument = f"attention_backend={shown(self.attention_backend)}"
+                    advice = "enter torch.nn.attention.sdpa_kernel in its forward instead"
                 raise ValueError(
-                    f"{argument} needs a model with repeated layers, got {type(model).__name__} without: name their"
-                    " classes, as in activation_checkpointing=['MyLayer']"
+                    f"{argument} needs a model with repeated layers, got {type(model).__name__} without: {advice}"
                 )
             controlled.modes[:] = _modes(layers, len(controlled.layers), model)
             return controlled
@@ -139,7 +151,8 @@ class ActivationControl:
     @property
     def is_asked_for(self) -> bool:
         """Whether one of the arguments was given."""
-        return any(value is not None for value in (self.checkpointing, self.budget, self.policy))
+        arguments = self.checkpointing, self.budget, self.policy, self.attention_backend
+        return any(value is not None for value in arguments)
 
     @property
     def recomputes(self) -> str:
@@ -190,6 +203,15 @@ def _run_together(controlled: ControlledLayers, always: bool) -> bool:
     return always or any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in parts)
 
 
+def _warn_of_other_attention(argument: str, model: Module) -> None:
+    names = {attention_implementation(module) for module in model.modules()} - {""}
+    if names and "sdpa" not in names:
+        rank_zero_warn(
+            f"lightning-liger: {argument} has no effect, as the model has attn_implementation={shown(min(names))}:"
+            " it chooses among the backends of F.scaled_dot_product_attention, which attn_implementation='sdpa' calls"
+        )
+
+
 def announce_plan(line: str, plan: Plan, fits: bool) -> None:
     """Prints a line about a plan, once for all ranks."""
     (rank_zero_info if fits else rank_zero_warn)(line)
@@ -206,9 +228,12 @@ class _Activations(_Strategy):
         *args: Any,
         activation_checkpointing: ActivationCheckpointing | None = None,
         memory_budget: MemoryBudget | None = None,
+        attention_backend: Backend | None = None,
         **kwargs: Any,
     ) -> None:
-        self._activations = ActivationControl(activation_checkpointing, memory_budget, self._layers_to_checkpoint)
+        self._activations = ActivationControl(
+            activation_checkpointing, memory_budget, self._layers_to_checkpoint, attention_backend
+        )
         super().__init__(*args, **kwargs)
 
     def _precision_settings(self) -> dict[str, Any]:
@@ -244,6 +269,7 @@ class TrainerActivations(_Activations, _TrainerStrategy):
     Args:
         activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
         memory_budget: The memory that a plan for the layers may take.
+        attention_backend: The backend of attention that is tried first.
         **kwargs: For the next class.
     """
 
@@ -315,6 +341,7 @@ class FabricActivations(_Activations, _FabricStrategy):
     Args:
         activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
         memory_budget: The memory that a plan for the layers may take.
+        attention_backend: The backend of attention that is tried first.
         **kwargs: For the next class.
     """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.bad_inputs import BadInput
@@ -63,6 +64,14 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[tuple[Any, ...], ...]]] = [
         (
             *((0, "a share of the GPU's memory"), (-0.5, "a share"), (float("nan"), "a number of GiB above 1")),
             *((float("inf"), "GiB"), ("80%", "'auto'"), ("half", "'auto'"), (True, "a share"), ([0.5], "a share")),
+        ),
+    ),
+    (
+        ALL,
+        "attention_backend",
+        (
+            *(("flash_attention_2", "'flash', 'cudnn'"), ("Flash", "'flash'"), (1, "'auto'"), (True, "'auto'")),
+            *((["cudnn", "flash"], "'cudnn'"), (SDPBackend.MATH, "'math'")),
         ),
     ),
     ((FSDP,), "device_id", ((0, "unexpected keyword argument", "'device_id'"),)),
