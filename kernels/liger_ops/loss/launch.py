@@ -61,7 +61,7 @@ def _grouping(logits: Tensor, grad_logits: Tensor | None) -> int:
     for each in (logits, *others):
         if each.data_ptr() % group_bytes or (each.stride(0) - logits.stride(0)) % _GROUP:
             return 0
-    return 2 if logits.stride(0) % _GROUP else 1
+    return 2 if logits.stride(0) % _GROUP or logits.shape[1] % _GROUP else 1
 
 
 def _block_size(vocab_size: int) -> int:
@@ -202,7 +202,7 @@ def launch_loss(
         "correct_ptr": None if stats is None else stats.correct,
         "num_rows": num_rows,
     }
-    row_size = vocab_size + (_GROUP - 1 if arguments["GROUPED"] == 2 else 0)  # with the rest of its groups
+    row_size = max(1, vocab_size - (vocab_size % _GROUP if arguments["GROUPED"] else 0))  # edges are apart
     row_bytes = row_size * logits.element_size()
     whole_row = grad_logits is not None and row_bytes <= MAX_ROW_IN_REGISTERS
     if whole_row:
