@@ -391,10 +391,7 @@ def loss_kernel(
         if WHOLE_ROW:
             # An ignored row is read too: a load that waited for its label could not run ahead of the loop.
             in_row = before(size, groups, places, GROUPED)
-            if EVEN:
-                logits = tl.load(row_ptr + places)
-            else:
-                logits = tl.load(row_ptr + places, mask=in_row, other=0.0)
+            logits = tl.load(row_ptr + places) if EVEN else tl.load(row_ptr + places, mask=in_row, other=0.0)
         # Read before the first barrier below: afterwards another warp may already have overwritten them.
         label_z = transform(tl.load(row_ptr - head + label, mask=in_range, other=0.0), logit_scale, softcap)
         edge_columns, edge_in_row, edge_z = None, None, None

@@ -58,7 +58,7 @@ def size_of_groups(head, vocab_size, GROUP: tl.constexpr, GROUPED: tl.constexpr)
 
 @triton.jit
 def before(end, groups, places, GROUPED: tl.constexpr):
-    """Places ``[num_groups, GROUP]`` before ``end``; whole groups, since a mask within them would part their columns."""
+    """Which places ``[num_groups, GROUP]`` come before ``end``, group by group: a finer mask would part their columns."""
     mask = places < end
     if GROUPED > 0:
         mask = tl.broadcast_to((groups < end)[:, None], places.shape)
