@@ -417,7 +417,7 @@ class LinearCrossEntropyLoss(nn.Module):
         out_features, reduction, weight, ignore_index, label_smoothing: As in ``torch.nn.LinearCrossEntropyLoss``; with
             out_features, logits are materialized.
         options: PyTorch's ``LinearCrossEntropyOptions``; its ``batch_chunk_size`` and ``acc_dtype`` are followed.
-        softcap, logit_scale, z_loss_weight, chunk_bytes, accumulate_dtype: As in
+        softcap, logit_scale, z_loss_weight, chunk_bytes, accumulate_dtype, saved_logits_bytes: As in
             :func:`liger_ops.linear_cross_entropy`.
 
     Raises:
@@ -446,6 +446,7 @@ class LinearCrossEntropyLoss(nn.Module):
         z_loss_weight: float = 0.0,
         chunk_bytes: int | None = None,
         accumulate_dtype: Dtype = None,
+        saved_logits_bytes: int | None = None,
     ) -> None:
         check_integer("in_features", in_features, at_least=1)
         check_integer("num_classes", num_classes, at_least=1)
@@ -464,6 +465,7 @@ class LinearCrossEntropyLoss(nn.Module):
             raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
         check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
         check_floating_dtype("accumulate_dtype", accumulate_dtype)
+        check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
         super().__init__()
         self.register_buffer("weight", weight)
         self.num_classes = num_classes
@@ -478,6 +480,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.z_loss_weight = z_loss_weight
         self.chunk_bytes = chunk_bytes
         self.accumulate_dtype = accumulate_dtype
+        self.saved_logits_bytes = saved_logits_bytes
 
     def forward(
         self,
@@ -496,10 +499,10 @@ class LinearCrossEntropyLoss(nn.Module):
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, options=self.options,
             token_weight=token_weight, softcap=self.softcap, logit_scale=self.logit_scale,
             z_loss_weight=self.z_loss_weight, chunk_bytes=self.chunk_bytes, accumulate_dtype=self.accumulate_dtype,
-            max_valid_tokens=max_valid_tokens, return_stats=return_stats,
+            saved_logits_bytes=self.saved_logits_bytes, max_valid_tokens=max_valid_tokens, return_stats=return_stats,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         names = ("num_classes", "out_features", "reduction", "ignore_index", "label_smoothing", "options")
-        extras = ("softcap", "logit_scale", "z_loss_weight", "chunk_bytes", "accumulate_dtype")
+        extras = ("softcap", "logit_scale", "z_loss_weight", "chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
         return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, *extras))

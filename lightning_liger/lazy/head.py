@@ -39,8 +39,8 @@ class HeadParameters:
         bias: ``[vocab_size]`` or None.
         compute_dtype: Dtype of the projection: the weight's, or autocast's where it was enabled.
         counters: Where the head's losses are counted.
-        options: How the fused loss is computed: ``chunk_bytes`` and ``accumulate_dtype`` of
-            :func:`liger_ops.linear_cross_entropy`.
+        options: How the fused loss is computed: ``chunk_bytes``, ``accumulate_dtype`` and
+            ``saved_logits_bytes`` of :func:`liger_ops.linear_cross_entropy`.
         adapter: ``[vocab_size, rank]``, the second factor of a low-rank update, or None. The hidden states then have
             ``rank`` additional last columns, the input of the update.
     """

@@ -22,7 +22,7 @@ KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadR
 
 KernelChoice = str | list[str] | dict[str, Any]
 
-_LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype")
+_LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
 _ACCUMULATE_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -73,11 +73,12 @@ def _check_options(name: str, options: Any) -> dict[str, Any]:
     argument, known = f"kernels[{name!r}]", _LOSS_OPTIONS if name == HeadRule.kernels[0] else ()
     if not known or not isinstance(options, Mapping) or not set(options) <= set(known):
         raise wrong_value(
-            argument, "True or False" + (f", or a dict with {' and '.join(known)}" if known else ""), options
+            argument, "True or False" + (f", or a dict with any of {', '.join(known)}" if known else ""), options
         )
     options = dict(options)
-    if "chunk_bytes" in options:
-        check_integer(f"{argument}['chunk_bytes'], a number of bytes,", options["chunk_bytes"], at_least=1)
+    for key, least in (("chunk_bytes", 1), ("saved_logits_bytes", 0)):
+        if key in options:
+            check_integer(f"{argument}[{key!r}], a number of bytes,", options[key], at_least=least)
     if "accumulate_dtype" in options:
         dtype = options["accumulate_dtype"]
         check_choice(f"{argument}['accumulate_dtype']", dtype, (*_ACCUMULATE_DTYPES, *_ACCUMULATE_DTYPES.values()))
@@ -96,8 +97,8 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
         model: Any module that contains a Hugging Face causal LM, or parts of one.
         kernels: ``"auto"`` for all that fit, ``"none"``, one name out of :data:`KERNELS`, a list of names for only
             these, or a dict of changes to ``"auto"``: False leaves a kernel out, True requires it, options require and
-            configure it. ``linear_cross_entropy`` has the options ``chunk_bytes`` and ``accumulate_dtype`` (see
-            :func:`liger_ops.linear_cross_entropy`).
+            configure it. ``linear_cross_entropy`` has the options ``chunk_bytes``, ``accumulate_dtype`` and
+            ``saved_logits_bytes`` (see :func:`liger_ops.linear_cross_entropy`).
 
     Returns:
         A report that prints as a table and can undo the replacements.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime import interpreter
 
 from liger_ops import backend
-from tests.liger_ops.interpreter import splat_that_keeps_booleans
+from tests.liger_ops.interpreter import patch_builtins_found_once, splat_that_keeps_booleans
 from tests.liger_ops.memory import new_memory_is_nan
 
 
@@ -22,7 +22,8 @@ def triton_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         if torch.cuda.is_available():
             pytest.skip("the interpreter is chosen when Triton is imported, on machines without a GPU")
         monkeypatch.setattr(backend, "use_triton", lambda tensor: True)
-        monkeypatch.setattr(InterpreterBuilder, "create_splat", splat_that_keeps_booleans)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", splat_that_keeps_booleans)
+        monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtins_found_once)
     with new_memory_is_nan():
         yield device
 

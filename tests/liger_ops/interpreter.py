@@ -1,7 +1,11 @@
-"""A correction of Triton's interpreter, for tests that run kernels on CPUs."""
+"""Corrections of Triton's interpreter, for tests that run kernels on CPUs."""
 
+import functools
+import inspect
 from typing import Any
 
+import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _create_splat = InterpreterBuilder.create_splat
@@ -13,3 +17,17 @@ def splat_that_keeps_booleans(builder: Any, block_type: Any, scalar: TensorHandl
     if scalar.data.dtype == bool:
         splat.data = splat.data.astype(bool)
     return splat
+
+
+@functools.cache
+def _names_of_builtins(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def patch_builtins_found_once(package: Any, *arguments: Any) -> None:
+    """Replaces ``_patch_builtin``, which searches all of ``triton.language`` whenever a kernel calls a function."""
+    for name in _names_of_builtins(package):
+        member = getattr(package, name)
+        if not tl.core.is_builtin(member):  # nor are the others, as the kernel that calls has replaced them
+            return
+        interpreter._patch_attr(package, name, member, *arguments)

@@ -477,7 +477,10 @@ def test_linear_cross_entropy_loss_returns_stats() -> None:
 @pytest.mark.parametrize(
     ("arguments", "keywords"),
     [
-        ({"chunk_bytes": 60, "accumulate_dtype": torch.float64}, {"max_valid_tokens": 5}),
+        (
+            {"chunk_bytes": 60, "accumulate_dtype": torch.float64, "saved_logits_bytes": 120},
+            {"max_valid_tokens": 5},
+        ),
         pytest.param({}, {}, id="defaults"),
     ],
 )
@@ -489,7 +492,7 @@ def test_linear_cross_entropy_loss_passes_on_how_to_compute(
     options = SimpleNamespace(batch_chunk_size=None, acc_dtype=None)
     fused.LinearCrossEntropyLoss(4, 7, options=options, **arguments)(torch.randn(6, 4), LABELS, **keywords)
     assert calls[0]["options"] is options
-    for name in ("chunk_bytes", "accumulate_dtype", "max_valid_tokens"):
+    for name in ("chunk_bytes", "accumulate_dtype", "saved_logits_bytes", "max_valid_tokens"):
         assert calls[0][name] == {**arguments, **keywords}.get(name)
 
 

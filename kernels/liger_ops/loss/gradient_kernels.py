@@ -47,10 +47,10 @@ def gradient_kernel(
         grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight, 1.0,
         vocab_size, label_smoothing, logit_scale, z_loss_weight,
     )  # fmt: skip
-    start, shift = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+    start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
     store_row_gradient(
-        logits_ptr + start, grad_logits_ptr + grad_start, shift, class_weight_ptr, label, kept, lse,
+        logits_ptr + start, grad_logits_ptr + grad_start, head, class_weight_ptr, label, kept, lse,
         tl.load(lse_error_ptr + token), probability_factor, label_term, smoothing_term, vocab_size,
         label_smoothing, softcap, logit_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip
@@ -79,10 +79,10 @@ def shard_gradient_kernel(
 ):
     """One program writes the gradient of one row, which is a part of a token's logits."""
     row = tl.program_id(0).to(tl.int64)
-    start, shift = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+    start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     row_ptr = logits_ptr + start
     store_row_gradient(
-        row_ptr, row_ptr, shift, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
+        row_ptr, row_ptr, head, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
         tl.load(lse_ptr + row), tl.load(lse_error_ptr + row), tl.load(probability_factor_ptr + row),
         tl.load(label_term_ptr + row), tl.load(smoothing_term_ptr + row), num_columns, label_smoothing, softcap,
         logit_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,

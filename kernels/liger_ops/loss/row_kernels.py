@@ -11,23 +11,23 @@ import triton.language as tl
 
 from liger_ops import backend
 from liger_ops.loss.row_math import (
-    blocks_of_row,
+    before,
     decay_of,
     factor_of_exp,
     gradient,
     gradient_factors,
     load_class_weight,
+    load_edges,
     load_weights,
     move_excess,
-    readable,
     rounding_of,
     shifted_exp,
+    size_of_groups,
     start_of_row,
     store_edges,
-    store_row_gradient,
+    store_groups_gradient,
     to_exponent,
     transform,
-    writable,
 )
 from liger_ops.loss.token_plan import count_tokens
 
@@ -86,12 +86,21 @@ def _store_token(
 
 
 @triton.jit
-def _mean_scale(labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_tokens, vocab_size, ignore_index):
+def _mean_scale(
+    labels_ptr,
+    class_weight_ptr,
+    token_weight_ptr,
+    mean_scale_ptr,
+    num_tokens,
+    vocab_size,
+    ignore_index,
+    BLOCK_SIZE: tl.constexpr,
+):
     """1 / the summed weight of all tokens, which the first program stores; 1 without ``mean_scale_ptr``."""
     mean_scale = 1.0
     if mean_scale_ptr is not None:
         _, mean_scale = count_tokens(
-            labels_ptr, class_weight_ptr, token_weight_ptr, num_tokens, vocab_size, ignore_index, 1024
+            labels_ptr, class_weight_ptr, token_weight_ptr, num_tokens, vocab_size, ignore_index, BLOCK_SIZE
         )
         if tl.program_id(0) == 0:
             tl.store(mean_scale_ptr, mean_scale)
@@ -104,10 +113,37 @@ def _sum(values):
 
 
 @triton.jit
+def _reduce_edges(
+    columns,  # [2 * GROUP], see load_edges, as the next two
+    in_row,
+    z,
+    maximum,  # of the row, as are the next two
+    shift,
+    exponent,
+    class_weight_ptr,
+    vocab_size,
+    label_smoothing,
+    HALF: tl.constexpr,
+):
+    """What a row's edges add to normaliser, weighted_sum and expected_excess, and the first column of the maximum."""
+    numerator = shifted_exp(z, exponent, HALF)
+    weighted_sum = 0.0
+    if label_smoothing is not None:
+        weight = load_class_weight(class_weight_ptr, columns, in_row)
+        weighted_sum = tl.sum(tl.where(in_row, weight * z, 0.0), axis=0)
+    excess = tl.sum(tl.where(numerator > 0.0, numerator * (z - shift), 0.0), axis=0)
+    prediction = tl.min(tl.where(in_row & (z == maximum), columns, vocab_size - 1), axis=0)
+    return tl.sum(numerator, axis=0), weighted_sum, excess, prediction
+
+
+@triton.jit
 def _reduce_row(
     z,  # [num_groups, GROUP], anything finite outside the row
     columns,  # like z
     in_row,  # like z
+    edge_columns,  # [2 * GROUP], see load_edges, or None without edges, as the next two
+    edge_in_row,
+    edge_z,
     class_weight_ptr,
     vocab_size,
     label_smoothing,
@@ -122,6 +158,8 @@ def _reduce_row(
     if not EVEN:
         z = tl.where(in_row, z, -float("inf"))
     maximum = tl.max(tl.max(z, axis=1), axis=0)
+    if edge_z is not None:
+        maximum = tl.maximum(maximum, tl.max(edge_z, axis=0))
     # While every logit is -inf, subtracting their maximum would give NaN where nothing is known.
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     exponent = to_exponent(shift, HALF)
@@ -132,7 +170,17 @@ def _reduce_row(
     if WITH_STATS:
         expected_excess = _sum(tl.where(numerator > 0.0, numerator * (z - shift), 0.0))
         prediction = tl.min(tl.min(tl.where(z == maximum, columns, vocab_size - 1), axis=1), axis=0)
-        prediction = tl.maximum(prediction, 0)  # where every logit is -inf, as are the places before the row
+        prediction = tl.minimum(prediction, vocab_size - 1)  # where every logit is -inf, as are places past the row
+    if edge_z is not None:
+        of_edges, weighted_of_edges, excess_of_edges, first_of_edges = _reduce_edges(
+            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, class_weight_ptr, vocab_size, label_smoothing,
+            HALF,
+        )  # fmt: skip
+        normaliser += of_edges
+        weighted_sum += weighted_of_edges
+        if WITH_STATS:
+            expected_excess += excess_of_edges
+            prediction = tl.minimum(prediction, first_of_edges)
     rounding = rounding_of(shift, exponent, HALF)
     return z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, prediction
 
@@ -205,10 +253,14 @@ def _absorb_block(
 
 @triton.jit
 def _reduce_blocks(
-    row_ptr,  # to the first group of the row
-    shift,  # see start_of_row
+    row_ptr,  # to the first whole group of the row
+    head,  # see start_of_row
+    size,  # see size_of_groups
     groups,  # [num_groups], places of the first block, as the next
     places,  # [num_groups, GROUP]
+    edge_columns,  # [2 * GROUP], see load_edges, or None without edges, as the next two
+    edge_in_row,
+    edge_z,
     kept,
     class_weight_ptr,
     vocab_size,
@@ -229,42 +281,53 @@ def _reduce_blocks(
     weighted_sums = tl.zeros([num_groups], dtype=tl.float32)
     expected = tl.zeros([num_groups], dtype=tl.float32)
     best_starts = tl.zeros([num_groups], dtype=tl.int32)
-    full_start, full_end, part, parts_end = blocks_of_row(shift, vocab_size, BLOCK_SIZE)
-    for start in tl.range(full_start, tl.where(kept, full_end, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
+    full_size = size // BLOCK_SIZE * BLOCK_SIZE
+    rest_mask = before(size, full_size + groups, full_size + places, GROUPED)
+    # Asked for first, so that its latency passes during the loop.
+    rest = tl.load(row_ptr + full_size + places, mask=rest_mask & kept, other=0.0, eviction_policy="evict_last")
+    for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         logits = tl.load(row_ptr + start + places, eviction_policy="evict_last")
         maxima, normalisers, weighted_sums, expected, best_starts = _absorb_block(
-            transform(logits, logit_scale, softcap), start + places - shift, places >= 0, start, class_weight_ptr,
+            transform(logits, logit_scale, softcap), start + places + head, places >= 0, start, class_weight_ptr,
             maxima, normalisers, weighted_sums, expected, best_starts, label_smoothing, HALF, WITH_STATS,
         )  # fmt: skip
-    for number in range(part, tl.where(kept, parts_end, 0)):
-        start = number * full_end
-        columns = start + places - shift
-        in_row = (columns >= 0) & (columns < vocab_size)
-        mask = readable(start + groups, shift, vocab_size, in_row, GROUPED)
-        logits = tl.load(row_ptr + start + places, mask=mask, other=0.0)
-        z = tl.where(in_row, transform(logits, logit_scale, softcap), -float("inf"))
+    if kept & (full_size < size):
         maxima, normalisers, weighted_sums, expected, best_starts = _absorb_block(
-            z, columns, in_row, start, class_weight_ptr,
+            tl.where(rest_mask, transform(rest, logit_scale, softcap), -float("inf")),
+            full_size + places + head, rest_mask, full_size, class_weight_ptr,
             maxima, normalisers, weighted_sums, expected, best_starts, label_smoothing, HALF, WITH_STATS,
         )  # fmt: skip
     maximum = tl.max(maxima, axis=0)
+    if edge_z is not None:
+        maximum = tl.maximum(maximum, tl.max(edge_z, axis=0))
     subtracted = tl.where(maximum == -float("inf"), 0.0, maximum)
     exponent = to_exponent(subtracted, HALF)
     decay = decay_of(maxima, exponent, HALF)
     normaliser = tl.sum(normalisers * decay, axis=0)
+    weighted_sum = tl.sum(weighted_sums, axis=0)
     expected_excess = 0.0
     prediction = 0
     if WITH_STATS:
         excess = move_excess(expected, normalisers, maxima, subtracted)
         expected_excess = tl.sum(excess * decay, axis=0)
         # Searching for the largest logit once, within the block that each group noted, is cheaper than in every block.
-        best_columns = best_starts[:, None] + places - shift
-        mask = kept & (best_columns >= 0) & (best_columns < vocab_size) & (maxima == maximum)[:, None]
-        z = transform(tl.load(row_ptr + shift + best_columns, mask=mask, other=0.0), logit_scale, softcap)
-        candidates = tl.where(mask & (z == maximum), best_columns, vocab_size - 1)
+        best_places = best_starts[:, None] + places
+        mask = kept & (best_places < size) & (maxima == maximum)[:, None]
+        z = transform(tl.load(row_ptr + best_places, mask=mask, other=0.0), logit_scale, softcap)
+        candidates = tl.where(mask & (z == maximum), best_places + head, vocab_size - 1)
         prediction = tl.min(tl.min(candidates, axis=1), axis=0)
+    if edge_z is not None:
+        of_edges, weighted_of_edges, excess_of_edges, first_of_edges = _reduce_edges(
+            edge_columns, edge_in_row, edge_z, maximum, subtracted, exponent, class_weight_ptr, vocab_size,
+            label_smoothing, HALF,
+        )  # fmt: skip
+        normaliser += of_edges
+        weighted_sum += weighted_of_edges
+        if WITH_STATS:
+            expected_excess += excess_of_edges
+            prediction = tl.minimum(prediction, first_of_edges)
     rounding = rounding_of(subtracted, exponent, HALF)
-    return maximum, normaliser, rounding, tl.sum(weighted_sums, axis=0), expected_excess, prediction
+    return maximum, normaliser, rounding, weighted_sum, expected_excess, prediction
 
 
 @backend.Kernel
@@ -306,8 +369,9 @@ def loss_kernel(
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
     WITH_STATS: tl.constexpr = predictions_ptr is not None
     mean_scale = _mean_scale(
-        labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_rows, vocab_size, ignore_index
-    )
+        labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_rows, vocab_size, ignore_index,
+        1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
+    )  # fmt: skip
     numbers, lanes = tl.arange(0, BLOCK_SIZE // GROUP), tl.arange(0, GROUP)
     groups = numbers * GROUP
     places = groups[:, None] + lanes[None, :]
@@ -321,31 +385,33 @@ def loss_kernel(
         label = tl.load(labels_ptr + token)
         kept = label != ignore_index
         in_range = (label >= 0) & (label < vocab_size)
-        start, shift = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+        start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
         row_ptr = logits_ptr + start
+        size = size_of_groups(head, vocab_size, GROUP, GROUPED)
         if WHOLE_ROW:
             # An ignored row is read too: a load that waited for its label could not run ahead of the loop.
-            columns = places if EVEN else places - shift
-            in_row = (columns >= 0) & (columns < vocab_size)
-            if EVEN:
-                logits = tl.load(row_ptr + places)
-            else:
-                mask = readable(groups, shift, vocab_size, in_row, GROUPED)
-                logits = tl.where(in_row, tl.load(row_ptr + places, mask=mask, other=0.0), 0.0)
-        # Read before the first barrier below: afterwards another warp may already have overwritten the label's logit.
-        label_z = transform(tl.load(row_ptr + shift + label, mask=in_range, other=0.0), logit_scale, softcap)
+            in_row = before(size, groups, places, GROUPED)
+            logits = tl.load(row_ptr + places) if EVEN else tl.load(row_ptr + places, mask=in_row, other=0.0)
+        # Read before the first barrier below: afterwards another warp may already have overwritten them.
+        label_z = transform(tl.load(row_ptr - head + label, mask=in_range, other=0.0), logit_scale, softcap)
+        edge_columns, edge_in_row, edge_z = None, None, None
+        if GROUPED == 2:
+            edge_columns, edge_in_row, edge_z = load_edges(
+                row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP
+            )
         label_weight, class_weight_sum, token_weight = load_weights(
             class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size
         )
         if WHOLE_ROW:
             z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, prediction = _reduce_row(
-                transform(logits, logit_scale, softcap), columns, in_row, class_weight_ptr, vocab_size,
-                label_smoothing, HALF, EVEN, WITH_STATS,
+                transform(logits, logit_scale, softcap), places + head, in_row, edge_columns, edge_in_row, edge_z,
+                class_weight_ptr, vocab_size, label_smoothing, HALF, EVEN, WITH_STATS,
             )  # fmt: skip
         else:
             maximum, normaliser, rounding, weighted_sum, expected_excess, prediction = _reduce_blocks(
-                row_ptr, shift, groups, places, kept, class_weight_ptr, vocab_size, label_smoothing, softcap,
-                logit_scale, HALF, WITH_STATS, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
+                row_ptr, head, size, groups, places, edge_columns, edge_in_row, edge_z, kept, class_weight_ptr,
+                vocab_size, label_smoothing, softcap, logit_scale, HALF, WITH_STATS, GROUP, GROUPED, BLOCK_SIZE,
+                NUM_STAGES,
             )  # fmt: skip
         lse, lse_error = _store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr,
@@ -357,28 +423,27 @@ def loss_kernel(
                 grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight,
                 mean_scale, vocab_size, label_smoothing, logit_scale, z_loss_weight,
             )  # fmt: skip
+            exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
             grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
             grad_row_ptr = grad_logits_ptr + grad_start
             if WHOLE_ROW:
                 grad = _whole_row_gradient(
-                    numerator, normaliser, z, columns, in_row, numbers, lanes, class_weight_ptr, label + shift,
+                    numerator, normaliser, z, places + head, in_row, numbers, lanes, class_weight_ptr, label - head,
                     probability_factor, label_term, smoothing_term, label_smoothing, softcap, GROUP,
                 )  # fmt: skip
                 grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)
                 if EVEN:
                     tl.store(grad_row_ptr + places, grad)
                 else:
-                    mask = writable(groups, shift, vocab_size, in_row, GROUP, GROUPED)
-                    tl.store(grad_row_ptr + places, grad, mask=mask)
-                    if GROUPED > 0:
-                        store_edges(
-                            row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse,
-                            factor_of_exp(probability_factor, lse, lse_error, HALF), label_term, smoothing_term,
-                            vocab_size, label_smoothing, softcap, logit_scale, GROUP,
-                        )  # fmt: skip
+                    tl.store(grad_row_ptr + places, grad, mask=in_row)
             else:
-                store_row_gradient(
-                    row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse, lse_error, probability_factor,
+                store_groups_gradient(
+                    row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
                     label_term, smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP, GROUPED,
                     BLOCK_SIZE, NUM_STAGES,
+                )  # fmt: skip
+            if GROUPED == 2:
+                store_edges(
+                    grad_row_ptr, edge_columns, edge_in_row, edge_z, head, class_weight_ptr, label, kept, lse,
+                    exp_factor, label_term, smoothing_term, label_smoothing, softcap, HALF,
                 )  # fmt: skip

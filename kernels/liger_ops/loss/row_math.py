@@ -1,9 +1,9 @@
 """Arithmetic of one row of logits that the loss and gradient kernels share.
 
 A thread reads and writes a group of GROUP columns at once, which only works where groups start at multiples of their
-size. Rows that start elsewhere, as every second row of an odd vocabulary does, are therefore walked over from the group
-in which they start: ``shift`` places of that group, and some of the last one, belong to neighbouring rows. They are
-read, but not used, and never written: those two groups are written column by column.
+size. In rows that start or end elsewhere, as those of an odd vocabulary do, ``head`` columns precede the first whole
+group and some follow the last. These edges, fewer than two groups, are a vector of their own: every thread holds it, so
+blocks of whole groups need no mask within a group.
 """
 
 import triton
@@ -32,50 +32,54 @@ def transform(logits, logit_scale, softcap):
 
 @triton.jit
 def start_of_row(row, row_stride, GROUP: tl.constexpr, GROUPED: tl.constexpr):
-    """Where a row's first group starts, and how many places of it (``shift``) belong to the row before.
+    """Where a row's first whole group starts, and how many of its columns (``head``) precede that.
 
-    GROUPED is 0 if groups cannot be read at once, 1 if every row starts at a group, 2 if rows start within groups.
+    GROUPED is 0 if groups cannot be read at once, 1 if every row starts and ends at a group, 2 if rows have edges.
     """
     start = row * row_stride
-    shift = 0
+    head = 0
+    if GROUPED == 1:
+        start = start // GROUP * GROUP  # which is what it is, but says so
     if GROUPED == 2:
-        shift = (start % GROUP).to(tl.int32)
-    if GROUPED > 0:
-        start = start // GROUP * GROUP
-    return start, shift
+        first_group = (start + GROUP - 1) // GROUP * GROUP
+        head = (first_group - start).to(tl.int32)
+        start = first_group
+    return start, head
 
 
 @triton.jit
-def readable(groups, shift, vocab_size, in_row, GROUPED: tl.constexpr):
-    """Places ``[num_groups, GROUP]`` to read: whole groups, since a mask within them would read each column alone."""
-    mask = in_row
+def size_of_groups(head, vocab_size, GROUP: tl.constexpr, GROUPED: tl.constexpr):
+    """How many columns are in whole groups; all of them where there are no edges."""
+    size = vocab_size
     if GROUPED > 0:
-        mask = tl.broadcast_to((groups < shift + vocab_size)[:, None], in_row.shape)
+        size = tl.maximum(vocab_size - head, 0) // GROUP * GROUP
+    return size
+
+
+@triton.jit
+def before(end, groups, places, GROUPED: tl.constexpr):
+    """Which places ``[num_groups, GROUP]`` come before ``end``, group by group: a finer mask would part their columns."""
+    mask = places < end
+    if GROUPED > 0:
+        mask = tl.broadcast_to((groups < end)[:, None], places.shape)
     return mask
 
 
 @triton.jit
-def writable(groups, shift, vocab_size, in_row, GROUP: tl.constexpr, GROUPED: tl.constexpr):
-    """Places ``[num_groups, GROUP]`` to write at once: those of groups that lie in the row entirely."""
-    mask = in_row
-    if GROUPED > 0:
-        is_whole = (groups >= shift) & (groups + GROUP <= shift + vocab_size)
-        mask = tl.broadcast_to(is_whole[:, None], in_row.shape)
-    return mask
+def load_edges(row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP: tl.constexpr):
+    """The columns of a row's edges, ``[2 * GROUP]``, which of them exist, and their z (-inf elsewhere).
 
-
-@triton.jit
-def blocks_of_row(shift, vocab_size, BLOCK_SIZE: tl.constexpr):
-    """Start and end of the blocks that the row fills, then the first and last + 1 of two that it may fill in part.
-
-    The latter start at 0 and at the end of the former.
+    Args:
+        row_ptr: To the first whole group.
+        head: See :func:`start_of_row`.
+        size: See :func:`size_of_groups`.
     """
-    end = shift + vocab_size
-    full_end = end // BLOCK_SIZE * BLOCK_SIZE
-    starts_late = shift > 0
-    full_start = tl.where(starts_late, BLOCK_SIZE, 0)
-    first_part = tl.where(starts_late & (full_end > 0), 0, 1)
-    return full_start, full_end, first_part, tl.where(full_end < end, 2, 1)
+    lanes = tl.arange(0, 2 * GROUP)
+    is_head = lanes < GROUP
+    columns = tl.where(is_head, lanes, head + size + lanes - GROUP)
+    in_row = (columns < vocab_size) & tl.where(is_head, lanes < head, True)
+    z = transform(tl.load(row_ptr + columns - head, mask=in_row, other=0.0), logit_scale, softcap)
+    return columns, in_row, tl.where(in_row, z, -float("inf"))
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -228,11 +232,40 @@ def factor_of_exp(probability_factor, lse, lse_error, HALF: tl.constexpr):
 
 @triton.jit
 def store_edges(
-    logits_row_ptr,  # to the first group of the row, as the next
-    grad_row_ptr,
-    shift,
+    grad_row_ptr,  # to the first whole group
+    columns,  # see load_edges, as the next two
+    in_row,
+    z,
+    head,
     class_weight_ptr,
     label,
+    kept,
+    lse,
+    exp_factor,  # see factor_of_exp
+    label_term,
+    smoothing_term,
+    label_smoothing,
+    softcap,
+    HALF: tl.constexpr,
+):
+    """Writes the gradient of a row's edges, zeros if its token is ignored."""
+    grad = gradient(
+        shifted_exp(z, to_exponent(lse, HALF), HALF), z, columns, in_row, class_weight_ptr, exp_factor,
+        tl.where(columns == label, label_term, 0.0), smoothing_term, label_smoothing, softcap,
+    )  # fmt: skip
+    grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
+    tl.store(grad_row_ptr + columns - head, grad, mask=in_row)
+
+
+@triton.jit
+def store_groups_gradient(
+    logits_row_ptr,  # to the first whole group, as the next
+    grad_row_ptr,  # may be logits_row_ptr
+    head,  # see start_of_row
+    size,  # see size_of_groups
+    class_weight_ptr,
+    label,
+    label_z,
     kept,
     lse,
     exp_factor,  # see factor_of_exp
@@ -243,32 +276,52 @@ def store_edges(
     softcap,
     logit_scale,
     GROUP: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """Writes the gradient in the groups that a row shares with its neighbours, which :func:`writable` leaves out."""
+    """Writes d loss / d logits of a row's whole groups block by block, zeros if its token is ignored."""
     HALF: tl.constexpr = logits_row_ptr.dtype.element_ty != tl.float32
-    end = shift + vocab_size
-    last_group = end // GROUP * GROUP
-    if shift + end - last_group > 0:
-        lanes = tl.arange(0, 2 * GROUP)
-        is_first = lanes < GROUP
-        places = tl.where(is_first, lanes, last_group + lanes - GROUP)
-        # A first group that is the last one as well is written once.
-        mask = (places >= shift) & (places < end) & tl.where(is_first, shift > 0, (last_group > 0) | (shift == 0))
-        columns = places - shift
-        z = transform(tl.load(logits_row_ptr + places, mask=mask & kept, other=0.0), logit_scale, softcap)
+    dtype: tl.constexpr = grad_row_ptr.dtype.element_ty
+    exponent = to_exponent(lse, HALF)
+    groups = tl.arange(0, BLOCK_SIZE // GROUP) * GROUP
+    places = groups[:, None] + tl.arange(0, GROUP)[None, :]
+    full_size = size // BLOCK_SIZE * BLOCK_SIZE
+    rest_mask = before(size, full_size + groups, full_size + places, GROUPED)
+    # Asked for first, so that its latency passes during the loop.
+    rest = tl.load(logits_row_ptr + full_size + places, mask=rest_mask & kept, other=0.0)
+    for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
+        z = transform(
+            tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), logit_scale, softcap
+        )
         grad = gradient(
-            shifted_exp(z, to_exponent(lse, HALF), HALF), z, columns, mask, class_weight_ptr, exp_factor,
-            tl.where(columns == label, label_term, 0.0), smoothing_term, label_smoothing, softcap,
+            shifted_exp(z, exponent, HALF), z, start + places + head, places >= 0, class_weight_ptr, exp_factor,
+            0.0, smoothing_term, label_smoothing, softcap,
         )  # fmt: skip
-        grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
-        tl.store(grad_row_ptr + places, grad, mask=mask)
+        tl.store(grad_row_ptr + start + places, grad.to(dtype), eviction_policy="evict_first")
+    num_blocks = size // BLOCK_SIZE
+    for block in range(tl.where(kept, num_blocks, 0), num_blocks):
+        tl.store(grad_row_ptr + block * BLOCK_SIZE + places, tl.full(places.shape, 0.0, dtype))
+    if full_size < size:
+        z = transform(rest, logit_scale, softcap)
+        grad = gradient(
+            shifted_exp(z, exponent, HALF), z, full_size + places + head, rest_mask, class_weight_ptr, exp_factor,
+            0.0, smoothing_term, label_smoothing, softcap,
+        )  # fmt: skip
+        grad = tl.where(kept, grad, 0.0).to(dtype)
+        tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask)
+    _store_label_gradient(
+        grad_row_ptr - head, shifted_exp(label_z, exponent, HALF), label_z, label,
+        kept & (label >= head) & (label < head + size), class_weight_ptr,
+        exp_factor, label_term, smoothing_term, label_smoothing, softcap,
+    )  # fmt: skip
 
 
 @triton.jit
 def store_row_gradient(
-    logits_row_ptr,  # to the first group of the row, as the next
+    logits_row_ptr,  # to the first whole group, as the next
     grad_row_ptr,  # may be logits_row_ptr
-    shift,  # see start_of_row
+    head,  # see start_of_row
     class_weight_ptr,
     label,
     kept,
@@ -286,47 +339,22 @@ def store_row_gradient(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Writes d loss / d logits of one row block by block, zeros if its token is ignored."""
+    """Writes d loss / d logits of one row whose lse is known, zeros if its token is ignored."""
     HALF: tl.constexpr = logits_row_ptr.dtype.element_ty != tl.float32
     has_label = kept & (label >= 0) & (label < vocab_size)
-    label_z = transform(tl.load(logits_row_ptr + shift + label, mask=has_label, other=0.0), logit_scale, softcap)
-    tl.debug_barrier()  # before a warp overwrites the label's logit
-    exponent = to_exponent(lse, HALF)
+    label_z = transform(tl.load(logits_row_ptr - head + label, mask=has_label, other=0.0), logit_scale, softcap)
+    size = size_of_groups(head, vocab_size, GROUP, GROUPED)
     exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
-    groups = tl.arange(0, BLOCK_SIZE // GROUP) * GROUP
-    places = groups[:, None] + tl.arange(0, GROUP)[None, :]
-    full_start, full_end, part, parts_end = blocks_of_row(shift, vocab_size, BLOCK_SIZE)
-    for start in tl.range(full_start, tl.where(kept, full_end, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
-        logits = tl.load(logits_row_ptr + start + places, eviction_policy="evict_first")
-        z = transform(logits, logit_scale, softcap)
-        grad = gradient(
-            shifted_exp(z, exponent, HALF), z, start + places - shift, places >= 0, class_weight_ptr, exp_factor,
-            0.0, smoothing_term, label_smoothing, softcap,
-        )  # fmt: skip
-        grad = grad.to(grad_row_ptr.dtype.element_ty)
-        tl.store(grad_row_ptr + start + places, grad, eviction_policy="evict_first")
-    # The parts of a kept row that fill no block, every block of an ignored one.
-    step = tl.where(kept, full_end, BLOCK_SIZE)
-    parts_end = tl.where(kept, parts_end, tl.cdiv(shift + vocab_size, BLOCK_SIZE))
-    for number in range(tl.where(kept, part, 0), parts_end):
-        start = number * step
-        columns = start + places - shift
-        in_row = (columns >= 0) & (columns < vocab_size)
-        mask = writable(start + groups, shift, vocab_size, in_row, GROUP, GROUPED)
-        logits = tl.load(logits_row_ptr + start + places, mask=mask & kept, other=0.0)
-        z = transform(logits, logit_scale, softcap)
-        grad = gradient(
-            shifted_exp(z, exponent, HALF), z, columns, in_row, class_weight_ptr, exp_factor,
-            0.0, smoothing_term, label_smoothing, softcap,
-        )  # fmt: skip
-        grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
-        tl.store(grad_row_ptr + start + places, grad, mask=mask)
-    if GROUPED > 0:
+    if GROUPED == 2:
+        columns, in_row, z = load_edges(logits_row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP)
+    tl.debug_barrier()  # before a warp overwrites what others read
+    if GROUPED == 2:
         store_edges(
-            logits_row_ptr, grad_row_ptr, shift, class_weight_ptr, label, kept, lse, exp_factor, label_term,
-            smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP,
+            grad_row_ptr, columns, in_row, z, head, class_weight_ptr, label, kept, lse, exp_factor, label_term,
+            smoothing_term, label_smoothing, softcap, HALF,
         )  # fmt: skip
-    _store_label_gradient(
-        grad_row_ptr + shift, shifted_exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr,
-        exp_factor, label_term, smoothing_term, label_smoothing, softcap,
+    store_groups_gradient(
+        logits_row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
+        label_term, smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP, GROUPED, BLOCK_SIZE,
+        NUM_STAGES,
     )  # fmt: skip

@@ -20,7 +20,7 @@ def is_power_of_two(number: int) -> bool:
 def test_launches_fit_rows_and_kernels(vocab_size: int, num_rows: int) -> None:
     row_size = min(vocab_size, MAX_ROW_IN_REGISTERS // 2)
     whole_row = choose_whole_row_launch(row_size, 132, 2 * row_size, 80 * 1024)
-    blockwise = choose_block_launch(vocab_size, 132)
+    blockwise = choose_block_launch(vocab_size, 132, 2 * vocab_size)
     gradient = choose_gradient_launch(vocab_size)
     for launch in (whole_row, blockwise, gradient):
         assert is_power_of_two(launch.block_size)

@@ -123,8 +123,12 @@ def test_weights_scale_single_losses_and_their_sum(reduction: str, rows: int, de
     assert_matches_plain(tensors, labels, upstream, rows=rows, reduction=reduction, **options)
 
 
-@pytest.mark.parametrize("frozen", [(), (1,), (1, 2), (0, 1, 2), (3,)], ids="frozen{}".format)
-@pytest.mark.parametrize("rows", [2, WHOLE], ids=["chunks", "whole"])
+# Other sets of frozen tensors are in test_unaligned.py.
+@pytest.mark.parametrize(
+    ("rows", "frozen"),
+    [(WHOLE, ()), (2, ()), (2, (0, 1, 2))],
+    ids=["whole", "chunks", "chunks-frozen_head"],
+)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_adapter_of_low_rank_is_part_of_the_head(
     reduction: str, rows: int, frozen: tuple[int, ...], device: torch.device

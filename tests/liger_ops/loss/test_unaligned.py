@@ -30,16 +30,23 @@ def run(function: Any, tensors: list[Tensor], needed: tuple[bool, ...], upstream
     return [loss, *torch.autograd.grad(loss, wanted, upstream.to(loss))]
 
 
-@pytest.mark.parametrize("hidden_size", [16, 13])
+FROZEN = ((), (0,), (1,), (1, 2), (0, 1, 2), (3,), (4,))
+
+
 @pytest.mark.parametrize("rows", [3, WHOLE], ids=["chunks", "whole"])
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (1, 2), (0, 1, 2), (3,), (4,)], ids="frozen{}".format)
 @pytest.mark.parametrize(
-    ("reduction", "dtype"),
-    [("mean", torch.float32), ("mean", torch.bfloat16), ("none", torch.float32), ("sum", torch.float16)],
+    ("hidden_size", "reduction", "dtype", "frozen"),
+    [
+        (16, "mean", torch.float32, ()),
+        (16, "none", torch.bfloat16, ()),
+        (13, "mean", torch.bfloat16, ()),
+        (13, "sum", torch.float16, ()),
+        *((13, reduction, torch.float32, frozen) for reduction in ("mean", "none") for frozen in FROZEN),
+    ],
     ids=str,
 )
 def test_every_gradient_matches_plain_pytorch(
-    reduction: str, dtype: torch.dtype, frozen: tuple[int, ...], rows: int, hidden_size: int
+    hidden_size: int, reduction: str, dtype: torch.dtype, frozen: tuple[int, ...], rows: int
 ) -> None:
     tensors, labels = make_batch(8, VOCAB, dtype=dtype)
     tensors = [*tensors, torch.randn(8, RANK).to(dtype), torch.randn(VOCAB, RANK).to(dtype)]

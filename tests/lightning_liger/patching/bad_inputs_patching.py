@@ -75,9 +75,9 @@ CHOICES: dict[str, tuple[str, Any, str]] = {
     "text": ("rope", "no", "must be True or False, got 'no'"),
     "no_options": ("rms_norm", {}, "must be True or False, got {}"),
     "options_of_others": ("silu_mul", {"chunk_bytes": 1}, "must be True or False, got {'chunk_bytes': 1}"),
-    "list": ("linear_cross_entropy", ["chunk_bytes"], "a dict with chunk_bytes and accumulate_dtype"),
-    "loss_number": ("linear_cross_entropy", 2**20, "a dict with chunk_bytes and accumulate_dtype, got 1048576"),
-    "loss_text": ("linear_cross_entropy", "auto", "a dict with chunk_bytes and accumulate_dtype, got 'auto'"),
+    "list": ("linear_cross_entropy", ["chunk_bytes"], "a dict with any of chunk_bytes, accumulate_dtype"),
+    "loss_number": ("linear_cross_entropy", 2**20, "accumulate_dtype, saved_logits_bytes, got 1048576"),
+    "loss_text": ("linear_cross_entropy", "auto", "accumulate_dtype, saved_logits_bytes, got 'auto'"),
     "loss_unknown": ("linear_cross_entropy", {"chunk_size": 3}, "got {'chunk_size': 3}"),
 }
 CHUNK_BYTES = (0, -1, 1.5, 2.0**20, float("nan"), float("inf"), True, "1MB", None, [1], torch.tensor(8))
@@ -141,6 +141,7 @@ BAD_INPUTS = [
         )
         for option, values, expected in (
             ("chunk_bytes", CHUNK_BYTES, "an integer of at least 1"),
+            ("saved_logits_bytes", CHUNK_BYTES[1:], "an integer of at least 0"),
             ("accumulate_dtype", DTYPES, "one of 'float16', 'bfloat16', 'float32', 'float64'"),
         )
         for index, value in enumerate(values)

@@ -99,7 +99,8 @@ def test_check_kernels_takes_a_dict_as_changes_to_auto() -> None:
 
 def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = tiny_llama(), tiny_llama()
-    options = {"chunk_bytes": 3 * VOCAB_SIZE * 4, "accumulate_dtype": "float64"}
+    row = VOCAB_SIZE * 4
+    options = {"chunk_bytes": 3 * row, "accumulate_dtype": "float64", "saved_logits_bytes": 7 * row}
     report = apply_liger_kernels(model, {"linear_cross_entropy": options, "rms_norm": True, "rope": False})
     assert {entry.kernel for entry in report.entries} == {"linear_cross_entropy", "rms_norm", "silu_mul"}
     used: list[Any] = []
@@ -112,12 +113,15 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(call["chunk_size"], call["accumulate_dtype"]) for call in used] == [(3, torch.float64)]
     tokens_avoided = model.lm_head.fusion_counters.bytes_avoided // (4 * VOCAB_SIZE)
     assert tokens_avoided == tiny_batch()["labels"].numel() - 3
+    logits = model(tiny_batch()["input_ids"]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tiny_batch()["labels"].flatten(), reduction="none")
+    assert len(used[-1]["saved"].chunks) == 2
 
 
 @pytest.mark.parametrize(
     ("kernels", "message"),
     [
-        ({"linear_cross_entropy": {"chunk_size": 3}}, "True or False, or a dict with chunk_bytes and accumulate_dtype"),
+        ({"linear_cross_entropy": {"chunk_size": 3}}, "True or False, or a dict with any of chunk_bytes, accumulate"),
         ({"rope": {"chunk_bytes": 3}}, r"kernels\['rope'\] must be True or False, got"),
         ({"linear_cross_entropy": 7}, "must be True or False, or a dict"),
         ({"linear_cross_entropy": {"chunk_bytes": 0}}, r"\['chunk_bytes'\].* must be an integer of at least 1, got 0"),

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime import interpreter
 
 from liger_ops import VocabShard, backend, linear_cross_entropy
-from tests.liger_ops.interpreter import splat_that_keeps_booleans
+from tests.liger_ops.interpreter import patch_builtins_found_once, splat_that_keeps_booleans
 from tests.liger_ops.loss.test_cross_entropy import OPTIONS, make_options
 
 HIDDEN = 16
@@ -140,7 +140,8 @@ def _run_rank(device: str, folder: Path) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"))
-    InterpreterBuilder.create_splat = splat_that_keeps_booleans
+    interpreter.InterpreterBuilder.create_splat = splat_that_keeps_booleans
+    interpreter._patch_builtin = patch_builtins_found_once
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     pairs = [dist.new_group([0, 1]), *(dist.new_group([other]) for other in range(2, dist.get_world_size()))]
