@@ -14,11 +14,24 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_liger.host_copy import HostCopy
+
 EXIT_CODE = 128 + signal.SIGTERM
 """The exit code by which shells and schedulers recognize a process that SIGTERM ended."""
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Private to Lightning, which has no public way to replace its handler or to request a stop:
 _CONNECTOR, _HANDLER, _RECEIVED = "_signal_connector", "_sigterm_notifier_fn", "received_sigterm"
+_EXCHANGE = "_broadcast_sigterm_tensor"  # of the epoch loop, which waits for the device in each batch
+
+
+class _Agreed:
+    """Whether any rank got SIGTERM, in the place of Lightning's bool: known once it is asked for, after the batch."""
+
+    def __init__(self, received: torch.Tensor) -> None:
+        self._received = HostCopy(received)
+
+    def __bool__(self) -> bool:
+        return bool(self._received.wait())
 
 
 class GracefulShutdown:
@@ -41,6 +54,7 @@ class GracefulShutdown:
         """
         self._received = False
         setattr(_signal_connector(trainer), _HANDLER, functools.partial(self._handle, trainer))
+        setattr(trainer.fit_loop.epoch_loop, _EXCHANGE, _exchange_nothing)  # :meth:`agree` does it
         # By default Lightning starts the other processes of a machine from the first one.
         environment = getattr(trainer.strategy, "cluster_environment", None)
         self._is_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
@@ -59,11 +73,10 @@ class GracefulShutdown:
         """Makes all ranks stop after this batch if any of them got SIGTERM; to be called on all ranks in each batch."""
         if not _has_several_ranks(trainer):
             return
-        received = torch.tensor(self._received, dtype=torch.int32, device=trainer.strategy.root_device)
+        received = torch.full((), int(self._received), dtype=torch.int32, device=trainer.strategy.root_device)
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        # Lightning waits for the device in each batch too, so this wait adds nothing.
-        if received.item():
-            setattr(_signal_connector(trainer), _RECEIVED, True)
+        # Lightning reads it at the end of the batch. The device has all of the batch to do then, so it never idles.
+        setattr(_signal_connector(trainer), _RECEIVED, _Agreed(received))
 
     def set_exit_code(self, exception: BaseException) -> None:
         """Makes 143 the exit code of the process if ``exception`` is due to SIGTERM; Lightning's exit code is 0."""
@@ -81,13 +94,17 @@ def _signal_connector(trainer: L.Trainer) -> Any:
     """
     connector = getattr(trainer, _CONNECTOR, None)
     handler = inspect.getattr_static(type(connector), _HANDLER, None)
-    if not inspect.isfunction(handler) or not isinstance(getattr(connector, _RECEIVED, None), bool):
+    if not inspect.isfunction(handler) or not isinstance(getattr(connector, _RECEIVED, None), (bool, _Agreed)):
         raise RuntimeError(
             f"Lightning {L.__version__}: expected the method trainer.{_CONNECTOR}.{_HANDLER} and the flag"
             f" trainer.{_CONNECTOR}.{_RECEIVED}, which fault_tolerance=True needs for SIGTERM. Use a version of"
             " Lightning that lightning-liger supports, or pass fault_tolerance=False to the strategy"
         )
     return connector
+
+
+def _exchange_nothing() -> None:
+    """Stands in for Lightning's exchange of the flag."""
 
 
 def _has_several_ranks(trainer: L.Trainer) -> bool:

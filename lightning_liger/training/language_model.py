@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import TransformersKwargs
 
 from liger_ops.arguments import shown
@@ -47,6 +48,17 @@ class _NoCrossEntropy:
         return bool(loss != 0) if self._is_traced else loss._version > 0
 
 
+class _NoCache(DynamicCache):
+    """A cache of keys and values that stays empty.
+
+    Without any cache, models of transformers look for documents in the positions of the tokens, and the host waits for
+    the device to tell. They do so even for positions that they count themselves.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
 class LanguageModel:
     """What the steps of :class:`~lightning_liger.LigerLMMixin` know about a model. Made once for each model.
 
@@ -75,9 +87,34 @@ class LanguageModel:
         if self.pretrained is not None and config.get_text_config() is config:  # else ids may stand for images
             embeddings = self.pretrained.get_input_embeddings()
         self.num_embeddings = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
+        self._no_cache = self._make_no_cache()
+
+    def _make_no_cache(self) -> _NoCache | None:
+        """None unless the model is known to use its cache for nothing but earlier keys and values."""
+        if self.pretrained is None or not (self.reads_tokens and self.returns_tokens):
+            return None
+        takes_it = "past_key_values" in self.known_keys and "encoder_hidden_states" not in self.known_keys
+        config: Any = self.pretrained.config.get_text_config(decoder=True)
+        is_known = type(self.pretrained).__module__.startswith("transformers.") and hasattr(config, "num_hidden_layers")
+        if not takes_it or not is_known or self.pretrained.is_gradient_checkpointing:  # which warns of caches
+            return None
+        cache = _NoCache(config=config)
+        is_plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        return cache if is_plain else None
+
+    def leave_out_cache(self, inputs: dict[str, Any]) -> None:
+        """Makes the call with ``inputs`` keep no keys and values, unless ``use_cache`` is one of them.
+
+        They would be those of all layers, until the end of backward.
+        """
+        if self._makes_cache:
+            inputs.setdefault("use_cache", False)
+        # Rows of one document each: nothing says anything about positions.
+        if self._no_cache is not None and not inputs.get("use_cache") and inputs.keys() <= {"input_ids", "use_cache"}:
+            inputs["past_key_values"] = self._no_cache
 
     @property
-    def makes_cache(self) -> bool:
+    def _makes_cache(self) -> bool:
         """Whether a call makes a cache of keys and values unless ``use_cache=False`` is one of its arguments."""
         config: Any = getattr(self.pretrained, "config", None)
         if config is None or (self.known_keys and "use_cache" not in self.known_keys):

@@ -1,11 +1,14 @@
 """Loss, perplexity and accuracy weighted by tokens, without logits."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+
+from lightning_liger.host_copy import HostCopy
 
 
 class MeanOverTokens(Metric):
@@ -55,6 +58,46 @@ class Perplexity(MeanOverTokens):
 
     def compute(self) -> Tensor:
         return super().compute().exp()
+
+
+class ShownLoss(Metric):
+    """The newest training loss that has arrived on the host, for the progress bar.
+
+    Lightning turns what the bar shows into a number in each batch, for which the host would wait until the device has
+    nothing left to do. This is a tensor on the CPU already, one or two steps old; on the CPU it is the loss itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        """Shows nothing, until the batch after the next loss."""
+        self._newest = torch.full((), float("nan"), dtype=torch.float64, device="cpu")  # not on meta, without values
+        self._copies: deque[HostCopy] = deque()
+        self._forward_cache: Tensor | None = None
+
+    def show(self, loss: Tensor) -> None:
+        """Starts a copy of ``loss``, a scalar, and shows the newest one that has arrived."""
+        self._copies.append(HostCopy(loss))
+        while self._copies and self._copies[0].has_arrived():
+            self._newest.copy_(self._copies.popleft().wait())  # in place: the bar holds on to the tensor
+            self._forward_cache = self._newest
+
+    def update(self) -> None:
+        """Not used: Lightning reads what :meth:`show` set."""
+
+    def compute(self) -> Tensor:
+        return self._newest
+
+    def reset(self) -> None:
+        """Keeps the loss, which the bar shows until the next step's is there."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "ShownLoss":
+        return self  # stays on the host
+
+    def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled module
+        return {**super().__getstate__(), "_copies": deque()}
 
 
 class TokenMetrics(MetricCollection):

@@ -18,7 +18,7 @@ from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
 from lightning_liger.training.language_model import LanguageModel
-from lightning_liger.training.metrics import MeanOverTokens, TokenMetrics
+from lightning_liger.training.metrics import MeanOverTokens, ShownLoss, TokenMetrics
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.training.token_mean import TokenMean
 
@@ -29,6 +29,7 @@ else:
 
 _STAGES = ("train", "val", "test")
 _NORMALIZATIONS = ("tokens", "micro_batch")
+_LOSS = "train_loss_step"
 
 
 class LMLoss(NamedTuple):
@@ -104,6 +105,7 @@ class LigerLMMixin(_Module):
         self._replaced_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
         self.token_metrics = nn.ModuleDict({f"{stage}_metrics": TokenMetrics(stage) for stage in _STAGES})
         self.auxiliary_metrics = nn.ModuleDict({f"{stage}_metrics": MeanOverTokens() for stage in _STAGES})
+        self.shown_loss = ShownLoss()
 
     def lm_loss(
         self,
@@ -188,8 +190,7 @@ class LigerLMMixin(_Module):
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
         if position_ids is not None and position_ids.ndim > 2:  # of images and text: a restart is not a new document
             position_ids = None
-        if model.makes_cache:  # of the keys and values of all layers; and transformers looks for documents without one
-            inputs.setdefault("use_cache", False)
+        model.leave_out_cache(inputs)
         labels = batch["shift_labels" if shifted else "labels"]
         with lazy_logits():
             output, auxiliary_loss, own_loss = model(inputs, labels)
@@ -283,6 +284,7 @@ class LigerLMMixin(_Module):
         super().on_train_start()
         self._refuse_replaced_model()
         self._token_mean.reset()
+        self.shown_loss.forget()
         if self.loss_normalization == "tokens" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
                 f"{type(self.trainer.strategy).__name__} gives no access to its gradients: the training loss is the"
@@ -296,6 +298,11 @@ class LigerLMMixin(_Module):
         # An engine that accumulates by itself finishes the last step of an epoch in the next epoch.
         if not engine_of(self.trainer).handles_gradient_accumulation:
             self._token_mean.reset()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        # Of both entries with this name, the later one is in callback_metrics: the exact one, on the device.
+        self.log(_LOSS, self.shown_loss, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        return super().on_train_batch_start(batch, batch_idx)
 
     def on_after_backward(self) -> None:
         super().on_after_backward()
@@ -323,7 +330,8 @@ class LigerLMMixin(_Module):
         return cast(TokenMetrics, self.token_metrics[f"{stage}_metrics"])
 
     def _log_step(self, loss: Tensor) -> None:
-        self.log("train_loss_step", loss, prog_bar=True, on_step=True, on_epoch=False)
+        self.shown_loss.show(loss)
+        self.log(_LOSS, loss, on_step=True, on_epoch=False)
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _log_tokens(self, stage: str, result: LMLoss, auxiliary_loss: Tensor | None) -> None:

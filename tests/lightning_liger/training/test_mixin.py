@@ -2,6 +2,7 @@
 
 import logging
 import math
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_liger import LazyLogits, LigerCallback, LigerLMMixin, apply_liger_kernels
+from lightning_liger.host_copy import HostCopy
 from lightning_liger.lazy.logits import lazy_logits
 from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama
 
@@ -227,3 +231,51 @@ def test_compiled_module_trains_and_logs_as_it_does_without() -> None:
     module.configure_model()
     compiled = run("train", torch.compile(module, backend="eager"), batches()[:1], [], strategy="liger")
     assert compiled == pytest.approx(run("train", LM(), batches()[:1], [], strategy="liger"), rel=1e-5)
+
+
+class HostReads(TorchDispatchMode, L.Callback):
+    """Where the host reads a tensor's value in the middle batches of an epoch, except what the progress bar shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.shown: list[float | None] = []
+        self.losses: list[float] = []
+        self._shown_loss: Tensor | None = None
+        self._counts = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        reads = func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        if self._counts and reads and args[0].data_ptr() != self._shown_loss.data_ptr():
+            self.found += ["".join(traceback.format_stack(limit=8))]
+        return func(*args, **(kwargs or {}))
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self._shown_loss = module.shown_loss._newest
+        self._counts = batch_idx in (1, 2)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        counts, self._counts = self._counts, False
+        self.shown.append(trainer.progress_bar_metrics.get("train_loss_step"))
+        self.losses.append(trainer.callback_metrics["train_loss_step"].item())
+        self._counts = counts
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["cpu", "late"])
+@pytest.mark.parametrize("normalization", ["tokens", "micro_batch"])
+def test_no_training_step_waits_for_the_device(
+    normalization: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each value that the host reads is a wait; the progress bar shows one that is on the host already."""
+    if is_late:  # a copy arrives once the next one was started
+        monkeypatch.setattr(HostCopy, "has_arrived", lambda copy: copy is not module.shown_loss._copies[-1])
+    module, reads = LM(), HostReads()
+    module.loss_normalization = normalization
+    with reads:
+        run("train", module, batches() * 2, [LigerCallback(), reads])
+    assert reads.found == []
+    losses = reads.losses
+    assert len(set(losses)) == 2
+    assert reads.shown == ([None, None, *losses[1:3]] if is_late else [None, *losses[1:]])
