@@ -17,28 +17,32 @@ from liger_ops.recipes import listening
 
 _PLAIN = frozenset((Tensor, Parameter))
 _CAST = "ToCopyBackward0"
-_VIEWS = frozenset(
-    ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TBackward0", "TransposeBackward0")
-)
+_Layout = tuple[Sequence[int], Sequence[int], int]
+"""Size, stride and offset of a view."""
+
+
+def count_writes(tensor: Tensor) -> int:
+    """The number of writes to a tensor so far; always 0 of those made in inference mode, which do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Kept:
-    """A saved tensor that stays in memory."""
+    """A tensor that stays in memory."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("num_writes", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.version = tensor._version
+        self.num_writes = count_writes(tensor)
 
     def get(self) -> Tensor:
         """Raises RuntimeError if the tensor was written to; with hooks on saved tensors, PyTorch does not look."""
         tensor = self.tensor
-        if tensor._version != self.version:
+        if count_writes(tensor) != self.num_writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
                 f" tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version"
-                f" {self.version} instead"
+                f" {self.num_writes} instead"
             )
         return tensor
 
@@ -51,24 +55,20 @@ class _Recipe:
     def __init__(self, outputs: Sequence[Tensor], function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function = function
         self.args = args
-        self.layouts = [(each.shape, each.stride(), each.dtype) for each in outputs]
+        self.layouts = [_layout(each) for each in outputs]
         self.num_waiting = 0
         self.outputs: Sequence[Tensor] | None = None
 
     def get(self) -> Sequence[Tensor]:
-        if self.outputs is None:
+        outputs = self.outputs
+        if outputs is None:
             args = [arg.get() if isinstance(arg, Kept | Recomputed) else arg for arg in self.args]
             with torch.no_grad(), listening(None):
-                outputs = self.function(*args)
-            self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            if [(each.shape, each.stride(), each.dtype) for each in self.outputs] != self.layouts:
+                result = self.function(*args)
+            self.outputs = outputs = result if isinstance(result, tuple) else (result,)
+            if [_layout(each) for each in outputs] != self.layouts:
                 raise RuntimeError(f"{self.function.__name__} made outputs of another layout than in forward")
-        return self.outputs
-
-    def release(self) -> None:
-        self.num_waiting -= 1
-        if not self.num_waiting:
-            self.outputs = None
+        return outputs  # not the attribute, which another thread's backward may empty meanwhile
 
 
 class Recomputed:
@@ -76,10 +76,10 @@ class Recomputed:
 
     __slots__ = ("has_asked", "index", "layout", "recipe")
 
-    def __init__(self, recipe: _Recipe, index: int, view: Tensor) -> None:
+    def __init__(self, recipe: _Recipe, index: int, layout: _Layout) -> None:
         self.recipe = recipe
         self.index = index
-        self.layout = view.shape, view.stride(), view.storage_offset()
+        self.layout = layout
         self.has_asked = False
         recipe.num_waiting += 1
 
@@ -91,7 +91,9 @@ class Recomputed:
     def _release(self) -> None:
         if not self.has_asked:
             self.has_asked = True
-            self.recipe.release()
+            self.recipe.num_waiting -= 1
+        if not self.recipe.num_waiting:  # also if backward runs over the graph once more
+            self.recipe.outputs = None
 
     def __del__(self) -> None:
         self._release()  # backward may never ask, for parameters that are not on its path
@@ -100,7 +102,7 @@ class Recomputed:
 class _Made:
     """An output of an op, as long as autograd may still save it."""
 
-    __slots__ = ("index", "num_bytes", "recipe", "storage", "version")
+    __slots__ = ("index", "num_bytes", "num_writes", "recipe", "storage", "writes")
 
     def __init__(self, recipe: _Recipe, index: int, output: Tensor) -> None:
         self.recipe = recipe
@@ -108,8 +110,10 @@ class _Made:
         storage = output.untyped_storage()
         # While it exists, no other storage has this one's address, even after this one's memory was freed.
         self.storage = StorageWeakRef(storage)
-        self.version = output._version
+        self.num_writes = output._version
         self.num_bytes = storage.nbytes()
+        self.writes: Tensor | None = None
+        """A tensor without memory that counts the same writes, if casts of the output are made again."""
 
 
 class CheapTensors:
@@ -117,17 +121,16 @@ class CheapTensors:
 
     Args:
         device_type: Of the layer; where it runs under autocast, the casts of outputs are made again too.
-        detaches: Whether what is kept must not keep the graph that it is part of.
         drops: False only counts what could be dropped, and keeps it.
     """
 
-    def __init__(self, device_type: str, detaches: bool = False, drops: bool = True) -> None:
+    def __init__(self, device_type: str, drops: bool = True) -> None:
         self.dropped_bytes = 0
         """Bytes of the outputs that were not kept, or need not be, so far."""
         self._made: dict[int, _Made] = {}
-        self._by_node: dict[Any, _Made] | None = {} if torch.is_autocast_enabled(device_type) else None
+        # By autograd's node and its number among the node's outputs.
+        self._by_node: dict[tuple[Any, int], _Made] | None = {} if torch.is_autocast_enabled(device_type) else None
         self._dropped: set[int] = set()
-        self._detaches = detaches
         self._drops = drops
 
     def listener(
@@ -144,18 +147,17 @@ class CheapTensors:
                     return
                 if hasattr(arg, "ds_id"):  # DeepSpeed frees a parameter outside of its module's forward and backward
                     return
-                kept.append(self._keep(arg))
+                kept.append(_keep(arg))
             else:
-                kept.append(arg if found is None else Recomputed(found.recipe, found.index, arg))
-        self._note(outputs, _Recipe(outputs, function, kept))
-
-    def _note(self, outputs: Sequence[Tensor], recipe: _Recipe) -> list[_Made]:
-        notes = [_Made(recipe, index, output) for index, output in enumerate(outputs)]
-        for output, made in zip(outputs, notes, strict=True):
+                kept.append(arg if found is None else Recomputed(found.recipe, found.index, _view(arg)))
+        recipe = _Recipe(outputs, function, kept)
+        for index, output in enumerate(outputs):
+            made = _Made(recipe, index, output)
             self._made[made.storage.cdata] = made
             if self._by_node is not None:
-                self._by_node[output.grad_fn] = made
-        return notes
+                made.writes = output.detach()
+                made.writes.data = output.new_empty(0)
+                self._by_node[output.grad_fn, output.output_nr] = made
 
     def _find(self, tensor: Tensor) -> _Made | None:
         """The output that ``tensor`` is, or is a view of; None if it is none, or one that was written to since."""
@@ -163,46 +165,36 @@ class CheapTensors:
             return None
         made = self._made.get(tensor.untyped_storage()._cdata)
         if made is None:
-            made = self._find_cast(tensor) if self._by_node else None
-        elif tensor._version != made.version or tensor.dtype != made.recipe.layouts[made.index][2]:
-            return None
-        return made
+            return self._find_cast(tensor) if self._by_node else None
+        is_same = tensor._version == made.num_writes and tensor.dtype == made.recipe.layouts[made.index][2]
+        return made if is_same and not tensor.is_neg() else None
 
     def _find_cast(self, tensor: Tensor) -> _Made | None:
         """The same for a cast of an output, which autocast makes for each linear layer anew."""
-        node: Any = tensor.grad_fn
-        for _ in range(4):
-            if node is None or node.name() not in _VIEWS:
-                break
-            node = node.next_functions[0][0]
-        if node is None or node.name() != _CAST or self._by_node is None or tensor._version:
+        cast = tensor._base if tensor._is_view() else tensor
+        node: Any = None if cast is None else cast.grad_fn
+        if cast is None or node is None or self._by_node is None or tensor._version or node.name() != _CAST:
             return None
-        source = self._by_node.get(node.next_functions[0][0])
-        if source is None:
+        source = self._by_node.get(node.next_functions[0])
+        if source is None or source.writes is None or source.writes._version != source.num_writes:
             return None
-        layout = source.recipe.layouts[source.index]
-        whole = torch.empty_strided(layout[0], layout[1], dtype=tensor.dtype, device="meta")
-        if tensor.untyped_storage().nbytes() != whole.untyped_storage().nbytes():
-            return None  # the cast changed the layout
-        recipe = _Recipe((whole,), torch.Tensor.to, (_whole(source), tensor.dtype))
-        made = _Made(recipe, 0, tensor)
+        size, stride, _, device = source.recipe.layouts[source.index]
+        if (cast.shape, cast.stride(), cast.device) != (size, stride, device) or not _owns_memory(cast):
+            return None
+        whole = Recomputed(source.recipe, source.index, (size, stride, 0))
+        made = _Made(_Recipe((cast,), torch.Tensor.to, (whole, cast.dtype)), 0, cast)
         self._made[made.storage.cdata] = made
-        return made
+        return made if not tensor.is_neg() else None
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Kept | Recomputed:
         """What to save in the place of ``tensor``; :func:`unpack` gives the tensor back."""
-        if type(tensor) not in _PLAIN:
-            return tensor
         made = self._find(tensor)
         if made is None:
-            return self._keep(tensor)
+            return _keep(tensor)
         if made.storage.cdata not in self._dropped:
             self._dropped.add(made.storage.cdata)
             self.dropped_bytes += made.num_bytes
-        return Recomputed(made.recipe, made.index, tensor) if self._drops else self._keep(tensor)
-
-    def _keep(self, tensor: Tensor) -> Kept:
-        return Kept(tensor.detach() if self._detaches and not tensor.is_leaf else tensor)
+        return Recomputed(made.recipe, made.index, _view(tensor)) if self._drops else _keep(tensor)
 
     def close(self) -> None:
         """Forgets what was noted: the layer has run, what it saved is saved."""
@@ -211,9 +203,9 @@ class CheapTensors:
             self._by_node.clear()
 
 
-def unpack(packed: Any) -> Tensor:
+def unpack(packed: Kept | Recomputed) -> Tensor:
     """The tensor that :meth:`CheapTensors.pack` was given."""
-    return packed.get() if isinstance(packed, Kept | Recomputed) else packed
+    return packed.get()
 
 
 def _owns_memory(output: Tensor) -> bool:
@@ -222,6 +214,14 @@ def _owns_memory(output: Tensor) -> bool:
     return output.untyped_storage().nbytes() == output.numel() * output.element_size() != 0
 
 
-def _whole(made: _Made) -> Recomputed:
-    size, stride, _ = made.recipe.layouts[made.index]
-    return Recomputed(made.recipe, made.index, torch.empty_strided(size, stride, device="meta"))
+def _keep(tensor: Tensor) -> Kept:
+    # An op may save its own output, whose graph it must not keep: the cycle would outlive a graph without a backward.
+    return Kept(tensor if tensor.is_leaf else tensor.detach())
+
+
+def _view(tensor: Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _layout(tensor: Tensor) -> tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -7,16 +7,16 @@ make, and may drop them (:mod:`lightning_liger.activations.cheap`), and inputs m
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_ops.recipes import listening
-from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
+from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, unpack
 
 
 class Waiting(Protocol):
@@ -54,7 +54,7 @@ class _Held:
         self.tensor = tensor
 
 
-class _Finished(Exception):
+class _Finished(BaseException):  # which no "except Exception" of a layer takes for its own
     """Ends a second run as soon as the last tensor that is still wanted was saved."""
 
 
@@ -69,6 +69,7 @@ class Frame:
     """Runs a layer without keeping what autograd saves.
 
     Args:
+        layer: Whose buffers and training flags the second run sees as the first one did.
         device: Of the layer, whose random state and autocast settings the second run gets back.
         watcher: Is told about the second run.
         keep: Makes something that has a ``get`` of each tensor in the arguments that requires a gradient; by default
@@ -79,6 +80,7 @@ class Frame:
 
     def __init__(
         self,
+        layer: nn.Module,
         device: torch.device,
         watcher: Watcher | None = None,
         keep: Callable[[Tensor], Waiting] = Kept,
@@ -90,6 +92,9 @@ class Frame:
         self._drops_cheap = drops_cheap
         self._slots: list[weakref.ref[_Slot]] = []
         self._num_seen = 0
+        self._state = _State(layer)
+        self.lock = threading.RLock()
+        """Held while slots are filled and emptied: several threads may run backward over one graph."""
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns ``forward(*args, **kwargs)``, which backward will call again."""
@@ -101,11 +106,10 @@ class Frame:
             for kind in dict.fromkeys(("cpu", self._device.type))
         ]
         self._caches_casts = torch.is_autocast_cache_enabled()
-        inputs: list[tuple[Tensor, int]] = []
-        _map_tensors(lambda tensor: inputs.append((tensor, tensor._version)), (args, kwargs))
+        inputs = [(tensor, count_writes(tensor)) for tensor in tensors_in((args, kwargs))]
         with saved_tensors_hooks(self._reserve, _fetch):
             outputs = forward(*args, **kwargs)
-        if any(tensor._version != version for tensor, version in inputs):
+        if any(count_writes(tensor) != num_writes for tensor, num_writes in inputs):
             raise RuntimeError(
                 "a layer writes to one of its inputs, which it would need again: it cannot be recomputed in backward."
                 " Leave it out of activation checkpointing"
@@ -133,10 +137,11 @@ class Frame:
             with ExitStack() as stack:
                 enter = stack.enter_context
                 enter(_random_state_again(self._device, self._random_state))
+                enter(self._state.again())
                 for kind, is_enabled, dtype in self._autocast:
                     enter(torch.autocast(kind, dtype, is_enabled, self._caches_casts))
                 # Made here because it looks whether autocast is on.
-                cheap = CheapTensors(self._device.type, detaches=True, drops=self._drops_cheap)
+                cheap = CheapTensors(self._device.type, drops=self._drops_cheap)
                 enter(torch.enable_grad())
                 enter(listening(cheap.listener))
                 enter(saved_tensors_hooks(lambda tensor: self._fill(tensor, cheap), _refuse))
@@ -170,6 +175,48 @@ class Frame:
             raise _Finished
 
 
+class _State:
+    """Buffers and training flags of a layer's modules.
+
+    Forward writes to buffers, as that of batch norm does. Writes by kernels are not counted, so all buffers are copied;
+    those of booleans, which are masks, are not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._training = [(part, part.training) for part in module.modules()]
+        self._places = [
+            (part._buffers, name)
+            for part, _ in self._training
+            for name, buffer in part._buffers.items()
+            if buffer is not None and buffer.dtype != torch.bool
+        ]
+        self._buffers = _copies([buffers[name] for buffers, name in self._places])
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Gives the modules back what they had, for as long as the context lasts."""
+        flags = [part.training for part, _ in self._training]
+        current = [buffers[name] for buffers, name in self._places]
+        try:
+            self._set((training for _, training in self._training), _copies(self._buffers))
+            yield
+        finally:
+            self._set(flags, current)
+
+    def _set(self, flags: Iterable[bool], values: Iterable[Tensor | None]) -> None:
+        for (part, _), is_training in zip(self._training, flags, strict=True):
+            if part.training != is_training:
+                part.training = is_training
+        for (buffers, name), value in zip(self._places, values, strict=True):
+            buffers[name] = value
+
+
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copies without a graph; one for each tensor, however often it comes."""
+    copies = {id(tensor): tensor.detach().clone() for tensor in tensors if tensor is not None}
+    return [copies.get(id(tensor)) for tensor in tensors]
+
+
 def rest_is_unneeded(num_saved: int) -> bool:
     """Whether this thread runs a layer again and wants no more than the next ``num_saved`` tensors from it.
 
@@ -180,9 +227,10 @@ def rest_is_unneeded(num_saved: int) -> bool:
 
 
 def _fetch(slot: _Slot) -> Tensor:
-    if not slot.is_filled:  # the first one that backward asks for, or backward runs once more over the same graph
-        slot.frame.run_again()
-    packed, slot.packed, slot.is_filled = slot.packed, None, False
+    with slot.frame.lock:
+        if not slot.is_filled:  # the first one that backward asks for, or backward runs once more over the same graph
+            slot.frame.run_again()
+        packed, slot.packed, slot.is_filled = slot.packed, None, False
     return unpack(packed)
 
 
@@ -199,6 +247,13 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if type(value) is dict:
         return {name: _map_tensors(function, each) for name, each in value.items()}
     return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in tuples, lists and dicts."""
+    tensors: list[Tensor] = []
+    _map_tensors(tensors.append, value)
+    return tensors
 
 
 def _map_held(value: Any) -> Any:

@@ -27,13 +27,15 @@ from transformers import Cache
 
 from liger_ops.recipes import listening
 from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
-from lightning_liger.activations.frames import Frame, Waiting
+from lightning_liger.activations.frames import Frame, Waiting, tensors_in
 from lightning_liger.activations.offload import HostMemory
 from lightning_liger.attention import AttentionBackend
 
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
 _MIN_OFFLOADED_BYTES = 2**20
+_Forward = functools.partial
+"""A layer's own forward and, as its first argument, the layer."""
 _mode: ContextVar[Mode | None] = ContextVar("lightning_liger_layer_mode", default=None)
 
 
@@ -73,32 +75,29 @@ class ControlledLayers:
         self.input_bytes = [0] * len(layers)
         self._host_memory: dict[torch.device, HostMemory] = {}
 
-    def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model
-        return {**vars(self), "observer": None, "_host_memory": {}}
+    def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model, whose layers enter themselves
+        return {**vars(self), "layers": [None] * len(self.layers), "observer": None, "_host_memory": {}}
 
-    def run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, index: int, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer, whose own forward is ``forward``, in its mode."""
         if self.attention is not None:
             forward = functools.partial(_in_order, self.attention, index, forward)
         if not torch.is_grad_enabled() or _hooks_are_taken():
             return forward(*args, **kwargs)
-        first = _first_tensor(args, kwargs)
-        if first is None:
+        inputs = tensors_in((args, kwargs))
+        if not inputs:
             return forward(*args, **kwargs)
+        first = inputs[0]
         if self.observer is None:
             return self._run(index, first.device, forward, args, kwargs)
-        self.input_bytes[index] = sum(
-            _num_bytes(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and _can_leave(each)
-        )
+        self.input_bytes[index] = sum(_num_bytes(each) for each in inputs if _can_leave(each))
         self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
         outputs = self._run(index, first.device, forward, args, kwargs)
         if self.observer is not None:
             self.observer.forward_ends(index)
         return outputs
 
-    def _run(
-        self, index: int, device: torch.device, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _run(self, index: int, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         mode = self.modes[index]
         if mode in ("recompute", "offload"):
             if any(self._has_history(index, each) for each in (*args, *kwargs.values())):
@@ -116,7 +115,7 @@ class ControlledLayers:
                 return self._run_cheap(index, device, forward, args, kwargs)
             offloads = mode == "offload"
             keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
-            frame = Frame(device, _LayerWatcher(self, index), keep, drops_cheap=offloads)
+            frame = Frame(forward.args[0], device, _LayerWatcher(self, index), keep, drops_cheap=offloads)
             return frame.run(functools.partial(_in_mode, mode, forward), args, kwargs)
 
     def _run_cheap(
@@ -187,13 +186,9 @@ def _in_mode(mode: Mode, forward: Callable[..., Any], /, *args: Any, **kwargs: A
 def _in_order(
     attention: AttentionBackend, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    first = _first_tensor(args, kwargs)
-    with attention.context(index) if first is None else attention.context(index, first.shape, first.dtype):
+    inputs = tensors_in((args, kwargs))
+    with attention.context(index, inputs[0].shape, inputs[0].dtype) if inputs else attention.context(index):
         return forward(*args, **kwargs)
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
 
 
 def _hooks_are_taken() -> bool:
@@ -225,7 +220,14 @@ class _Controlled:
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         assert isinstance(reduced, tuple)
-        return _new_controlled, (type(self).__mro__[2],), *reduced[2:]
+        classes = type(self).__mro__
+        return _new_controlled, (classes[classes.index(_Controlled) + 1],), *reduced[2:]
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]  # of the module
+        control, index = vars(self).get(_CONTROL, (None, 0))
+        if control is not None and control.layers[index] is None:
+            control.layers[index] = self
 
 
 def _new_controlled(original: type[nn.Module]) -> nn.Module:

@@ -291,9 +291,7 @@ def store_groups_gradient(
     # Asked for first, so that its latency passes during the loop.
     rest = tl.load(logits_row_ptr + full_size + places, mask=rest_mask & kept, other=0.0)
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
-        z = transform(
-            tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), logit_scale, softcap
-        )
+        z = transform(tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), logit_scale, softcap)
         grad = gradient(
             shifted_exp(z, exponent, HALF), z, start + places + head, places >= 0, class_weight_ptr, exp_factor,
             0.0, smoothing_term, label_smoothing, softcap,
