@@ -67,6 +67,8 @@ class ShownLoss(Metric):
     nothing left to do. This is a tensor on the CPU already, one or two steps old; on the CPU it is the loss itself.
     """
 
+    _forward_cache: Any  # of Metric: what Lightning reads in each batch, None for nothing
+
     def __init__(self) -> None:
         super().__init__()
         self.forget()
@@ -75,7 +77,7 @@ class ShownLoss(Metric):
         """Shows nothing, until the batch after the next loss."""
         self._newest = torch.full((), float("nan"), dtype=torch.float64, device="cpu")  # not on meta, without values
         self._copies: deque[HostCopy] = deque()
-        self._forward_cache: Tensor | None = None
+        self._forward_cache = None
 
     def show(self, loss: Tensor) -> None:
         """Starts a copy of ``loss``, a scalar, and shows the newest one that has arrived."""

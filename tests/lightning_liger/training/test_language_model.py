@@ -281,3 +281,40 @@ def test_steps_make_no_cache_unless_asked_to() -> None:
     module.training_step(tiny_batch(), 0)
     module.training_step(tiny_batch() | {"use_cache": True}, 0)
     assert [cache is None or cache.get_seq_length() == 0 for cache in caches] == [True, False]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
+def test_empty_cache_changes_neither_logits_nor_gradients(model_type: str) -> None:
+    """The two others have layers with a sliding window, shorter than the rows."""
+    model = tiny_causal_lm(model_type)
+    model.config.sliding_window = 5
+    plain = {"input_ids": tiny_batch()["input_ids"]}
+    seen, results = LanguageModel(model), []
+    for inputs in (plain | {"use_cache": False}, dict(plain)):
+        if len(results):
+            seen.leave_out_cache(inputs)
+            cache = inputs["past_key_values"]
+        model.zero_grad()
+        logits = model(**inputs).logits
+        logits.square().sum().backward()
+        results.append([logits, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("llama", {"position_ids": torch.arange(11).expand(2, -1)}),  # documents may be packed
+        ("llama", {"attention_mask": torch.ones(2, 11, dtype=torch.int64)}),
+        ("llama", {"use_cache": True}),
+        ("gpt2", {}),  # may attend to an encoder
+        ("jamba", {}),  # keeps states of other kinds
+        ("blt", {}),  # of several models
+    ],
+)
+def test_empty_cache_is_for_rows_of_one_document_and_plain_attention(model_type: str, more: dict[str, Any]) -> None:
+    inputs = tiny_batch() | more
+    inputs.pop("labels")
+    LanguageModel(tiny_causal_lm(model_type)).leave_out_cache(inputs)
+    assert inputs.get("past_key_values") is None
