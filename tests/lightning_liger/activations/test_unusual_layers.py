@@ -54,7 +54,7 @@ def two_outputs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def casts_of_two_outputs(layer: Any, x: Tensor) -> Tensor:
     q, k = two_outputs(rms_norm(layer.q(x).float()), rms_norm(layer.k(x).float()))
-    return (q @ k.transpose(1, 2)) @ x.float()
+    return layer.q(q).float() * layer.k(k).float()
 
 
 def cast_to_another_layout(layer: Any, x: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ def test_copy_of_one_layer_holds_no_other() -> None:
     assert control.layers == list(model)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["cheap", "recompute"])
 def test_compiled_models_have_whole_graphs(mode: Any) -> None:
     model = layers_of(takes_gradients_of_gradients)
     expected = train(copy.deepcopy(model), False)
