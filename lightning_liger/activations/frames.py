@@ -131,8 +131,8 @@ class Frame:
         while self._slots and self._slots[-1]() is None:
             self._slots.pop()
         self._num_seen = 0
-        outer, _running.frame = _running.frame, self
         args, kwargs = _map_held(self._arguments)
+        outer, _running.frame = _running.frame, self
         try:
             with ExitStack() as stack:
                 enter = stack.enter_context

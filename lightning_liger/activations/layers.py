@@ -103,7 +103,8 @@ class ControlledLayers:
             if any(self._has_history(index, each) for each in (*args, *kwargs.values())):
                 rank_zero_warn(
                     "lightning-liger: layers that extend the keys and values of earlier tokens in past_key_values are"
-                    " not recomputed in backward, which would extend them twice"
+                    " not recomputed in backward, which would extend them twice. Set use_cache=False in the model's"
+                    " config for training"
                 )
                 mode = "cheap"
             else:

@@ -68,7 +68,8 @@ def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> 
     places = None if tile_size >= num_tokens else _find_places(module)
     if places is None:
         return compute(module, x)
-    tiled = _Tiled(compute, module, tile_size, [places[tensor] for tensor in places])
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *places))
+    tiled = _Tiled(compute, module, tile_size, [places[tensor] for tensor in places], is_recorded)
     output: Tensor = _TiledFunction.apply(tiled, x, *places)
     return output
 
@@ -107,12 +108,13 @@ def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Tiled:
-    """A computation in tiles, and where the module holds each of the parameters that it is differentiated by."""
+    """A computation in tiles, where the module holds each of its parameters, and whether autograd saves anything."""
 
     compute: Compute
     module: nn.Module
     tile_size: int
     places: list[list[Place]]
+    is_recorded: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.compute(self.module, rows)
@@ -151,7 +153,7 @@ class _TiledFunction(torch.autograd.Function):
         ctx.autocast = _autocast_settings(x.device.type)
         ctx.random_state = torch.get_rng_state(), *get_device_states(x)
         tiles = list(tiled.split(x))
-        if rest_is_unneeded(1 + len(parameters)):
+        if tiled.is_recorded and rest_is_unneeded(1 + len(parameters)):
             tiles = [tiles[0][:, :1]]  # one token tells the output's columns and dtype
         result = tiled(tiles[0])
         output = result.new_empty(*x.shape[:-1], result.shape[-1])

@@ -428,6 +428,36 @@ def test_patched_models_whose_layers_are_recomputed(
     assert others == [26]
 
 
+class Adapted(nn.Module):
+    """A layer with an MLP whose parameters and input need no gradient, followed by a layer that is trained."""
+
+    def __init__(self, uses_no_grad: bool) -> None:
+        super().__init__()
+        self.mlp = MLP(bias=False)
+        self.mlp.requires_grad_(uses_no_grad)
+        self.adapter = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.mlp.down.weight.requires_grad):
+            y = tiled(self.mlp, x)
+        return x + self.adapter(y)
+
+
+@pytest.mark.parametrize("uses_no_grad", [False, True])
+def test_tiles_that_save_nothing_are_all_computed_again(uses_no_grad: bool) -> None:
+    """However few tensors the recomputed layer still wants: none of them are the module's."""
+    model = nn.Sequential(Adapted(uses_no_grad), Adapted(uses_no_grad))
+    x = tokens(torch.float32)
+    found = []
+    for mode in ("store", "recompute"):
+        control = control_layers(model)
+        assert control is not None
+        control.modes[:] = [mode] * 2  # type: ignore[list-item]
+        found.append(torch.autograd.grad(model(x.detach()).sum(), list(model[0].adapter.parameters())))
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but the `self.trainer` reference")
 def test_no_tensor_of_a_step_grows_faster_than_the_hidden_states(
