@@ -220,7 +220,7 @@ def _keep(tensor: Tensor) -> Kept:
 
 
 def _view(tensor: Tensor) -> _Layout:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 def _layout(tensor: Tensor) -> tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]:

@@ -178,8 +178,8 @@ class Frame:
 class _State:
     """Buffers and training flags of a layer's modules.
 
-    Forward writes to buffers, as that of batch norm does. Writes by kernels are not counted, so all buffers are copied;
-    those of booleans, which are masks, are not.
+    Forward writes to buffers, as that of batch norm does. Writes by kernels are not counted, so all buffers are copied
+    that may hold statistics or counters; masks and quantized weights do not.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -188,7 +188,7 @@ class _State:
             (part._buffers, name)
             for part, _ in self._training
             for name, buffer in part._buffers.items()
-            if buffer is not None and buffer.dtype != torch.bool
+            if buffer is not None and (buffer.is_floating_point() or buffer.numel() == 1)
         ]
         self._buffers = _copies([buffers[name] for buffers, name in self._places])
 

@@ -34,8 +34,7 @@ from lightning_liger.attention import AttentionBackend
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
 _MIN_OFFLOADED_BYTES = 2**20
-_Forward = functools.partial
-"""A layer's own forward and, as its first argument, the layer."""
+_Forward = Callable[..., Any]
 _mode: ContextVar[Mode | None] = ContextVar("lightning_liger_layer_mode", default=None)
 
 
@@ -78,8 +77,8 @@ class ControlledLayers:
     def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model, whose layers enter themselves
         return {**vars(self), "layers": [None] * len(self.layers), "observer": None, "_host_memory": {}}
 
-    def run(self, index: int, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the layer, whose own forward is ``forward``, in its mode."""
+    def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs ``layer``, whose own forward is ``forward``, in its mode."""
         if self.attention is not None:
             forward = functools.partial(_in_order, self.attention, index, forward)
         if not torch.is_grad_enabled() or _hooks_are_taken():
@@ -89,18 +88,20 @@ class ControlledLayers:
             return forward(*args, **kwargs)
         first = inputs[0]
         if self.observer is None:
-            return self._run(index, first.device, forward, args, kwargs)
+            return self._run(index, layer, first.device, forward, args, kwargs)
         self.input_bytes[index] = sum(_num_bytes(each) for each in inputs if _can_leave(each))
         self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
-        outputs = self._run(index, first.device, forward, args, kwargs)
+        outputs = self._run(index, layer, first.device, forward, args, kwargs)
         if self.observer is not None:
             self.observer.forward_ends(index)
         return outputs
 
-    def _run(self, index: int, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run(
+        self, index: int, layer: nn.Module, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         mode = self.modes[index]
         if mode in ("recompute", "offload"):
-            if any(self._has_history(index, each) for each in (*args, *kwargs.values())):
+            if any(_has_history(layer, each) for each in (*args, *kwargs.values())):
                 rank_zero_warn(
                     "lightning-liger: layers that extend the keys and values of earlier tokens in past_key_values are"
                     " not recomputed in backward, which would extend them twice. Set use_cache=False in the model's"
@@ -116,11 +117,11 @@ class ControlledLayers:
                 return self._run_cheap(index, device, forward, args, kwargs)
             offloads = mode == "offload"
             keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
-            frame = Frame(forward.args[0], device, _LayerWatcher(self, index), keep, drops_cheap=offloads)
+            frame = Frame(layer, device, _LayerWatcher(self, index), keep, drops_cheap=offloads)
             return frame.run(functools.partial(_in_mode, mode, forward), args, kwargs)
 
     def _run_cheap(
-        self, index: int, device: torch.device, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, index: int, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         cheap = CheapTensors(device.type)
         try:
@@ -129,16 +130,6 @@ class ControlledLayers:
         finally:
             cheap.close()
             self.dropped_bytes[index] = cheap.dropped_bytes
-
-    def _has_history(self, index: int, value: Any) -> bool:
-        if not isinstance(value, Cache):
-            return False
-        own = (getattr(module, "layer_idx", None) for module in self.layers[index].modules())
-        layer_index = next((each for each in own if isinstance(each, int)), None)
-        try:
-            return layer_index is None or bool(value.get_seq_length(layer_index))
-        except (ValueError, IndexError, NotImplementedError):  # caches of states that have no length
-            return True
 
     def _offload(self, device: torch.device, tensor: Tensor) -> Waiting:
         if not _can_leave(tensor):
@@ -208,6 +199,18 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _has_history(layer: nn.Module, value: Any) -> bool:
+    """Whether ``value`` is a cache with keys and values of earlier tokens for the layer, or may be one."""
+    if not isinstance(value, Cache):
+        return False
+    own = (getattr(module, "layer_idx", None) for module in layer.modules())
+    layer_index = next((each for each in own if isinstance(each, int)), None)
+    try:
+        return layer_index is None or bool(value.get_seq_length(layer_index))
+    except (ValueError, IndexError, NotImplementedError):  # caches of states that have no length
+        return True
+
+
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments without caches of keys and values, which a second run would extend again."""
     args = tuple(None if isinstance(value, Cache) else value for value in args)
@@ -244,7 +247,7 @@ def _controlled_class(original: type[nn.Module]) -> type[nn.Module]:
         control, index = self.__dict__.get(_CONTROL, (None, 0))
         if control is None or torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
             return own(*args, **kwargs)
-        return control.run(index, own, args, kwargs)
+        return control.run(index, self, own, args, kwargs)
 
     namespace = {
         "__module__": original.__module__,
