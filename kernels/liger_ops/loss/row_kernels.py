@@ -396,9 +396,7 @@ def loss_kernel(
         label_z = transform(tl.load(row_ptr - head + label, mask=in_range, other=0.0), logit_scale, softcap)
         edge_columns, edge_in_row, edge_z = None, None, None
         if GROUPED == 2:
-            edge_columns, edge_in_row, edge_z = load_edges(
-                row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP
-            )
+            edge_columns, edge_in_row, edge_z = load_edges(row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP)
         label_weight, class_weight_sum, token_weight = load_weights(
             class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size
         )
