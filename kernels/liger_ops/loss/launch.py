@@ -46,11 +46,11 @@ class _WholeRowChoice(NamedTuple):
 # By the length of a row, rounded up to a power of two. As many programs as fill a multiprocessor; in brackets, on an
 # H200 in bfloat16, the time over that of reading and writing every logit once.
 _WHOLE_ROW = (
-    _WholeRowChoice(1024, 1, 16),
+    _WholeRowChoice(1024, 1, 12),  # 1001 logits (2.7, as every program counts the tokens; with 16 programs 3.5)
     _WholeRowChoice(2048, 4, 16),
     _WholeRowChoice(4096, 4, 8),
-    _WholeRowChoice(8192, 4, 4),  # 8192 logits (1.12)
-    # 32768 logits (1.09); with one row ahead (1.56), with 8 or 32 warps (1.14).
+    _WholeRowChoice(8192, 4, 4),  # 8192 logits (1.2), 8191 (1.2)
+    # 32768 logits (1.10), 32767 (1.35); with one row ahead (1.40, 1.62), with 32 warps (1.13, 1.47).
     _WholeRowChoice(math.inf, 16, 1, rows_ahead=2),
 )
 
@@ -89,20 +89,32 @@ def choose_whole_row_launch(
 
 
 @backend.launch_cache
-def choose_block_launch(vocab_size: int, num_multiprocessors: int, row_bytes: int) -> CrossEntropyLaunch:
-    """Launch parameters for rows that are walked over in blocks, of which three are loaded ahead.
+def choose_block_launch(
+    vocab_size: int, num_multiprocessors: int, column_bytes: int, shared_bytes: int
+) -> CrossEntropyLaunch:
+    """Launch parameters for rows that are walked over in blocks.
 
     Two programs share a multiprocessor, so that one loads while the other reduces, if the L2 cache still holds their
-    rows when they are read again; else one does.
+    rows when they are read again. Longer rows are for programs that fill a multiprocessor.
+
+    On an H200 in bfloat16, time over that of reading and writing every logit once: rows of 50257 logits 1.43 in blocks
+    of 4096 with 16 warps and five blocks loaded ahead (1.46 with none, 1.75 in blocks of 16384), rows of 128257 1.50
+    and of 151936 1.46 in blocks of 16384 with 32 warps (1.63 and 1.55 in blocks of 4096). Larger blocks are no faster,
+    and spill registers where stats are wanted or logits are float32.
 
     Args:
         vocab_size: Length of a row.
         num_multiprocessors: Of the GPU.
-        row_bytes: Bytes of a row.
+        column_bytes: Bytes that a program reads for one column, class weights included.
+        shared_bytes: Shared memory of a multiprocessor, which holds the blocks that are loaded ahead.
     """
-    programs = 2 if 2 * num_multiprocessors * row_bytes <= _CACHED_BYTES else 1
-    block_size = min(_block_size(vocab_size), 8192 // programs)
-    return CrossEntropyLaunch(block_size, max(1, block_size // 256), programs * num_multiprocessors, num_stages=4)
+    programs = 2 * num_multiprocessors
+    if programs * vocab_size * column_bytes <= _CACHED_BYTES:
+        block_size = min(_block_size(vocab_size), 4096)
+        num_stages = 1 + min(5, shared_bytes // (2 * block_size * column_bytes))
+        return CrossEntropyLaunch(block_size, max(1, block_size // 256), programs, num_stages)
+    block_size = min(_block_size(vocab_size), 16384)
+    return CrossEntropyLaunch(block_size, max(1, block_size // 512), programs)
 
 
 @backend.launch_cache
@@ -212,14 +224,14 @@ def launch_loss(
     row_size = max(1, vocab_size - (vocab_size % _GROUP if arguments["GROUPED"] else 0))  # edges are apart
     row_bytes = row_size * logits.element_size()
     whole_row = grad_logits is not None and row_bytes <= MAX_ROW_IN_REGISTERS
+    shared_bytes = backend.shared_memory(logits.device)
+    weight_bytes = 0 if targets.class_weight is None else targets.class_weight.element_size()
     if whole_row:
-        block_bytes = triton.next_power_of_2(row_bytes)
-        if targets.class_weight is not None:
-            block_bytes += 2 * triton.next_power_of_2(vocab_size) * targets.class_weight.element_size()
-        shared_bytes = backend.shared_memory(logits.device)
+        block_bytes = triton.next_power_of_2(row_bytes) + 2 * triton.next_power_of_2(vocab_size) * weight_bytes
         launch = choose_whole_row_launch(row_size, num_multiprocessors, block_bytes, shared_bytes)
     else:
-        launch = choose_block_launch(vocab_size, num_multiprocessors, row_bytes)
+        column_bytes = logits.element_size() + weight_bytes
+        launch = choose_block_launch(vocab_size, num_multiprocessors, column_bytes, shared_bytes)
     loss_kernel.launch(
         launch.num_programs(num_rows),
         **arguments,

@@ -58,7 +58,7 @@ def size_of_groups(head, vocab_size, GROUP: tl.constexpr, GROUPED: tl.constexpr)
 
 @triton.jit
 def before(end, groups, places, GROUPED: tl.constexpr):
-    """Which places ``[num_groups, GROUP]`` come before ``end``, group by group: a finer mask would part their columns."""
+    """Which places ``[num_groups, GROUP]`` precede ``end``, by whole groups: a finer mask would part their columns."""
     mask = places < end
     if GROUPED > 0:
         mask = tl.broadcast_to((groups < end)[:, None], places.shape)
@@ -289,7 +289,7 @@ def store_groups_gradient(
     full_size = size // BLOCK_SIZE * BLOCK_SIZE
     rest_mask = before(size, full_size + groups, full_size + places, GROUPED)
     # Asked for first, so that its latency passes during the loop.
-    rest = tl.load(logits_row_ptr + full_size + places, mask=rest_mask & kept, other=0.0)
+    rest = tl.load(logits_row_ptr + full_size + places, mask=rest_mask & kept, other=0.0, eviction_policy="evict_first")
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         z = transform(tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), logit_scale, softcap)
         grad = gradient(
@@ -307,7 +307,7 @@ def store_groups_gradient(
             0.0, smoothing_term, label_smoothing, softcap,
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(dtype)
-        tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask)
+        tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask, eviction_policy="evict_first")
     _store_label_gradient(
         grad_row_ptr - head, shifted_exp(label_z, exponent, HALF), label_z, label,
         kept & (label >= head) & (label < head + size), class_weight_ptr,
