@@ -17,7 +17,7 @@ from liger_ops.recipes import listening
 
 _PLAIN = frozenset((Tensor, Parameter))
 _CAST = "ToCopyBackward0"
-_Layout = tuple[Sequence[int], Sequence[int], int]
+_Layout = tuple[Sequence[int], Sequence[int], int | torch.SymInt]
 """Size, stride and offset of a view."""
 
 
