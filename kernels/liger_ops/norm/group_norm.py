@@ -448,13 +448,13 @@ def group_norm(
         if parameter is not None and parameter.shape != (num_channels,):
             check_shape(name, parameter, (num_channels,), "num_channels")
     eps = as_number("eps", eps, at_least=0)
-    return _compute(input, num_groups, weight, bias, eps)
+    return _compute(input, weight, bias, num_groups, eps)
 
 
-def _compute(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _compute(input: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float) -> Tensor:
     if not backend.runs_on_triton(input, weight, bias):
         return group_norm_reference(input, num_groups, weight, bias, eps)
+    args = input, weight, bias, num_groups, eps
     if not backend.needs_graph(input, weight, bias):
-        return _group_norm_forward(input, weight, bias, num_groups, eps)[0]
-    args = input, num_groups, weight, bias, eps
+        return _group_norm_forward(*args)[0]
     return made(GroupNormFunction.apply(*args), _compute, *args)
