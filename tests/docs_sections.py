@@ -91,7 +91,7 @@ def _number(value: float | None, form: str) -> str:
 _TRAINING_HEADER = ("strategy", "tokens/s per GPU", "peak GiB per GPU", "speed", "memory")
 
 
-def training(path: Path = RESULTS / "train_llama3_8b_4xh200.jsonl") -> str:
+def training(path: Path = RESULTS / "train_llama3_8b_2xh200.jsonl") -> str:
     """Speed, memory and loss of each strategy on the same model."""
     environment, rows = _rows(path)
     header = (*_TRAINING_HEADER, f"loss, step {max(len(row.losses) for row in rows)}")
