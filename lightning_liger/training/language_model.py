@@ -96,7 +96,9 @@ class LanguageModel:
         takes_it = "past_key_values" in self.known_keys and "encoder_hidden_states" not in self.known_keys
         config: Any = self.pretrained.config.get_text_config(decoder=True)
         is_known = type(self.pretrained).__module__.startswith("transformers.") and hasattr(config, "num_hidden_layers")
-        if not takes_it or not is_known or self.pretrained.is_gradient_checkpointing:  # which warns of caches
+        # With activation checkpointing of its own, transformers warns of caches.
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.pretrained.modules())
+        if not takes_it or not is_known or recomputes:
             return None
         cache = _NoCache(config=config)
         is_plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
