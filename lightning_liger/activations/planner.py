@@ -28,6 +28,7 @@ _MARGIN = 0.01
 """Of the budget: for what a prediction does not see, such as the order in which tensors are freed."""
 _TIGHTER = 0.05
 """Of the expected peak: how much less the next plan takes after one that ran out of memory."""
+_NEXT_MODE: dict[Mode, Mode] = {"store": "cheap", "cheap": "recompute", "recompute": "offload"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,13 @@ class Planner:
         assert covering is not None  # there was a plan for it
         self._limit = min(self._budget.limit(self._memory), int((1 - _TIGHTER) * failed.predicted_peak))
         self._plans.clear()
-        return self._plan_for(covering).predicted_peak < failed.predicted_peak
+        if self._plan_for(covering).predicted_peak < failed.predicted_peak:
+            return True
+        # Something that the prediction does not see.
+        tighter = Plan(tuple(_NEXT_MODE.get(mode, mode) for mode in failed.modes), failed.predicted_peak)
+        self._plans = dict.fromkeys(self._plans, tighter)
+        self._describe(tighter, covering.num_tokens)
+        return tighter.modes != failed.modes
 
     # The rest
 

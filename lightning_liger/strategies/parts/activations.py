@@ -240,9 +240,11 @@ class _Activations(_Strategy):
         return {**super()._precision_settings(), "control_activations": self._control_activations}
 
     def _control_activations(self, model: Module) -> None:
-        if self.kernels != "none" or self._activations.is_asked_for:  # otherwise the model stays as it is
-            together = self._runs_layers_together
-            self._activations.control(model, self.root_device, together, self._announce_plan)
+        if self.kernels == "none" and not self._activations.is_asked_for:
+            return  # the model stays as it is
+        # Without a budget the device does not matter, and may not be known yet.
+        device = torch.device("cpu") if self._activations.budget is None else self.root_device
+        self._activations.control(model, device, self._runs_layers_together, self._announce_plan)
 
     @property
     def _runs_layers_together(self) -> bool:
