@@ -58,6 +58,7 @@ class ControlledLayers:
     Attributes:
         layers: In the order of the model's modules.
         modes: One for each layer; a change takes effect in its next forward.
+        has_run: Whether any of them ran, other than compiled.
         observer: Is told what layers do, or None.
         attention: Sets the order of attention backends in each run of a layer, the second one too; None leaves it.
         dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
@@ -68,6 +69,7 @@ class ControlledLayers:
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
         self.modes: list[Mode] = ["cheap"] * len(layers)
+        self.has_run = False
         self.observer: Observer | None = None
         self.attention: AttentionBackend | None = None
         self.dropped_bytes = [0] * len(layers)
@@ -79,6 +81,7 @@ class ControlledLayers:
 
     def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
+        self.has_run = True
         if self.attention is not None:
             forward = functools.partial(_in_order, self.attention, index, forward)
         if not torch.is_grad_enabled() or _hooks_are_taken():

@@ -178,6 +178,11 @@ class ActivationControl:
         """After the step of an optimizer."""
         for planner in self.planners:
             planner.step_ends()
+        if self.recomputes and self.controlled and not any(each.has_run for each in self.controlled):
+            rank_zero_warn(
+                f"{self.recomputes} has no effect: no layer of the model ran, or only inside of torch.compile, which"
+                " decides by itself what it keeps: leave out one of the two"
+            )
 
 
 def memory_of(device: torch.device) -> CudaMemory | None:
@@ -285,9 +290,7 @@ class TrainerActivations(_Activations, _TrainerStrategy):
         return self._repeat(step)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._activations.planners:
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        if self._repeats_backward:
+        if self._activations.planners and self._repeats_backward:
             closure = partial(self._repeat, closure)
         is_step = not (self.handles_gradient_accumulation and self.should_accumulate())
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)

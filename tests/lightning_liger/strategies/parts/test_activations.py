@@ -186,6 +186,19 @@ def test_model_that_recomputes_its_layers_itself_is_refused(tmp_path, options):
     fit(tmp_path, LigerSingleDeviceStrategy(), 1, module=module)
 
 
+def test_argument_without_effect_is_told(recwarn):
+    control, model = activations.ActivationControl("full"), dropping_model()
+    control.control(model, torch.device("cpu"))
+    tokens = torch.tensor([[1, 2, 3]])
+    torch.compile(model, backend="eager")(input_ids=tokens).logits.sum().backward()
+    control.step_ends()
+    assert any("activation_checkpointing='full' has no effect" in str(warning.message) for warning in recwarn)
+    recwarn.clear()
+    model(input_ids=tokens)
+    control.step_ends()
+    assert not len(recwarn)
+
+
 def test_precision_plugin_of_the_user_controls_layers_too(tmp_path):
     plugin = LigerPrecisionPlugin("32-true", kernels="none")
     module, _, _ = fit(tmp_path, LigerFSDPStrategy(activation_checkpointing=1), 1, plugins=[plugin])
