@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from benchmarks import loss_sweep, records, tables, timing
+from benchmarks.arguments import names
 from benchmarks.cases import AGAINST, Op
 from benchmarks.environment import environment
 from benchmarks.loss import LOSS
@@ -33,19 +34,6 @@ _TRAINING = {
 """Commands of whole models, each with its module."""
 
 
-def _names(what: str, known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The ``type`` of an argument that is a comma-separated list of known names."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(name.strip() for name in text.split(",") if name.strip())
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"no {what} {name!r}; known: {', '.join(known)}")
-        return names
-
-    return parse
-
-
 def _stem(text: str) -> str:
     if text.endswith(_SUFFIXES):
         raise argparse.ArgumentTypeError(f"{text!r} has a suffix; give a path without one, or a folder")
@@ -59,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     loss = commands.add_parser("loss", help="the LM head with its loss")
     ops.add_argument(
         "--only",
-        type=_names("op", tuple(OPS)),
+        type=names("op", tuple(OPS)),
         default=tuple(OPS),
         metavar="OP,...",
         help=f"which ops (default: all): {', '.join(OPS)}",
@@ -73,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (ops, loss):
         command.add_argument(
             "--against",
-            type=_names("contender", AGAINST),
+            type=names("contender", AGAINST),
             default=AGAINST,
             metavar="CONTENDER,...",
             help=f"contenders to compare ours with (default: all): {', '.join(AGAINST)}",

@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from benchmarks.arguments import names
 from benchmarks.environment import environment
 from benchmarks.records import Writer
 from benchmarks.training.arms import Arm, parse_arms
@@ -180,11 +181,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--only",
-        default=",".join(ARCHITECTURES),
+        type=names("architecture", ARCHITECTURES),
+        default=tuple(ARCHITECTURES),
         metavar="NAME,...",
         help=f"which tiny models (default: {','.join(ARCHITECTURES)}; an empty list leaves them out)",
     )
-    parser.add_argument("--plans", default=",".join(PLANS), metavar="PLAN,...", help=f"default: {','.join(PLANS)}")
+    parser.add_argument(
+        "--plans",
+        type=names("plan", PLANS),
+        default=tuple(PLANS),
+        metavar="PLAN,...",
+        help=f"default: {','.join(PLANS)}",
+    )
     parser.add_argument("--timeout", type=float, default=570.0, metavar="SECONDS", help="of one arm (default: 570)")
 
 
@@ -209,24 +217,14 @@ def text_jobs(arms: Sequence[Arm], steps: int, cache: str, tiny: bool) -> list[J
     return [jobs[0], dataclasses.replace(jobs[0], permute_rows=True), *jobs[1:]]
 
 
-def _names(text: str, known: Sequence[str], what: str, console: Console) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise SystemExit(f"no {what} {name!r}; known: {', '.join(known)}")
-    return names
-
-
 def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
     """Measures, prints and writes; returns whether all losses are within the noise."""
     from lightning_liger.data.text import default_cache_dir
 
-    names = _names(options.only, tuple(ARCHITECTURES), "architecture", console)
-    plans = _names(options.plans, tuple(PLANS), "plan", console)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = (torch.float32,) if options.quick else (torch.float32, torch.bfloat16)
     steps = 3 if options.quick else options.steps
-    asked = [(name, dtype, steps, plans, device) for name in names for dtype in dtypes]
+    asked = [(name, dtype, steps, options.plans, device) for name in options.only for dtype in dtypes]
     found: list[list[Curve]] = []
     rows: list[Row] = []
     with Writer(Path(f"{stem}.jsonl"), environment(), "convergence") as writer:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import names
 from benchmarks.environment import environment
 from benchmarks.records import Writer
 from benchmarks.training.arms import IMPLEMENTATIONS, SYNTAX, Arm, parse_arms, parse_numbers
@@ -17,13 +18,8 @@ from benchmarks.training.processes import run_jobs
 DEFAULT_ARMS = "hf:full,liger_kernel:full,ours:full"
 
 
-def parse_models(text: str) -> tuple[str, ...]:
-    """The ``type`` of an argument that is a comma-separated list of models."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in DIMS:
-            raise argparse.ArgumentTypeError(f"no model {name!r}; known: {', '.join(DIMS)}")
-    return names
+parse_models = names("model", DIMS)
+"""The ``type`` of an argument that is a comma-separated list of models."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, arms: str) -> None:

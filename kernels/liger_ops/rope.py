@@ -563,7 +563,7 @@ def apply_rotary(
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
     sections = [] if mrope_sections is None else _sections(mrope_sections, cos.shape[-1])
-    return _compute(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)
+    return _compute(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, sections), keep_dtype)
 
 
 def _compute(
@@ -572,17 +572,13 @@ def _compute(
     cos: Tensor,
     sin: Tensor,
     position_ids: Tensor | None,
-    heads_dim: int,
-    interleaved: bool,
-    sections: list[int],
+    options: RotaryOptions,
     keep_dtype: bool,
 ) -> tuple[Tensor, Tensor]:
     if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
-        options = RotaryOptions(heads_dim, interleaved, sections)
         return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
     if backend.needs_graph(q, k):
-        layout = heads_dim, interleaved, sections
-        outputs = RotaryFunction.apply(q, k, cos, sin, position_ids, layout, keep_dtype)
+        args = q, k, cos, sin, position_ids, options, keep_dtype
         # A rotation's backward needs neither q nor k.
-        return made(outputs, _compute, q, k, cos, sin, position_ids, *layout, keep_dtype, keeps_inputs=False)
-    return _rotary_forward(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, keep_dtype)
+        return made(RotaryFunction.apply(*args), _compute, *args, keeps_inputs=False)
+    return _rotary_forward(q, k, cos, sin, position_ids, *options, keep_dtype)

@@ -15,7 +15,6 @@ forward looks up the mode; parameters, their names and other instances do not.
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, Protocol
 
@@ -113,15 +112,14 @@ class ControlledLayers:
                 mode = "cheap"
             else:
                 args, kwargs = _without_cache(args, kwargs)
-        with _as_mode(mode):
-            if mode == "store":
-                return forward(*args, **kwargs)
-            if mode == "cheap":
-                return self._run_cheap(index, device, forward, args, kwargs)
-            offloads = mode == "offload"
-            keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
-            frame = Frame(layer, device, _LayerWatcher(self, index), keep, drops_cheap=offloads)
-            return frame.run(functools.partial(_in_mode, mode, forward), args, kwargs)
+        forward = functools.partial(_in_mode, mode, forward)
+        if mode == "store":
+            return forward(*args, **kwargs)
+        if mode == "cheap":
+            return self._run_cheap(index, device, forward, args, kwargs)
+        offloads = mode == "offload"
+        keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
+        return Frame(layer, device, _LayerWatcher(self, index), keep, drops_cheap=offloads).run(forward, args, kwargs)
 
     def _run_cheap(
         self, index: int, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any
@@ -164,18 +162,12 @@ def current_mode() -> Mode | None:
     return _mode.get()
 
 
-@contextmanager
-def _as_mode(mode: Mode) -> Iterator[None]:
-    token = _mode.set(mode)
+def _in_mode(mode: Mode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    token = _mode.set(mode)  # in both runs: backward has a thread of its own
     try:
-        yield
+        return forward(*args, **kwargs)
     finally:
         _mode.reset(token)
-
-
-def _in_mode(mode: Mode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with _as_mode(mode):  # backward runs on a thread of its own
-        return forward(*args, **kwargs)
 
 
 def _in_order(

@@ -53,12 +53,10 @@ class Offloaded:
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
         source = tensor.detach()
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        self._is_dense = span == tensor.numel()
-        if not self._is_dense:
+        if span != tensor.numel():
             source = source.contiguous()
             self._like = tensor.shape, source.stride(), tensor.dtype, tensor.device
-        self._num_bytes = source.numel() * source.element_size()
-        self._buffer = memory.take(self._num_bytes)
+        self._buffer = memory.take(source.numel() * source.element_size())
         memory.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(memory.stream):
             self._on_host().copy_(source, non_blocking=True)
