@@ -147,6 +147,7 @@ def _measure_ops(options: argparse.Namespace, stem: str, console: Console) -> bo
         rates=timing.Rates.measure(device) if device.type == "cuda" else None,
         tiny=options.quick,
         sweeps=options.command == "ops" and options.sweeps,
+        in_turns=options.command == "loss" and options.sweep,
     )
     if options.command == "loss" and options.sweep:
         return _sweep(options, settings, stem, console)

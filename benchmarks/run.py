@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Settings:
         rates: The rates that floors are computed from; None on a CPU, which has no floors.
         tiny: Whether to measure small shapes only.
         sweeps: Whether to also measure a range of sizes, from which figures are drawn.
+        in_turns: Whether contenders take turns, step by step, so that each finds the GPU's clocks as the others do.
     """
 
     device: torch.device
@@ -32,6 +33,7 @@ class Settings:
     rates: Rates | None
     tiny: bool = False
     sweeps: bool = True
+    in_turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,19 @@ class SmallProblem:
     first_call_s: float | None
     host_us: float | None
     gradient_error: float | None
+
+
+Times = tuple[Spread | None, Spread]
+"""GPU time (None without a GPU) and wall time."""
+
+
+class _Contender(NamedTuple):
+    """A contender that is ready to run at one shape: a step for each set of inputs, forward alone and both passes."""
+
+    name: str
+    inputs: Inputs
+    forward: list[timing.Step]
+    both: list[timing.Step]
 
 
 class Runner:
@@ -89,35 +104,76 @@ class Runner:
         if self.settings.sweeps and op.sweep:
             suites += [("sweep", size, shape) for size, shape in op.sweep.shapes(self.settings.tiny)]
         for suite, size, shape in suites:
+            where = {"suite": suite, "size": size}
+            if self.settings.in_turns:
+                yield from self._measure_in_turns(op, shape, small, **where)
+                continue
             for name, known in small.items():
                 try:
-                    yield from self._measure(op, name, shape, known, suite=suite, size=size)
+                    contender = self._prepare(op, name, shape)
+                    yield from self._records(op, contender, shape, known, self._times_of_passes(op, contender), **where)
                 except Exception as error:
                     self._fail(op, name, shape, error)
-                if self.settings.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                self._empty_cache()
 
-    def _measure(self, op: Op, name: str, shape: Shape, known: SmallProblem, **where: Any) -> list[Record]:
-        settings, device = self.settings, self.settings.device
+    def _measure_in_turns(self, op: Op, shape: Shape, small: dict[str, SmallProblem], **where: Any) -> Iterator[Record]:
+        device = self.settings.device
+        ready: list[_Contender] = []
+        slowest = 0.0
+        for name in small:
+            try:
+                contender = self._prepare(op, name, shape, num_sets=1)
+                slowest = max(slowest, timing.wall_ms(contender.both, 2, device)[-1])
+                ready.append(contender)
+            except Exception as error:
+                self._fail(op, name, shape, error)
+            self._empty_cache()
+        steps = [contender.both[0] for contender in ready]
+        repeats = self.settings.effort.repeats(slowest)
+        walls = timing.wall_ms(steps, repeats * len(steps), device) if steps else []
+        for turn, contender in enumerate(ready):
+            gpu = timing.gpu_ms(contender.both, repeats, device) if device.type == "cuda" else None
+            times = {"both": (gpu and Spread.of(gpu), Spread.of(walls[turn :: len(steps)]))}
+            yield from self._records(op, contender, shape, small[contender.name], times, **where)
+
+    def _empty_cache(self) -> None:
+        if self.settings.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _prepare(self, op: Op, name: str, shape: Shape, num_sets: int | None = None) -> _Contender:
+        device = self.settings.device
         function = op.load(name, device)
         # Separate inputs for each contender: liger-kernel's functions write into theirs. They are not restored before
         # each step, because that time would count for the contender; the values drift, the work stays the same.
         make = Maker(device)
         first = op.inputs(make, *shape)
-        count = timing.num_input_sets(first.num_bytes, device)
+        count = num_sets or timing.num_input_sets(first.num_bytes, device)
         sets = [first, *(op.inputs(make, *shape) for _ in range(count - 1))]
         forward = [_forward(function, inputs) for inputs in sets]
         both = [_both(function, inputs) for inputs in sets] if _has_gradient(op, name) else forward
-        amount = op.amount(*first.arguments)
+        return _Contender(name, first, forward, both)
 
-        times = {"both": self._times(both)}
-        if op.split and both is not forward:
-            times["forward"] = self._times(forward)
-            times["backward"] = tuple(
-                whole and whole.minus(part) for whole, part in zip(times["both"], times["forward"], strict=True)
-            )
-        cuda = device.type == "cuda"
-        memory = {"peak_mib": timing.peak_mib(both[0], device) if cuda else None, "inputs_mib": first.num_bytes / 2**20}
+    def _times_of_passes(self, op: Op, contender: _Contender) -> dict[str, Times]:
+        times: dict[str, Times] = {"both": self._times(contender.both)}
+        if op.split and contender.both is not contender.forward:
+            times["forward"] = self._times(contender.forward)
+            (gpu, wall), (forward_gpu, forward_wall) = times["both"], times["forward"]
+            times["backward"] = (gpu and forward_gpu and gpu.minus(forward_gpu), wall.minus(forward_wall))
+        return times
+
+    def _records(
+        self,
+        op: Op,
+        contender: _Contender,
+        shape: Shape,
+        known: SmallProblem,
+        times: dict[str, Times],
+        **where: Any,
+    ) -> list[Record]:
+        settings, first = self.settings, contender.inputs
+        peak = timing.peak_mib(contender.both[0], settings.device) if settings.device.type == "cuda" else None
+        memory = {"peak_mib": peak, "inputs_mib": first.num_bytes / 2**20}
+        amount = op.amount(*first.arguments)
         records = []
         for direction, (gpu, wall) in times.items():
             floor = None
@@ -128,7 +184,7 @@ class Runner:
                     op=op.name,
                     shape=op.label(*shape),
                     dtype=str(DTYPE).removeprefix("torch."),
-                    contender=name,
+                    contender=contender.name,
                     pass_=direction,
                     gpu_ms=gpu and gpu.median,
                     gpu_ms_quartiles=gpu and gpu.quartiles,
@@ -142,7 +198,7 @@ class Runner:
             )
         return records
 
-    def _times(self, steps: list[timing.Step]) -> tuple[Spread | None, Spread]:
+    def _times(self, steps: list[timing.Step]) -> Times:
         """GPU time (None without a GPU) and wall time."""
         device, effort = self.settings.device, self.settings.effort
         warm_up = timing.wall_ms(steps, max(len(steps), 2), device)

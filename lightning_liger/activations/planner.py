@@ -9,7 +9,8 @@ third and later    by the plan for the smallest measured number of tokens that c
 with a larger one  all are recomputed, and the step is measured: nothing is extrapolated upwards
 =================  ==================================================================================================
 
-Where the inputs of all layers alone might not fit, they wait in host memory in these steps.
+Where the inputs of all layers might not fit, they wait in host memory in the steps in which all are recomputed: if they
+alone take half of what is left, or if what a step before it needed does not fit beside what is allocated now.
 """
 
 import math
@@ -97,6 +98,7 @@ class Planner:
         self._profiles: dict[int, Profile] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         self._recorder: Recorder | None = None
+        self._needed = 0, 0  # bytes in a step in which all layers are recomputed, for so many tokens
         self._correction = 0
         self._is_between_steps = True
         self._first_layer = 0
@@ -131,6 +133,8 @@ class Planner:
     def recompute_ends(self, index: int) -> None:
         if self._recorder is not None:
             self._recorder.recompute_ends(index)
+        elif self.plan is None:  # in the first step, before the optimizer makes its states
+            self._needed = max(self._needed, (self._memory.read()[1] - self._start_bytes, self._num_tokens))
 
     # What the strategy reports
 
@@ -171,6 +175,11 @@ class Planner:
 
     # The rest
 
+    def _may_exceed(self, num_tokens: int) -> bool:
+        """Whether a step in which all layers are recomputed might exceed the limit, as far as one before it tells."""
+        num_bytes, for_tokens = self._needed
+        return for_tokens > 0 and self._start_bytes + num_bytes * num_tokens / for_tokens > self._limit
+
     def _set_base(self, base: Mode) -> None:
         self._base = base
         self._layers.modes[:] = [base] * len(self._layers.modes)
@@ -191,9 +200,11 @@ class Planner:
             return
         if starts or self.plan is not None:
             self.plan = None
-            self._set_base(self._base)
+            self._set_base("offload" if self._may_exceed(num_tokens) else self._base)
         if self._num_steps and self._recorder is None:
             self._recorder = Recorder(self._layers, self._memory)
+        elif starts and not self._num_steps:
+            self._memory.reset_peak()  # what was allocated before says nothing about steps
 
     def _covering(self, num_tokens: int) -> Profile | None:
         """The smallest measured step with at least ``num_tokens``."""
@@ -211,6 +222,7 @@ class Planner:
             profile = self._ranks.merge(profile)
             self._limit = -self._ranks.largest(-self._limit)[0]
         self._profiles[profile.num_tokens] = profile
+        self._needed = max(self._needed, (max(profile.peaks.values()) - profile.start_bytes, profile.num_tokens))
         self._plan_for(profile)
 
     def _plan_for(self, profile: Profile) -> Plan:

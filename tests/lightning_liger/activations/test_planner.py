@@ -159,11 +159,27 @@ def test_inputs_wait_in_host_memory_from_the_first_step_where_they_alone_might_n
     assert "offload" not in trained.modes
 
 
+def test_measured_step_stays_within_a_budget_that_the_optimizers_states_leave_too_little_of():
+    layers = [Layer(inputs=6, stored=30, parameters=10) for _ in range(6)]
+    free = Trained(10**6, layers=layers)
+    peaks = [free.step(100) for _ in range(2)]
+    assert peaks[0] < peaks[1]  # the first step ends by making them
+    budget = peaks[1] - 1
+    trained = Trained(budget, layers=layers)
+    assert trained.step(100) <= budget
+    assert trained.modes == ["recompute"] * 6
+    assert trained.step(100) <= budget
+    assert trained.modes == ["offload"] * 6
+    assert trained.step(100) <= trained.planner.plan.predicted_peak <= budget
+    assert "recompute" in trained.modes  # as many as fit
+
+
 def test_layers_are_offloaded_as_the_last_resort():
     trained = Trained(budget=8300, layers=[Layer(inputs=6, stored=30, parameters=10) for _ in range(6)])
-    for _ in range(2):
-        trained.step(100)
+    trained.step(100)
     assert trained.modes == ["recompute"] * 6
+    trained.step(100)
+    assert trained.modes == ["offload"] * 6
     assert trained.step(100) <= trained.planner.plan.predicted_peak <= 8300
     assert trained.modes[0] == "offload"
     assert trained.modes[-1] == "recompute"
