@@ -9,8 +9,9 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -228,21 +229,22 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
     found: list[list[Curve]] = []
     rows: list[Row] = []
     with Writer(Path(f"{stem}.jsonl"), environment(), "convergence") as writer:
-        if options.quick:
-            found = [curves(*one) for one in asked]
-        elif asked:
-            # Tiny models leave a GPU idle: all of them at once.
-            with ProcessPoolExecutor(min(len(asked), 10), mp_context=get_context("spawn")) as pool:
-                found = [job.result() for job in [pool.submit(curves, *one) for one in asked]]
-        for group in found:
-            for curve in group:
-                writer.write(curve)
+        with ExitStack() as stack:
+            jobs: Iterable[list[Curve]] = (curves(*one) for one in asked)
+            if asked and not options.quick:
+                # Tiny models leave a GPU idle: all of them at once.
+                workers = ProcessPoolExecutor(min(len(asked), 10), mp_context=get_context("spawn"))
+                jobs = stack.enter_context(workers).map(curves, *zip(*asked, strict=True))
+            for group in jobs:
+                found.append(group)
+                for curve in group:
+                    writer.write(curve)
         if found:
             console.print(table(found))
         if options.text_steps:
             cache = str(default_cache_dir())
-            jobs = text_jobs(options.text_arms, 3 if options.quick else options.text_steps, cache, options.quick)
-            for row in run_jobs(jobs, in_process=options.quick, timeout=options.timeout):
+            text = text_jobs(options.text_arms, 3 if options.quick else options.text_steps, cache, options.quick)
+            for row in run_jobs(text, in_process=options.quick, timeout=options.timeout):
                 writer.write(row)
                 rows.append(row)
                 console.print(describe(row))
