@@ -16,7 +16,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -34,7 +34,6 @@ Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
 _MIN_OFFLOADED_BYTES = 2**20
 _Forward = Callable[..., Any]
-_mode: ContextVar[Mode | None] = ContextVar("lightning_liger_layer_mode", default=None)
 
 
 class Observer(Protocol):
@@ -63,6 +62,9 @@ class ControlledLayers:
         dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
         input_bytes: Of each layer, the inputs that "offload" moves to host memory, when the layer last ran under an
             observer.
+        tiled_bytes: Of each layer, what it would keep besides if parts of it did not run in tiles in its last
+            recomputation under an observer, without cheap tensors.
+        tiled_cheap_bytes: The same of cheap tensors.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
@@ -73,6 +75,8 @@ class ControlledLayers:
         self.attention: AttentionBackend | None = None
         self.dropped_bytes = [0] * len(layers)
         self.input_bytes = [0] * len(layers)
+        self.tiled_bytes = [0] * len(layers)
+        self.tiled_cheap_bytes = [0] * len(layers)
         self._host_memory: dict[torch.device, HostMemory] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model, whose layers enter themselves
@@ -112,7 +116,7 @@ class ControlledLayers:
                 mode = "cheap"
             else:
                 args, kwargs = _without_cache(args, kwargs)
-        forward = functools.partial(_in_mode, mode, forward)
+        forward = functools.partial(_as_run, LayerRun(self, index, mode), forward)
         if mode == "store":
             return forward(*args, **kwargs)
         if mode == "cheap":
@@ -150,6 +154,7 @@ class _LayerWatcher:
     def recompute_starts(self) -> None:
         if self._control.observer is not None:
             self._control.observer.recompute_starts(self._index)
+        self._control.tiled_bytes[self._index] = self._control.tiled_cheap_bytes[self._index] = 0
 
     def recompute_ends(self, dropped_bytes: int) -> None:
         self._control.dropped_bytes[self._index] = dropped_bytes
@@ -157,17 +162,37 @@ class _LayerWatcher:
             self._control.observer.recompute_ends(self._index)
 
 
-def current_mode() -> Mode | None:
-    """The mode of the layer whose forward runs, also when it runs again in backward; None outside of such layers."""
-    return _mode.get()
+class LayerRun(NamedTuple):
+    """One run of a layer."""
+
+    control: ControlledLayers
+    index: int
+    mode: Mode
+
+    @property
+    def is_observed(self) -> bool:
+        return self.control.observer is not None
+
+    def add_tiled_bytes(self, stored: int, cheap: int) -> None:
+        """Notes what a part of the layer would keep besides if it did not run in tiles."""
+        self.control.tiled_bytes[self.index] += stored
+        self.control.tiled_cheap_bytes[self.index] += cheap
 
 
-def _in_mode(mode: Mode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    token = _mode.set(mode)  # in both runs: backward has a thread of its own
+_run: ContextVar[LayerRun | None] = ContextVar("lightning_liger_layer_run", default=None)
+
+
+def current_run() -> LayerRun | None:
+    """The layer whose forward runs, also when it runs again in backward; None outside of such layers."""
+    return _run.get()
+
+
+def _as_run(run: LayerRun, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    token = _run.set(run)  # in both runs: backward has a thread of its own
     try:
         return forward(*args, **kwargs)
     finally:
-        _mode.reset(token)
+        _run.reset(token)
 
 
 def _in_order(

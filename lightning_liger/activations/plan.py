@@ -65,7 +65,7 @@ def _by_rate(profile: Profile) -> Iterator[int]:
     """The layers by the seconds that storing a byte saves, largest first; of equal layers the last first."""
 
     def rate(index: int) -> float:
-        return profile.seconds[index] / max(1, profile.stored_bytes[index])
+        return profile.seconds[index] / max(1, profile.kept_bytes(index))
 
     group: list[int] = []
     for index in sorted(range(len(profile.seconds)), key=rate, reverse=True):

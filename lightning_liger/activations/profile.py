@@ -90,6 +90,9 @@ class Profile:
         peaks: The peak of each segment in bytes, if every layer is recomputed.
         stored_bytes: What each layer allocates for backward if it is not recomputed, without cheap tensors.
         cheap_bytes: What each layer's cheap tensors take.
+        tiled_bytes: What each layer allocates besides if it is not recomputed, because no part of it runs in tiles
+            then; without cheap tensors.
+        tiled_cheap_bytes: The same of cheap tensors.
         input_bytes: What each layer's inputs take.
         seconds: The time that each layer's recomputation takes.
     """
@@ -99,8 +102,14 @@ class Profile:
     peaks: dict[Segment, int]
     stored_bytes: tuple[int, ...]
     cheap_bytes: tuple[int, ...]
+    tiled_bytes: tuple[int, ...]
+    tiled_cheap_bytes: tuple[int, ...]
     input_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    def kept_bytes(self, index: int) -> int:
+        """What a layer allocates for backward if it is not recomputed, without cheap tensors."""
+        return self.stored_bytes[index] + self.tiled_bytes[index]
 
     def added_bytes(self, segment: Segment, index: int, mode: Mode) -> int:
         """What the mode of a layer adds to a segment; "recompute" adds nothing."""
@@ -109,7 +118,10 @@ class Profile:
         num_live, cheap = segment.live[index], self.cheap_bytes[index]
         if mode == "offload":  # which drops what is cheap in backward
             return -num_live * self.input_bytes[index] - (cheap if segment.recomputed == index else 0)
-        return num_live * (self.stored_bytes[index] + (cheap if mode == "store" else 0))
+        tiled, tiled_cheap = self.tiled_bytes[index], self.tiled_cheap_bytes[index]
+        kept = self.kept_bytes(index) + (cheap + tiled_cheap if mode == "store" else 0)
+        # Its own backward was measured in tiles, without these tensors and the gradient of each.
+        return num_live * kept + (2 * (tiled + tiled_cheap) if segment.recomputed == index else 0)
 
     def raised(self, num_bytes: int) -> "Profile":
         """The profile of a step that needs ``num_bytes`` more all the time."""
@@ -132,6 +144,8 @@ def merge(profiles: Sequence[Profile]) -> Profile:
         peaks=peaks,
         stored_bytes=largest("stored_bytes"),
         cheap_bytes=largest("cheap_bytes"),
+        tiled_bytes=largest("tiled_bytes"),
+        tiled_cheap_bytes=largest("tiled_cheap_bytes"),
         # What offloading frees on every rank.
         input_bytes=tuple(map(min, zip(*(profile.input_bytes for profile in profiles), strict=True))),
         seconds=largest("seconds"),
@@ -140,10 +154,13 @@ def merge(profiles: Sequence[Profile]) -> Profile:
 
 @dataclass
 class _Layer:
-    """What was measured of a layer so far."""
+    """Measurements of a layer so far."""
 
     kept_bytes: int = 0
     """By its recomputation, until its backward ends."""
+    tiled_bytes: int = 0
+    """What its recomputations would have kept besides, had no part of it run in tiles; without cheap tensors."""
+    tiled_cheap_bytes: int = 0
     starts: list[tuple[int, Any]] = field(default_factory=list)
     """Bytes and moment at the start of each recomputation."""
     ends: list[Any] = field(default_factory=list)
@@ -187,6 +204,12 @@ class Recorder:
         self._recomputed = index
         self._live[index] = max(0, self._live[index] - 1)
         self._layers[index].starts.append((allocated, self._memory.mark()))
+        self._note_tiles(index)
+
+    def _note_tiles(self, index: int) -> None:
+        layer, control = self._layers[index], self._controlled
+        layer.tiled_bytes = max(layer.tiled_bytes, control.tiled_bytes[index])
+        layer.tiled_cheap_bytes = max(layer.tiled_cheap_bytes, control.tiled_cheap_bytes[index])
 
     def recompute_ends(self, index: int) -> None:
         layer, (allocated, _) = self._layers[index], self._memory.read()
@@ -201,6 +224,8 @@ class Recorder:
             start_bytes: Allocated when its first layer's forward started.
         """
         self._cut()
+        for index in range(len(self._layers)):
+            self._note_tiles(index)
         modes, inputs, cheap = self._modes, self._controlled.input_bytes, self._controlled.dropped_bytes
         measured = Profile(
             num_tokens=num_tokens,
@@ -211,6 +236,8 @@ class Recorder:
                 for layer, mode, num_cheap in zip(self._layers, modes, cheap, strict=True)
             ),
             cheap_bytes=tuple(cheap),
+            tiled_bytes=tuple(layer.tiled_bytes for layer in self._layers),
+            tiled_cheap_bytes=tuple(layer.tiled_cheap_bytes for layer in self._layers),
             input_bytes=tuple(inputs),
             seconds=tuple(map(self._seconds, self._layers)),
         )

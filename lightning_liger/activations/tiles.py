@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_ops import backend
+from liger_ops.recipes import listening
+from lightning_liger.activations.cheap import CheapTensors, Kept, Recomputed, unpack
 from lightning_liger.activations.frames import rest_is_unneeded
-from lightning_liger.activations.layers import current_mode
+from lightning_liger.activations.layers import LayerRun, current_run
 
 _MODES = ("recompute", "offload")
 _MIN_TILE_TOKENS = 8192
@@ -61,7 +64,8 @@ def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> 
     Returns:
         ``[..., columns of compute's result]``.
     """
-    if torch.compiler.is_compiling() or current_mode() not in _MODES:
+    run = None if torch.compiler.is_compiling() else current_run()
+    if run is None or run.mode not in _MODES:
         return compute(module, x)
     num_tokens = x.shape[:-1].numel()
     tile_size = choose_tile_size(num_tokens, _TENSORS_OF_WIDTH * width * _compute_dtype(x).itemsize)
@@ -69,7 +73,7 @@ def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> 
     if places is None:
         return compute(module, x)
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *places))
-    tiled = _Tiled(compute, module, tile_size, [places[tensor] for tensor in places], is_recorded)
+    tiled = _Tiled(run, compute, module, tile_size, [places[tensor] for tensor in places], is_recorded)
     output: Tensor = _TiledFunction.apply(tiled, x, *places)
     return output
 
@@ -77,6 +81,10 @@ def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> 
 def _attributes(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Where a module may hold a tensor: its own attributes, which are found first, and its parameters."""
     return vars(part), part._parameters
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -110,6 +118,7 @@ def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:
 class _Tiled:
     """A computation in tiles, where the module holds each of its parameters, and whether autograd saves anything."""
 
+    run: LayerRun
     compute: Compute
     module: nn.Module
     tile_size: int
@@ -122,6 +131,30 @@ class _Tiled:
     def split(self, tensor: Tensor) -> Sequence[Tensor]:
         """The tiles of ``[..., columns]``, each ``[1, tile_size or fewer, columns]``."""
         return tensor.reshape(1, -1, tensor.shape[-1]).split(self.tile_size, dim=1)
+
+    def noting_kept_bytes(self, num_tokens: int) -> Callable[[Tensor], Tensor]:
+        """This computation of one tile; notes what autograd would keep of ``num_tokens`` tokens at once."""
+
+        def compute(tile: Tensor) -> Tensor:
+            others = (value for part in self.module.modules() for own in _attributes(part) for value in own.values())
+            known = {_address(value) for value in (tile, *others) if isinstance(value, Tensor)}
+            kept: dict[int, int] = {}  # bytes by address: what is kept lives on, so no two have one address
+            cheap = CheapTensors(tile.device.type, drops=False)
+
+            def pack(tensor: Tensor) -> Kept | Recomputed:
+                if _address(tensor) not in known:
+                    kept[_address(tensor)] = tensor.untyped_storage().nbytes()
+                return cheap.pack(tensor)
+
+            with listening(cheap.listener), saved_tensors_hooks(pack, unpack):
+                output = self(tile)
+            cheap.close()
+            scale = num_tokens / tile.shape[:-1].numel()
+            stored = max(0, sum(kept.values()) - cheap.dropped_bytes)
+            self.run.add_tiled_bytes(int(scale * stored), int(scale * cheap.dropped_bytes))
+            return output
+
+        return compute
 
     @contextmanager
     def with_parameters(self, parameters: Mapping[int, Tensor]) -> Iterator[None]:
@@ -175,8 +208,10 @@ class _TiledFunction(torch.autograd.Function):
         with torch.random.fork_rng(devices), torch.autocast(*ctx.autocast), tiled.with_parameters(wanted):
             torch.set_rng_state(cpu_state)
             set_device_states(devices, states)
+            compute = tiled.noting_kept_bytes(x.shape[:-1].numel()) if tiled.run.is_observed else tiled
             for tile, grad, grad_tile in zip(tiled.split(x), tiled.split(grad_output), grad_tiles, strict=True):
-                _add_gradients(tiled, tile, grad, grad_tile, wanted, sums)
+                _add_gradients(compute, tile, grad, grad_tile, wanted, sums)
+                compute = tiled
         rounded = (
             sums.pop(index).to(parameter.dtype) if index in sums else None for index, parameter in enumerate(parameters)
         )
@@ -184,7 +219,7 @@ class _TiledFunction(torch.autograd.Function):
 
 
 def _add_gradients(
-    tiled: _Tiled,
+    compute: Callable[[Tensor], Tensor],
     tile: Tensor,
     grad: Tensor,
     grad_tile: Tensor | None,
@@ -194,7 +229,7 @@ def _add_gradients(
     """Computes a tile again, adds its gradient to ``grad_tile`` unless None, and those of parameters to ``sums``."""
     tile = tile.detach().requires_grad_(grad_tile is not None)
     with torch.enable_grad():
-        output = tiled(tile)
+        output = compute(tile)
     inputs = [*parameters.values(), *([] if grad_tile is None else [tile])]
     gradients = list(torch.autograd.grad(output, inputs, grad, allow_unused=True))
     own = None if grad_tile is None else gradients.pop()

@@ -17,7 +17,7 @@ from lightning_liger import apply_liger_kernels
 from lightning_liger.activations.layers import (
     ControlledLayers,
     control_layers,
-    current_mode,
+    current_run,
     find_layers,
     release_layers,
 )
@@ -135,7 +135,8 @@ class Norms(nn.Module):
         self.seen: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(current_mode())
+        run = current_run()
+        self.seen.append(run and run.mode)
         return x + self.second(silu_mul(*self.first(rms_norm(x)).chunk(2, dim=-1)))
 
 
@@ -242,7 +243,7 @@ def test_layers_know_their_mode_in_both_runs() -> None:
     controlled(model, "recompute", "cheap")
     model(torch.randn(2, 3, 8)).sum().backward()
     assert [layer.seen for layer in model.layers] == [["recompute", "recompute"], ["cheap"]]
-    assert current_mode() is None
+    assert current_run() is None
 
 
 @contextmanager

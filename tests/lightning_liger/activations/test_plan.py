@@ -20,7 +20,8 @@ def make_profile(layers: list[tuple[int, float]], seed: int = 0, inputs: int = 2
         if length < num_layers:
             peaks[Segment(live, length)] = generator.randint(20, 60)
     stored, seconds = zip(*layers, strict=True)
-    return Profile(100, 10, peaks, stored, (cheap,) * num_layers, (inputs,) * num_layers, seconds)
+    none = (0,) * num_layers
+    return Profile(100, 10, peaks, stored, (cheap,) * num_layers, none, none, (inputs,) * num_layers, seconds)
 
 
 def peak_of(profile: Profile, modes: tuple[str, ...]) -> int:
@@ -95,7 +96,9 @@ def test_different_layers_fit_and_save_nearly_as_much_time_as_any_choice(seed):
 )
 def test_modes_follow_the_budget(limit, modes):
     live = (1, 1, 1, 1)
-    profile = Profile(7, 0, {Segment(live, None): 100}, (10,) * 4, (5,) * 4, (2,) * 4, (1.0, 1.1, 0.9, 1.0))
+    profile = Profile(
+        7, 0, {Segment(live, None): 100}, (10,) * 4, (5,) * 4, (0,) * 4, (0,) * 4, (2,) * 4, (1.0, 1.1, 0.9, 1.0)
+    )
     plan = choose(profile, limit)
     assert list(plan.modes) == modes
     assert (plan.predicted_peak <= limit) == (limit > 91)
@@ -103,7 +106,7 @@ def test_modes_follow_the_budget(limit, modes):
 
 def test_only_layers_that_stand_in_the_way_are_offloaded_and_others_still_stored():
     segments = {Segment((1, 1, 1), None): 60, Segment((1, 0, 0), 1): 70, Segment((0, 0, 0), 0): 100}
-    profile = Profile(7, 0, segments, (10,) * 3, (5,) * 3, (2,) * 3, (1.0,) * 3)
+    profile = Profile(7, 0, segments, (10,) * 3, (5,) * 3, (0,) * 3, (0,) * 3, (2,) * 3, (1.0,) * 3)
     plan = choose(profile, 96)
     assert plan == Plan(("offload", "cheap", "cheap"), 95)
     assert choose(profile, 90) == plan  # nothing lowers the peak any more
@@ -134,3 +137,15 @@ def test_profile_of_all_ranks_covers_each():
 )
 def test_plan_is_told_in_words(modes, text):
     assert str(Plan(modes, 5)) == text
+
+
+def test_layers_that_are_not_recomputed_keep_what_tiles_do_not() -> None:
+    live, before = (1, 1), (1, 0)
+    segments = {Segment(live, None): 100, Segment(before, 1): 100}
+    profile = Profile(7, 0, segments, (10, 10), (5, 5), (40, 0), (20, 0), (2, 2), (1.0, 1.0))
+    added = profile.added_bytes
+    for mode, kept in (("recompute", 0), ("offload", -2), ("cheap", 50), ("store", 75)):
+        assert added(Segment(live, None), 0, mode) == kept  # type: ignore[arg-type]
+    # Its backward computes the gradients of these tensors next to them, where tiles did of a few tokens at a time.
+    for mode, kept in (("recompute", 0), ("offload", -5), ("cheap", 120), ("store", 120)):
+        assert added(Segment((0, 0), 0), 0, mode) == kept  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_liger import LigerLMMixin, apply_liger_kernels
 from lightning_liger.activations import tiles
-from lightning_liger.activations.layers import control_layers, current_mode
+from lightning_liger.activations.layers import ControlledLayers, LayerRun, control_layers, current_run
 from lightning_liger.activations.tiles import choose_tile_size, run_in_tiles
 from tests.lightning_liger.tiny import TensorSizes, tiny_batch, tiny_model
 
@@ -52,10 +52,14 @@ def by_hand(module: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([compute(module, tile) for tile in rows], dim=1).view(x.shape)
 
 
+def a_run(mode: Any) -> LayerRun:
+    return LayerRun(ControlledLayers([nn.Identity()]), 0, mode)
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """As inside of a layer that is recomputed, with tiles of few tokens."""
-    monkeypatch.setattr(tiles, "current_mode", lambda: "recompute")
+    monkeypatch.setattr(tiles, "current_run", lambda: a_run("recompute"))
     monkeypatch.setattr(tiles, "choose_tile_size", lambda num_tokens, bytes_per_token: TILE_SIZE)
     torch.manual_seed(0)
 
@@ -375,11 +379,35 @@ def test_hooks_of_the_module_itself_run_outside_of_the_tiles() -> None:
 
 @pytest.mark.parametrize("mode", [None, "store", "cheap"])
 def test_layers_that_are_not_recomputed_run_at_once(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "current_mode", lambda: mode)
+    monkeypatch.setattr(tiles, "current_run", lambda: mode and a_run(mode))
     module = MLP()
     with calls_of(module.up) as calls:
         tiled(module, tokens(torch.float32))
     assert calls == [30]
+
+
+@pytest.mark.parametrize("is_observed", [True, False])
+def test_observed_layers_know_what_they_would_keep_without_tiles(
+    is_observed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run("recompute")
+    monkeypatch.setattr(tiles, "current_run", lambda: run)
+    if is_observed:
+        run.control.observer = object()  # type: ignore[assignment]
+    kept: dict[int, int] = {}
+    module, x = MLP().eval(), tokens(torch.float32).requires_grad_()
+    known = {each.data_ptr() for each in (*module.parameters(), x)}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: (kept.update({each.data_ptr(): each.nbytes}), each)[1], lambda each: each
+    ):
+        compute(module, x)
+    kept = {address: num_bytes for address, num_bytes in kept.items() if address not in known}
+    assert sum(kept.values()) == 4 * 30 * WIDTH * 4  # gate, its silu, up, product
+    for _ in range(2):
+        run.control.tiled_bytes[0] = 0  # as at the start of a recomputation
+        tiled(module, x).sum().backward()
+        assert run.control.tiled_bytes == [sum(kept.values()) if is_observed else 0]
+    assert run.control.tiled_cheap_bytes == [0]  # no fused kernels here
 
 
 def test_tiles_are_few_and_even() -> None:
@@ -404,7 +432,7 @@ def test_patched_models_whose_layers_are_recomputed(
     model_type: str, num_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile of an MLP is computed twice, or once more where a norm follows it in the layer."""
-    monkeypatch.setattr(tiles, "current_mode", current_mode)
+    monkeypatch.setattr(tiles, "current_run", current_run)
     model = tiny_model(model_type).double()
     batch = tiny_batch(seq_len=13)
 
@@ -464,7 +492,7 @@ def test_no_tensor_of_a_step_grows_faster_than_the_hidden_states(
     with_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with the width of the MLP, and not with the square of the sequence, as a mask that is made of ones would."""
-    monkeypatch.setattr(tiles, "current_mode", current_mode)
+    monkeypatch.setattr(tiles, "current_run", current_run)
     model = tiny_model("llama", num_key_value_heads=4)
     model.set_attn_implementation("sdpa")
     apply_liger_kernels(model, {"linear_cross_entropy": {"chunk_bytes": 2**15}})
