@@ -16,7 +16,8 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -162,7 +163,8 @@ class _LayerWatcher:
             self._control.observer.recompute_ends(self._index)
 
 
-class LayerRun(NamedTuple):
+@dataclass(frozen=True)
+class LayerRun:
     """One run of a layer."""
 
     control: ControlledLayers
