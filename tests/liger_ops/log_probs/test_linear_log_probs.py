@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_ops import TokenScores, linear_cross_entropy, linear_log_probs
 from liger_ops.log_probs.reference import linear_log_probs_reference
+from liger_ops.loss import chunked_loss
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
     ALL,
@@ -97,6 +98,19 @@ def test_reference_in_half_precision_is_as_accurate_as_plain_pytorch(frozen: boo
     eager = scores_and_gradients(linear_log_probs_reference, head, frozen)
     truth = scores_and_gradients(linear_log_probs_reference, head.to(torch.float64), frozen)
     assert_matches(scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(5, head)), eager, truth, case)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sizes_that_products_pad(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where sizes that no 16 bytes divide are multiplied in parts and with padding."""
+    monkeypatch.setattr(chunked_loss, "_product_multiple", lambda like: 8)
+    monkeypatch.setattr(chunked_loss, "_COLUMN_MULTIPLE", 16)
+    case = EVERYTHING._replace(frozen=frozen)
+    head = make(case, torch.float64, sizes=(6, VOCAB, TOKENS))
+    expected = scores_and_gradients(linear_log_probs_reference, head, frozen)
+    actual = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(5, head))
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    assert all(gradient.is_contiguous() for gradient in actual[1])
 
 
 def test_values_are_those_of_pytorch() -> None:
