@@ -1,4 +1,4 @@
-"""Triton kernel from rows of both models' logits to each token's divergence and gradient; see ``rows`` for the formulas.
+"""Triton kernel from rows of two models' logits to each token's divergence and gradient; formulas are in ``rows``.
 
 A program owns whole rows. It walks over a row two or three times, each time in the direction opposite to the last, so
 that what it read last, and is still in the L2 cache, is read first. Within a block every thread keeps the running sums
@@ -111,10 +111,10 @@ def _absorb(
         e_t = shifted_exp(z_t, teacher_exponent[:, None], HALF)
         student_sum = student_sum * student_decay + tl.sum(e_s, axis=1)
         teacher_sum = teacher_sum * teacher_decay + tl.sum(e_t, axis=1)
-        if (KIND == _FORWARD_KL) or (KIND == _MIXED):
+        if (KIND <= _MIXED) and (KIND != _REVERSE_KL):
             terms = tl.where(e_t > 0.0, e_t * (z_t - z_s), 0.0)
             first = first * tl.maximum(teacher_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
-        if (KIND == _REVERSE_KL) or (KIND == _MIXED):
+        if (KIND <= _MIXED) and (KIND != _FORWARD_KL):
             terms = tl.where(e_s > 0.0, e_s * (z_s - z_t), 0.0)
             second = second * tl.maximum(student_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
         student_max, teacher_max = new_student_max, new_teacher_max
