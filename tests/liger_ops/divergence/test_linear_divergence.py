@@ -106,7 +106,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], what: Any, toleranc
 
 
 def assert_kinds_match_definition(models: Models, tokens: dict[str, Tensor], kinds: list[tuple[str, float]]) -> None:
-    """Every kind with the options in turn: the kinds' own arithmetic is tested with all options in ``test_row_kernels``."""
+    """Every kind with the options in turn; ``test_row_kernels`` has all kinds with all options."""
     truth = models.to(torch.float64)
     for place, (kind, beta) in enumerate(kinds):
         options, reduction = OPTIONS[place % 3], ("sum", "mean", "none")[place // 2 % 3]
