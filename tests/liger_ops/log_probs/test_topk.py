@@ -209,16 +209,17 @@ def test_probabilities_of_all_classes_sum_to_one(device: torch.device) -> None:
 
 def test_gradients_of_confident_tokens_do_not_cancel_in_half_precision(device: torch.device) -> None:
     """A frozen head keeps the mean of its rows by probability: with the given classes in it, rounding would remain."""
-    for scale in (6.0, 12.0):
-        errors = []
-        for trained in (("x",), ("x", "weight")):
-            head = make_head(trained, device, torch.bfloat16)
-            logits = F.linear(head["x"], head["weight"], head["bias"]) + head["adapter_x"] @ head["adapter_weight"].T
-            ids, truth = logits.argmax(1, keepdim=True), double(head)
-            found = torch.autograd.grad(run(head, ids, logit_scale=scale)[0].sum(), head["x"])[0]
-            expected = torch.autograd.grad(plain(truth, ids, logit_scale=scale)[0].sum(), truth["x"])[0]
-            errors.append((found - expected).norm())
-        assert errors[0] < 1.2 * errors[1]
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-4, 5, (rows, HIDDEN), generator=generator).double() for rows in (TOKENS, CLASSES))
+    logits = x @ weight.T  # integers, which bfloat16 holds
+    ids = logits.argmax(1, keepdim=True).to(device)
+    probabilities = logits.softmax(1)
+    expected = weight[ids[:, 0].cpu()] - probabilities @ weight
+    assert probabilities.amax(1).max() > 0.999
+    half = x.to(device, torch.bfloat16).requires_grad_()
+    log_probs = linear_topk_log_probs(half, weight.to(device, torch.bfloat16), ids)
+    (found,) = torch.autograd.grad(log_probs.sum(), half)
+    assert ((found.double().cpu() - expected).norm(dim=1) <= 0.03 * expected.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
