@@ -112,10 +112,10 @@ def _absorb(
         student_sum = student_sum * student_decay + tl.sum(e_s, axis=1)
         teacher_sum = teacher_sum * teacher_decay + tl.sum(e_t, axis=1)
         if (KIND <= _MIXED) and (KIND != _REVERSE_KL):
-            terms = tl.where(e_t > 0.0, e_t * (z_t - z_s), 0.0)
+            terms = tl.where(e_t != 0.0, e_t * (z_t - z_s), 0.0)
             first = first * tl.maximum(teacher_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
         if (KIND <= _MIXED) and (KIND != _FORWARD_KL):
-            terms = tl.where(e_s > 0.0, e_s * (z_s - z_t), 0.0)
+            terms = tl.where(e_s != 0.0, e_s * (z_s - z_t), 0.0)
             second = second * tl.maximum(student_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
         student_max, teacher_max = new_student_max, new_teacher_max
     return student_max, student_sum, teacher_max, teacher_sum, first, second
@@ -388,9 +388,9 @@ def _gradient(
         if KIND == _FORWARD_KL:
             grad = of_student * e_s - of_teacher * shifted_exp(z_t, teacher_exponent, HALF)
         elif KIND == _REVERSE_KL:
-            grad = tl.where(e_s > 0.0, of_student * e_s * (z_s - z_t - subtracted), 0.0)
+            grad = tl.where(e_s != 0.0, of_student * e_s * (z_s - z_t - subtracted), 0.0)
         elif KIND == _MIXED:
-            inner = beta + rest * tl.where(e_s > 0.0, z_s - z_t - subtracted, 0.0)
+            inner = beta + rest * tl.where(e_s != 0.0, z_s - z_t - subtracted, 0.0)
             grad = of_student * e_s * inner - of_teacher * shifted_exp(z_t, teacher_exponent, HALF)
         else:
             d, ratio = _mix(z_s, z_t, delta, beta, rest, KIND)

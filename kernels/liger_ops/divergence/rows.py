@@ -91,9 +91,9 @@ def sum_logits(z_s: Tensor, z_t: Tensor, kind: str) -> RowSums:
     e_s, e_t = (z_s - student_max[:, None]).exp_(), (z_t - teacher_max[:, None]).exp_()
     first = second = zeros
     if kind in ("forward_kl", "mixed"):
-        first = (e_t * (z_t - z_s)).where(e_t > 0, 0.0).sum(-1)
+        first = (e_t * (z_t - z_s)).where(e_t != 0, 0.0).sum(-1)
     if kind in ("reverse_kl", "mixed"):
-        second = (e_s * (z_s - z_t)).where(e_s > 0, 0.0).sum(-1)
+        second = (e_s * (z_s - z_t)).where(e_s != 0, 0.0).sum(-1)
     return RowSums(student_max, e_s.sum(-1), teacher_max, e_t.sum(-1), first, second)
 
 
@@ -172,7 +172,7 @@ def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float)
         grad = torch.zeros_like(q) if of_forward == 0 else (q - p) * of_forward
         if of_forward != 1:
             reverse = (sums.second / sums.student_sum)[:, None]  # -d - D is a difference of logits and of their mean
-            grad += (1.0 - of_forward) * (q * ((z_s - z_t) - reverse)).where(q > 0, 0.0)
+            grad += (1.0 - of_forward) * (q * ((z_s - z_t) - reverse)).where(q != 0, 0.0)
         return grad
     d, _, _, r = _mix(z_s, z_t, sums, beta)
     first, second = sums.first / sums.student_sum, sums.second / sums.student_sum
