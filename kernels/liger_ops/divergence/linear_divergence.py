@@ -32,7 +32,7 @@ from liger_ops.loss.chunked_loss import (
     chunked_linear_loss,
     default_chunk_size,
 )
-from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head, is_trained
+from liger_ops.loss.linear_head import NUM_GRADIENTS, HeadNames, LinearHead, check_head, is_trained
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import plan_tokens
@@ -69,6 +69,7 @@ class DivergenceArguments(NamedTuple):
     reduction: str
 
 
+_TEACHER_NAMES = HeadNames("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
 _NUM_TENSORS = DivergenceArguments._fields.index("chunk_size")
 _NUM_ARGUMENTS = len(DivergenceArguments._fields)
 
@@ -350,7 +351,7 @@ def linear_divergence(
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
     )
-    teacher = check_head(*constants, shaped, teacher_adapter, None)
+    teacher = check_head(*constants, shaped, teacher_adapter, None, _TEACHER_NAMES)
     student, teacher = (_first_classes(head, num_columns) for head in (student, teacher))
     chunk_size = _choose_chunk_size(student, teacher, chunk_bytes, logits_dtype)
     accumulate_dtype = choose_accumulate_dtype(student.dtype, -(-tokens.numel() // chunk_size))
