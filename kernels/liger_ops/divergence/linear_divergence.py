@@ -87,11 +87,10 @@ def _fake_linear_divergence(*values: Any) -> list[Tensor]:
     arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
     input, labels = arguments.input, arguments.labels
     of_tokens, of_head = input.dtype, arguments.accumulate_dtype
+    dtypes = of_tokens, of_head, of_head, of_tokens, of_head
     gradients = [
         input.new_empty(tensor.shape if needed else 0, dtype=dtype)
-        for tensor, needed, dtype in zip(
-            arguments, arguments.needs_gradient, (of_tokens, of_head, of_head, of_tokens, of_head), strict=False
-        )
+        for tensor, needed, dtype in zip(values, arguments.needs_gradient, dtypes, strict=False)
     ]
     dtype = _dtype_of_losses(arguments)
     loss = labels.new_empty(labels.shape if arguments.reduction == "none" else (), dtype=dtype)
@@ -314,15 +313,13 @@ def linear_divergence(
         TypeError: For arguments of another type.
         ValueError: For shapes, dtypes, devices or options that do not fit.
     """
-    heads = {
+    heads: dict[str, Any] = {
         "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "teacher_input": teacher_input,
         "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
     }  # fmt: skip
     for name, tensor in heads.items():
         check_floating(name, tensor, optional=name.endswith("bias"))
-    check_same_device(
-        **{"name": "input", "tensor": input}, **{name: each for name, each in heads.items() if name != "input"}
-    )
+    check_same_device("input", input, **{name: each for name, each in heads.items() if name != "input"})
     check_choice("reduction", reduction, REDUCTIONS)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     if vocab_shard is not None:
@@ -343,7 +340,6 @@ def linear_divergence(
     tokens = input.shape[:-1]
     check_tokens(mask, token_weight, input, tokens, "input")
     labels, weight_of_tokens = flat_tokens(mask, token_weight, input, tokens.numel())
-    num_columns = num_common_columns(linear_weight.shape[0], teacher_weight.shape[0], vocab)
     shaped = labels.view(tokens)
     student = check_head(input, linear_weight, linear_bias, shaped, adapter, None)
     constants = (
@@ -352,6 +348,7 @@ def linear_divergence(
         None if teacher_bias is None else teacher_bias.detach(),
     )
     teacher = check_head(*constants, shaped, teacher_adapter, None, _TEACHER_NAMES)
+    num_columns = num_common_columns(linear_weight.shape[0], teacher_weight.shape[0], vocab)
     student, teacher = (_first_classes(head, num_columns) for head in (student, teacher))
     chunk_size = _choose_chunk_size(student, teacher, chunk_bytes, logits_dtype)
     accumulate_dtype = choose_accumulate_dtype(student.dtype, -(-tokens.numel() // chunk_size))

@@ -270,7 +270,7 @@ class _LinearTopkFunction(torch.autograd.Function):
             results = TopkResults(*computed)
             ctx.save_for_backward(*arguments[:_NUM_TENSORS], *(saved.chunks if saved else ()))
         ctx.needs_gradient, ctx.settings = arguments.needs_gradient, arguments[_NUM_TENSORS:]
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in arguments[:NUM_GRADIENTS]]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
         return results.log_probs, results.lse
 
     @staticmethod
@@ -402,7 +402,6 @@ def linear_topk_log_probs(
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     tokens = input.shape[:-1]
-    _check_ids(ids, tokens, linear_weight.shape[0])
     labels = torch.full(tokens, _KEPT, dtype=torch.int64, device=input.device)
     if mask is not None:
         if mask.dtype != torch.bool:
@@ -410,6 +409,7 @@ def linear_topk_log_probs(
         check_shape("mask", mask, tokens, "input's without its last dimension")
         labels = mask.long() + _IGNORED
     head = check_head(input, linear_weight, linear_bias, labels, adapter, None)
+    _check_ids(ids, tokens, linear_weight.shape[0])
     ids = ids.reshape(-1, ids.shape[-1]).contiguous()
     scale, cap = float(logit_scale / temperature), None if softcap is None else float(softcap / temperature)
     with head.products_dtype():
