@@ -157,10 +157,10 @@ def _cosine_norm(sums: RowSums) -> Tensor:
     return product.reciprocal().masked_fill(product == 0, 0.0)
 
 
-def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float) -> Tensor:
-    """The third step: dD / dz_s, like ``z_s``."""
+def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float, vocab_size: int) -> Tensor:
+    """The third step: dD / dz_s, like ``z_s``; ``vocab_size`` may be more than its columns."""
     if kind == "mse":
-        return (z_s - z_t).masked_fill_(z_s == z_t, 0.0).mul_(2.0 / z_s.shape[1])
+        return (z_s - z_t).masked_fill_(z_s == z_t, 0.0).mul_(2.0 / vocab_size)
     if kind == "cosine":
         norm = _cosine_norm(sums)
         of_student = (sums.first * norm / sums.student_sum).masked_fill(norm == 0, 0.0)
@@ -221,7 +221,7 @@ def divergence_rows(
         return losses, None
     if grad_scale is not None:
         factor = factor * grad_scale.to(factor.dtype)
-    grad = gradient_of(z_s, z_t, sums, kind, beta)
+    grad = gradient_of(z_s, z_t, sums, kind, beta, z_s.shape[1])
     grad *= (factor * options.of_student.scale)[:, None]
     if options.of_student.softcap is not None:
         grad *= 1.0 - (z_s / options.of_student.softcap) ** 2
