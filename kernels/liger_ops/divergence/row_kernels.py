@@ -70,7 +70,7 @@ def divergence_kernel(
                 delta, beta, rest, student_scale, student_softcap, teacher_scale, teacher_softcap, HALF, FAST, KIND,
                 GROUP, BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
-        row_factor = factor
+        row_factor = tl.where(delta == delta, factor, float("nan"))  # the clamp must not hide logits of NaN
         if token_weight_ptr is not None:
             row_factor *= tl.load(token_weight_ptr + token).to(tl.float32)
         value = divergence_of(student_sum, teacher_sum, first, second, delta, beta, rest, vocab_size, KIND)
