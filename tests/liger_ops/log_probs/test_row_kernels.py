@@ -18,10 +18,8 @@ from tests.liger_ops.loss.test_row_kernels import device, loss_kernel
 
 __all__ = ["device", "loss_kernel"]
 
-# One class, one block but for a class, one more, several and some, a power of two past the blocks.
-SIZES = (1, 31, 33, 75, 128)
-
-
+# One class, several blocks and some, a power of two past the blocks.
+SIZES = (1, 75, 128)
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}  # of logits up to 100, divided by temperatures of half that
 
 
@@ -38,7 +36,7 @@ def make_rows(vocab_size: int, dtype: torch.dtype, where: torch.device, padding:
     logits.copy_(3 * torch.randn(5, vocab_size))
     if vocab_size > 2:
         logits[1, 1::2] = -torch.inf
-    logits[3] -= 64.0
+    logits[3] -= 9.0  # not so far that a soft-cap makes all of them equal
     labels = torch.randint(vocab_size, (5,), device=where)
     labels[1] = 0
     labels[2] = -100
@@ -54,14 +52,15 @@ def score(logits: Tensor, labels: Tensor, options: TokenLossOptions, **more: Any
     return buffers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("softcap", "dtype"), [(None, torch.float32), (5.0, torch.float32), (None, torch.bfloat16)], ids=str
+)
 def test_scores_and_gradient_match_plain_pytorch(
     softcap: float | None, dtype: torch.dtype, loss_kernel: str, device: torch.device
 ) -> None:
     options = TokenLossOptions(softcap=softcap, logit_scale=0.7)
     for vocab_size in SIZES:
-        for padding, with_temperature in ((0, True), (8, False), (3, True)):
+        for padding, with_temperature in ((0, True), (3, False)):
             logits, labels, temperature = make_rows(vocab_size, dtype, device, padding)
             some = temperature if with_temperature else None
             leaf = logits.double().requires_grad_()
@@ -77,11 +76,19 @@ def test_scores_and_gradient_match_plain_pytorch(
             torch.testing.assert_close(logits.double(), gradient.nan_to_num(0.0), **close_to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wanted", [DIFFERENTIABLE, ("entropy",), ("lse", "mean_logit")], ids="+".join)
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("softcap", "dtype", "wanted"),
+    [
+        (None, torch.float32, DIFFERENTIABLE),
+        (5.0, torch.float32, DIFFERENTIABLE),
+        (5.0, torch.bfloat16, DIFFERENTIABLE),
+        (None, torch.float32, ("entropy",)),
+        (None, torch.float32, ("lse", "mean_logit")),
+    ],
+    ids=str,
+)
 def test_gradient_of_every_score_matches_plain_pytorch(
-    softcap: float | None, wanted: tuple[str, ...], dtype: torch.dtype, device: torch.device
+    softcap: float | None, dtype: torch.dtype, wanted: tuple[str, ...], device: torch.device
 ) -> None:
     options = TokenLossOptions(softcap=softcap, logit_scale=0.7)
     for vocab_size in SIZES:
