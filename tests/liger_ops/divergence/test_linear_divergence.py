@@ -211,6 +211,15 @@ def test_masked_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(seen) <= 6  # whole chunks of three
 
 
+def test_masked_tokens_are_in_neither_part_of_the_mean() -> None:
+    """Cosine losses of others divide the sum over all tokens by the number of those that count."""
+    student, teacher = torch.randn(2, TOKENS, CLASSES)
+    mask = make_tokens()["mask"]
+    for kind in dict(KINDS):
+        found = divergence(student, teacher, kind=kind, beta=0.3, mask=mask)
+        torch.testing.assert_close(found, plain_divergence(student[mask], teacher[mask], kind, 0.3).mean())
+
+
 def test_shape_of_tokens_is_kept() -> None:
     models = make_models(tokens=12)
     x, teacher_x = models.x.view(3, 4, -1), models.teacher_x.view(3, 4, -1)
