@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from liger_ops import TokenStats, linear_cross_entropy
+from lightning_liger.lazy.chunks import Rows, over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.tensor import LazyTensor
 
@@ -119,27 +118,27 @@ class LazyLogits(LazyTensor):
             vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
-        recipe, head, tokens = self.recipe, self.head.cast(), self.tokens
+        head, tokens = self.head.cast(), self.tokens
+        num_tokens = self.recipe.num_tokens
         element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
-        num_tokens = recipe.num_tokens
         chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
+        rows = [tensor.reshape(num_tokens, tensor.shape[-1]) for tensor in token_tensors]
+        parts = over_chunks(function, [self.rows()], rows, chunk_size)
 
-        def of_chunk(hidden_states: Tensor, *rows: Tensor) -> Any:
+        def laid_out(rows: Tensor) -> Tensor:
+            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
+
+        return laid_out(parts) if isinstance(parts, Tensor) else type(parts)([laid_out(part) for part in parts])
+
+    def rows(self) -> Rows:
+        """The values of single tokens, in the order of :attr:`tokens`."""
+        recipe, head = self.recipe, self.head.cast()
+
+        def values(hidden_states: Tensor) -> Tensor:
             recipe.check("backward of a reduction over the vocabulary")  # which calls this again
-            return function(recipe.transform.apply(head.project(hidden_states)), *rows)
+            return recipe.transform.apply(head.project(hidden_states))
 
-        if torch.is_grad_enabled() and self.requires_grad:
-            of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-        chunks = (tensor.reshape(num_tokens, tensor.shape[-1]).split(chunk_size) for tensor in (tokens, *token_tensors))
-        parts = [of_chunk(*chunk) for chunk in zip(*chunks, strict=True)]
-
-        def joined(tensors: Any) -> Tensor:
-            rows = torch.cat(tensors)
-            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, recipe.vocab_dim)
-
-        if isinstance(parts[0], Tensor):
-            return joined(parts)
-        return type(parts[0])([joined(tensors) for tensors in zip(*parts, strict=True)])
+        return Rows((self.tokens.reshape(-1, self.tokens.shape[-1]),), values, self.requires_grad)
 
     def cross_entropy(
         self,
