@@ -46,9 +46,7 @@ def over_chunks(
         ends.append(ends[-1] + len(source.tensors))
 
     def of_chunk(*rows: Tensor) -> Any:
-        values = [
-            source.values(*rows[start:end]) for source, start, end in zip(sources, ends, ends[1:], strict=False)
-        ]
+        values = [source.values(*rows[start:end]) for source, start, end in zip(sources, ends, ends[1:], strict=False)]
         return function(*values, *rows[ends[-1] :])
 
     tensors = [*(tensor for source in sources for tensor in source.tensors), *token_tensors]
