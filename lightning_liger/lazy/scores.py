@@ -37,7 +37,6 @@ from liger_ops.log_probs.scores import (
     check_outputs,
     check_temperature,
     scores_reference,
-    transform_with_temperature,
 )
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
@@ -189,7 +188,7 @@ def topk_log_probs(
         of_tokens.append(temperature.reshape(-1, 1))
 
     def of_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
-        z = transform_with_temperature(values, None, 1.0, temperatures[0][:, 0] if temperatures else temperature)
+        z = _tempered(values, temperatures[0] if temperatures else temperature)
         of_ids = z.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
         return of_ids - (of_ids if renormalize else z).logsumexp(-1, keepdim=True)
 
@@ -344,6 +343,11 @@ def _real(logits: Tensor) -> Tensor:
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
+def _tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Rows of logits in at least float32, divided by one temperature or one for each row, ``[num_rows, 1]``."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
 def _chunk_size(logits: Tensor, chunk_bytes: int | None) -> int:
     sizes = (
         logits.numel() // logits.shape[-1],
@@ -365,7 +369,7 @@ def _scores_of_rows(
     """:func:`token_scores` of materialized logits."""
 
     def of_chunk(values: Tensor, labels: Tensor, *temperatures: Tensor) -> tuple[Tensor, ...]:
-        z = transform_with_temperature(values, None, 1.0, temperatures[0][:, 0] if temperatures else temperature)
+        z = _tempered(values, temperatures[0] if temperatures else temperature)
         scores = scores_reference(z, labels[:, 0], ignore_index, outputs)
         return tuple(score for score in scores if score is not None)
 
