@@ -28,6 +28,7 @@ from liger_ops import (
     linear_token_loss,
     linear_topk_log_probs,
 )
+from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.tensor import LazyTensor
@@ -123,9 +124,28 @@ class LazyLogits(LazyTensor):
     def at_labels(self, labels: Tensor) -> Tensor:
         """The value of each token's label, differentiable: ``labels`` and the result are ``[...]``."""
         if self.transform.normalized:
-            return -self._fused(linear_cross_entropy, labels, reduction="none", ignore_index=_NO_LABEL).to(self.dtype)
+            return self._score(labels, "log_probs")
         self.notice("gather")
         return self.transform.apply_elementwise(self.head.project_to(self.tokens, labels))
+
+    def log_sum_exp(self) -> Tensor:
+        """That over the vocabulary, differentiable, ``[...]``."""
+        return self._score(torch.zeros(self.tokens.shape[:-1], dtype=torch.int64, device=self.device), "lse")
+
+    def _score(self, labels: Tensor, output: str) -> Tensor:
+        """One score of every token, in the dtype of the logits."""
+        # As for losses of single tokens: backward need not compute again what fits this budget.
+        budget = MAX_CHUNK_BYTES if self.is_cuda and "chunk_bytes" not in self.head.options else 0
+        options = {"saved_logits_bytes": budget, **self.head.options}
+        scores = self._fused(
+            linear_log_probs,
+            labels,
+            outputs=(output,),
+            ignore_index=_NO_LABEL,
+            saved_logits_bytes=options["saved_logits_bytes"],
+        )
+        score: Tensor = getattr(scores, output)
+        return score.to(self.dtype)
 
     def over_chunks(self, function: Callable[..., Any], *token_tensors: Tensor) -> Any:
         """Applies ``function`` to the values of one chunk of tokens after the other, differentiably.
