@@ -247,7 +247,7 @@ def chunked_linear_loss(
             for part in parts:
                 _project(factors, bias, logits, part)
             if other is not None:
-                copy = aligned_rows(hidden_states, rows, vocab_size) if copy is None else copy
+                copy = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if copy is None else copy
                 copy[: stop - start].copy_(logits)
             grad_logits = chunk_loss(logits, index)
             logits = logits if grad_logits is None else grad_logits
