@@ -15,6 +15,7 @@ the values of a chunk of tokens at a time.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,6 @@ from lightning_liger.lazy.recipe import Recipe
 from lightning_liger.lazy.scores import divergence
 
 _NO_LABEL = -(2**62)
-_ROUNDING = 1e-6
-"""Of weights in float32 whose logarithm is taken and undone."""
 
 
 class _KL(NamedTuple):
@@ -210,14 +209,17 @@ def _jensen_shannon(root: Expression, reduction: str) -> Tensor | None:
         torch.stack([torch.as_tensor(each, dtype=torch.float64).reshape(()).cpu() for each in term.weights]).prod()
         for term in (first, second)
     ]
-    logarithms = [share.reshape(()).double().cpu() for share in shares if share is not None]
-    numbers = torch.stack([*weights, *(each.exp() for each in logarithms)]).tolist()  # waits for a GPU, as masks do
-    differences = numbers[0] - numbers[2], numbers[1] - numbers[3], numbers[0] + numbers[1] - 1.0
-    if max(map(abs, differences)) > _ROUNDING or not 0 < numbers[0] < 1:
+    numbers = torch.stack([*weights, *(share.reshape(()).double().cpu() for share in shares if share is not None)])
+    weight, other_weight, *logarithms = numbers.tolist()  # waits for a GPU, as masks do
+    if not 0 < weight < 1 or not 0 < other_weight < 1:
         return None
-    student, teacher, beta = first.distribution, second.distribution, numbers[1]
+    rounding = 2 * torch.finfo(shares[0].dtype).eps
+    differences = math.log(weight) - logarithms[0], math.log(other_weight) - logarithms[1], weight + other_weight - 1
+    if max(map(abs, differences)) > rounding * max(1.0, *map(abs, logarithms)):
+        return None
+    student, teacher, beta = first.distribution, second.distribution, other_weight
     if teacher.requires_grad:
-        student, teacher, beta = teacher, student, numbers[0]
+        student, teacher, beta = teacher, student, weight
     if teacher.requires_grad:
         return None
     logits = _at_tokens(root, student), _at_tokens(root, teacher)
