@@ -112,6 +112,23 @@ def make_head(batch_size: int, seq_len: int, width: int) -> Tensors:
     return Tensors([x, weight, bias], [ignore_some(torch.randint(VOCAB_SIZE, (batch_size, seq_len)))])
 
 
+def make_two_heads(batch_size: int, seq_len: int, width: int) -> Tensors:
+    """The student's head, and a teacher of half its width."""
+    (x, weight, bias), _ = make_head(batch_size, seq_len, width)
+    (teacher_x, teacher_weight, _), _ = make_head(batch_size, seq_len, max(1, width // 2))
+    return Tensors([x, weight, bias], [teacher_x, teacher_weight])
+
+
+def make_head_and_ids(batch_size: int, seq_len: int, width: int) -> Tensors:
+    inputs, _ = make_head(batch_size, seq_len, width)
+    return Tensors(inputs, [torch.randint(VOCAB_SIZE, (batch_size, seq_len, 3))])
+
+
+def make_two_logits(batch_size: int, seq_len: int, width: int) -> Tensors:
+    student, teacher = 3 * torch.randn(2, batch_size, seq_len, width)
+    return Tensors([student], [teacher])
+
+
 # The same in plain PyTorch.
 
 
@@ -144,6 +161,18 @@ def plain_unit(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
+
+
+def plain_divergence(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
+    """KL(q || p), 0 for no tokens."""
+    s, t = widen(student).log_softmax(-1), widen(teacher).log_softmax(-1)
+    losses = (s.exp() * (s - t)).sum(-1)
+    return losses if reduction == "none" else losses.sum() / max(1, losses.numel())
+
+
+def plain_topk(x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
+    given = (logits := widen(F.linear(x, weight, bias))).gather(-1, ids)
+    return given.log_softmax(-1) if renormalize else given - logits.logsumexp(-1, keepdim=True)
 
 
 def plain_relu_squared(x: Tensor) -> Tensor:
@@ -202,6 +231,32 @@ def linear_cross_entropy_case(reduction: str) -> Case:
     )
 
 
+def linear_divergence_case(reduction: str) -> Case:
+    return Case(
+        liger_ops.linear_divergence,
+        lambda op, x, weight, bias, *teacher: op(
+            x, weight, *teacher, linear_bias=bias, kind="reverse_kl", reduction=reduction, chunk_bytes=2**20
+        ),
+        lambda x, weight, bias, teacher_x, teacher_weight: plain_divergence(
+            F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight), reduction
+        ),
+        make_two_heads,
+        magnitude=4.0,
+    )
+
+
+def topk_case(renormalize: bool) -> Case:
+    return Case(
+        liger_ops.linear_topk_log_probs,
+        lambda op, x, weight, bias, ids: op(
+            x, weight, ids, linear_bias=bias, renormalize=renormalize, chunk_bytes=2**20
+        ),
+        lambda *tensors: plain_topk(*tensors, renormalize),
+        make_head_and_ids,
+        magnitude=4.0,
+    )
+
+
 CASES = {
     "rms_norm_gemma": rms_norm_case("gemma"),
     "rms_norm_llama": rms_norm_case("llama"),
@@ -237,6 +292,17 @@ CASES = {
     "cross_entropy_none": cross_entropy_case("none", make_logits_of_sequences),
     "linear_cross_entropy_mean": linear_cross_entropy_case("mean"),
     "linear_cross_entropy_none": linear_cross_entropy_case("none"),
+    "divergence": Case(
+        liger_ops.divergence,
+        lambda op, student, teacher: op(student, teacher, kind="reverse_kl", reduction="none"),
+        lambda student, teacher: plain_divergence(student, teacher, "none"),
+        make_two_logits,
+        magnitude=4.0,
+    ),
+    "linear_divergence_mean": linear_divergence_case("mean"),
+    "linear_divergence_none": linear_divergence_case("none"),
+    "linear_topk_log_probs": topk_case(False),
+    "linear_topk_log_probs_renormalized": topk_case(True),
 }
 
 
