@@ -17,7 +17,7 @@ token's own scores.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from liger_ops.log_probs.scores import (
     check_transform,
 )
 from liger_ops.loss.chunked_loss import SavedLogits, choose_accumulate_dtype
+from liger_ops.loss.groups import is_grouped, join_groups, join_values
 from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head
 from liger_ops.loss.options import IGNORE_INDEX, check_labels, check_tensors
 from liger_ops.loss.vocab_parallel import VocabShard
@@ -207,15 +208,15 @@ def _input_gradient(
 
 
 def prepare(
-    input: Tensor,
+    input: Any,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Any,
     *,
     linear_bias: Tensor | None,
-    temperature: float | Tensor,
+    temperature: Any,
     softcap: float | None,
     logit_scale: float,
-    adapter: tuple[Tensor, Tensor] | None,
+    adapter: Any,
     vocab_shard: VocabShard | None,
     ignore_index: int,
     outputs: Sequence[str],
@@ -251,32 +252,27 @@ def prepare(
     if isinstance(temperature, Tensor):
         each = temperature.detach().reshape(-1).to(torch.promote_types(head.dtype, torch.float32))
         temperatures, temperature = each.where(labels != ignore_index, 1.0), 1.0  # those of ignored tokens may be 0
-    arguments = ScoreArguments(
-        *head.tensors,
-        labels,
-        temperatures,
-        head.chunk_size(chunk_bytes),
-        max_valid_tokens,
-        ",".join(names),
-        "",
-        int(ignore_index),
-        float(softcap or 0.0) / temperature,
-        float(logit_scale) / temperature,
-    )
+    scale, cap = float(logit_scale) / temperature, float(softcap or 0.0) / temperature
+    arguments = ScoreArguments._make(
+        (
+            *head.tensors, labels, temperatures, head.chunk_size(chunk_bytes), max_valid_tokens, ",".join(names), "",
+            int(ignore_index), cap, scale,
+        )
+    )  # fmt: skip
     differentiable = [name for name in names if name in DIFFERENTIABLE and name not in detached]
     return head, arguments, tuple(differentiable) if any(head.needs_gradient) else ()
 
 
 def linear_log_probs(
-    input: Tensor,
+    input: Tensor | Sequence[Tensor],
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | Sequence[Tensor],
     *,
     linear_bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor | Sequence[float | Tensor] = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    adapter: tuple[Tensor, Tensor] | None = None,
+    adapter: tuple[Tensor | Sequence[Tensor], Tensor] | None = None,
     vocab_shard: VocabShard | None = None,
     ignore_index: int = IGNORE_INDEX,
     outputs: Sequence[str] = ("log_probs",),
@@ -284,8 +280,12 @@ def linear_log_probs(
     chunk_bytes: int | None = None,
     saved_logits_bytes: int = 0,
     max_valid_tokens: int | None = None,
-) -> TokenScores:
+) -> Any:
     """Log-probabilities of labels under ``input @ linear_weight.T + linear_bias``, and other scores of tokens.
+
+    Several groups of tokens over one head are sequences of the same length: ``input``, ``target``, the adapter's input
+    and, if they differ, the temperatures (a number or a tensor for each group). They are concatenated, so the head gets
+    one gradient; the scores are a tuple of one for each group.
 
     Args:
         input: Hidden states, ``[..., hidden_size]``.
@@ -318,6 +318,17 @@ def linear_log_probs(
         ValueError: For shapes, dtypes, devices, names or options that do not fit; for a temperature that requires a
             gradient; for labels out of range if they are on the CPU (on the GPU their log-probability is NaN instead).
     """
+    if is_grouped(input):
+        groups, states, labels, adapter = join_groups(input, target, adapter)
+        if isinstance(temperature, list | tuple):
+            temperature = join_values("temperature", temperature, groups, states)
+        scores = linear_log_probs(
+            states, linear_weight, labels, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+            logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index,
+            outputs=outputs, detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
+            max_valid_tokens=max_valid_tokens,
+        )  # fmt: skip
+        return groups.split_fields(scores)
     head, arguments, differentiable = prepare(
         input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index, outputs=outputs,
@@ -339,4 +350,5 @@ def linear_log_probs(
         else:
             saved = head.saved_chunks(saved_logits_bytes, arguments.chunk_size) if vocab_shard is None else 0
             scores = _LinearLogProbsFunction.apply(vocab_shard, saved, head.needs_gradient, differentiable, *arguments)
-    return TokenScores(**{name: score.view(target.shape) for name, score in zip(names, scores, strict=False)})
+    shape = cast(Tensor, target).shape
+    return TokenScores(**{name: score.view(shape) for name, score in zip(names, scores, strict=False)})

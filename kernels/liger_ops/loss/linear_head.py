@@ -39,7 +39,7 @@ class LinearHead(NamedTuple):
     @property
     def tensors(self) -> list[Tensor | None]:
         """The first ``NUM_GRADIENTS`` fields."""
-        return list(self[:NUM_GRADIENTS])
+        return [self.input, self.weight, self.bias, self.adapter_input, self.adapter_weight]
 
     def chunk_size(self, chunk_bytes: int | None) -> int:
         """Tokens a chunk of logits within a budget, by default chosen for the device."""
@@ -122,7 +122,8 @@ def check_head(
         for name, tensor in zip(names, tensors[1:], strict=True):
             if tensor is not None and tensor.dtype != input.dtype:
                 raise ValueError(f"{name} must have input's dtype {input.dtype}, got {tensor.dtype}")
-    return LinearHead(*tensors, needs_gradient, dtype or input.dtype, vocab_size, num_columns, dtype is not None)
+    is_autocast = dtype is not None
+    return LinearHead._make((*tensors, needs_gradient, dtype or input.dtype, vocab_size, num_columns, is_autocast))
 
 
 def _check_adapter(input: Tensor, linear_weight: Tensor, adapter: Any) -> tuple[Tensor, Tensor]:
