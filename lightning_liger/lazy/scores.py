@@ -80,6 +80,7 @@ def token_scores(
         ValueError: For shapes, devices or options that do not fit, for labels out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
+    labels = _whole(labels)
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
@@ -121,6 +122,7 @@ def token_loss(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
+    labels = _whole(labels)
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
@@ -164,6 +166,7 @@ def topk_log_probs(
         ValueError: For shapes, devices or options that do not fit, for ids out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
+    ids, mask = _whole(ids), _whole(mask)
     check_logits("logits", logits)
     check_bool("renormalize", renormalize)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -231,6 +234,7 @@ def divergence(
         ValueError: For shapes, devices or options that do not fit.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
+    mask, token_weight = _whole(mask), _whole(token_weight)
     check_logits("student_logits", student_logits)
     check_logits("teacher_logits", teacher_logits)
     check_same_device("student_logits", student_logits, teacher_logits=teacher_logits)
@@ -334,6 +338,11 @@ def _of_head(logits: Tensor) -> LazyLogits | None:
 def _lazy(logits: Tensor) -> LazyLogits | None:
     """The logits if they are lazy and their gradient need not pass another function."""
     return logits if isinstance(logits, LazyLogits) and not logits.is_foreign else None
+
+
+def _whole(value: Any) -> Any:
+    """A tensor of tokens as every rank has it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _real(logits: Tensor) -> Tensor:
