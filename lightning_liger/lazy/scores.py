@@ -182,7 +182,7 @@ def topk_log_probs(
         check_shape("mask", mask, tokens, "one for each token")
     check_temperature(temperature, torch.empty(tokens, dtype=torch.int64, device=logits.device))
     lazy = _of_head(logits)
-    if lazy is not None and not isinstance(temperature, Tensor):
+    if lazy is not None and lazy.head.is_whole and not isinstance(temperature, Tensor):
         return lazy.topk_log_probs(
             ids, temperature=temperature, renormalize=renormalize, mask=mask, chunk_bytes=chunk_bytes
         )
