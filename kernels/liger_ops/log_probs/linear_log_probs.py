@@ -245,7 +245,7 @@ def prepare(
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0)
     check_integer("max_valid_tokens", max_valid_tokens, at_least=0, optional=True)
     head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
-    check_temperature(temperature, target)
+    check_temperature(temperature, target, ignore_index)
     check_labels("target", target, head.vocab_size, ignore_index)
 
     labels, temperatures = target.reshape(-1).contiguous(), None
