@@ -283,6 +283,10 @@ class LazyExpression(LazyLogits):
     def head(self) -> ExpressionHead:
         return self.recipe.head
 
+    def materialized(self) -> Tensor:
+        """A real tensor of the values."""
+        return self.real_values("the output of a module")
+
     def part(self, operand: Operand) -> Tensor:
         """An operand as a tensor."""
         if isinstance(operand, Tensor):

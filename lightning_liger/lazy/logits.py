@@ -284,7 +284,7 @@ class LazyLogits(LazyTensor):
     ) -> TokenScores:
         """As :func:`lightning_liger.token_scores`."""
         self._count_loss()
-        shifted = self._shifted(outputs)
+        shifted = self.shifted(outputs)
         scores = self._fused(
             linear_log_probs, labels, temperature=temperature, outputs=outputs, detach=detach, **options
         )
@@ -305,7 +305,7 @@ class LazyLogits(LazyTensor):
     ) -> tuple[Tensor, TokenScores]:
         """As :func:`lightning_liger.token_loss`."""
         self._count_loss()
-        if shifted := self._shifted(outputs):
+        if shifted := self.shifted(outputs):
             raise ValueError(
                 f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got {outputs!r}; pass the"
                 " logits before their log-softmax"
@@ -340,7 +340,7 @@ class LazyLogits(LazyTensor):
         """Whether these are a function of the logits of heads, not of one head."""
         return False
 
-    def _shifted(self, outputs: Sequence[str]) -> list[str]:
+    def shifted(self, outputs: Sequence[str]) -> list[str]:
         """The outputs on which a log-softmax of the logits has an effect."""
         return [name for name in outputs if name in ("lse", "mean_logit")] if self.transform.normalized else []
 

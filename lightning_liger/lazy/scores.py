@@ -126,7 +126,7 @@ def token_loss(
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
-    if (lazy := _of_head(logits)) is not None:
+    if (lazy := _of_head(logits)) is not None and not lazy.shifted(outputs):
         return lazy.token_loss(
             labels, loss, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
             saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
