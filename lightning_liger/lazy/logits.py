@@ -198,6 +198,8 @@ class LazyLogits(LazyTensor):
         recipe, version = getattr(lse, "_liger_log_sum_exp_of", (None, 0))
         if recipe is None or lse._version != version or lse.ndim != self.ndim:
             return False
+        if torch.is_grad_enabled() and lse.requires_grad != self.requires_grad:
+            return False
         same = recipe.hidden_states is self.hidden_states and recipe.head is self.head
         return same and recipe.transform == self.transform and recipe.vocab_dim == self.vocab_dim == -1
 

@@ -84,9 +84,22 @@ def _softmax(recipe: object) -> Recipe | None:
 
 
 def _are_of_one_output(first: Recipe, second: Recipe) -> bool:
-    """Whether both are the same logits, but for a log-softmax and casts."""
+    """Whether both are the same logits, but for a log-softmax and casts, with the same gradient."""
     a, b = (recipe.transform._replace(normalized=False, dtype=torch.float32) for recipe in (first, second))
-    return first.head is second.head and first.hidden_states is second.hidden_states and a == b
+    if a != b or type(first.head) is not type(second.head) or first.head.compute_dtype != second.head.compute_dtype:
+        return False
+    tensors, others = first.tensors(), second.tensors()
+    return tensors.keys() == others.keys() and all(_is_same(tensors[name], others[name]) for name in tensors)
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Whether these are one tensor, or its detached aliases."""
+    if first is second:
+        return True
+    if first.requires_grad or second.requires_grad or first.data_ptr() == 0:
+        return False
+    layouts = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in (first, second)]
+    return layouts[0] == layouts[1]
 
 
 def _at_tokens(root: Expression, recipe: Recipe) -> LazyLogits:

@@ -1,6 +1,7 @@
 """Operations of lazy logits against those of real logits: values, gradients, and what is and is not computed."""
 
 import inspect
+import math
 import operator
 import re
 import warnings
@@ -397,6 +398,62 @@ def test_function_of_several_losses_or_of_tensors_as_large_as_logits_materialize
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     twin.assert_same_gradients(got, want)
+
+
+@pytest.mark.parametrize("name", ["entropy", "entropy_of_logits", "entropy_of_a_distribution"])
+def test_entropy_without_gradients_is_fused(name: str) -> None:
+    twin = Twin()
+    lazy, real = twin.lazy, twin.real
+    with torch.no_grad():
+        torch.testing.assert_close(LOSSES[name](lazy), LOSSES[name](real), rtol=1e-5, atol=1e-5)
+    assert (twin.counters.num_losses, twin.counters.num_materialized) == (1, 0)
+
+
+def constant_normalizer(x: Logits) -> Tensor:
+    with torch.no_grad():
+        normalizer = x.logsumexp(-1, keepdim=True)
+    return (x - normalizer).gather(-1, LABELS[..., None])
+
+
+def changed_normalizer(x: Logits) -> Tensor:
+    normalizer = x.logsumexp(-1, keepdim=True).detach()
+    normalizer += 1.0
+    return (x - normalizer).exp().sum(-1)
+
+
+GRADIENTS: dict[str, Callable[[Logits], Tensor]] = {
+    "detached_probabilities": lambda x: -(x.softmax(-1).detach() * x.log_softmax(-1)).sum(-1),
+    "detached_logarithms": lambda x: (x.softmax(-1) * x.detach().log_softmax(-1)).sum(-1),
+    "detached_logits": lambda x: x.logsumexp(-1) - 2 * (x.detach().softmax(-1) * x).sum(-1),
+    "detached_target": lambda x: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1) + 1e-3, reduction="sum"),
+    "divergence_from_detached": lambda x: F.kl_div((2 * x).log_softmax(-1), x.detach().softmax(-1), reduction="sum"),
+    "divergence_to_detached": lambda x: F.kl_div((2 * x).detach().log_softmax(-1), x.softmax(-1), reduction="sum"),
+    "constant_normalizer": constant_normalizer,
+    "changed_normalizer": changed_normalizer,
+    "other_scale": lambda x: (x.softmax(-1) * (x * 2).log_softmax(-1)).sum(-1),
+    "other_tokens": lambda x: (x[:, 1:].softmax(-1) * x[:, :-1].log_softmax(-1)).sum(-1),
+    "weights_that_do_not_add_up": lambda x: mixture_loss(x, 0.3, 0.6),
+    "weights_of_other_shares": lambda x: mixture_loss(x, 0.7, 0.3),
+    "weights_of_one_distribution": lambda x: mixture_loss(x, 0.3, 0.7, swapped=True),
+}
+
+
+def mixture_loss(x: Logits, first: float, second: float, swapped: bool = False) -> Tensor:
+    """Nearly a Jensen-Shannon divergence."""
+    student, teacher = x.log_softmax(-1), (0.3 * x.detach()).log_softmax(-1)
+    other = student if swapped else teacher
+    mixture = torch.logsumexp(torch.stack([student + math.log(0.7), other + torch.tensor(0.3).log()]), dim=0)
+    losses = [F.kl_div(mixture, each, reduction="none", log_target=True) for each in (teacher, student)]
+    return (torch.tensor(first) * losses[0] + torch.tensor(second) * losses[1])[MASK].sum()
+
+
+@pytest.mark.parametrize("function", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradient_that_only_a_part_has_is_not_taken_for_that_of_a_loss(function: Callable[[Logits], Tensor]) -> None:
+    twin = Twin()
+    got, want = function(twin.lazy), function(twin.real)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    twin.assert_same_gradients(got, want)
+    assert twin.counters.num_materialized == 0
 
 
 def tensors_of(result: Any) -> tuple[Tensor, ...]:
