@@ -111,15 +111,24 @@ def pad(column: Sequence[np.ndarray], width: int, fill: Any, *, left: bool = Fal
 def _completions(layout: Layout, pairs: Sequence[tuple[np.ndarray, np.ndarray]], prefix: str = "") -> Batch:
     """Sequences of prompt and completion with ``completion_mask``, 1 at the completion's tokens; 0 at all others.
 
-    Packed, also ``sequence_ids`` ``[1, total]``, the number of the sequence of each token.
+    Packed, also ``sequence_ids`` ``[1, total]``, the number of each token's sequence (-1 at padding), and
+    ``num_sequences``, an integer.
     """
     columns = {
         "input_ids": [np.concatenate(pair) for pair in pairs],
         "completion_mask": [np.repeat([0, 1], [len(prompt), len(completion)]) for prompt, completion in pairs],
     }
     batch = layout.batch(columns, {"completion_mask": 0}, prefix=prefix)
+    return _numbered(batch, columns["input_ids"], layout, prefix)
+
+
+def _numbered(batch: Batch, sequences: Sequence[np.ndarray], layout: Layout, prefix: str = "") -> Batch:
+    """The batch; if it is packed, with ``sequence_ids`` and ``num_sequences``."""
     if layout.packing:
+        total = sum(len(layout.cut(sequence)) for sequence in sequences)
         batch[f"{prefix}sequence_ids"] = batch[f"{prefix}seq_idx"].long()
+        batch[f"{prefix}sequence_ids"][:, total:] = -1
+        batch[f"{prefix}num_sequences"] = len(sequences)
     return batch
 
 
@@ -251,8 +260,7 @@ class RolloutCollator:
 
     def _packed(self, columns: Mapping[str, list[np.ndarray]]) -> Batch:
         batch = self.layout.batch(columns, dict.fromkeys(columns, 0) | {"input_ids": self.layout.pad_token_id})
-        batch["sequence_ids"] = batch["seq_idx"].long()
-        return batch
+        return _numbered(batch, columns["input_ids"], self.layout)
 
     def _padded(self, columns: Mapping[str, list[np.ndarray]]) -> Batch:
         cut = {key: [self.layout.cut(each) for each in column] for key, column in columns.items()}

@@ -48,7 +48,8 @@ def test_packed_pairs_hold_the_same_sequences_as_padded_ones():
     packed = PreferenceCollator(Layout(packing=True))(PAIRS)
     keys = ("input_ids", "completion_mask")
     assert documents(packed, *keys) == documents(padded, *keys)
-    assert set(packed) == {*keys, "sequence_ids"} | PACKED
+    assert set(packed) == {*keys, "sequence_ids", "num_sequences"} | PACKED
+    assert packed["num_sequences"] == 4
     assert packed["sequence_ids"].tolist() == [[0] * 5 + [1] * 3 + [2] * 4 + [3] * 4]
     assert packed["position_ids"].tolist() == [[*range(5), *range(3), *range(4), *range(4)]]
     assert packed["cu_seq_lens_q"].tolist() == packed["cu_seq_lens_k"].tolist() == [0, 5, 8, 12, 16]
@@ -63,7 +64,8 @@ def test_padding_to_a_multiple():
     assert packed["input_ids"].shape == (1, 21)
     assert packed["input_ids"][0, 16:].tolist() == [50] * 5
     assert packed["completion_mask"][0, 16:].tolist() == packed["position_ids"][0, 16:].tolist() == [0] * 5
-    assert packed["sequence_ids"][0, 16:].tolist() == [3] * 5
+    assert packed["sequence_ids"][0, 15:].tolist() == [3] + [-1] * 5
+    assert packed["seq_idx"][0, 15:].tolist() == [3] * 6
     assert packed["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 21]
     assert packed["max_length_q"] == 9
 
