@@ -15,7 +15,11 @@ from lightning_liger.data import write_teacher_topk
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
 
 FOLDER = Path(__file__).parent
-WORDS = ["lamp", "river", "stone", "cloud", "bread", "violin", "garden", "winter", "pencil", "harbor", "candle"]
+WORDS = [
+    *("lamp", "river", "stone", "cloud", "bread", "violin", "garden", "winter", "pencil", "harbor", "candle", "forest"),
+    *("window", "copper", "meadow", "ladder", "basket", "mirror", "island", "bridge", "feather", "lantern", "thunder"),
+    "orchard",
+]
 REWARDS = [1, 0, 0.5, 0]
 TOP_K = 4
 VOCAB_SIZE = 320
@@ -28,16 +32,17 @@ Task = tuple[str, str, str, str]
 def tasks(seed: int) -> Iterator[Task]:
     """Questions about sums and words, in turn."""
     draw = random.Random(seed)
+    words = draw.sample(WORDS, NUM_RECORDS // 2)
     for index in range(NUM_RECORDS):
-        first, second = draw.randint(2, 30), draw.randint(2, 30)
-        word, kind = draw.choice(WORDS), index % 4
+        first, second, kind = draw.randint(2, 60), draw.randint(2, 60), index % 4
+        word = words.pop() if kind > 1 else ""
         if kind == 0:
             total = first + second
             yield f"How much is {first} plus {second}?", f"{first} plus {second} is {total}.", f"It is {total + 3}.", ""
         elif kind == 1:
-            low, high = sorted((first, second + 31))
+            low, high = sorted((first, second + 61))
             right, wrong = f"{high} is larger than {low}.", f"{low} is the larger one."
-            yield f"Which number is larger, {first} or {second + 31}?", right, wrong, ""
+            yield f"Which number is larger, {first} or {second + 61}?", right, wrong, ""
         elif kind == 2:
             yield f"Write the word {word} backwards.", word[::-1], word, word
         else:

@@ -40,7 +40,7 @@ from lightning_liger.data.collate import TRUNCATIONS, Layout, TeacherTopKCollato
 from lightning_liger.data.module import BatchesDataModule, held_out_places
 from lightning_liger.data.ragged import SHARED_OFFSETS, RaggedTable, RaggedWriter
 from lightning_liger.data.sources import walk
-from lightning_liger.data.tokenizer import identity, load_tokenizer, tokenizer_files
+from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
 
 FORMAT = "lightning_liger.teacher_topk"
 FORMAT_VERSION = 1
@@ -50,8 +50,9 @@ _TOLERANCE = 1e-2  # of the sum of probabilities, in float16 or bfloat16
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash that two tokenizers share if they give the same tokens for every text, and end documents with the same."""
-    return hashlib.sha256(json.dumps(identity(tokenizer), sort_keys=True, default=str).encode()).hexdigest()
+    """A hash of the vocabulary and the end-of-sequence token: of what ids mean."""
+    meaning = sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id
+    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
 
 def write_teacher_topk(

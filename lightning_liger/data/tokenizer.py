@@ -135,11 +135,10 @@ def _is_file(item: tuple[Any, Any]) -> bool:
 
 def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
     """Whether both give the same tokens for every text, and end documents with the same one."""
-    return identity(first) == identity(second)
+    return _identity(first) == _identity(second)
 
 
-def identity(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """All that determines the tokens of texts: equal for two tokenizers that are the same."""
+def _identity(tokenizer: PreTrainedTokenizerBase) -> Any:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return type(tokenizer), tokenizer.eos_token_id, tokenizer.get_vocab()
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
