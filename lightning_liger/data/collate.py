@@ -222,13 +222,14 @@ class RolloutCollator:
 
     Examples also have ``completion_lengths``, the number of tokens of each completion of the group; ``advantages``, one
     for each completion, or ``token_advantages``, one for each token of them; and maybe ``rewards``, one for each
-    completion, and log-probabilities of each token. Groups stay together.
+    completion, ``tool_mask`` (0 at tokens that the policy did not write) and log-probabilities of each token. Groups
+    stay together.
 
     A batch with N completions in all has ``prompt_ids`` (padded on the left) and ``prompt_mask``, ``[N, prompt_len]``;
     ``completion_ids`` (padded on the right) and ``completion_mask``, ``[N, completion_len]``; ``group_ids`` ``[N]``,
     the number of the group in the batch; ``advantages``, ``[N]`` or ``[N, completion_len]``; ``rewards`` ``[N]``; and
-    ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps``, ``[N, completion_len]``. Ids,
-    numbers and masks are int64, all others float32 with padding of 0.
+    ``tool_mask``, ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps``,
+    ``[N, completion_len]``. Ids, numbers and masks are int64, all others float32; padding is 0.
 
     Packed, prompts and completions are ``input_ids`` ``[1, total]`` with ``completion_mask`` and ``sequence_ids``, as
     those of :class:`PreferenceCollator`; values of tokens are ``[1, total]``, each at its token.
@@ -237,7 +238,7 @@ class RolloutCollator:
     layout: Layout
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        per_token = [key for key in ("token_advantages", *PER_TOKEN_LOG_PROBS) if key in examples[0]]
+        per_token = [key for key in ("token_advantages", "tool_mask", *PER_TOKEN_LOG_PROBS) if key in examples[0]]
         columns: dict[str, list[np.ndarray]] = {key: [] for key in ("input_ids", "completion_mask", *per_token)}
         for each in examples:
             num_prompt_tokens = len(each["prompt_ids"])
@@ -246,7 +247,7 @@ class RolloutCollator:
                 columns["input_ids"].append(np.concatenate((each["prompt_ids"], each["completion_ids"][start:end])))
                 columns["completion_mask"].append(np.repeat([0, 1], [num_prompt_tokens, end - start]))
                 for key in per_token:
-                    values = np.asarray(each[key][start:end], dtype=np.float32)
+                    values = np.asarray(each[key][start:end], dtype=np.uint8 if key == "tool_mask" else np.float32)
                     columns[key].append(np.pad(values, (num_prompt_tokens, 0)))
         batch = self._packed(columns) if self.layout.packing else self._padded(columns)
         if "token_advantages" in batch:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import override
 
-from liger_ops.arguments import check_choice
+from liger_ops.arguments import check_choice, shown
 from lightning_liger.data.collate import PER_TOKEN_LOG_PROBS, RolloutCollator
 from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
@@ -24,7 +24,8 @@ class RolloutDataModule(ExamplesDataModule):
     ``rewards``, a number for each completion, or ``advantages``, a number for each or a list with one for each of its
     tokens. In place of texts, ``prompt_ids`` and ``completion_ids`` hold the tokens that were sampled; with them
     ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps`` may hold the log-probabilities of
-    the tokens of each completion. Groups stay together: ``batch_size`` counts groups. Groups may differ in size.
+    the tokens of each completion, and ``tool_mask`` a list of 0 for tokens that the policy did not write and 1 for
+    others. Groups stay together: ``batch_size`` counts groups. Groups may differ in size.
 
     Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
 
@@ -36,7 +37,7 @@ class RolloutDataModule(ExamplesDataModule):
 
     _fields = (
         *("prompt", "completions", "rewards", "advantages", "prompt_ids", "completion_ids", *PER_TOKEN_LOG_PROBS),
-        *("tools", "chat_template_kwargs"),
+        *("tool_mask", "tools", "chat_template_kwargs"),
     )
 
     def __init__(self, *, scale_rewards: Literal["group", "none"] = "group", **settings: Any) -> None:
@@ -70,6 +71,11 @@ class RolloutDataModule(ExamplesDataModule):
         else:
             rewards = np.array(record.numbers("rewards", len(completions)))
             example["advantages"] = floats(group_advantages(rewards, self.scale_rewards == "group"))
+        if record.has("tool_mask"):
+            mask = _of_tokens(record, "tool_mask", lengths)
+            if not np.isin(mask, (0, 1)).all():
+                raise record.error(f"the field 'tool_mask' must have 0 and 1 only, got {shown(mask.tolist())}")
+            example["tool_mask"] = mask.astype(np.uint8)
         for key in PER_TOKEN_LOG_PROBS:
             if record.has(key):
                 example[key] = _of_tokens(record, key, lengths)

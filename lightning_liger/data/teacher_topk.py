@@ -121,7 +121,7 @@ def _checked(name: str, row: Any, top_k: int | None) -> dict[str, np.ndarray]:
     if len(labels) != length:
         raise ValueError(f"{name}['labels'] must have {length} values as input_ids, got {len(labels)}")
     ids = _integers(f"{name}[{_IDS!r}]", row[_IDS], 2)
-    log_probs = _array(row[_LOG_PROBS])
+    log_probs = _array(f"{name}[{_LOG_PROBS!r}]", row[_LOG_PROBS])
     if not np.issubdtype(log_probs.dtype, np.floating):
         raise wrong_type(f"{name}[{_LOG_PROBS!r}]", "an array of floating-point numbers", row[_LOG_PROBS])
     expected = (length, ids.shape[1] if top_k is None else top_k)
@@ -149,20 +149,23 @@ def _checked(name: str, row: Any, top_k: int | None) -> dict[str, np.ndarray]:
     return {"input_ids": input_ids, "labels": labels, _IDS: ids, _LOG_PROBS: log_probs}
 
 
-def _array(value: Any) -> np.ndarray:
+def _array(name: str, value: Any) -> np.ndarray:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value  # numpy has no bfloat16
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:  # lists of different lengths
+        raise wrong_type(name, "an array", value) from error
 
 
 def _integers(name: str, value: Any, num_dims: int, least: int = 0) -> np.ndarray:
-    array = _array(value)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise wrong_type(name, "an array of integers", value)
+    array = _array(name, value)
     if array.ndim != num_dims or not array.size:
         raise ValueError(f"{name} must have {num_dims} dimensions and values, got the shape {array.shape}")
-    if array.min() < least or array.max() >= 2**31 or (least and ((array < 0) & (array != least)).any()):
+    if not np.issubdtype(array.dtype, np.integer):
+        raise wrong_type(name, "an array of integers", value)
+    if array.max() >= 2**31 or ((array < 0) & (array != least)).any():
         expected = f"ids of at least 0{f', or {least}' if least else ''}"
         raise ValueError(f"{name} must be {expected}, got {array.min()} to {array.max()}")
     return array.astype(np.int32)
@@ -186,7 +189,7 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
         if found.get("format_version") != str(FORMAT_VERSION):
             version = found.get("format_version")
             raise ValueError(f"{file}: the metadata 'format_version' must be {FORMAT_VERSION}, got {version!r}")
-        self.top_k, self.temperature = int(self._number("top_k")), self._number("temperature")
+        self.top_k, self.temperature = round(self._number("top_k")), self._number("temperature")
         self.tokenizer_hash = found.get("tokenizer_hash", "")
         if SHARED_OFFSETS not in table.shapes:
             raise ValueError(f"{file} must have the tensor {SHARED_OFFSETS!r}, got {sorted(table.shapes)}")

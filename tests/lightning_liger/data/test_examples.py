@@ -414,12 +414,15 @@ def test_sampled_tokens_keep_their_log_probabilities(make):
         "completion_ids": [[7, 8], [9]],
         "advantages": [[1, 2], [3]],
         "sampling_per_token_logps": [[-0.5, -0.25], [-1]],
+        "tool_mask": [[1, 0], [1]],
     }
     data = ready(make(RolloutDataModule, [line], batch_size=1, validation_fraction=0))
     (batch,) = data.train_dataloader()
     assert batch["completion_ids"].tolist() == [[7, 8], [9, 0]]
     assert batch["advantages"].tolist() == [[1, 2], [3, 0]]
     assert batch["sampling_per_token_logps"].tolist() == [[-0.5, -0.25], [-1, 0]]
+    assert batch["tool_mask"].tolist() == [[1, 0], [1, 0]]
+    assert batch["tool_mask"].dtype == torch.int64
 
 
 def test_checkpoints_hold_the_tokenizer_with_its_chat_template(make):
