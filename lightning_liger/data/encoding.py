@@ -30,14 +30,16 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def text(self, text: str) -> list[int]:
-        """The ids of a text with the tokenizer's special tokens, of which none is doubled at the beginning."""
+    def texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts with the tokenizer's special tokens, of which none is doubled at the beginning."""
         bos = self.tokenizer.bos_token
-        has_bos = isinstance(bos, str) and text.startswith(bos)
-        return self._ids(text, add_special_tokens=not has_bos)
+        has_bos = isinstance(bos, str) and texts[-1].startswith(bos)
+        return self._ids(texts, add_special_tokens=not has_bos)
 
-    def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    def _ids(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+        # In one call: tokenizers share several texts among the cores.
+        encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
         return ids
 
     def split(self, record: Record, prompt: Text, completions: Sequence[Text]) -> tuple[list[int], list[list[int]]]:
@@ -52,23 +54,17 @@ class Encoder:
         if len({isinstance(each, str) for each in (prompt, *completions)}) != 1:
             raise record.error("prompt and completions must be either all strings, or all lists of messages")
         if isinstance(prompt, str):
-            alone = self.text(prompt)
-            whole = [self._with_end(self.text(f"{prompt}{completion}")) for completion in completions]
+            alone, *whole = self.texts([prompt, *(f"{prompt}{completion}" for completion in completions)])
+            end: Any = self.tokenizer.eos_token_id
+            whole = [ids if ids[-1:] == [end] else [*ids, end] for ids in whole]
         else:
             is_open = prompt[-1]["role"] == "assistant"  # the completion goes on with the last message
             mode = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
-            alone = self._ids(self.render(record, prompt, **mode))
-            whole = [self._ids(self.render(record, [*prompt, *completion])) for completion in completions]  # type: ignore[misc]
+            rendered = [self.render(record, prompt, **mode)]
+            rendered += [self.render(record, [*prompt, *completion]) for completion in completions]
+            alone, *whole = self._ids(rendered)
         length = min(common_prefix(alone, each) for each in whole)
         return whole[0][:length], [each[length:] for each in whole]
-
-    def _with_end(self, ids: list[int]) -> list[int]:
-        end: Any = self.tokenizer.eos_token_id
-        return ids if ids[-1:] == [end] else [*ids, end]
-
-    def with_end(self, text: str) -> list[int]:
-        """The ids of a text, and the end-of-sequence token."""
-        return self._with_end(self.text(text))
 
     def render(self, record: Record, messages: list[Message], **options: Any) -> str:
         """The text of messages by the chat template, with the tools and ``chat_template_kwargs`` of the record.
@@ -100,7 +96,7 @@ class Encoder:
                 differently when others follow.
         """
         if train_on == "all":
-            ids = self._ids(self.render(record, messages))
+            (ids,) = self._ids([self.render(record, messages)])
             return ids, [1] * len(ids)
         if not any(message["role"] == "assistant" for message in messages):
             raise record.error("the conversation has no message with the role 'assistant'")
@@ -109,7 +105,7 @@ class Encoder:
             encoded = self._apply(record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         else:
-            ids, mask = self._masked_by_prefixes(record, messages)
+            ids, mask = self._masked_by_prefixes(record, messages, train_on == "last")
         if train_on == "last":
             end = max((place + 1 for place, value in enumerate(mask) if value), default=0)
             start = end - sum(1 for _ in takewhile(bool, reversed(mask[:end])))
@@ -118,13 +114,13 @@ class Encoder:
             raise record.error("the chat template marks no token of an assistant's message")
         return ids, mask
 
-    def _masked_by_prefixes(self, record: Record, messages: list[Message]) -> tuple[list[int], list[int]]:
+    def _masked_by_prefixes(
+        self, record: Record, messages: list[Message], only_last: bool
+    ) -> tuple[list[int], list[int]]:
         whole = self.render(record, messages)
-        ids = self._ids(whole)
-        mask = [0] * len(ids)
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        bounds = []
+        of_assistant = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for index in of_assistant[-1:] if only_last else of_assistant:
             before = self.render(record, messages[:index], add_generation_prompt=True) if index else ""
             after = self.render(record, messages[: index + 1])
             if not whole.startswith(before) or not whole.startswith(after):
@@ -133,14 +129,21 @@ class Encoder:
                     " tokens cannot be found: use a template that marks them with {% generation %}, or"
                     " data.train_on='last' with conversations that end there"
                 )
-            start, end = common_prefix(self._ids(before), ids), common_prefix(self._ids(after), ids)
+            bounds += [before, after]
+        ids, *prefixes = self._ids([whole, *bounds])
+        places = [common_prefix(prefix, ids) for prefix in prefixes]
+        mask = [0] * len(ids)
+        for start, end in zip(places[::2], places[1::2], strict=True):
             mask[start:end] = [1] * (end - start)
         return ids, mask
 
 
 def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The number of items at the beginning that are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return place
+    return min(len(first), len(second))
 
 
 def implicit_prompt(first: Text, second: Text) -> int:

@@ -312,7 +312,7 @@ class TeacherTopKDataModule(BatchesDataModule):
 
     def _open(self, setting: str, path: Any) -> ConcatDataset[dict[str, Any]]:
         files = [TeacherTopKFile(file) for file in _topk_files(setting, path)]
-        known = None if self.text_tokenizer is None else tokenizer_hash(self.text_tokenizer)
+        known = "" if self.text_tokenizer is None else tokenizer_hash(self.text_tokenizer)
         for file in files:
             self.temperature, self.top_k = self.temperature or file.temperature, self.top_k or file.top_k
             if (file.temperature, file.top_k) != (self.temperature, self.top_k):
@@ -320,12 +320,12 @@ class TeacherTopKDataModule(BatchesDataModule):
                     f"{setting}: {file.table.file} has top_k={file.top_k} and temperature={file.temperature}, others"
                     f" top_k={self.top_k} and temperature={self.temperature}; expected the same in all files"
                 )
-            if file.tokenizer_hash and file.tokenizer_hash != (known := known or file.tokenizer_hash):
+            known = known or file.tokenizer_hash
+            if file.tokenizer_hash and file.tokenizer_hash != known:
+                others = "other files" if self.tokenizer is None else f"data.tokenizer={str(self.tokenizer)!r}"
                 raise ValueError(
                     f"{setting}: {file.table.file} has the tokens of another tokenizer (hash"
-                    f" {file.tokenizer_hash[:12]}) than"
-                    + (" other files" if self.tokenizer is None else f" data.tokenizer={str(self.tokenizer)!r}")
-                    + f" ({known[:12]})"
+                    f" {file.tokenizer_hash[:12]}) than {others} ({known[:12]})"
                 )
         return ConcatDataset(files)
 

@@ -123,10 +123,13 @@ def test_assistant_begins_the_conversation(chat, bpe):
     assert bpe.decode(learned) == "<assistant>Hello there<|endoftext|>\n"
 
 
-def test_messages_that_change_when_others_follow_are_an_error(chat):
-    template = "{% for m in messages %}{% if loop.last %}<think>{% endif %}{{ m.content }}\n{% endfor %}"
+def test_messages_that_change_when_others_follow_are_an_error(chat, bpe):
+    thinks = "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}"
+    template = f"{{% for m in messages %}}{thinks}{{{{ m.content }}}} {{% endfor %}}"
     with pytest.raises(ValueError, match=r"line 3: the chat template renders message 2 in another way"):
         chat(template).conversation(HERE, TALK, "assistant")
+    ids, mask = chat(template).conversation(HERE, TALK, "last")
+    assert bpe.decode([token for token, value in zip(ids, mask, strict=True) if value]) == "<think>Goodbye "
     ids, mask = chat(MARKED.replace("{% for", "{{ messages|length }}{% for")).conversation(HERE, TALK, "assistant")
     assert sum(mask) < len(ids)
 
