@@ -58,6 +58,8 @@ def test_merged_token_at_the_boundary_belongs_to_the_completion(bpe):
     assert bpe.decode(prompt) == "2 "
     assert first == [merged, bpe.eos_token_id]
     assert bpe.decode(second) == "ac<|endoftext|>"
+    swapped, (second, first) = Encoder(bpe).split(HERE, "2 a", ["c", "b"])
+    assert (bpe.decode(swapped), bpe.decode(second), first[0]) == ("2 ", "ac<|endoftext|>", merged)
     alone, _ = Encoder(bpe).split(HERE, "2 a", ["c"])
     assert bpe.decode(alone) == "2 a"
 

@@ -263,6 +263,12 @@ def test_supervised_examples_without_labels_after_truncation_are_left_out(make):
     assert len(at_end.train_data) == 1
     for batch in at_end.train_dataloader():
         assert (batch["labels"][:, 1:] != -100).any()
+    row = ready(make(ConversationDataModule, late[:1], **{**settings, "max_length": None})).train_data[0]
+    num_left = len(row["input_ids"]) - int(row["last_learned"])  # the last token to learn becomes the first one
+    settings = {**settings, "truncation": "keep_end"}
+    ready(make(ConversationDataModule, late[:1], **{**settings, "max_length": num_left + 1}))
+    with pytest.raises(ValueError, match="1 of 1 train examples .* their last"):
+        ready(make(ConversationDataModule, late[:1], **{**settings, "max_length": num_left}))
 
 
 def test_records_must_agree_in_optional_fields(make):
@@ -345,8 +351,8 @@ def test_pairs_become_feedback_and_validation_does_not_mismatch_the_two_of_a_pai
 
 def test_alpaca_prompts_are_the_published_ones(make):
     lines = [
-        {"instruction": "Add.", "input": "1, 2", "output": "3"},
-        {"instruction": "Greet.", "input": "", "output": "Hi {input}"},
+        {"instruction": "Add {input}.", "input": "1, 2", "output": "3"},
+        {"instruction": "Greet {input}.", "input": "", "output": "Hi {input}"},
     ]
     data = ready(make(PromptCompletionDataModule, lines, batch_size=2, validation_fraction=0))
     (batch,) = data.train_dataloader()
@@ -360,12 +366,12 @@ def test_alpaca_prompts_are_the_published_ones(make):
     assert texts == {
         f"3{END}": (
             "Below is an instruction that describes a task, paired with an input that provides further context. Write a"
-            " response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1, 2\n\n",
+            " response that appropriately completes the request.\n\n### Instruction:\nAdd {input}.\n\n### Input:\n1, 2\n\n",
             f"3{END}",
         ),
         f"Hi {{input}}{END}": (
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-            "\n\n### Instruction:\nGreet.\n\n",
+            "\n\n### Instruction:\nGreet {input}.\n\n",
             f"Hi {{input}}{END}",
         ),
     }
