@@ -100,7 +100,8 @@ ALL_PAIRS = [(each["prompt"], each["chosen"] + END, each["rejected"] + END) for 
 
 def test_pairs_are_served_once_an_epoch_whole_and_in_a_seeded_order(make):
     data = ready(make(validation_fraction=0))
-    loader, same, other = data.train_dataloader(), data.train_dataloader(), ready(make(seed=1)).train_dataloader()
+    loader, same = data.train_dataloader(), data.train_dataloader()
+    other = ready(make(validation_fraction=0, seed=1)).train_dataloader()
     first = pairs(data, loader)
     assert sorted(first) == sorted(ALL_PAIRS) != first
     assert pairs(data, same) == first != pairs(data, other)
@@ -267,7 +268,7 @@ def test_supervised_examples_without_labels_after_truncation_are_left_out(make):
     num_left = len(row["input_ids"]) - int(row["last_learned"])  # the last token to learn becomes the first one
     settings = {**settings, "truncation": "keep_end"}
     ready(make(ConversationDataModule, late[:1], **{**settings, "max_length": num_left + 1}))
-    with pytest.raises(ValueError, match="1 of 1 train examples .* their last"):
+    with pytest.raises(ValueError, match=r"1 of 1 train examples .* their last"):
         ready(make(ConversationDataModule, late[:1], **{**settings, "max_length": num_left}))
 
 
@@ -366,7 +367,8 @@ def test_alpaca_prompts_are_the_published_ones(make):
     assert texts == {
         f"3{END}": (
             "Below is an instruction that describes a task, paired with an input that provides further context. Write a"
-            " response that appropriately completes the request.\n\n### Instruction:\nAdd {input}.\n\n### Input:\n1, 2\n\n",
+            " response that appropriately completes the request.\n\n### Instruction:\nAdd {input}.\n\n### Input:\n"
+            "1, 2\n\n",
             f"3{END}",
         ),
         f"Hi {{input}}{END}": (
