@@ -232,39 +232,37 @@ class ExamplesDataModule(TokenizedDataModule):
 
     @override
     def _read_cache(self, folder: Path, metadata: dict[str, Any], stage: str | None) -> None:
-        num_shards = self._shard()["num_replicas"]
+        num_needed, needed_for = 0, ""
         if stage in (None, "fit"):
+            num_needed = self.batch_size * (num_shards := self._shard()["num_replicas"])
             needed_for = f"one batch of data.batch_size={self.batch_size} for each of {num_shards} processes"
-            self.train_data = self._examples(folder, "train", self.batch_size * num_shards, needed_for)
-        else:
-            self.train_data = self._examples(folder, "train", 0, "")
+        self.train_data = self._examples(folder, "train", num_needed, needed_for)
         if (self.validation_fraction or self.validation_path is not None) and stage != "predict":
             setting = "validation_fraction" if self.validation_path is None else "validation_path"
             needed_for = f"data.{setting}={shown(getattr(self, setting))}"
             self.validation_data = self._examples(folder, "validation", 1, needed_for)
 
     def _examples(self, folder: Path, split: Split, num_needed: int, needed_for: str) -> Examples:
+        is_own_file = split == "validation" and self.validation_path is not None
+        source = f"data.validation_path={str(self.validation_path)!r}" if is_own_file else self._corpus
         table = RaggedTable(folder / f"{split}.safetensors")
         usable = np.ones(len(table), dtype=bool)
         if self.max_length is not None and len(table):
             usable = self._usable(table, self.max_length)
         places = self._ordered(table, np.flatnonzero(usable))
         if num_dropped := len(table) - len(places):
+            kept = "first" if self.truncation == "keep_start" else "last"
             message = (
-                f"{num_dropped} of {len(table)} {split} examples of {self._corpus} are left out: their first"
-                f" {self.max_length} tokens (data.max_length) have nothing to learn, as prompts fill them"
+                f"{num_dropped} of {len(table)} {split} examples of {source} are left out: their {kept}"
+                f" {self.max_length} tokens (data.max_length) have nothing to learn"
             )
-            if self.truncation == "keep_end":
-                message = message.replace("first", "last").replace(", as prompts fill them", "")
             if not len(places):
                 raise ValueError(f"{message}. Give a larger data.max_length.")
             if split not in self._warned_of:
                 self._warned_of.add(split)
                 rank_zero_warn(f"{message}.")
         if len(places) < num_needed:
-            raise ValueError(
-                f"{self._corpus} has {len(places)} {split} examples, but {num_needed} are needed: {needed_for}."
-            )
+            raise ValueError(f"{source} has {len(places)} {split} examples, but {num_needed} are needed: {needed_for}.")
         return Examples(table, places)
 
     def _records(self) -> Iterator[Record]:
