@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_floating, check_integer, check_tensor, wrong_type, wrong_value
 
-_PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
+_PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "seq_idx")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _OF_THE_WHOLE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -48,8 +48,9 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
     Args:
         batch: The whole rows: ``input_ids`` ``[batch_size, seq_len]`` or ``inputs_embeds``
             ``[batch_size, seq_len, hidden_size]``, at most one of ``labels`` and ``shift_labels`` (see
-            :func:`shift_labels`), ``position_ids`` if a row holds several documents, and flash attention's
-            ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` of whole rows, which stay whole.
+            :func:`shift_labels`), ``position_ids`` and maybe ``seq_idx`` if a row holds several documents, and flash
+            attention's ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` of whole rows, which
+            stay whole.
         rank: The rank, from 0.
         size: The number of ranks; must divide seq_len.
 

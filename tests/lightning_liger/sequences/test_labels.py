@@ -277,6 +277,11 @@ def test_piece_has_the_positions_of_the_row_and_what_is_given_as_it_is() -> None
     }
 
 
+def test_piece_has_the_documents_of_its_tokens() -> None:
+    batch = {"input_ids": torch.arange(8)[None], "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]], dtype=torch.int32)}
+    assert [split_sequence(batch, rank, 2)["seq_idx"].tolist() for rank in range(2)] == [[[0, 0, 0, 1]], [[1, 1, 1, 2]]]
+
+
 IDS = torch.zeros(2, 6, dtype=torch.int64)
 
 
