@@ -1,4 +1,4 @@
-"""Figures of whole models: speed and memory, against batch size and length too, activations, and curves of losses."""
+"""Figures of commands that are a module: speed and memory of whole models, activations, curves of losses, ops."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from benchmarks.losses.figures import draw_losses
 from benchmarks.records import Results
 from benchmarks.training import activations, context, convergence
 from benchmarks.training.dims import DIMS
@@ -242,5 +243,6 @@ _FIGURES: dict[str | None, Callable[[Sequence[dict[str, Any]], str], dict[str, F
     "context": _context,
     "activations": _activations,
     "convergence": _convergence,
+    "losses": draw_losses,
     "models": lambda lines, where: {},  # tables only
 }
