@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
+from benchmarks.training.medusa_heads import HEAD_LOSSES, MedusaHeads, medusa_loss
 from lightning_liger import LigerFSDPStrategy, LigerLMMixin, LigerModelParallelStrategy, LigerSingleDeviceStrategy
 from lightning_liger.data import TextDataModule
 from lightning_liger.strategies.parts.policies import decoder_layer_classes
@@ -88,7 +89,8 @@ class BenchmarkLM(L.LightningModule):
         job = self.job
         make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[job.optimizer]
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        optimizer = make(self.parameters(), lr=job.learning_rate, fused=on_gpu)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = make(trained, lr=job.learning_rate, fused=on_gpu)
         if not job.learning_rate_warm_up:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -101,6 +103,24 @@ class SplitSequencesLM(LigerLMMixin, BenchmarkLM):
     """The same model with the steps of the mixin, which split sequences over ranks."""
 
     training_step = LigerLMMixin.training_step
+
+
+class MedusaLM(BenchmarkLM):
+    """The same model with Medusa's heads."""
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        config = self.model.config
+        with self.trainer.strategy.root_device:
+            heads = MedusaHeads(self.job.medusa_heads, config.hidden_size, config.vocab_size)
+        self.heads = heads.to(torch.bfloat16)
+        self.model.requires_grad_(self.job.medusa_stage == 2)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        head_loss = HEAD_LOSSES[self.job.parsed_arm.implementation]
+        return medusa_loss(self.model, self.heads, batch["input_ids"], self.job.medusa_stage, head_loss)
 
 
 class Feed:
@@ -322,6 +342,7 @@ def run_job(job: Job, write: Callable[[Row], None], leave: Callable[[], None] | 
             callbacks=[meter],
         )
         module = BenchmarkLM if job.context_parallel_size == 1 else SplitSequencesLM
+        module = MedusaLM if job.medusa_heads else module
         trainer.fit(module(job), feed)
     except Exception as error:  # a row of the results, for the other arms go on
         meter.fail(error)
