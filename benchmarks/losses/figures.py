@@ -43,13 +43,15 @@ def draw_losses(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(one.wall_ms for one in mine))
+        axes.set_xlabel("peak GiB", fontsize=7)
         axes.grid(linewidth=0.4, alpha=0.6)
     for axes in panels[len(problems) :]:
         axes.remove()
-    figure.supxlabel("peak memory beyond the inputs, GiB", fontsize=9)
     figure.supylabel("wall time, ms", fontsize=9)
-    figure.suptitle(f"Losses over an LM head, forward and backward; {where}", fontsize=10)
+    figure.suptitle(
+        f"Losses over an LM head, forward and backward, peak memory beyond the inputs; {where}", fontsize=10
+    )
     order = [name for name in _STYLES if name in handles]
     figure.legend(
         [handles[name] for name in order],

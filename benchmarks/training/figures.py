@@ -170,7 +170,7 @@ def _medusa(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure]:
     """Speed and memory against length, a column for each stage and number of heads."""
     groups = medusa.groups([Row.from_json(line) for line in lines])
     figure = Figure(figsize=(3.4 * len(groups), 6), layout="constrained")
-    panels = figure.subplots(2, len(groups), squeeze=False, sharey="row")
+    panels = figure.subplots(2, len(groups), squeeze=False)
     for (stage, heads), (speed, memory) in zip(groups, panels.T, strict=True):
         rows = groups[stage, heads]
         _lines(speed, rows, lambda row: row.sequence_length / 1024, lambda row: row.tokens_per_second)

@@ -14,6 +14,7 @@ from benchmarks.losses.data import Data, with_ids, with_rollouts
 from benchmarks.losses.measure import OK, OUT_OF_MEMORY, WRONG, Measurement, Settings
 from benchmarks.losses.problems import PROBLEMS, TINY
 from benchmarks.records import read_results
+from tests import docs_sections
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,11 @@ def test_losses_writes_records_and_a_table(tmp_path: Path, capsys: pytest.Captur
     assert [(one.problem, one.contender, one.error) for one in found if one.status != OK] == []
     assert all(one.wall_ms > 0 and one.gradient_error < 0.05 for one in found)
     assert "log-probabilities, head trained" in capsys.readouterr().out
+    section = docs_sections.losses(tmp_path / "losses.jsonl")
+    assert section.startswith("Forward and backward, wall ms / peak MiB beyond the inputs")
+    assert section.count("\n| ") == 2 + len(PROBLEMS)
+    (row,) = (line for line in section.splitlines() if line.startswith("| GRPO, head frozen | 4 x 8,"))
+    assert [cell.strip() == "-" for cell in row.strip("|").split("|")[3:]] == [True] * 3 + [False] + [True] * 2
 
 
 def test_a_wrong_gradient_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,9 @@ def test_medusa_trains_the_same_heads_in_every_arm(tmp_path: Path, capsys: pytes
     heads, model = rows[0].optimizer_gib, rows[-1].optimizer_gib
     assert heads < model == pytest.approx(2 * rows[-1].parameters_gib, rel=1e-3)  # AdamW, of the heads only in stage 1
     assert "stage" in capsys.readouterr().out
+    section = docs_sections.medusa(tmp_path / "medusa.jsonl")
+    assert "\n| stage | heads | implementation | 8 | 16 |\n" in section
+    assert section.count(" | lightning-liger | ") == 2
 
 
 def test_medusa_heads_predict_further_ahead() -> None:
