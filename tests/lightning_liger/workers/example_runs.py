@@ -20,7 +20,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 NUM_STEPS = 2
 
 # What is given to `fit`, after the base where a yaml only chooses the strategy.
-PROGRAMS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*.yaml"))
+PROGRAMS = ["llama3_8b.yaml", "tiny.yaml"]
+POST_TRAINING = sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name not in PROGRAMS)
 STRATEGIES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("strategies/*.yaml"))
 OF_ONE_PROCESS = ["strategies/liger.yaml"]
 OF_DEEPSPEED = [name for name in STRATEGIES if "deepspeed" in name]
