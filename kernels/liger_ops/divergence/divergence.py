@@ -7,6 +7,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating, check_same_device
+from liger_ops.divergence.launch import launch_divergence
 from liger_ops.divergence.options import (
     IGNORED,
     OPTIONS_SCHEMA,
@@ -48,7 +49,13 @@ def write_rows(
         losses: ``[num_tokens]``, at least float32, written at these tokens.
         grad_logits: Like ``student``, which it may be: output buffer for the gradient; or None.
     """
-    start, num_rows = 0, student.shape[0]
+    if backend.runs_on_triton(student, teacher):
+        launch_divergence(
+            student, teacher, labels, token_weight, grad_scale, options,
+            token_index=token_index, losses=losses, grad_logits=grad_logits,
+        )  # fmt: skip
+        return
+    num_rows = student.shape[0]
     size = max(1, CPU_CHUNK_BYTES // (_TEMPORARIES * student.shape[1] * losses.element_size()))
     for start in range(0, num_rows, size):
         rows = slice(start, min(start + size, num_rows))
