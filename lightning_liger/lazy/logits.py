@@ -9,17 +9,27 @@ computes the logits first (:mod:`lightning_liger.lazy.tensor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from liger_ops import TokenStats, linear_cross_entropy
+from liger_ops import (
+    TokenScores,
+    TokenStats,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_log_probs,
+    linear_token_loss,
+    linear_topk_log_probs,
+)
+from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
+from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.tensor import LazyTensor
 
@@ -65,6 +75,20 @@ def materialize(logits: Tensor) -> Tensor:
     return logits
 
 
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _normal(tensor: Tensor) -> Tensor:
+    """A tensor that autograd may save, which those of ``torch.inference_mode`` may not be."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+
+
+def _is_floating(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point()
+
+
 class LazyLogits(LazyTensor):
     """The logits ``hidden_states @ weight.T + bias`` of a linear head, computed only where an operation needs them.
 
@@ -100,9 +124,28 @@ class LazyLogits(LazyTensor):
     def at_labels(self, labels: Tensor) -> Tensor:
         """The value of each token's label, differentiable: ``labels`` and the result are ``[...]``."""
         if self.transform.normalized:
-            return -self._linear_cross_entropy(labels, reduction="none", ignore_index=_NO_LABEL).to(self.dtype)
+            return self._score(labels, "log_probs")
         self.notice("gather")
         return self.transform.apply_elementwise(self.head.project_to(self.tokens, labels))
+
+    def log_sum_exp(self) -> Tensor:
+        """That over the vocabulary, differentiable, ``[...]``."""
+        return self._score(torch.zeros(self.tokens.shape[:-1], dtype=torch.int64, device=self.device), "lse")
+
+    def _score(self, labels: Tensor, output: str) -> Tensor:
+        """One score of every token, in the dtype of the logits."""
+        # As for losses of single tokens: backward need not compute again what fits this budget.
+        budget = MAX_CHUNK_BYTES if self.is_cuda and "chunk_bytes" not in self.head.options else 0
+        options = {"saved_logits_bytes": budget, **self.head.options}
+        scores = self._fused(
+            linear_log_probs,
+            labels,
+            outputs=(output,),
+            ignore_index=_NO_LABEL,
+            saved_logits_bytes=options["saved_logits_bytes"],
+        )
+        score: Tensor = getattr(scores, output)
+        return score.to(self.dtype)
 
     def over_chunks(self, function: Callable[..., Any], *token_tensors: Tensor) -> Any:
         """Applies ``function`` to the values of one chunk of tokens after the other, differentiably.
@@ -119,27 +162,44 @@ class LazyLogits(LazyTensor):
             vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
-        recipe, head, tokens = self.recipe, self.head.cast(), self.tokens
+        head, tokens = self.head.cast(), self.tokens
+        num_tokens = self.recipe.num_tokens
         element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
-        num_tokens = recipe.num_tokens
         chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
+        rows = [tensor.reshape(num_tokens, tensor.shape[-1]) for tensor in token_tensors]
+        parts = over_chunks(function, [self.recipe.rows()], rows, chunk_size)
 
-        def of_chunk(hidden_states: Tensor, *rows: Tensor) -> Any:
-            recipe.check("backward of a reduction over the vocabulary")  # which calls this again
-            return function(recipe.transform.apply(head.project(hidden_states)), *rows)
+        def laid_out(rows: Tensor) -> Tensor:
+            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
 
-        if torch.is_grad_enabled() and self.requires_grad:
-            of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-        chunks = (tensor.reshape(num_tokens, tensor.shape[-1]).split(chunk_size) for tensor in (tokens, *token_tensors))
-        parts = [of_chunk(*chunk) for chunk in zip(*chunks, strict=True)]
+        return laid_out(parts) if isinstance(parts, Tensor) else type(parts)([laid_out(part) for part in parts])
 
-        def joined(tensors: Any) -> Tensor:
-            rows = torch.cat(tensors)
-            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, recipe.vocab_dim)
+    def linear_sum(self, dtype: torch.dtype) -> Tensor | None:
+        """The sum over the vocabulary of each token where the head's summed rows suffice, ``[...]``; else None."""
+        head, transform = self.head, self.transform
+        if not head.is_whole or transform.normalized or transform.tanh_scale is not None:
+            return None
+        self.notice("a mean over the vocabulary")
+        total = torch.zeros((), dtype=dtype, device=self.device)
+        with torch.autocast(self.device.type, enabled=False):
+            for input, weight in head.factors(self.tokens):
+                total = total + input.to(dtype) @ weight.sum(0, dtype=dtype)
+            if head.bias is not None:
+                total = total + head.bias.sum(dtype=dtype)
+        return total * transform.scale
 
-        if isinstance(parts[0], Tensor):
-            return joined(parts)
-        return type(parts[0])([joined(tensors) for tensors in zip(*parts, strict=True)])
+    def remember_log_sum_exp(self, lse: Tensor) -> Tensor:
+        """Notes on ``lse`` that it is the log-sum-exp of these logits; returns it."""
+        lse._liger_log_sum_exp_of = self.recipe, lse._version  # type: ignore[attr-defined]
+        return lse
+
+    def is_log_sum_exp(self, lse: Tensor) -> bool:
+        """Whether ``lse`` is the unchanged log-sum-exp of these logits, with the vocabulary's dimension kept."""
+        recipe, version = getattr(lse, "_liger_log_sum_exp_of", (None, 0))
+        if recipe is None or lse._version != version or lse.ndim != self.ndim:
+            return False
+        same = recipe.hidden_states is self.hidden_states and recipe.head is self.head
+        return same and recipe.transform == self.transform and recipe.vocab_dim == self.vocab_dim == -1
 
     def cross_entropy(
         self,
@@ -165,7 +225,8 @@ class LazyLogits(LazyTensor):
             ValueError: As :func:`liger_ops.linear_cross_entropy`.
             RuntimeError: If the tensors that the logits are computed from were modified.
         """
-        result = self._linear_cross_entropy(
+        result = self._fused(
+            linear_cross_entropy,
             target,
             weight=weight,
             reduction=reduction,
@@ -173,28 +234,115 @@ class LazyLogits(LazyTensor):
             label_smoothing=label_smoothing,
             return_stats=return_stats,
         )
-        head, num_tokens = self.head, target.numel()
+        self._count_loss()
+        return result
+
+    def _count_loss(self) -> None:
+        head, num_tokens = self.head, self.recipe.num_tokens
         element_size = head.compute_dtype.itemsize
         tokens_avoided = max(0, num_tokens - head.chunk_size(num_tokens, head.weight.shape[0], element_size))
         head.counters.num_losses += 1
         head.counters.bytes_avoided += tokens_avoided * self.vocab_size * element_size
-        return result
 
-    def _linear_cross_entropy(self, target: Tensor, **options: Any) -> Any:
-        self.notice("a fused loss")
-        head = self.head.cast()
-        with torch.autocast(self.device.type, enabled=False):
-            (hidden_states, weight), *adapters = head.factors(self.tokens)
-            return linear_cross_entropy(
-                hidden_states,
-                weight,
-                target,
-                linear_bias=head.bias,
-                adapter=adapters[0] if adapters else None,
-                **options,
-                **self.transform.loss_options(),
-                **head.loss_options(),
+    def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A function of ``liger_ops`` of this head; the head's options are its defaults."""
+        of_head = self._head_arguments("a fused loss")
+        own = {name: value for name, value in self.head.loss_options().items() if name in _parameters(function)}
+        given = {name: value for name, value in options.items() if value is not None}
+        with torch.autocast(self.device.type, enabled=False):  # the dtype was decided when the head was called
+            return function(
+                of_head.pop("input"), of_head.pop("linear_weight"), *arguments, **{**of_head, **own, **given}
             )
+
+    def _head_arguments(self, operation: str) -> dict[str, Any]:
+        """The arguments of functions of ``liger_ops`` that say how logits are computed, in ``compute_dtype``."""
+        self.notice(operation)
+        head = self.head.cast()
+        (hidden_states, weight), *adapters = head.factors(self.tokens)
+        return {
+            "input": hidden_states,
+            "linear_weight": weight,
+            "linear_bias": head.bias,
+            "adapter": adapters[0] if adapters else None,
+            **self.transform.loss_options(),
+        }
+
+    def log_probs(self, labels: Tensor, *, temperature: float | Tensor = 1.0, ignore_index: int = -100) -> Tensor:
+        """The log-probability of each token's label, differentiable; see :func:`lightning_liger.token_scores`."""
+        scores = self.token_scores(labels, temperature=temperature, ignore_index=ignore_index)
+        assert scores.log_probs is not None
+        return scores.log_probs
+
+    def token_scores(
+        self,
+        labels: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        outputs: Sequence[str] = ("log_probs",),
+        detach: Sequence[str] = (),
+        **options: Any,
+    ) -> TokenScores:
+        """As :func:`lightning_liger.token_scores`."""
+        self._count_loss()
+        shifted = self._shifted(outputs)
+        scores = self._fused(
+            linear_log_probs, labels, temperature=temperature, outputs=outputs, detach=detach, **options
+        )
+        if shifted:
+            of_normalizer = self._fused(linear_log_probs, labels, outputs=("lse",), detach=detach, **options).lse
+            scores = scores._replace(**{name: getattr(scores, name) - of_normalizer / temperature for name in shifted})
+        dtype = torch.promote_types(self.dtype, torch.float32)  # a float64 head's logits may have been cast
+        return TokenScores(*(score.to(dtype) if _is_floating(score) else score for score in scores))
+
+    def token_loss(
+        self,
+        labels: Tensor,
+        loss: Callable[[TokenScores, Tensor], Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        outputs: Sequence[str] = ("log_probs",),
+        **options: Any,
+    ) -> tuple[Tensor, TokenScores]:
+        """As :func:`lightning_liger.token_loss`."""
+        self._count_loss()
+        if shifted := self._shifted(outputs):
+            raise ValueError(
+                f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got {outputs!r}; pass the"
+                " logits before their log-softmax"
+            )
+        return self._fused(linear_token_loss, labels, loss, temperature=temperature, outputs=outputs, **options)
+
+    def topk_log_probs(self, ids: Tensor, **options: Any) -> Tensor:
+        """As :func:`lightning_liger.topk_log_probs`, without temperatures of single tokens."""
+        self._count_loss()
+        log_probs = self._fused(linear_topk_log_probs, ids, **options)
+        assert isinstance(log_probs, Tensor)
+        return log_probs.to(torch.promote_types(self.dtype, torch.float32))
+
+    def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
+        """As :func:`lightning_liger.divergence`, of whole heads."""
+        self._count_loss()
+        with torch.no_grad():
+            of_teacher = teacher._head_arguments("a divergence")
+            pair = _normal(of_teacher.pop("input")), _normal(of_teacher.pop("linear_weight"))
+            adapter = of_teacher.pop("adapter")
+            options["teacher_adapter"] = adapter and tuple(map(_normal, adapter))
+            bias = of_teacher.pop("linear_bias")
+            options["teacher_bias"] = None if bias is None else _normal(bias)
+        options |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+        loss = self._fused(linear_divergence, *pair, **options)
+        assert isinstance(loss, Tensor)
+        dtype = torch.promote_types(torch.promote_types(self.dtype, teacher.dtype), torch.float32)
+        return loss.to(dtype)
+
+    @property
+    def is_expression(self) -> bool:
+        """Whether these are a function of the logits of heads, not of one head."""
+        return False
+
+    def _shifted(self, outputs: Sequence[str]) -> list[str]:
+        """The outputs on which a log-softmax of the logits has an effect."""
+        return [name for name in outputs if name in ("lse", "mean_logit")] if self.transform.normalized else []
 
     def materialize(self) -> Tensor:
         """As :func:`materialize`."""
