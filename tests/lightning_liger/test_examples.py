@@ -1,10 +1,12 @@
 """Every yaml in ``examples/`` trains as the command at its top says, on a model and text of test size."""
 
+import math
+
 import pytest
 import torch
 import yaml
 
-from tests.lightning_liger.strategies.workers.distributed import launch
+from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts
 from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
     NUM_STEPS,
@@ -14,6 +16,7 @@ from tests.lightning_liger.workers.example_runs import (
     POST_TRAINING,
     STRATEGIES,
     run,
+    run_post_training,
     write_text,
 )
 
@@ -30,6 +33,16 @@ CLASSES = {
     "strategies/liger_fsdp_cpu_offload.yaml": "LigerFSDPStrategy",
     "strategies/liger_model_parallel.yaml": "LigerModelParallelStrategy",
 }
+METRICS = {
+    "distill.yaml": "val_distillation_loss",
+    "distill_topk.yaml": "val_student_mass",
+    "dpo.yaml": "val_rewards/accuracies",
+    "grpo_offline.yaml": "val_kl",
+    "kto.yaml": "val_rewards/margins",
+    "medusa.yaml": "val_medusa2_accuracy",
+    "sft.yaml": "val_accuracy",
+}
+"""A metric of each example of post-training that only its loss has."""
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
@@ -67,6 +80,25 @@ def test_example_trains_on_one_process(example, accelerator, tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", ["lightning-liger"])
     write_text(tmp_path)
     assert_trained(run(example, tmp_path, f"--trainer.accelerator={accelerator}"), example)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("example", POST_TRAINING)
+def test_example_of_post_training_trains(example, accelerator, tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)  # the command at the top of the yaml names files relative to it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cli = run_post_training(example, tmp_path, f"--trainer.accelerator={accelerator}")
+    metrics = cli.trainer.callback_metrics
+    assert cli.trainer.global_step == NUM_STEPS
+    assert cli.trainer.strategy.patch_report.num_replaced >= 10
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert {"val_loss", METRICS[example]} <= set(metrics)
+    assert logit_counts(cli.model)[1] == 0
+    assert (tmp_path / example / "last.ckpt").exists()
+
+
+def test_there_is_an_example_of_each_kind_of_post_training():
+    assert sorted(METRICS) == POST_TRAINING
 
 
 @pytest.mark.multi_gpu

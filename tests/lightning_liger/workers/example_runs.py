@@ -78,6 +78,25 @@ def run(example: str, folder: Path, *arguments: str) -> dict[str, Any]:
     }
 
 
+def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
+    """Trains two steps as the example says but for where it writes; call it in the folder of the repository."""
+    sys.argv = ["lightning-liger"]
+    return LigerCLI(
+        args=[
+            "fit",
+            f"--config=examples/{example}",
+            f"--trainer.default_root_dir={folder}",
+            f"--trainer.max_steps={NUM_STEPS}",
+            f"--trainer.val_check_interval={NUM_STEPS}",
+            "--trainer.check_val_every_n_epoch=1",
+            "--trainer.limit_val_batches=1",
+            f"--trainer.callbacks={json.dumps([_checkpoint(folder / example)])}",
+            "--trainer.enable_progress_bar=false",
+            *arguments,
+        ]
+    )
+
+
 def _checkpoint(folder: Path) -> dict[str, Any]:
     options = {"dirpath": str(folder), "save_last": True, "enable_version_counter": False}
     return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
