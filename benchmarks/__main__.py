@@ -18,7 +18,7 @@ from benchmarks.loss import LOSS
 from benchmarks.losses import command as losses
 from benchmarks.ops import OPS
 from benchmarks.run import Runner, Settings, rms_norm_host_us
-from benchmarks.training import activations, context, convergence, medusa, models, train
+from benchmarks.training import activations, context, convergence, examples, medusa, models, train
 
 _OUT_HELP = (
     "where to write: a path without suffix, such as benchmarks/results/ops_h200, makes ops_h200.jsonl and"
@@ -30,6 +30,7 @@ _MODULES = {
     "train": (train, "a model within memory budgets, under each implementation"),
     "context": (context, "the longest sequences that fit"),
     "medusa": (medusa, "a model with Medusa's heads"),
+    "examples": (examples, "the yaml files of post-training"),
     "activations": (activations, "bytes that layers keep between forward and backward"),
     "convergence": (convergence, "losses with kernels and plans, and without"),
     "models": (models, "two layers of many models, with their distance to float64"),

@@ -262,5 +262,6 @@ _FIGURES: dict[str | None, Callable[[Sequence[dict[str, Any]], str], dict[str, F
     "convergence": _convergence,
     "losses": draw_losses,
     "medusa": _medusa,
-    "models": lambda lines, where: {},  # tables only
+    "examples": lambda lines, where: {},  # tables only
+    "models": lambda lines, where: {},
 }

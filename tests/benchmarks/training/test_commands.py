@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
-from benchmarks.training import activations, worker
+from benchmarks.training import activations, examples, worker
 from benchmarks.training.convergence import Curve, distances
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
@@ -93,6 +93,25 @@ def test_medusa_trains_the_same_heads_in_every_arm(tmp_path: Path, capsys: pytes
     section = docs_sections.medusa(tmp_path / "medusa.jsonl")
     assert "\n| stage | heads | implementation | 8 | 16 |\n" in section
     assert section.count(" | lightning-liger | ") == 2
+
+
+@without_gpu
+def test_examples_are_measured_through_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it goes elsewhere; this brings it back
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    record = examples.measure("distill_topk", quick=True, steps=2, batch_size=4)
+    assert (record["module"], record["steps"]) == ("LigerDistillation", 2)
+    assert record["tokens_per_second"] > 0
+    assert record["last_loss"] != record["first_loss"]
+
+
+def test_tokens_are_counted_without_padding() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    ids = torch.zeros(2, 3)
+    assert examples.num_tokens({"input_ids": ids}) == 6
+    assert examples.num_tokens({"input_ids": ids, "attention_mask": mask, "KL_attention_mask": mask}) == 10
+    assert examples.num_tokens({"prompt_mask": mask, "completion_mask": mask[:, :2]}) == 9
 
 
 def test_medusa_heads_predict_further_ahead() -> None:
