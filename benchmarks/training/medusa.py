@@ -1,8 +1,8 @@
 """``medusa``: further heads over a model, tokens per second and peak memory at longer and longer sequences.
 
 Stage 1 trains the heads over a frozen model, stage 2 both. The losses of the heads are eager, a loop of liger-kernel's
-fused linear cross entropy, or ours; the layers are patched by the same package. Each arm ends at the length at which
-memory runs out.
+fused linear cross entropy, or those of ``LigerMedusaMixin``; the layers are patched by the same package. Each arm ends
+at the length at which memory runs out.
 """
 
 import argparse
