@@ -1,6 +1,7 @@
 """``python -m benchmarks losses``: every contender computes the same loss, and wrong ones are marked."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ from benchmarks.records import read_results
 from tests import docs_sections
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, call: object) -> Measurement:
