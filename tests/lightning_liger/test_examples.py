@@ -82,6 +82,15 @@ def test_example_trains_on_one_process(example, accelerator, tmp_path, monkeypat
     assert_trained(run(example, tmp_path, f"--trainer.accelerator={accelerator}"), example)
 
 
+@pytest.fixture
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the sizes are tiny
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("example", POST_TRAINING)
 def test_example_of_post_training_trains(example, accelerator, tmp_path, monkeypatch):
