@@ -15,23 +15,27 @@ from benchmarks.arguments import names
 from benchmarks.cases import AGAINST, Op
 from benchmarks.environment import environment
 from benchmarks.loss import LOSS
+from benchmarks.losses import command as losses
 from benchmarks.ops import OPS
 from benchmarks.run import Runner, Settings, rms_norm_host_us
-from benchmarks.training import activations, context, convergence, models, train
+from benchmarks.training import activations, context, convergence, examples, medusa, models, train
 
 _OUT_HELP = (
     "where to write: a path without suffix, such as benchmarks/results/ops_h200, makes ops_h200.jsonl and"
     " ops_h200_<figure>.png there; a folder (one that exists, or a path that ends in /) makes {name}.jsonl in it"
 )
 _SUFFIXES = (".json", ".jsonl", ".png")
-_TRAINING = {
+_MODULES = {
+    "losses": (losses, "post-training losses over an LM head"),
     "train": (train, "a model within memory budgets, under each implementation"),
     "context": (context, "the longest sequences that fit"),
+    "medusa": (medusa, "a model with Medusa's heads"),
+    "examples": (examples, "the yaml files of post-training"),
     "activations": (activations, "bytes that layers keep between forward and backward"),
     "convergence": (convergence, "losses with kernels and plans, and without"),
     "models": (models, "two layers of many models, with their distance to float64"),
 }
-"""Commands of whole models, each with its module."""
+"""Commands of a module each: losses, and whole models."""
 
 
 def _stem(text: str) -> str:
@@ -67,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
             help=f"contenders to compare ours with (default: all): {', '.join(AGAINST)}",
         )
     measuring = {"ops": ops, "loss": loss}
-    for name, (module, help) in _TRAINING.items():
+    for name, (module, help) in _MODULES.items():
         measuring[name] = commands.add_parser(name, help=help, description=module.__doc__)
         module.add_arguments(measuring[name])
     for name, command in measuring.items():
@@ -198,8 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() and not options.quick:
         parser.error("this needs a GPU; with --quick it runs on a CPU")
     stem = _resolve_stem(options.out, options.command)
-    if options.command in _TRAINING:
-        module, _ = _TRAINING[options.command]
+    if options.command in _MODULES:
+        module, _ = _MODULES[options.command]
         worked = module.run(options, stem, console)
     else:
         worked = _measure_ops(options, stem, console)

@@ -29,6 +29,6 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        **{name: _version(name) for name in ("transformers", "lightning", "liger-kernel")},
+        **{name: _version(name) for name in ("transformers", "lightning", "liger-kernel", "trl")},
         **{name: os.environ[name] for name in _ALLOCATOR if name in os.environ},
     }

@@ -14,6 +14,10 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_liger  # noqa: F401  registers the strategies
+from benchmarks.losses.command import read_lines as read_losses
+from benchmarks.losses.command import title_of
+from benchmarks.losses.measure import Measurement
+from benchmarks.losses.problems import AGAINST, IN_LOOP, WITHIN_BUDGET
 from benchmarks.ops import OPS
 from benchmarks.records import Record, read, read_results
 from benchmarks.tables import CLAIMS
@@ -27,6 +31,9 @@ from benchmarks.training.convergence import cells as convergence_cells
 from benchmarks.training.convergence import read_lines as read_convergence
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import Row
+from benchmarks.training.medusa import cells as medusa_cells
+from benchmarks.training.medusa import groups as medusa_groups
+from benchmarks.training.medusa import lengths_of
 from benchmarks.training.train import baseline
 
 ROOT = Path(__file__).parents[1]
@@ -38,8 +45,10 @@ MEASURED = {
     "context": ("context_h200.jsonl",),
     "activations": ("activations_h200.jsonl",),
     "convergence": ("convergence_h200.jsonl",),
+    "losses": ("losses_h200.jsonl",),
+    "medusa": ("medusa_h200.jsonl",),
 }
-"""Files of sections of docs/benchmarks.md that are there once one of the files is."""
+"""Files of sections that are there once one of the files is."""
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -179,6 +188,46 @@ def convergence(path: Path = RESULTS / MEASURED["convergence"][0]) -> str:
     return _table(header, [convergence_cells(group, runs) for group in groups])
 
 
+def losses(path: Path = RESULTS / MEASURED["losses"][0]) -> str:
+    """Time and memory of post-training losses, with a sentence on how they were measured."""
+    results = read_results(path)
+    by_problem: dict[str, dict[str, Measurement]] = {}
+    for one in read_losses(results.lines):
+        by_problem.setdefault(one.problem, {})[one.contender] = one
+    contenders = (*AGAINST, "ours", IN_LOOP, WITHIN_BUDGET)
+    table = []
+    for found in by_problem.values():
+        first = next(iter(found.values()))
+        table.append((first.title, first.sizes, *(_loss_cell(found.get(name)) for name in contenders)))
+    header = ("loss", "sizes", *map(title_of, contenders))
+    about = f"{results.environment['device']}, torch {results.environment['torch']}, bfloat16, one run"
+    text = f"Forward and backward, wall ms / peak MiB beyond the inputs, gradients included ({about}):\n\n"
+    return text + _table(header, table)
+
+
+def _loss_cell(one: Measurement | None) -> str:
+    if one is None:
+        return "-"
+    if one.wall_ms is None:
+        return one.status
+    return f"{one.wall_ms:.1f} / {_number(one.peak_mib, ',.0f')}" + (" (wrong)" if one.status == "wrong" else "")
+
+
+def medusa(path: Path = RESULTS / MEASURED["medusa"][0]) -> str:
+    """Speed and memory of Medusa's heads at each length, with a sentence on how they were measured."""
+    environment, rows = _rows(path)
+    lengths = lengths_of(rows)
+    first = rows[0]
+    about = f"{DIMS[first.model].title}'s dimensions with {first.layers} layers, batch {first.batch_size}"
+    text = f"Tokens/s / peak GiB at each length ({about}, {environment['device']}, bfloat16, one run):\n\n"
+    table = [
+        (str(stage), str(heads), *cells)
+        for (stage, heads), mine in medusa_groups(rows).items()
+        for cells in medusa_cells(mine, lengths)
+    ]
+    return text + _table(("stage", "heads", "implementation", *(f"{length:,}" for length in lengths)), table)
+
+
 def models() -> str:
     """Time, memory and error of two layers of each model."""
     records = read_results(RESULTS / "models_h200.jsonl").lines
@@ -310,6 +359,11 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
         for section in (budgets, batches, context, activations, convergence)
+        if any((RESULTS / name).exists() for name in MEASURED[section.__name__])
+    },
+    **{
+        f"docs/losses.md: {section.__name__}": ("docs/losses.md", section)
+        for section in (losses, medusa)
         if any((RESULTS / name).exists() for name in MEASURED[section.__name__])
     },
     "docs/how_it_works.md: classes": ("docs/how_it_works.md", classes),

@@ -1,4 +1,4 @@
-"""Figures of whole models: speed and memory, against batch size and length too, activations, and curves of losses."""
+"""Figures of commands that are a module: speed and memory of whole models, activations, curves of losses, ops."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from benchmarks.losses.figures import draw_losses
 from benchmarks.records import Results
-from benchmarks.training import activations, context, convergence
+from benchmarks.training import activations, context, convergence, medusa
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import Row
 from benchmarks.training.train import name_of
@@ -165,6 +166,23 @@ def _context(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure]:
     return {"context": _finish(figure, f"{_title(rows[0])}, batch {rows[0].batch_size}; {rows[0].devices} x {where}")}
 
 
+def _medusa(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure]:
+    """Speed and memory against length, a column for each stage and number of heads."""
+    groups = medusa.groups([Row.from_json(line) for line in lines])
+    figure = Figure(figsize=(3.4 * len(groups), 6), layout="constrained")
+    panels = figure.subplots(2, len(groups), squeeze=False)
+    for (stage, heads), (speed, memory) in zip(groups, panels.T, strict=True):
+        rows = groups[stage, heads]
+        _lines(speed, rows, lambda row: row.sequence_length / 1024, lambda row: row.tokens_per_second)
+        _lines(memory, rows, lambda row: row.sequence_length / 1024, lambda row: row.peak_gib)
+        speed.set_title(f"stage {stage}, {heads} heads", fontsize=9)
+        memory.set_xlabel("length of the sequence, in 1024 tokens")
+    panels[0, 0].set_ylabel("tokens/s")
+    panels[1, 0].set_ylabel("peak GiB")
+    first = rows[0]
+    return {"medusa": _finish(figure, f"Medusa over {_title(first)}, batch {first.batch_size}; {where}")}
+
+
 def _activations(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure]:
     found = activations.read_lines(lines)
     names = list(dict.fromkeys(result.model for result in found))
@@ -242,5 +260,8 @@ _FIGURES: dict[str | None, Callable[[Sequence[dict[str, Any]], str], dict[str, F
     "context": _context,
     "activations": _activations,
     "convergence": _convergence,
-    "models": lambda lines, where: {},  # tables only
+    "losses": draw_losses,
+    "medusa": _medusa,
+    "examples": lambda lines, where: {},  # tables only
+    "models": lambda lines, where: {},
 }

@@ -31,6 +31,8 @@ class Job:
         permute_rows: Whether the rows of each batch are reversed, which changes the order of sums and nothing else.
         text_cache: The cache of text to train on; None trains on random tokens.
         vocab_size: With text, the size of its tokenizer.
+        medusa_heads: Number of Medusa's heads over the model, 0 for the model alone.
+        medusa_stage: 1 trains the heads only, 2 the model too.
         tiny: Whether to train tiny sizes, as a trial on a CPU.
     """
 
@@ -50,6 +52,8 @@ class Job:
     permute_rows: bool = False
     text_cache: str | None = None
     vocab_size: int | None = None
+    medusa_heads: int = 0
+    medusa_stage: int = 2
     tiny: bool = False
     seed: int = 0
 
@@ -77,7 +81,15 @@ class Job:
         )
 
 
-_COMMON = ("arm", "devices", "context_parallel_size", "memory_limit_gib", "permute_rows")
+_COMMON = (
+    "arm",
+    "devices",
+    "context_parallel_size",
+    "memory_limit_gib",
+    "permute_rows",
+    "medusa_heads",
+    "medusa_stage",
+)
 
 
 @dataclass(frozen=True)
@@ -85,8 +97,8 @@ class Row:
     """One arm at one shape. Measured fields are None if ``status`` is not ``"ok"`` or the machine cannot measure them.
 
     Attributes:
-        model, layers, arm, devices, batch_size, sequence_length, context_parallel_size: As in :class:`Job`; sizes are
-            those of a process, sequences are whole.
+        model, layers, arm, devices, batch_size, sequence_length, context_parallel_size, medusa_heads, medusa_stage: As
+            in :class:`Job`; sizes are those of a process, sequences are whole.
         status: ``"ok"``, ``"out of memory"`` or ``"failed"``.
         error: The last line of the error, if there was one.
         step_seconds: Seconds of each measured step, of the slowest process.
@@ -124,6 +136,8 @@ class Row:
     seconds: float | None = None
     memory_limit_gib: float | None = None
     permute_rows: bool = False
+    medusa_heads: int = 0
+    medusa_stage: int = 2
 
     @property
     def parsed_arm(self) -> Arm:

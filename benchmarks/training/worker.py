@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
-from lightning_liger import LigerFSDPStrategy, LigerLMMixin, LigerModelParallelStrategy, LigerSingleDeviceStrategy
+from benchmarks.training.medusa_heads import COEFFICIENT, DECAY, HEAD_LOSSES, medusa_loss
+from lightning_liger import (
+    LigerFSDPStrategy,
+    LigerLMMixin,
+    LigerMedusaMixin,
+    LigerModelParallelStrategy,
+    LigerSingleDeviceStrategy,
+    MedusaHeads,
+)
 from lightning_liger.data import TextDataModule
 from lightning_liger.strategies.parts.policies import decoder_layer_classes
 
@@ -88,7 +96,8 @@ class BenchmarkLM(L.LightningModule):
         job = self.job
         make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[job.optimizer]
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        optimizer = make(self.parameters(), lr=job.learning_rate, fused=on_gpu)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = make(trained, lr=job.learning_rate, fused=on_gpu)
         if not job.learning_rate_warm_up:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -101,6 +110,32 @@ class SplitSequencesLM(LigerLMMixin, BenchmarkLM):
     """The same model with the steps of the mixin, which split sequences over ranks."""
 
     training_step = LigerLMMixin.training_step
+
+
+class MedusaLM(BenchmarkLM):
+    """The same model with Medusa's heads, and a loop over them."""
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        super().configure_model()
+        self.medusa_heads = MedusaHeads.of(self.model, self.job.medusa_heads)
+        self.model.requires_grad_(self.job.medusa_stage == 2)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        head_loss = HEAD_LOSSES[self.job.parsed_arm.implementation]
+        return medusa_loss(self.model, self.medusa_heads, batch["input_ids"], self.job.medusa_stage, head_loss)
+
+
+class OurMedusaLM(LigerMedusaMixin, MedusaLM):
+    """The same with the steps of our mixin."""
+
+    medusa_decay_coefficient = DECAY
+    medusa_heads_coefficient = COEFFICIENT
+
+    def __init__(self, job: Job) -> None:
+        self.medusa_only_heads = job.medusa_stage == 1
+        super().__init__(job)
 
 
 class Feed:
@@ -301,6 +336,13 @@ def chosen_plan(strategy: Any) -> str | None:
     return getattr(strategy, "activation_plan", None) or None
 
 
+def module_of(job: Job) -> type[BenchmarkLM]:
+    """The class that trains a job."""
+    if job.medusa_heads:
+        return OurMedusaLM if job.parsed_arm.is_ours else MedusaLM
+    return BenchmarkLM if job.context_parallel_size == 1 else SplitSequencesLM
+
+
 def run_job(job: Job, write: Callable[[Row], None], leave: Callable[[], None] | None = None) -> None:
     """Trains in this process, which is one of the job's; ``write`` gets a row for each shape."""
     cuda = torch.cuda.is_available()
@@ -321,8 +363,7 @@ def run_job(job: Job, write: Callable[[Row], None], leave: Callable[[], None] | 
             enable_model_summary=False,
             callbacks=[meter],
         )
-        module = BenchmarkLM if job.context_parallel_size == 1 else SplitSequencesLM
-        trainer.fit(module(job), feed)
+        trainer.fit(module_of(job)(job), feed)
     except Exception as error:  # a row of the results, for the other arms go on
         meter.fail(error)
 

@@ -1,18 +1,22 @@
 """Every yaml in ``examples/`` trains as the command at its top says, on a model and text of test size."""
 
+import math
+
 import pytest
 import torch
 import yaml
 
-from tests.lightning_liger.strategies.workers.distributed import launch
+from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts
 from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
     NUM_STEPS,
     OF_DEEPSPEED,
     OF_ONE_PROCESS,
     OF_SEVERAL_PROCESSES,
+    POST_TRAINING,
     STRATEGIES,
     run,
+    run_post_training,
     write_text,
 )
 
@@ -29,6 +33,16 @@ CLASSES = {
     "strategies/liger_fsdp_cpu_offload.yaml": "LigerFSDPStrategy",
     "strategies/liger_model_parallel.yaml": "LigerModelParallelStrategy",
 }
+METRICS = {
+    "distill.yaml": "val_distillation_loss",
+    "distill_topk.yaml": "val_student_mass",
+    "dpo.yaml": "val_rewards/accuracies",
+    "grpo_offline.yaml": "val_kl",
+    "kto.yaml": "val_rewards/margins",
+    "medusa.yaml": "val_medusa2_accuracy",
+    "sft.yaml": "val_accuracy",
+}
+"""A metric of each example of post-training that only its loss has."""
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
@@ -68,6 +82,34 @@ def test_example_trains_on_one_process(example, accelerator, tmp_path, monkeypat
     assert_trained(run(example, tmp_path, f"--trainer.accelerator={accelerator}"), example)
 
 
+@pytest.fixture
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the sizes are tiny
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("example", POST_TRAINING)
+def test_example_of_post_training_trains(example, accelerator, tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)  # the command at the top of the yaml names files relative to it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cli = run_post_training(example, tmp_path, f"--trainer.accelerator={accelerator}")
+    metrics = cli.trainer.callback_metrics
+    assert cli.trainer.global_step == NUM_STEPS
+    assert cli.trainer.strategy.patch_report.num_replaced >= 10
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert {"val_loss", METRICS[example]} <= set(metrics)
+    assert logit_counts(cli.model)[1] == 0
+    assert (tmp_path / example / "last.ckpt").exists()
+
+
+def test_there_is_an_example_of_each_kind_of_post_training():
+    assert sorted(METRICS) == POST_TRAINING
+
+
 @pytest.mark.multi_gpu
 def test_examples_of_deepspeed_train_on_several_gpus(tmp_path):
     pytest.importorskip("deepspeed")
@@ -81,7 +123,7 @@ def test_examples_of_deepspeed_train_on_several_gpus(tmp_path):
 
 def test_every_yaml_is_run_and_every_name_of_a_strategy_has_one():
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.y*ml")}
-    assert found == set(OF_SEVERAL_PROCESSES + OF_ONE_PROCESS + OF_DEEPSPEED) == set(CLASSES)
+    assert found - set(POST_TRAINING) == set(OF_SEVERAL_PROCESSES + OF_ONE_PROCESS + OF_DEEPSPEED) == set(CLASSES)
     names = ["liger", "liger_ddp", "liger_fsdp", "liger_fsdp_cpu_offload", "liger_model_parallel"]
     for name in [*names, "liger_deepspeed_stage_2", "liger_deepspeed_stage_3"]:
         assert f"strategies/{name}.yaml" in found

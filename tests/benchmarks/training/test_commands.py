@@ -12,10 +12,11 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
-from benchmarks.training import activations, worker
+from benchmarks.training import activations, examples, worker
 from benchmarks.training.convergence import Curve, distances
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
+from benchmarks.training.medusa_heads import shifted
 from benchmarks.training.processes import run_jobs
 from benchmarks.training.train import ratio
 from tests import docs_sections
@@ -70,6 +71,52 @@ def test_context_measures_lengths_and_attention(tmp_path: Path, capsys: pytest.C
     assert [line["sequence_length"] for line in results.lines[2:]] == [16, 32]
     assert {line["status"] for line in results.lines[2:]} == {OK}
     assert "states are parameters" in capsys.readouterr().out
+
+
+@without_gpu
+def test_medusa_trains_the_same_heads_in_every_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--arms", "hf:none,ours:none", "--heads", "2", "--lengths", "8,16", "--layers", "2"]
+    assert main(["medusa", "--quick", *arguments, "--out", f"{tmp_path}/"]) == 0
+    rows = rows_of(tmp_path / "medusa.jsonl")
+    assert [(row.medusa_stage, row.arm, row.sequence_length, row.status) for row in rows] == [
+        (stage, arm, length, OK) for stage in (1, 2) for arm in ("hf:none", "ours:none") for length in (8, 16)
+    ]
+    for stage in (1, 2):
+        plain, other = (
+            [row.losses for row in rows if (row.medusa_stage, row.arm) == (stage, arm)]
+            for arm in ("hf:none", "ours:none")
+        )
+        assert other == [pytest.approx(losses, rel=1e-3) for losses in plain]
+    heads, model = rows[0].optimizer_gib, rows[-1].optimizer_gib
+    assert heads < model == pytest.approx(2 * rows[-1].parameters_gib, rel=1e-3)  # AdamW, of the heads only in stage 1
+    assert "stage" in capsys.readouterr().out
+    section = docs_sections.medusa(tmp_path / "medusa.jsonl")
+    assert "\n| stage | heads | implementation | 8 | 16 |\n" in section
+    assert section.count(" | lightning-liger | ") == 2
+
+
+@without_gpu
+def test_examples_are_measured_through_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it goes elsewhere; this brings it back
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    record = examples.measure("distill_topk", quick=True, steps=2, batch_size=4)
+    assert (record["module"], record["steps"]) == ("LigerDistillation", 2)
+    assert record["tokens_per_second"] > 0
+    assert record["last_loss"] != record["first_loss"]
+
+
+def test_tokens_are_counted_without_padding() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    ids = torch.zeros(2, 3)
+    assert examples.num_tokens({"input_ids": ids}) == 6
+    assert examples.num_tokens({"input_ids": ids, "attention_mask": mask, "KL_attention_mask": mask}) == 10
+    assert examples.num_tokens({"prompt_mask": mask, "completion_mask": mask[:, :2]}) == 9
+
+
+def test_medusa_heads_predict_further_ahead() -> None:
+    ids = torch.arange(12).view(2, 6)
+    assert shifted(ids, 2).tolist() == [2, 3, 4, 5, -100, -100, 8, 9, 10, 11, -100, -100]
 
 
 @without_gpu

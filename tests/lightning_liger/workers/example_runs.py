@@ -20,7 +20,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 NUM_STEPS = 2
 
 # What is given to `fit`, after the base where a yaml only chooses the strategy.
-PROGRAMS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*.yaml"))
+PROGRAMS = ["llama3_8b.yaml", "tiny.yaml"]
+POST_TRAINING = sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name not in PROGRAMS)
 STRATEGIES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("strategies/*.yaml"))
 OF_ONE_PROCESS = ["strategies/liger.yaml"]
 OF_DEEPSPEED = [name for name in STRATEGIES if "deepspeed" in name]
@@ -75,6 +76,25 @@ def run(example: str, folder: Path, *arguments: str) -> dict[str, Any]:
         "saved": (folder / example / "last.ckpt").exists(),
         "log_vocab_size": math.log(300),
     }
+
+
+def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
+    """Trains two steps as the example says but for where it writes; call it in the folder of the repository."""
+    sys.argv = ["lightning-liger"]
+    return LigerCLI(
+        args=[
+            "fit",
+            f"--config=examples/{example}",
+            f"--trainer.default_root_dir={folder}",
+            f"--trainer.max_steps={NUM_STEPS}",
+            f"--trainer.val_check_interval={NUM_STEPS}",
+            "--trainer.check_val_every_n_epoch=1",
+            "--trainer.limit_val_batches=1",
+            f"--trainer.callbacks={json.dumps([_checkpoint(folder / example)])}",
+            "--trainer.enable_progress_bar=false",
+            *arguments,
+        ]
+    )
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
