@@ -8,9 +8,9 @@ backward
   on the loss, so forward computes it from the logits at hand (``[num_tokens, hidden_size]``) and backward multiplies
   it by the upstream gradient. The gradient of the entropy is another product and another such tensor; those of lse and
   the mean logit follow from the weight, if there is no soft-cap.
-* four with a head that is trained, or one more than with a frozen head and a soft-cap: backward computes the logits
-  again, but for chunks that a budget lets forward save, for which it is three. Tokens whose upstream gradients are all
-  zero are left out.
+* four with a trained head: backward computes the logits again, but for chunks that a budget lets forward save, which
+  cost three. Tokens whose upstream gradients are all zero are left out. A frozen head with a soft-cap goes this way too
+  where the gradient of lse or of the mean logit is wanted, without the product for the head.
 
 :func:`~liger_ops.linear_token_loss` takes three products, two with a frozen head, for a loss that is a function of each
 token's own scores.

@@ -262,7 +262,8 @@ def chunked_linear_loss(
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
     if other is not None:
-        other.gradients += [total[:, : each.size] for each, total in zip(factors, other_gradients, strict=True)]
+        unpadded = (total[:, : each.size] for each, total in zip(factors, other_gradients, strict=True))
+        other.gradients += [total.contiguous() for total in unpadded]
     of_head, *of_adapter = (factor.gradients() for factor in factors)
     nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
     return Gradients(*of_head, grad_bias, *(of_adapter[0] if of_adapter else nothing))

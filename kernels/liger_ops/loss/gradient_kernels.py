@@ -83,7 +83,9 @@ def shard_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     row_ptr = logits_ptr + start
-    entropy_factor, row_scale, row_softcap = None, logit_scale, softcap
+    row_scale = logit_scale
+    row_softcap = softcap
+    entropy_factor = None
     if entropy_factor_ptr is not None:
         entropy_factor = tl.load(entropy_factor_ptr + row)
     if temperature_ptr is not None:

@@ -249,7 +249,7 @@ def launch_loss(
         launch.num_programs(num_rows),
         **arguments,
         WHOLE_ROW=whole_row,
-        EVEN=whole_row and vocab_size == launch.block_size,
+        EVEN=whole_row and vocab_size == launch.block_size and arguments["GROUPED"] < 2,  # without edges
         BLOCK_SIZE=launch.block_size,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,

@@ -421,7 +421,8 @@ def loss_kernel(
             # An ignored row is read too: a load that waited for its label could not run ahead of the loop.
             in_row = before(size, groups, places, GROUPED)
             logits = tl.load(row_ptr + places) if EVEN else tl.load(row_ptr + places, mask=in_row, other=0.0)
-        row_scale, row_softcap = logit_scale, softcap
+        row_scale = logit_scale
+        row_softcap = softcap
         if temperature_ptr is not None:
             temperature = tl.load(temperature_ptr + token)
             row_scale = (1.0 if logit_scale is None else logit_scale) / temperature

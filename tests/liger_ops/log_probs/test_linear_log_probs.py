@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_ops import TokenScores, linear_cross_entropy, linear_log_probs
 from liger_ops.log_probs.reference import linear_log_probs_reference
+from liger_ops.loss import chunked_loss
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
     ALL,
@@ -72,19 +73,44 @@ def test_scores_and_gradients_are_those_of_whole_logits_in_float64(case: Case) -
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_scores_and_gradients_are_as_accurate_as_plain_pytorch(
-    case: Case, dtype: torch.dtype, device: torch.device
-) -> None:
-    if dtype == torch.float16 and case not in (EVERYTHING, CASES[0]):
-        pytest.skip("half precision is one path")
-    head = make(case, dtype, device)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.float32) for case in CASES),
+        *((case, dtype) for case in (CASES[0], EVERYTHING) for dtype in (torch.bfloat16, torch.float16)),
+        (EVERYTHING._replace(frozen=False), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_kernels_are_as_accurate_as_plain_pytorch(case: Case, dtype: torch.dtype, triton_device: torch.device) -> None:
+    head = make(case, dtype, triton_device)
     eager = scores_and_gradients(linear_log_probs_reference, head, case.frozen)
     truth = scores_and_gradients(linear_log_probs_reference, head.to(torch.float64), case.frozen)
-    for options in (chunk_of(5, head), chunk_of(5, head) | {"saved_logits_bytes": 7 * VOCAB * dtype.itemsize}):
-        actual = scores_and_gradients(linear_log_probs, head, case.frozen, **options)
-        assert_matches(actual, eager, truth, case)
+    budget = 7 * VOCAB * dtype.itemsize  # of logits of the first of three chunks
+    actual = scores_and_gradients(linear_log_probs, head, case.frozen, saved_logits_bytes=budget, **chunk_of(5, head))
+    assert_matches(actual, eager, truth, case)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_reference_in_half_precision_is_as_accurate_as_plain_pytorch(frozen: bool) -> None:
+    case = EVERYTHING._replace(frozen=frozen)
+    head = make(case, torch.bfloat16)
+    eager = scores_and_gradients(linear_log_probs_reference, head, frozen)
+    truth = scores_and_gradients(linear_log_probs_reference, head.to(torch.float64), frozen)
+    assert_matches(scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(5, head)), eager, truth, case)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sizes_that_products_pad(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where sizes that no 16 bytes divide are multiplied in parts and with padding."""
+    monkeypatch.setattr(chunked_loss, "_product_multiple", lambda like: 8)
+    monkeypatch.setattr(chunked_loss, "_COLUMN_MULTIPLE", 16)
+    case = EVERYTHING._replace(frozen=frozen)
+    head = make(case, torch.float64, sizes=(6, VOCAB, TOKENS))
+    expected = scores_and_gradients(linear_log_probs_reference, head, frozen)
+    actual = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(5, head))
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    assert all(gradient.is_contiguous() for gradient in actual[1])
 
 
 def test_values_are_those_of_pytorch() -> None:
@@ -120,10 +146,10 @@ def test_temperature_divides_capped_logits(temperature: float) -> None:
     torch.testing.assert_close(one[0].lse[kept], z.logsumexp(-1)[kept])
 
 
-def test_gradient_of_log_probs_is_that_of_cross_entropy(device: torch.device) -> None:
-    head = make(Case(bias=True), device=device)
+def test_gradient_of_log_probs_is_that_of_cross_entropy(triton_device: torch.device) -> None:
+    head = make(Case(bias=True), device=triton_device)
     leaves = leaves_of(head, False)
-    upstream = torch.randn(head.target.shape, device=device)
+    upstream = torch.randn(head.target.shape, device=triton_device)
     scores = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
     losses = linear_cross_entropy(
         leaves["input"], leaves["linear_weight"], head.target, linear_bias=leaves["linear_bias"], reduction="none",
@@ -211,8 +237,10 @@ def test_chunks_do_not_matter(device: torch.device) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("saved", [0, 7 * VOCAB * 4])
-def test_graph_that_is_kept_gives_the_same_gradients_again(saved: int, frozen: bool, device: torch.device) -> None:
-    head = make(Case(("log_probs", "entropy", "lse"), frozen), device=device)
+def test_graph_that_is_kept_gives_the_same_gradients_again(
+    saved: int, frozen: bool, triton_device: torch.device
+) -> None:
+    head = make(Case(("log_probs", "entropy", "lse"), frozen), device=triton_device)
     leaves = leaves_of(head, frozen)
     scores = call(linear_log_probs, leaves, head, saved_logits_bytes=saved, **chunk_of(ROWS, head))
     upstream = make_upstream(scores)
@@ -334,8 +362,8 @@ def test_checkpointing_recomputes_the_same() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_inputs_are_not_modified(device: torch.device) -> None:
-    head: Head = make(EVERYTHING, device=device)
+def test_inputs_are_not_modified(triton_device: torch.device) -> None:
+    head: Head = make(EVERYTHING, device=triton_device)
     before = {name: tensor.clone() for name, tensor in head.tensors.items()}
     scores_and_gradients(linear_log_probs, head, False, **chunk_of(ROWS, head))
     assert all(torch.equal(before[name], tensor) for name, tensor in head.tensors.items())

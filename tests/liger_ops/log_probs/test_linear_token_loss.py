@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_ops import TokenScores, linear_log_probs, linear_token_loss
 from liger_ops.log_probs.reference import linear_token_loss_reference
@@ -196,3 +197,17 @@ def test_graph_breaks_around_it_under_the_compiler() -> None:
     compiled = torch.compile(step, backend="aot_eager")
     wanted = list(leaves.values())
     torch.testing.assert_close(torch.autograd.grad(compiled(), wanted), torch.autograd.grad(step(), wanted))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
+    head = make(Case())
+    leaves = leaves_of(head, False)
+    token_loss = make_loss(torch.randn(TOKENS))
+
+    def run(*_: Tensor) -> Tensor:
+        return call(linear_token_loss, leaves, head, token_loss, **chunk_of(ROWS, head))[0]
+
+    expected = torch.autograd.grad(run(), list(leaves.values()))
+    checkpoint(run, *leaves.values(), use_reentrant=use_reentrant).backward()
+    torch.testing.assert_close(tuple(leaf.grad for leaf in leaves.values()), expected)
