@@ -8,7 +8,8 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.divergence.options import DivergenceOptions, Transform
-from liger_ops.divergence.row_kernels import KIND_NUMBERS, divergence_kernel, shard_kernel
+from liger_ops.divergence.row_kernels import divergence_kernel, shard_kernel
+from liger_ops.divergence.row_steps import KIND_NUMBERS
 from liger_ops.loss.launch import CrossEntropyLaunch
 
 _GROUP = 8  # neighbouring columns of one thread: 16 bytes in bfloat16

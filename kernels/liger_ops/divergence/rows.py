@@ -186,6 +186,11 @@ def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float,
     return 0.5 * q * (-d.sign() - second[:, None])
 
 
+def unless_nan(factor: Tensor, sums: RowSums, kind: str) -> Tensor:
+    """``factor``, NaN where logits are: the clamp of the log-ratio would hide them."""
+    return factor if kind in OF_LOGITS else factor.masked_fill(sums.delta.isnan(), torch.nan)
+
+
 def divergence_rows(
     student: Tensor,
     teacher: Tensor,
@@ -212,7 +217,7 @@ def divergence_rows(
     sums = sum_logits(z_s, z_t, kind)
     if kind not in ONE_STEP:
         sums = sum_mixtures(z_s, z_t, sums, kind, beta)
-    factor = torch.full_like(sums.first, options.factor)
+    factor = unless_nan(torch.full_like(sums.first, options.factor), sums, kind)
     if token_weight is not None:
         factor = factor * token_weight.to(factor.dtype)
     ignored = labels == IGNORED

@@ -21,6 +21,7 @@ from liger_ops.divergence.rows import (
     sum_logits,
     sum_mixtures,
     transform_logits,
+    unless_nan,
 )
 from liger_ops.loss.vocab_parallel import VocabShard
 
@@ -58,7 +59,7 @@ def write_sharded_rows(
         dist.all_reduce(both, group=shard.group)
         sums = sums._replace(first=both[0], second=both[1])
 
-    factor = torch.full_like(sums.first, options.factor)
+    factor = unless_nan(torch.full_like(sums.first, options.factor), sums, kind)
     if token_weight is not None:
         factor = factor * of_rows(token_weight)
     values = (divergence_of(sums, kind, beta, shard.vocab_size) * factor).where(kept, 0.0).to(losses.dtype)

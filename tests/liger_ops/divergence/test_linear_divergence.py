@@ -211,6 +211,15 @@ def test_masked_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(seen) <= 6  # whole chunks of three
 
 
+def test_masked_tokens_are_in_neither_part_of_the_mean() -> None:
+    """Cosine losses of others divide the sum over all tokens by the number of those that count."""
+    student, teacher = torch.randn(2, TOKENS, CLASSES)
+    mask = make_tokens()["mask"]
+    for kind in dict(KINDS):
+        found = divergence(student, teacher, kind=kind, beta=0.3, mask=mask)
+        torch.testing.assert_close(found, plain_divergence(student[mask], teacher[mask], kind, 0.3).mean())
+
+
 def test_shape_of_tokens_is_kept() -> None:
     models = make_models(tokens=12)
     x, teacher_x = models.x.view(3, 4, -1), models.teacher_x.view(3, 4, -1)
@@ -312,6 +321,16 @@ def test_divergences_of_close_models_are_accurate(device: torch.device) -> None:
             assert (found.double() - expected).abs().max() <= 3e-7, (kind, beta)  # of about 1e-5 to 1e-2
 
 
+def test_nan_in_logits_gives_nan() -> None:
+    for kind in dict(KINDS):
+        for place in (0, 1):
+            student, teacher = torch.randn(2, 3, CLASSES)
+            (student, teacher)[place][1, 5] = torch.nan
+            losses = divergence(student.requires_grad_(), teacher, kind=kind, beta=0.3, reduction="none")
+            (gradient,) = torch.autograd.grad(losses.sum(), student)
+            assert losses.isnan().tolist() == gradient.isnan().any(1).tolist() == [False, True, False], (kind, place)
+
+
 # Vocabularies.
 
 
@@ -353,7 +372,7 @@ def test_padding_of_one_vocabulary_adds_no_divergence() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_less_accurate_than_plain_pytorch(dtype: torch.dtype, device: torch.device) -> None:
-    models = make_models().to(device, dtype)
+    models = make_models(tokens=5).to(device, dtype)
     truth = models.to(torch.float64)
     for kind, beta in KINDS if FAST else KINDS[2::6]:
         for reduction in ("mean", "none"):
@@ -422,8 +441,8 @@ def test_the_teacher_is_a_constant() -> None:
 
 @pytest.mark.parametrize("function", [divergence, divergence_reference])
 def test_logits_give_what_the_definition_gives(function: Callable[..., Tensor], device: torch.device) -> None:
-    student, teacher = (each.detach().view(1, TOKENS, CLASSES).to(device) for each in make_models().logits())
-    tokens = {name: each[None].to(device) for name, each in make_tokens().items()}
+    student, teacher = (each.detach().view(1, 5, CLASSES).to(device) for each in make_models(tokens=5).logits())
+    tokens = {name: each[None].to(device) for name, each in make_tokens(5).items()}
     for place, (kind, beta) in enumerate(KINDS):
         for reduction in ("mean", "sum", "none")[place % 3 :][:1]:
             student = student.detach().requires_grad_()

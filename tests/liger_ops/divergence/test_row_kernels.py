@@ -126,3 +126,14 @@ def test_nothing_is_read_of_rows_that_are_ignored(device: torch.device) -> None:
     assert not gradient[1].any()
     assert losses.isfinite().all()
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", dict(KINDS))
+def test_nan_spreads_over_its_row_and_no_further(kind: str, device: torch.device) -> None:
+    for place in (0, 1):
+        student, teacher = make_rows(75, device)
+        (student, teacher)[place][2, 40] = torch.nan
+        losses, gradient = run(student, teacher, None, kind, 0.3)
+        assert losses.isnan().tolist() == [False, False, True]
+        assert gradient.isnan().any(1).tolist() == [False, False, True]
+        assert gradient[2, 40].isnan()
