@@ -31,6 +31,7 @@ from liger_ops import (
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
+from lightning_liger.lazy.recipe import version
 from lightning_liger.lazy.tensor import LazyTensor
 
 _NO_LABEL = -(2**62)
@@ -190,13 +191,13 @@ class LazyLogits(LazyTensor):
 
     def remember_log_sum_exp(self, lse: Tensor) -> Tensor:
         """Notes on ``lse`` that it is the log-sum-exp of these logits; returns it."""
-        lse._liger_log_sum_exp_of = self.recipe, lse._version  # type: ignore[attr-defined]
+        lse._liger_log_sum_exp_of = self.recipe, version(lse)  # type: ignore[attr-defined]
         return lse
 
     def is_log_sum_exp(self, lse: Tensor) -> bool:
         """Whether ``lse`` is the unchanged log-sum-exp of these logits, with the vocabulary's dimension kept."""
-        recipe, version = getattr(lse, "_liger_log_sum_exp_of", (None, 0))
-        if recipe is None or lse._version != version or lse.ndim != self.ndim:
+        recipe, written = getattr(lse, "_liger_log_sum_exp_of", (None, 0))
+        if recipe is None or version(lse) != written or lse.ndim != self.ndim:
             return False
         if torch.is_grad_enabled() and lse.requires_grad != self.requires_grad:
             return False

@@ -401,10 +401,11 @@ def test_function_of_several_losses_or_of_tensors_as_large_as_logits_materialize
 
 
 @pytest.mark.parametrize("name", ["entropy", "entropy_of_logits", "entropy_of_a_distribution"])
-def test_entropy_without_gradients_is_fused(name: str) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_entropy_without_gradients_is_fused(name: str, mode: Callable[[], Any]) -> None:
     twin = Twin()
     lazy, real = twin.lazy, twin.real
-    with torch.no_grad():
+    with mode():
         torch.testing.assert_close(LOSSES[name](lazy), LOSSES[name](real), rtol=1e-5, atol=1e-5)
     assert (twin.counters.num_losses, twin.counters.num_materialized) == (1, 0)
 
