@@ -10,6 +10,8 @@ from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
+from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels, split_sequence
 from lightning_liger.strategies import (
@@ -55,18 +57,23 @@ __all__ = [
     "LigerDeepSpeedStrategy",
     "LigerFSDPStrategy",
     "LigerLMMixin",
+    "LigerMedusa",
+    "LigerMedusaMixin",
     "LigerModelParallelStrategy",
     "LigerPrecisionPlugin",
     "LigerSingleDeviceStrategy",
     "LigerStrategy",
+    "MedusaHeads",
     "PatchReport",
     "TrainingSummary",
     "apply_liger_kernels",
     "divergence",
     "export_pretrained",
     "lazy_logits",
+    "load_medusa_heads",
     "load_pretrained",
     "materialize",
+    "save_medusa_heads",
     "shift_labels",
     "split_sequence",
     "token_loss",

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import lightning as L
@@ -164,30 +165,40 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hparams = self._settings
         # A tied parameter is found in each module that holds it; the first one, the embedding, decides.
-        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        groups: dict[tuple[float, int, float], list[nn.Parameter]] = {}
         grouped: set[nn.Parameter] = set()
         for module in self.modules():
-            scale = hparams.embedding_lr_scale if isinstance(module, nn.Embedding) else 1.0
+            scale, warmup_steps = self._learning_rate_scale(module), self._warmup_steps(module)
             for name, parameter in module.named_parameters(recurse=False):
                 is_vector = (module, name) in self._undecayed or "norm" in type(module).__name__.lower()
                 is_undecayed = is_vector or name.endswith("bias") or name in _STATE_SPACE
                 if parameter.requires_grad and parameter not in grouped:
                     grouped.add(parameter)
                     decay = 0.0 if is_undecayed else hparams.weight_decay
-                    groups.setdefault((scale, decay), []).append(parameter)
+                    groups.setdefault((scale, warmup_steps, decay), []).append(parameter)
         optimizer = torch.optim.AdamW(
             [
                 {"params": parameters, "lr": hparams.learning_rate * scale, "weight_decay": decay}
-                for (scale, decay), parameters in groups.items()
+                for (scale, _, decay), parameters in groups.items()
             ],
             betas=hparams.betas,
             fused=all(parameter.is_cuda for parameter in grouped),
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
+        factors = [partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _learning_rate_factor(self, step: int) -> float:
-        warmup, floor = self._settings.warmup_steps, self._settings.min_lr_ratio
+    def _learning_rate_scale(self, module: nn.Module) -> float:
+        """The factor of the learning rate for the parameters of ``module`` itself."""
+        return float(self._settings.embedding_lr_scale) if isinstance(module, nn.Embedding) else 1.0
+
+    def _warmup_steps(self, module: nn.Module) -> int:
+        """The steps in which the learning rate of ``module``'s own parameters rises to its peak."""
+        return int(self._settings.warmup_steps)
+
+    def _learning_rate_factor(self, step: int, warmup_steps: int | None = None) -> float:
+        warmup = self._settings.warmup_steps if warmup_steps is None else warmup_steps
+        floor = self._settings.min_lr_ratio
         if step < warmup:
             return (step + 1) / (warmup + 1)
         total = self._num_training_steps
