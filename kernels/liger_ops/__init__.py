@@ -4,9 +4,12 @@ Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewher
 ``torch.nn.functional`` are call-compatible with it; ``liger_ops.nn`` has modules to match.
 """
 
+from liger_ops.divergence.divergence import divergence
+from liger_ops.divergence.linear_divergence import linear_divergence
 from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from liger_ops.log_probs.linear_log_probs import linear_log_probs, linear_token_loss
 from liger_ops.log_probs.scores import TokenScores
+from liger_ops.log_probs.topk import linear_topk_log_probs
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenStats
@@ -24,12 +27,15 @@ __all__ = [
     "add_rms_norm",
     "apply_rotary",
     "cross_entropy",
+    "divergence",
     "gelu_mul",
     "group_norm",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "linear_token_loss",
+    "linear_topk_log_probs",
     "relu_squared",
     "relu_squared_mul",
     "rms_norm",

@@ -55,7 +55,7 @@ class Lineage:
         self.members: list[weakref.ref[Lineage]] = [] if parent is None else parent.members
         """All of the tree, parents first."""
         self.members.append(weakref.ref(self))
-        self._modes = torch.is_grad_enabled(), _autocast_dtype(recipe.hidden_states.device.type)
+        self._modes = torch.is_grad_enabled(), autocast_dtype(recipe.hidden_states.device.type)
 
     def bypass(self, operation: str) -> None:
         """Notes that the gradient of a result of ``operation`` passes neither these logits nor their ancestors."""
@@ -84,7 +84,7 @@ class Lineage:
             return self.replay(parent)
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of autocast on a kind of devices, None where it is disabled."""
     if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import TokenScores, TokenStats, linear_cross_entropy, linear_log_probs, linear_token_loss
-from lightning_liger.lazy.chunks import Rows, over_chunks
+from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.tensor import LazyTensor
 
@@ -138,22 +138,39 @@ class LazyLogits(LazyTensor):
         element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
         chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
         rows = [tensor.reshape(num_tokens, tensor.shape[-1]) for tensor in token_tensors]
-        parts = over_chunks(function, [self.rows()], rows, chunk_size)
+        parts = over_chunks(function, [self.recipe.rows()], rows, chunk_size)
 
         def laid_out(rows: Tensor) -> Tensor:
             return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
 
         return laid_out(parts) if isinstance(parts, Tensor) else type(parts)([laid_out(part) for part in parts])
 
-    def rows(self) -> Rows:
-        """The values of single tokens, in the order of :attr:`tokens`."""
-        recipe, head = self.recipe, self.head.cast()
+    def linear_sum(self, dtype: torch.dtype) -> Tensor | None:
+        """The sum over the vocabulary of each token where the head's summed rows suffice, ``[...]``; else None."""
+        head, transform = self.head, self.transform
+        if not head.is_whole or transform.normalized or transform.tanh_scale is not None:
+            return None
+        self.notice("a mean over the vocabulary")
+        total = torch.zeros((), dtype=dtype, device=self.device)
+        with torch.autocast(self.device.type, enabled=False):
+            for input, weight in head.factors(self.tokens):
+                total = total + input.to(dtype) @ weight.sum(0, dtype=dtype)
+            if head.bias is not None:
+                total = total + head.bias.sum(dtype=dtype)
+        return total * transform.scale
 
-        def values(hidden_states: Tensor) -> Tensor:
-            recipe.check("backward of a reduction over the vocabulary")  # which calls this again
-            return recipe.transform.apply(head.project(hidden_states))
+    def remember_log_sum_exp(self, lse: Tensor) -> Tensor:
+        """Notes on ``lse`` that it is the log-sum-exp of these logits; returns it."""
+        lse._liger_log_sum_exp_of = self.recipe, lse._version  # type: ignore[attr-defined]
+        return lse
 
-        return Rows((self.tokens.reshape(-1, self.tokens.shape[-1]),), values, self.requires_grad)
+    def is_log_sum_exp(self, lse: Tensor) -> bool:
+        """Whether ``lse`` is the unchanged log-sum-exp of these logits, with the vocabulary's dimension kept."""
+        recipe, version = getattr(lse, "_liger_log_sum_exp_of", (None, 0))
+        if recipe is None or lse._version != version or lse.ndim != self.ndim:
+            return False
+        same = recipe.hidden_states is self.hidden_states and recipe.head is self.head
+        return same and recipe.transform == self.transform and recipe.vocab_dim == self.vocab_dim == -1
 
     def cross_entropy(
         self,

@@ -15,21 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.lazy.expressions import LazyExpression
+from lightning_liger.lazy.functions import elementwise, is_vocab, logsumexp_of_stack
 from lightning_liger.lazy.head import LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.table import implements
 
 Entry = Callable[..., Any]
-_REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "logsumexp", "special_logsumexp")
+_REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
 _MASKS = (torch.bool, torch.uint8)
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _is_vocab(x: LazyLogits, dim: Any) -> bool:
-    if isinstance(dim, tuple | list) and len(dim) == 1:
-        dim = dim[0]
-    ndim = x.twin.ndim  # a plain tensor answers faster
-    return isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim == x.vocab_dim % ndim
 
 
 # Values: scale, soft-cap, log-softmax, casts
@@ -71,20 +66,26 @@ def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     return _in_dtype(x, dtype, scale=scale)
 
 
-@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)
-def _multiply(x: LazyLogits, other: Any) -> Any:
-    return _scale(x, other, divide=False)
+@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True, takes_lazy_arguments=True)
+def _multiply(x: Any, other: Any) -> Any:
+    if isinstance(x, LazyLogits) and (scaled := _scale(x, other, divide=False)) is not NotImplemented:
+        return scaled
+    return elementwise("mul", torch.mul, x, other)
 
 
 @implements("div", "divide", "true_divide", "__truediv__", "__div__")
 def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
-    return NotImplemented if rounding_mode is not None else _scale(x, other, divide=True)
+    if rounding_mode is None and (scaled := _scale(x, other, divide=True)) is not NotImplemented:
+        return scaled
+    return elementwise("div", torch.div, x, other) if rounding_mode is None else NotImplemented
 
 
 @implements("add", "__add__", "__radd__", commutative=True, takes_lazy_arguments=True)
-def _add(x: LazyLogits, other: Any) -> Any:
-    if x.transform != LogitTransform(x.dtype) or not x.head.is_whole:
-        return NotImplemented
+def _add(x: Any, other: Any) -> Any:
+    if not isinstance(x, LazyLogits) or x.transform != LogitTransform(x.dtype) or not x.head.is_whole:
+        return elementwise("add", torch.add, x, other)
+    if isinstance(other, LazyExpression):
+        return elementwise("add", torch.add, x, other)
     if isinstance(other, LazyLogits):
         return _add_low_rank(x, other)
     return _add_bias(x, other) if isinstance(other, Tensor) else NotImplemented
@@ -136,7 +137,7 @@ def _tanh(x: LazyLogits) -> Any:
 def _log_softmax(
     x: LazyLogits, dim: int | None = None, dtype: torch.dtype | None = None, *, _stacklevel: int = 3
 ) -> Any:
-    if dim is None or not _is_vocab(x, dim):
+    if dim is None or not is_vocab(x, dim):
         return NotImplemented
     # Autocast may compute it in float32.
     dtype = torch.log_softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1, dtype=dtype).dtype
@@ -256,7 +257,7 @@ def _matrix_transpose(x: LazyLogits) -> Any:
 
 @implements("unflatten")
 def _unflatten(x: LazyLogits, dim: int, sizes: Any) -> Any:
-    return NotImplemented if _is_vocab(x, dim) else _follow(torch.unflatten, x, dim, sizes)
+    return NotImplemented if is_vocab(x, dim) else _follow(torch.unflatten, x, dim, sizes)
 
 
 @implements("reshape")
@@ -304,7 +305,7 @@ def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwar
     dim = kwargs.get("dim", args[position] if len(args) > position else 0)
     if not isinstance(dim, int):
         return NotImplemented
-    if _is_vocab(x, dim):
+    if is_vocab(x, dim):
         if function not in (torch.narrow, torch.index_select) or x.transform.normalized or not x.head.is_whole:
             return NotImplemented
         twin = function(x.twin, *_on_meta(args), **_on_meta(kwargs))
@@ -344,7 +345,7 @@ def _split(x: LazyLogits, split_size_or_sections: Any = None, dim: int = 0, *, s
 
 @implements("__iter__")
 def _iterate(x: LazyLogits) -> Any:
-    return NotImplemented if _is_vocab(x, 0) else iter(x.unbind(0))
+    return NotImplemented if is_vocab(x, 0) else iter(x.unbind(0))
 
 
 @implements("__getitem__")
@@ -423,7 +424,7 @@ def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
 
 def _classes_are_vocab(x: LazyLogits, target: Tensor) -> bool:
     """Whether the vocabulary is where PyTorch expects classes (dimension 1, or 0 of one token), with class indices."""
-    return target.dtype == torch.int64 and _is_vocab(x, min(1, x.twin.ndim - 1)) and target.ndim == x.twin.ndim - 1
+    return target.dtype == torch.int64 and is_vocab(x, min(1, x.twin.ndim - 1)) and target.ndim == x.twin.ndim - 1
 
 
 @implements("cross_entropy")
@@ -437,7 +438,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if not _classes_are_vocab(x, target):
+    if not _classes_are_vocab(x, target) or isinstance(x, LazyExpression):
         return NotImplemented
     if size_average is not None or reduce is not None:  # the deprecated spelling
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
@@ -468,7 +469,7 @@ def _nll_loss(
 
 @implements("gather")
 def _gather(x: LazyLogits, dim: int | None, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    if not x.is_local or not _is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
+    if not x.is_local or not is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
         return NotImplemented
     labels = index.movedim(x.vocab_dim, -1)
     if labels.shape[:-1] != x.tokens.shape[:-1]:
@@ -484,7 +485,7 @@ def _take_along_dim(x: LazyLogits, indices: Tensor, dim: int | None = None) -> A
 
 
 def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    if not x.is_local or not _is_vocab(x, dim):
+    if not x.is_local or not is_vocab(x, dim):
         return NotImplemented
     result = x.over_chunks(lambda values: function(values, -1, keepdim=True))
     if keepdim:
@@ -495,11 +496,19 @@ def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = Fal
 
 
 for _name in _REDUCED:
-    implements(_name)(partial(_reduce, getattr(torch, _name.removeprefix("special_"))))
+    implements(_name)(partial(_reduce, getattr(torch, _name)))
+
+
+@implements("logsumexp", "special_logsumexp")
+def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
+    if not is_vocab(x, dim):
+        return logsumexp_of_stack(x, dim, keepdim)
+    result = _reduce(torch.logsumexp, x, dim, keepdim)
+    return result if result is NotImplemented else x.remember_log_sum_exp(result)
 
 
 @implements("topk")
 def _topk(x: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if not x.is_local or not _is_vocab(x, dim):
+    if not x.is_local or not is_vocab(x, dim):
         return NotImplemented
     return x.over_chunks(lambda values: torch.topk(values, k, -1, largest, sorted))

@@ -13,6 +13,7 @@ from torch import Size, Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
+from lightning_liger.lazy.chunks import Rows
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 
 
@@ -89,6 +90,16 @@ class Recipe:
 
     def _project(self) -> Tensor:
         return self.head.project(self.tokens)
+
+    def rows(self) -> Rows:
+        """The values of single tokens, in the order of :attr:`tokens`."""
+        head = self.head.cast()
+
+        def values(hidden_states: Tensor) -> Tensor:
+            self.check("backward of a function of logits")  # which calls this again
+            return self.transform.apply(head.project(hidden_states))
+
+        return Rows((self.tokens.reshape(-1, self.tokens.shape[-1]),), values, self.requires_grad)
 
     def check(self, operation: str) -> None:
         """Raises a RuntimeError that names ``operation`` if a tensor was modified or freed since the recipe was made.

@@ -4,7 +4,7 @@ Lazy logits lead to the fused ops of :mod:`liger_ops.log_probs` and :mod:`liger_
 Materialized ones (an unpatched model's) are read in chunks of tokens, so that no second tensor of their size is made.
 Both give the same values: in float32, or float64 for float64 logits.
 
-Labels are aligned with the logits: ``labels[..., t]`` is what ``logits[..., t, :]`` predicts, so the caller shifts them.
+Labels are aligned with the logits: ``labels[..., t]`` is what ``logits[..., t, :]`` predicts; the caller shifts them.
 Formulas: :mod:`liger_ops.log_probs.scores`.
 """
 
@@ -270,7 +270,7 @@ def _rows(logits: Tensor, chunk_bytes: int | None) -> tuple[Rows, int]:
     lazy = _lazy(logits)
     if lazy is not None:
         lazy.notice("a function of logits")
-        return lazy.rows(), _chunk_size(
+        return lazy.recipe.rows(), _chunk_size(
             lazy, lazy.head.options.get("chunk_bytes") if chunk_bytes is None else chunk_bytes
         )
     logits = _real(logits)
@@ -306,8 +306,8 @@ def check_logits(name: str, logits: Tensor) -> None:
         raise wrong_value(name, "of shape [..., vocab_size] with at least one class", logits)
     if isinstance(logits, LazyLogits) and logits.vocab_dim != -1:
         raise ValueError(
-            f"{name} must have the vocabulary as their last dimension, got {shown(logits)} whose vocabulary is dimension"
-            f" {logits.vocab_dim}; pass {name}.movedim({logits.vocab_dim}, -1)"
+            f"{name} must have the vocabulary as their last dimension, got {shown(logits)} whose vocabulary is"
+            f" dimension {logits.vocab_dim}; pass {name}.movedim({logits.vocab_dim}, -1)"
         )
 
 

@@ -71,14 +71,15 @@ def implements(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a function that computes PyTorch's functions, methods and properties of these names.
 
-    The decorated function gets the lazy tensor and the call's other arguments. It returns ``NotImplemented`` where it
+    The decorated function gets the call's arguments, of which the first is lazy. It returns ``NotImplemented`` where it
     needs the real values; a call with arguments that its signature does not have gets real values too.
 
     Args:
         names: As in ``torch`` and ``torch.Tensor``. An operator or in-place method (``mul_``) uses the function that
             returns its result (``mul``).
         commutative: Whether the lazy tensor may also be the second of two arguments.
-        takes_lazy_arguments: Whether arguments other than the first may be or contain lazy tensors.
+        takes_lazy_arguments: Whether any arguments may be or contain lazy tensors, perhaps not the first; otherwise
+            the first is the only lazy one.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

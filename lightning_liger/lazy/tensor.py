@@ -355,13 +355,12 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if name_out_of_place is None and operation is not None and operation.is_commutative and len(args) == 2:
         args = args if isinstance(args[0], LazyTensor) else (args[1], args[0])
     first = args[0] if args else None
-    if operation is not None and isinstance(first, LazyTensor):
-        if name_out_of_place is None:
-            result = _registered(operation, name, first, args[1:], kwargs)
-            if result is not NotImplemented:
-                return _with_replay(result, first, lambda real: func(real, *args[1:], **kwargs))
-        elif _done_in_place(operation, name, first, args[1:], kwargs):
-            return first
+    if operation is not None and name_out_of_place is None:
+        result = _registered(operation, name, args, kwargs)
+        if result is not NotImplemented:
+            return _with_replay(result, first, lambda real: func(real, *args[1:], **kwargs))
+    elif operation is not None and isinstance(first, LazyTensor) and _done_in_place(operation, name, args, kwargs):
+        return first
     written: Any = [kwargs.get("out")]
     is_in_place = name_out_of_place is not None or kwargs.get("inplace") is True
     shows_memory = name in table.SHOWS_MEMORY or name in table.VIEWS
@@ -400,29 +399,28 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     return func(*args, **kwargs)
 
 
-def _registered(
-    operation: table.Operation, name: str, first: LazyTensor, others: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _registered(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
-    if not operation.accepts(1 + len(others), *kwargs):
+    if not operation.accepts(len(args), *kwargs):
         return NotImplemented
-    lazy_arguments = [first, *_lazy_in((others, kwargs))]
-    if len(lazy_arguments) > 1 and not operation.takes_lazy_arguments:
+    lazy_arguments = list(_lazy_in((args, kwargs)))
+    is_of_first = bool(args) and len(lazy_arguments) == 1 and lazy_arguments[0] is args[0]
+    if not is_of_first and not operation.takes_lazy_arguments:
         return NotImplemented
     for lazy in lazy_arguments:
         if lazy.is_foreign:
             return NotImplemented
     for lazy in lazy_arguments:
         lazy.recipe.check(name)
-    return operation.function(first, *others, **kwargs)
+    return operation.function(*args, **kwargs)
 
 
-def _with_replay(result: Any, first: LazyTensor, replay: Callable[[Tensor], Any]) -> Any:
-    """``result``, where ``replay`` derives each lazy tensor in it from the real one of ``first``."""
+def _with_replay(result: Any, first: Any, replay: Callable[[Tensor], Any]) -> Any:
+    """``result``, where ``replay`` derives each lazy tensor in it that ``first`` is the parent of from its real one."""
     if isinstance(result, tuple):
         for position, part in enumerate(result):
             _with_replay(part, first, partial(_replayed_part, replay, position))
-    elif isinstance(result, LazyTensor) and result is not first:
+    elif isinstance(result, LazyTensor) and result is not first and result.lineage.parent is not None:
         assert result.lineage.parent is first.lineage
         result.lineage.replay = replay
     return result
@@ -432,13 +430,12 @@ def _replayed_part(replay: Callable[[Tensor], Any], position: int, real: Tensor)
     return replay(real)[position]
 
 
-def _done_in_place(
-    operation: table.Operation, name: str, first: LazyTensor, others: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether ``first`` now is the lazy result of an in-place operation; only without relatives, which would see it."""
+def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the first argument now is the lazy result of an in-place operation; only without relatives."""
+    first = args[0]
     if len(first.lineage.alive()) > 1 or not _is_exchangeable(first.lineage):
         return False
-    result = _registered(operation, name, first, others, kwargs)
+    result = _registered(operation, name, args, kwargs)
     if result is first:
         return True
     same_kind = isinstance(result, LazyTensor) and (result.dtype, result.requires_grad) == (

@@ -140,9 +140,9 @@ class KeptTokens:
         return int(self._count)
 
 
-ChunkLoss = Callable[[Tensor, Tensor | None], None]
+ChunkLoss = Callable[[Tensor, Tensor | None], Tensor | None]
 """Called with one chunk's logits ``[chunk_size, vocab_size]`` and its tokens' indices (None if it holds all tokens in
-order); overwrites the logits with their gradient."""
+order); overwrites the logits with their gradient, or returns the gradient, in the dtype of the hidden states."""
 
 
 @dataclass
@@ -172,7 +172,7 @@ class SavedLogits:
         if self.to_gradient is None or number >= len(self.chunks):
             return None
         logits = self.chunks[number]
-        return _aligned_rows(logits, *logits.shape).copy_(logits) if self.are_needed_again else logits
+        return aligned_rows(logits, *logits.shape).copy_(logits) if self.are_needed_again else logits
 
 
 def chunked_linear_loss(
@@ -187,6 +187,7 @@ def chunked_linear_loss(
     needs_gradient: Sequence[bool],
     adapter: tuple[Tensor, Tensor] | None = None,
     saved: SavedLogits | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Runs ``chunk_loss`` over the logits of a linear head, chunk by chunk, and collects the gradients.
 
@@ -203,6 +204,8 @@ def chunked_linear_loss(
             adapter's input and weight.
         adapter: ``[num_tokens, rank]`` and ``[vocab_size, rank]``, whose product is added to the logits.
         saved: Where logits are saved, or were in an earlier pass over the same chunks.
+        logits_dtype: Of the logits that ``chunk_loss`` gets, if it is not the hidden states'; it returns the gradient
+            then.
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
@@ -224,13 +227,14 @@ def chunked_linear_loss(
         logits = None if saved is None else saved.logits(number)
         if logits is None:
             if saved is not None and saved.saves(number):
-                logits = saved.keep(_aligned_rows(hidden_states, stop - start, vocab_size))
+                logits = saved.keep(aligned_rows(hidden_states, stop - start, vocab_size))
             else:
-                buffer = _aligned_rows(hidden_states, rows, vocab_size) if buffer is None else buffer
+                buffer = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if buffer is None else buffer
                 logits = buffer[: stop - start]
             for part in parts:
                 _project(factors, bias, logits, part)
-            chunk_loss(logits, index)
+            grad_logits = chunk_loss(logits, index)
+            logits = logits if grad_logits is None else grad_logits
         elif saved is not None and saved.to_gradient is not None:
             saved.to_gradient(logits, index)
         for factor in factors:
@@ -298,9 +302,52 @@ class _Factor:
         return grad_input, grad_weight
 
 
+class Projection:
+    """The logits of a head without gradients, a chunk at a time in one buffer.
+
+    Args:
+        hidden_states, weight, bias, adapter, logits_dtype: As for :func:`chunked_linear_loss`.
+        tokens: The order of visiting.
+        chunk_size: Most tokens of a chunk.
+    """
+
+    def __init__(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: KeptTokens,
+        *,
+        chunk_size: int,
+        adapter: tuple[Tensor, Tensor] | None = None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> None:
+        rows = min(chunk_size, hidden_states.shape[0])
+        pairs = [(hidden_states, weight), *([] if adapter is None else [adapter])]
+        self._factors = [_Factor(*pair, tokens, rows, weight.dtype, False, False) for pair in pairs]
+        self._bias = bias
+        self._parts = _fast_parts(weight, weight.shape[0])
+        self._buffer = aligned_rows(hidden_states, rows, weight.shape[0], logits_dtype)
+
+    def logits(self, index: Tensor | None) -> Tensor:
+        """The logits of the tokens of ``index``, or of all, until the next call."""
+        for factor in self._factors:
+            factor.gather(index)
+        logits = self._buffer[: len(self._factors[0].chunk)]
+        for part in self._parts:
+            _project(self._factors, self._bias, logits, part)
+        return logits
+
+
 def _project(factors: Sequence[_Factor], bias: Tensor | None, logits: Tensor, part: slice) -> None:
     """Writes the columns of ``part`` of a chunk's logits."""
     head, *others = factors
+    if logits.dtype != head.weight.dtype:
+        for place, factor in enumerate(factors):
+            _accumulate_product(logits[:, part], factor.chunk, factor.weight[part].t(), keep=place > 0)
+        if bias is not None:
+            logits[:, part] += bias[part]
+        return
     if bias is None:
         torch.mm(head.chunk, head.weight[part].t(), out=logits[:, part])
     else:
@@ -330,11 +377,12 @@ def _fast_parts(like: Tensor, num_columns: int) -> list[slice]:
     return [slice(0, cut), slice(cut, num_columns)]
 
 
-def _aligned_rows(like: Tensor, num_rows: int, num_columns: int) -> Tensor:
+def aligned_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """A matrix whose rows start at multiples of 16 bytes, long ones of 128; only the padding is initialized."""
+    dtype = dtype or like.dtype
     multiple = 16 if num_columns < _LONG_ROW else 128
-    padding = -num_columns % max(1, multiple // like.element_size())
-    padded = like.new_empty(num_rows, num_columns + padding)
+    padding = -num_columns % max(1, multiple // dtype.itemsize)
+    padded = like.new_empty(num_rows, num_columns + padding, dtype=dtype)
     if padding:  # matrix products in half precision read it on CPUs with AMX, where NaN would spread
         padded[:, num_columns:] = 0.0
     return padded[:, :num_columns]

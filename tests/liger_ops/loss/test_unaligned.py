@@ -116,7 +116,7 @@ def test_few_or_aligned_columns_are_multiplied_together(vocab_size: int) -> None
 
 @pytest.mark.parametrize(("vocab_size", "row"), [(63, 64), (64, 64), (65, 128), (120, 128), (128, 128)])
 def test_long_rows_start_at_cache_lines(vocab_size: int, row: int) -> None:
-    rows = chunked_loss._aligned_rows(torch.empty(1, dtype=torch.bfloat16), 3, vocab_size)
+    rows = chunked_loss.aligned_rows(torch.empty(1, dtype=torch.bfloat16), 3, vocab_size)
     assert rows.shape == (3, vocab_size)
     assert rows.stride() == (row, 1)
     assert not rows._base[:, vocab_size:].any()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from lightning_liger import LazyLogits
 from lightning_liger.lazy.logits import lazy_logits
@@ -279,6 +280,22 @@ def z_loss(x: Logits) -> Tensor:
     return torch.logsumexp(x.float(), dim=-1).pow(2).mean()
 
 
+def entropy(x: Logits) -> Tensor:
+    log_probs = x.log_softmax(-1)
+    return -(torch.exp(log_probs) * log_probs).sum(-1)
+
+
+def smoothed_loss(x: Logits) -> Tensor:
+    """The terms of transformers' ``LabelSmoother``."""
+    log_probs = -F.log_softmax(x, dim=-1)
+    nll_loss = log_probs.gather(dim=-1, index=LABELS.unsqueeze(-1))
+    return 0.9 * nll_loss + 0.1 / VOCAB_SIZE * log_probs.sum(dim=-1, keepdim=True, dtype=torch.float32)
+
+
+TEACHER = torch.rand(BATCH_SIZE, SEQ_LEN, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)).softmax(-1)
+ADVANTAGES = torch.linspace(-1.0, 1.0, TOKENS).view(BATCH_SIZE, SEQ_LEN, 1)
+
+
 LOSSES: dict[str, Callable[[Logits], Tensor]] = {
     "classes_second": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS),
     "classes_second_permuted": lambda x: F.cross_entropy(x.permute(0, 2, 1).contiguous(), CLASS_TARGETS),
@@ -291,6 +308,12 @@ LOSSES: dict[str, Callable[[Logits], Tensor]] = {
     "nll_torch": lambda x: F.nll_loss(torch.log_softmax(x, -1).mT, LABELS, reduction="none"),
     "nll_modules": lambda x: nn.NLLLoss(reduction="sum")(nn.LogSoftmax(-1)(x).transpose(1, 2), CLASS_TARGETS),
     "nll_dtype": lambda x: F.nll_loss(F.log_softmax(x[0], dim=1, dtype=torch.float32), LABELS[0]),
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+    "entropy_of_log_softmax": lambda x: (lambda log: -(log.exp() * log).sum(-1))(F.log_softmax(x / 0.7, -1)),
+    "entropy_in_chunks": lambda x: torch.cat([entropy(chunk) for chunk in x.reshape(-1, VOCAB_SIZE).split(3)]),
+    "entropy_of_logits": lambda x: torch.logsumexp(x, -1) - torch.sum(F.softmax(x, dim=-1) * x, dim=-1),
+    "entropy_of_some_tokens": lambda x: (-x.softmax(-1) * x.log_softmax(-1))[MASK].sum(),
+    "entropy_of_a_distribution": lambda x: Categorical(logits=x).entropy(),
     "cross_entropy_of_log_softmax": lambda x: F.cross_entropy(x.log_softmax(2).flatten(0, 1), LABELS.flatten()),
 }
 
@@ -302,6 +325,7 @@ WITHOUT_LOSS: dict[str, Callable[[Logits], Any]] = {
     "log_probabilities_of_more": lambda x: x.log_softmax(-1).gather(-1, TWO_CLASSES),
     "log_probabilities_of_one_token": lambda x: x[0, 2].log_softmax(-1).gather(0, torch.tensor([5])),
     "log_probabilities_indexed": lambda x: x.log_softmax(-1).flatten(0, 1)[torch.arange(TOKENS), LABELS.flatten()],
+    "log_probabilities_of_a_distribution": lambda x: Categorical(logits=x).log_prob(LABELS),
     "logits_of_labels": lambda x: torch.gather(x, dim=-1, index=LABELS.unsqueeze(-1)),
     "logits_of_labels_capped": lambda x: (5 * torch.tanh(x * 0.3 / 5)).gather(-1, LABELS.unsqueeze(-1)),
     "logits_of_more_labels": lambda x: x.gather(-1, TWO_CLASSES),
@@ -326,6 +350,33 @@ WITHOUT_LOSS: dict[str, Callable[[Logits], Any]] = {
     "topk_behind": lambda x: tuple(torch.topk(x.mT, 2, dim=1, largest=False)),
     "topk_names": lambda x: (x.topk(k=3, dim=-1).values, torch.topk(x, k=3).indices),
     "one_token": lambda x: x[0, -1].argmax(-1),
+    "sum": lambda x: x.sum(),
+    "sum_of_a_part": lambda x: x[:, 1:, 4:29].sum((0, 2), keepdim=True),
+    "sum_capped": lambda x: (5 * torch.tanh(x / 5)).sum(-1),
+    "mean": lambda x: x.mean(-1),
+    "mean_of_all": lambda x: (x * 0.5)[:1].mean(),
+    "mean_behind": lambda x: x.mT.mean(dim=1, dtype=torch.float64),
+    "mean_of_log_probabilities": lambda x: x.log_softmax(-1).mean(-1, keepdim=True),
+    "label_smoothing_of_transformers": smoothed_loss,
+    "softmax_squared": lambda x: (x.softmax(-1) * x.softmax(-1)).sum(-1),
+    "softmax_squared_twice": lambda x: (lambda p: p * p)((x * 2).softmax(-1))[:, 1:].sum(),
+    "softmax_of_labels": lambda x: F.softmax(x, dim=-1).gather(-1, LABELS[..., None]),
+    "softmax_max": lambda x: torch.softmax(x, -1).max(-1).values,
+    "softmax_topk": lambda x: tuple(x.softmax(-1, dtype=torch.float64).topk(2)),
+    "softmax_logsumexp": lambda x: x.softmax(-1).logsumexp(-1),
+    "softmax_log": lambda x: x.softmax(-1).log().flatten(0, 1)[torch.arange(TOKENS), LABELS.flatten()],
+    "softmax_times_weights": lambda x: (CLASS_WEIGHT * x.softmax(-1) / 2)[MASK].sum(-1),
+    "softmax_times_learned": lambda x: (x.softmax(-1) * torch.tensor([2.0]) + torch.ones(1, 1)).sum(-1),
+    "softmax_times_advantages": lambda x: (x.log_softmax(-1) * ADVANTAGES).gather(-1, LABELS[..., None]),
+    "softmax_minus_whole_tensor": lambda x: ((x.softmax(-1) - TEACHER) * (TEACHER - x.softmax(-1))).sum(-1),
+    "nan_check": lambda x: (x == x).all(-1),
+    "rows": lambda x: torch.stack([row.exp().sum(-1) for row in x.log_softmax(-1)]),
+    "logaddexp": lambda x: torch.logaddexp(x.log_softmax(-1), (x * 2).log_softmax(-1)).sum(-1),
+    "minus_maximum": lambda x: (x - x.detach().amax(-1, keepdim=True)).exp().log().sum(-1),
+    "kl_div_of_a_real_tensor": lambda x: F.kl_div(x.log_softmax(-1), TEACHER, reduction="batchmean"),
+    "kl_div_to_a_real_tensor": lambda x: F.kl_div(TEACHER.log(), x.log_softmax(-1), log_target=True),
+    "kl_div_to_real_probabilities": lambda x: F.kl_div(TEACHER.log(), x.softmax(-1), reduction="none")[MASK].sum(),
+    "kl_div_of_one_model": lambda x: F.kl_div(x.log_softmax(-1), (x * 2).softmax(-1), reduction="sum"),
     "numel": lambda x: torch.tensor([torch.numel(x), x.is_floating_point(), torch.is_complex(x)]),
 }
 
@@ -438,14 +489,15 @@ LEARNED_SCALE = torch.tensor(2.0, requires_grad=True)
 PROBABILITIES = torch.full((TOKENS, VOCAB_SIZE), 1 / VOCAB_SIZE)
 
 OPERATIONS: dict[str, tuple[str, Callable[[Logits], Any]]] = {
-    "softmax": ("softmax", lambda x: x.softmax(-1)),
-    "functional_softmax": ("softmax", lambda x: F.softmax(x, dim=-1)),
+    "softmax": ("cumsum", lambda x: x.softmax(-1).cumsum(-1)),
+    "softmax_over_tokens": ("softmax", lambda x: F.softmax(x, dim=1)),
     "log_softmax_over_tokens": ("log_softmax", lambda x: F.log_softmax(x, dim=1)),
-    "log_softmax_times": ("mul", lambda x: x.log_softmax(-1) * 2.0),
+    "log_softmax_times": ("sort", lambda x: (x.log_softmax(-1) * 2.0).sort(-1).values),
+    "log_softmax_times_tensor_of_tokens": ("mul", lambda x: x.log_softmax(-1) * torch.full((SEQ_LEN, 1), 2.0)),
     "log_softmax_tanh": ("tanh", lambda x: x.log_softmax(-1).tanh()),
     "log_softmax_of_a_part": ("getitem", lambda x: x.log_softmax(-1)[..., 3:]),
     "nll_loss_of_logits": ("nll_loss", lambda x: F.nll_loss(x.flatten(0, 1), LABELS.flatten())),
-    "sum": ("sum", lambda x: x.sum()),
+    "sum_over_tokens": ("sum", lambda x: x.sum(1)),
     "max_of_all": ("max", lambda x: x.max()),
     "argmax_over_tokens": ("argmax", lambda x: x.argmax(1)),
     "gather_over_tokens": ("gather", lambda x: x.gather(1, torch.zeros(2, 1, VOCAB_SIZE, dtype=torch.int64))),
@@ -527,7 +579,7 @@ def test_other_operation_does_not_warn_without_gradients(operation: Callable[[Lo
 
 def test_model_code_is_named_before_the_code_that_called_it() -> None:
     with pytest.warns(UserWarning, match=rf"softmax on an LM head's output \({__file__}:\d+\)"):
-        nn.Sequential(nn.Softmax(-1))(Twin().lazy)
+        nn.Sequential(nn.Softmax(1))(Twin().lazy)
 
 
 @pytest.mark.parametrize(

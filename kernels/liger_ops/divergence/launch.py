@@ -1,0 +1,81 @@
+"""The host side of the divergence kernel: launch choices and launches."""
+
+import torch
+import triton
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.divergence.options import DivergenceOptions, Transform
+from liger_ops.divergence.row_kernels import KIND_NUMBERS, divergence_kernel
+from liger_ops.loss.launch import CrossEntropyLaunch
+
+_GROUP = 8  # neighbouring columns of one thread: 16 bytes in bfloat16
+_MIN_BLOCK_SIZE, _MAX_BLOCK_SIZE = 128, 8192
+
+
+@backend.launch_cache
+def choose_divergence_launch(vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
+    """Launch parameters: a group of each model's columns a thread, and as many programs as fill the device.
+
+    Args:
+        vocab_size: Length of a row.
+        num_multiprocessors: Of the GPU.
+    """
+    block_size = min(triton.next_power_of_2(max(vocab_size, _MIN_BLOCK_SIZE)), _MAX_BLOCK_SIZE)
+    num_warps = max(1, block_size // 256)
+    return CrossEntropyLaunch(block_size, num_warps, 32 // num_warps * num_multiprocessors)
+
+
+def launch_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    grad_scale: Tensor | None,
+    options: DivergenceOptions,
+    *,
+    token_index: Tensor | None,
+    losses: Tensor,
+    grad_logits: Tensor | None,
+) -> None:
+    """Computes each row's divergence and, if there is a buffer for it, the gradient.
+
+    Arguments as for :func:`~liger_ops.divergence.divergence.write_rows`; rows of unit stride.
+    """
+    num_rows, vocab_size = student.shape
+    if num_rows == 0:
+        return
+    launch = choose_divergence_launch(vocab_size, backend.num_multiprocessors(student.device))
+    divergence_kernel.launch(
+        launch.num_programs(num_rows),
+        student_ptr=student,
+        teacher_ptr=teacher,
+        grad_logits_ptr=grad_logits,
+        token_index_ptr=token_index,
+        labels_ptr=labels,
+        token_weight_ptr=token_weight,
+        grad_scale_ptr=grad_scale,
+        losses_ptr=losses,
+        student_row_stride=student.stride(0),
+        teacher_row_stride=teacher.stride(0),
+        grad_row_stride=0 if grad_logits is None else grad_logits.stride(0),
+        grad_scale_stride=grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
+        num_rows=num_rows,
+        vocab_size=vocab_size,
+        factor=options.factor,
+        beta=float(options.beta),
+        rest=1.0 - float(options.beta),
+        **_transform_arguments("student", options.of_student),
+        **_transform_arguments("teacher", options.of_teacher),
+        HALF=torch.float32 not in (student.dtype, teacher.dtype),
+        KIND=KIND_NUMBERS[options.resolved_kind],
+        GROUP=_GROUP,
+        BLOCK_SIZE=launch.block_size,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+    )
+
+
+def _transform_arguments(name: str, transform: Transform) -> dict[str, float | None]:
+    scale = None if transform.scale == 1.0 else float(transform.scale)
+    return {f"{name}_scale": scale, f"{name}_softcap": None if transform.softcap is None else float(transform.softcap)}

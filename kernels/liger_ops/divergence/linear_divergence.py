@@ -1,0 +1,379 @@
+"""Divergence of a student's linear head from a teacher's, without materialized logits.
+
+Chunks of tokens are projected by both heads, so that each row of a chunk has both whole distributions: its divergence
+and gradient need nothing else. The gradient overwrites the student's logits and is reduced to those of its hidden
+states and head at once. Every kind takes four products of [num_tokens, hidden_size, vocab_size] (the logits of both,
+dX, dW), three with a frozen head. See :mod:`liger_ops.divergence.rows` for the formulas.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import check_choice, check_floating, check_integer, check_same_device, wrong_value
+from liger_ops.divergence.divergence import reduce_rows, scale_rows, write_rows
+from liger_ops.divergence.options import (
+    IGNORED,
+    OPTIONS_SCHEMA,
+    DivergenceOptions,
+    check_tokens,
+    flat_tokens,
+    num_common_columns,
+)
+from liger_ops.loss.chunked_loss import (
+    KeptTokens,
+    Projection,
+    aligned_rows,
+    choose_accumulate_dtype,
+    choose_chunk_size,
+    chunked_linear_loss,
+    default_chunk_size,
+)
+from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head
+from liger_ops.loss.options import REDUCTIONS, Targets
+from liger_ops.loss.scale_gradient import scale_gradient
+from liger_ops.loss.token_plan import plan_tokens
+from liger_ops.loss.vocab_parallel import VocabShard
+
+
+class DivergenceArguments(NamedTuple):
+    """The op's arguments, in its schema's order; see :func:`linear_divergence`."""
+
+    input: Tensor
+    """``[num_tokens, hidden_size]``."""
+    weight: Tensor
+    bias: Tensor | None
+    adapter_input: Tensor | None
+    """``[num_tokens, rank]``."""
+    adapter_weight: Tensor | None
+    teacher_input: Tensor
+    """``[num_tokens, the teacher's hidden_size]``."""
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+    teacher_adapter_input: Tensor | None
+    teacher_adapter_weight: Tensor | None
+    labels: Tensor
+    """``[num_tokens]``; see :func:`~liger_ops.divergence.options.flat_tokens`."""
+    token_weight: Tensor | None
+    grad_losses: Tensor | None
+    """``[num_tokens]``: the upstream gradient of the divergences, None for ones."""
+    chunk_size: int
+    accumulate_dtype: torch.dtype
+    logits_dtype: torch.dtype | None
+    """None for those of the products."""
+    needs_gradient: list[bool]
+    """For each of the first ``NUM_GRADIENTS`` tensors."""
+    reduction: str
+
+
+_NUM_TENSORS = DivergenceArguments._fields.index("chunk_size")
+_NUM_ARGUMENTS = len(DivergenceArguments._fields)
+
+
+def _dtype_of_losses(arguments: DivergenceArguments) -> torch.dtype:
+    dtype = torch.promote_types(arguments.input.dtype, arguments.teacher_input.dtype)
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _is_mean_in_gradient(reduction: str, dtype: torch.dtype) -> bool:
+    return reduction == "mean" and dtype != torch.float16  # where it might underflow
+
+
+def _fake_linear_divergence(*values: Any) -> list[Tensor]:
+    arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
+    input, labels = arguments.input, arguments.labels
+    of_tokens, of_head = input.dtype, arguments.accumulate_dtype
+    gradients = [
+        input.new_empty(tensor.shape if needed else 0, dtype=dtype)
+        for tensor, needed, dtype in zip(
+            arguments, arguments.needs_gradient, (of_tokens, of_head, of_head, of_tokens, of_head), strict=False
+        )
+    ]
+    dtype = _dtype_of_losses(arguments)
+    loss = labels.new_empty(labels.shape if arguments.reduction == "none" else (), dtype=dtype)
+    return [loss, labels.new_empty((), dtype=torch.promote_types(input.dtype, torch.float32)), *gradients]
+
+
+@backend.register_op(
+    "linear_divergence(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
+    " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, Tensor? teacher_adapter_input,"
+    " Tensor? teacher_adapter_weight, Tensor labels, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
+    " ScalarType accumulate_dtype, ScalarType? logits_dtype, bool[] needs_gradient, str reduction,"
+    f" {OPTIONS_SCHEMA}) -> Tensor[]",
+    fake=_fake_linear_divergence,
+)
+def _linear_divergence(*values: Any) -> list[Tensor]:
+    """The divergence, the mean's factor, and the gradients that ``needs_gradient`` names.
+
+    The gradients are those of the sum, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"`` takes
+    ``grad_losses``.
+    """
+    arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
+    options = DivergenceOptions.from_scalars(*values[_NUM_ARGUMENTS:])
+    input, labels, reduction = arguments.input, arguments.labels, arguments.reduction
+    chunk_size, num_tokens = arguments.chunk_size, labels.shape[0]
+    logits_dtypes = [
+        arguments.logits_dtype if each.dtype.itemsize < 4 else None for each in (input, arguments.teacher_input)
+    ]
+    in_order = chunk_size >= num_tokens
+    plan = plan_tokens(Targets(labels, None, arguments.token_weight), 1, IGNORED, input, with_order=not in_order)
+    visits_all = in_order or (input.is_cuda and torch.cuda.is_current_stream_capturing())
+    tokens = KeptTokens(plan, num_tokens if visits_all else None)
+    losses = torch.zeros_like(labels, dtype=_dtype_of_losses(arguments))
+    grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else arguments.grad_losses
+    with_gradient = any(arguments.needs_gradient)
+    gradient_buffer: Tensor | None = None
+    if with_gradient and logits_dtypes[0] is not None:
+        gradient_buffer = aligned_rows(input, min(chunk_size, num_tokens), arguments.weight.shape[0])
+    teacher = Projection(
+        arguments.teacher_input,
+        arguments.teacher_weight,
+        arguments.teacher_bias,
+        tokens,
+        chunk_size=chunk_size,
+        adapter=_pair(arguments.teacher_adapter_input, arguments.teacher_adapter_weight),
+        logits_dtype=logits_dtypes[1],
+    )
+
+    def chunk_loss(logits: Tensor, index: Tensor | None) -> Tensor:
+        gradient = logits if gradient_buffer is None else gradient_buffer[: len(logits)]
+        write_rows(
+            logits,
+            teacher.logits(index),
+            labels,
+            arguments.token_weight,
+            grad_scale,
+            options,
+            token_index=index,
+            losses=losses,
+            grad_logits=gradient if with_gradient else None,
+        )
+        return gradient
+
+    gradients = chunked_linear_loss(
+        input,
+        arguments.weight,
+        arguments.bias,
+        tokens,
+        chunk_loss,
+        chunk_size=chunk_size,
+        accumulate_dtype=arguments.accumulate_dtype,
+        needs_gradient=arguments.needs_gradient,
+        adapter=_pair(arguments.adapter_input, arguments.adapter_weight),
+        logits_dtype=logits_dtypes[0],
+    )
+    return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale, *gradients]
+
+
+def _pair(first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if first is None or second is None else (first, second)
+
+
+def _changed(values: Sequence[Any], **changes: Any) -> list[Any]:
+    names = (*DivergenceArguments._fields, *[""] * (len(values) - _NUM_ARGUMENTS))
+    return [changes.get(name, value) for name, value in zip(names, values, strict=True)]
+
+
+class _LinearDivergenceFunction(torch.autograd.Function):
+    """The divergence.
+
+    A sum or a mean has its gradients from forward and only scales them in backward. So has each token's divergence
+    while only gradients of tokens are wanted; otherwise backward brings each token's factor and computes again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *values: Any) -> Tensor:
+        arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
+        of_input, of_weight, of_bias, of_adapter, of_adapter_weight = arguments.needs_gradient
+        ctx.waits = arguments.reduction == "none" and (of_weight or of_bias or of_adapter_weight)
+        needs_gradient = [False] * NUM_GRADIENTS if ctx.waits else arguments.needs_gradient
+        loss, mean_scale, *gradients = _linear_divergence(*_changed(values, needs_gradient=needs_gradient))
+        ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if ctx.waits else (mean_scale, *gradients)))
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
+        ctx.needs_gradient, ctx.reduction = arguments.needs_gradient, arguments.reduction
+        ctx.settings = values[_NUM_TENSORS:]
+        return loss
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        scaled: list[Tensor | None]
+        if ctx.waits:
+            values = _changed((*ctx.saved_tensors, *ctx.settings), grad_losses=grad_loss)
+            gradients = _linear_divergence(*values)[2:]
+            scaled = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        else:
+            mean_scale, *gradients = ctx.saved_tensors
+            if ctx.reduction == "mean" and not _is_mean_in_gradient(ctx.reduction, ctx.dtypes[0]):
+                grad_loss = grad_loss * mean_scale
+            in_place = backend.graph_ends()  # no second buffer of the head's size
+            scaled = [None] * NUM_GRADIENTS
+            for place, (gradient, dtype, needed) in enumerate(
+                zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
+            ):
+                if needed and ctx.reduction == "none":
+                    scaled[place] = scale_rows(gradient, grad_loss, in_place=in_place)
+                elif needed:
+                    scaled[place] = scale_gradient(gradient, grad_loss, dtype, in_place=in_place)
+        needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))
+        return *needed, *[None] * (_NUM_TENSORS + len(ctx.settings) - NUM_GRADIENTS)
+
+
+def _choose_chunk_size(student: LinearHead, teacher: LinearHead, chunk_bytes: int | None, dtype: Any) -> int:
+    """Tokens a chunk of both models' logits, and of the gradient where that is apart."""
+    element_size = student.dtype.itemsize + teacher.dtype.itemsize
+    if dtype is not None:
+        element_size = 2 * dtype.itemsize + student.dtype.itemsize
+    sizes = student.input.shape[0], student.num_columns, element_size
+    if chunk_bytes is not None:
+        return choose_chunk_size(*sizes, chunk_bytes)
+    hidden_size = student.input.shape[1] if student.needs_gradient[1] else 0
+    return default_chunk_size(*sizes, student.input.device, hidden_size)
+
+
+def linear_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    t_squared: bool = False,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_bias: Tensor | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    adapter: tuple[Tensor, Tensor] | None = None,
+    teacher_adapter: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    vocab: str = "equal",
+    chunk_bytes: int | None = None,
+    vocab_shard: VocabShard | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Divergence of a student's distributions from a teacher's, both given by hidden states and a linear head.
+
+    With q the student's distribution of a token and p the teacher's, both of tempered logits ``softcap *
+    tanh(logit_scale * logits / softcap) / temperature``:
+
+    - ``"forward_kl"``: KL(p || q); ``"reverse_kl"``: KL(q || p); ``"mixed"``: beta * the forward + (1 - beta) * the
+      reverse one.
+    - ``"jsd"``: beta * KL(p || m) + (1 - beta) * KL(q || m) with m = beta * p + (1 - beta) * q, the generalised
+      Jensen-Shannon divergence of GKD (arXiv:2306.13649). As usual with it, beta 0 means the forward and 1 the
+      reverse KL, which its limits are after division by beta or 1 - beta.
+    - ``"skew_kl"``: KL(p || beta * p + (1 - beta) * q); ``"skew_reverse_kl"``: KL(q || beta * p + (1 - beta) * q), of
+      DistiLLM (arXiv:2402.03898), whose alpha is beta.
+    - ``"total_variation"``: half of the sum of abs(q - p).
+    - ``"mse"``: mean over the vocabulary of the squared differences of tempered logits; ``"cosine"``: 1 - their cosine
+      similarity. Both compare logits, not distributions.
+
+    Logits of -inf are classes without probability. A KL is infinite where its first distribution gives probability to
+    a class that the second does not; its gradient has no meaning then. The mixtures and the total variation are finite.
+
+    Args:
+        input: The student's hidden states, ``[..., hidden_size]``.
+        linear_weight: The student's head, ``[vocab_size, hidden_size]``.
+        teacher_input: The teacher's hidden states of the same tokens, ``[..., the teacher's hidden_size]``. The
+            teacher is a constant: none of its tensors gets a gradient, also if it requires one.
+        teacher_weight: The teacher's head, ``[the teacher's vocab_size, the teacher's hidden_size]``.
+        kind: The divergence, one of those above.
+        beta: Between 0 and 1; kinds without it in their formula ignore it.
+        temperature: Divides both models' logits.
+        t_squared: Whether to multiply by ``temperature ** 2``, which keeps gradients at the size that they have
+            without a temperature.
+        linear_bias, teacher_bias: Biases of the heads, ``[vocab_size]``.
+        softcap, teacher_softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
+        logit_scale, teacher_logit_scale: Factors of the logits.
+        adapter, teacher_adapter: Low-rank updates of the logits, as LoRA makes them: ``[..., rank]``, already scaled,
+            and ``[vocab_size, rank]``; the product of the first and the transposed second is added to the logits.
+        mask: bool, ``[...]``: True at tokens that count; the others cost nothing.
+        token_weight: Factor of each token's divergence, ``[...]``; the mean divides by its sum. Not differentiable.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that count, by their weight.
+        vocab: ``"equal"`` raises for vocabularies of different sizes. ``"common"`` compares the first classes that
+            both have, whose probabilities are normalised without the others: those get no gradient.
+        chunk_bytes: Budget for one chunk of both models' logits, which never holds all tokens. By default chunks are
+            chosen for speed on a GPU, and 8 MiB on a CPU.
+        vocab_shard: Not supported; must be None.
+        logits_dtype: ``torch.float32`` keeps the products' float32 sums in the logits, where the heads' dtype would
+            round them: the divergence of two models that are close is a small difference. None for the heads' dtype.
+
+    Returns:
+        The divergence in at least float32, ``[...]`` for ``reduction="none"``, else a scalar; without tokens 0, with a
+        gradient of zeros. Under autocast the products run in the autocast dtype, as a linear layer's would.
+
+    Raises:
+        TypeError: For arguments of another type.
+        ValueError: For shapes, dtypes, devices or options that do not fit.
+    """
+    heads = {
+        "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "teacher_input": teacher_input,
+        "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
+    }  # fmt: skip
+    for name, tensor in heads.items():
+        check_floating(name, tensor, optional=name.endswith("bias"))
+    check_same_device(
+        **{"name": "input", "tensor": input}, **{name: each for name, each in heads.items() if name != "input"}
+    )
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    if vocab_shard is not None:
+        raise wrong_value("vocab_shard", "None", vocab_shard)
+    if logits_dtype not in (None, torch.float32):
+        raise wrong_value("logits_dtype", "torch.float32 or None", logits_dtype)
+    options = DivergenceOptions(
+        kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale
+    )
+    for name, weight in (("linear_weight", linear_weight), ("teacher_weight", teacher_weight)):
+        if weight.dim() != 2:
+            raise ValueError(f"{name} must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}")
+    if teacher_input.shape[:-1] != input.shape[:-1]:
+        raise ValueError(
+            f"teacher_input must have input's tokens: input has shape {tuple(input.shape)}, teacher_input"
+            f" {tuple(teacher_input.shape)}"
+        )
+    tokens = input.shape[:-1]
+    check_tokens(mask, token_weight, input, tokens, "input")
+    labels, weight_of_tokens = flat_tokens(mask, token_weight, input, tokens.numel())
+    num_columns = num_common_columns(linear_weight.shape[0], teacher_weight.shape[0], vocab)
+    shaped = labels.view(tokens)
+    student = check_head(input, linear_weight, linear_bias, shaped, adapter, None)
+    constants = (
+        teacher_input.detach(),
+        teacher_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(),
+    )
+    teacher = check_head(*constants, shaped, teacher_adapter, None)
+    student, teacher = (_first_classes(head, num_columns) for head in (student, teacher))
+    chunk_size = _choose_chunk_size(student, teacher, chunk_bytes, logits_dtype)
+    accumulate_dtype = choose_accumulate_dtype(student.dtype, -(-tokens.numel() // chunk_size))
+    values = (
+        *student.tensors, *teacher.tensors, labels, weight_of_tokens, None, chunk_size, accumulate_dtype, logits_dtype,
+        student.needs_gradient, reduction, *options.as_scalars(),
+    )  # fmt: skip
+    with student.products_dtype():
+        loss = (
+            _LinearDivergenceFunction.apply(*values) if any(student.needs_gradient) else _linear_divergence(*values)[0]
+        )
+    return loss.view(tokens) if reduction == "none" else loss
+
+
+def _first_classes(head: LinearHead, num_columns: int) -> LinearHead:
+    """The head of the first classes only."""
+    if head.vocab_size == num_columns:
+        return head
+    weight, bias, adapter = (
+        None if tensor is None else tensor[:num_columns] for tensor in (head.weight, head.bias, head.adapter_weight)
+    )
+    assert weight is not None  # a head has one
+    return head._replace(
+        weight=weight, bias=bias, adapter_weight=adapter, vocab_size=num_columns, num_columns=num_columns
+    )

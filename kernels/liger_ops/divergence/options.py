@@ -1,0 +1,184 @@
+"""Kinds of divergences, their options, and the tokens that count."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import (
+    check_bool,
+    check_choice,
+    check_number,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    shown,
+    wrong_type,
+    wrong_value,
+)
+
+KINDS = (
+    "forward_kl", "reverse_kl", "mixed", "jsd", "skew_kl", "skew_reverse_kl", "total_variation", "mse", "cosine",
+)  # fmt: skip
+VOCAB_RULES = ("equal", "common")
+
+KEPT, IGNORED = 0, -1
+"""Labels of tokens that count and of those that do not, as plans of tokens take them."""
+
+
+class Transform(NamedTuple):
+    """How raw logits become tempered ones: ``softcap * tanh(scale * logits / softcap)``, or ``scale * logits``."""
+
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class DivergenceOptions:
+    """Options of the divergence of one token; see :mod:`liger_ops.divergence.rows` for the formulas.
+
+    Raises:
+        TypeError: If an option is of another type.
+        ValueError: If an option is out of its range, infinite or NaN, or no kind.
+    """
+
+    kind: str = "forward_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    t_squared: bool = False
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, KINDS)
+        check_number("beta", self.beta, at_least=0, at_most=1)
+        check_number("temperature", self.temperature, above=0)
+        check_bool("t_squared", self.t_squared)
+        for name in ("", "teacher_"):
+            check_number(f"{name}softcap", getattr(self, f"{name}softcap"), above=0, optional=True)
+            check_number(f"{name}logit_scale", getattr(self, f"{name}logit_scale"))
+
+    @property
+    def resolved_kind(self) -> str:
+        """The kind, or the simpler one that it is at an end of beta's range."""
+        limits = {
+            ("jsd", 0.0): "forward_kl",
+            ("jsd", 1.0): "reverse_kl",
+            ("mixed", 0.0): "reverse_kl",
+            ("mixed", 1.0): "forward_kl",
+            ("skew_kl", 0.0): "forward_kl",
+            ("skew_reverse_kl", 1.0): "reverse_kl",
+        }
+        return limits.get((self.kind, float(self.beta)), self.kind)
+
+    @property
+    def factor(self) -> float:
+        """Factor of each token's divergence."""
+        return self.temperature**2 if self.t_squared else 1.0
+
+    @property
+    def of_student(self) -> Transform:
+        """The temperature divides the scale and the cap: c / T * tanh((s / T) * a / (c / T)) = c * tanh(s * a / c) / T."""
+        cap = None if self.softcap is None else self.softcap / self.temperature
+        return Transform(self.logit_scale / self.temperature, cap)
+
+    @property
+    def of_teacher(self) -> Transform:
+        """As :attr:`of_student`."""
+        cap = None if self.teacher_softcap is None else self.teacher_softcap / self.temperature
+        return Transform(self.teacher_logit_scale / self.temperature, cap)
+
+    def as_scalars(self) -> tuple[Any, ...]:
+        """The options as an op's schema takes them; soft caps are 0 if there are none."""
+        caps = float(self.softcap or 0.0), float(self.teacher_softcap or 0.0)
+        scales = float(self.logit_scale), float(self.teacher_logit_scale)
+        return (
+            self.kind, float(self.beta), float(self.temperature), self.t_squared, caps[0], scales[0], caps[1], scales[1],
+        )  # fmt: skip
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)  # bounded, since a temperature may follow a schedule
+    def from_scalars(
+        cls,
+        kind: str,
+        beta: float,
+        temperature: float,
+        t_squared: bool,
+        softcap: float,
+        logit_scale: float,
+        teacher_softcap: float,
+        teacher_logit_scale: float,
+    ) -> "DivergenceOptions":
+        """The inverse of :meth:`as_scalars`."""
+        return cls(
+            kind, beta, temperature, t_squared, softcap or None, logit_scale, teacher_softcap or None,
+            teacher_logit_scale,
+        )  # fmt: skip
+
+
+OPTIONS_SCHEMA = (
+    "str kind, float beta, float temperature, bool t_squared, float softcap, float logit_scale,"
+    " float teacher_softcap, float teacher_logit_scale"
+)
+"""The options in the schema of an op, in the order of :meth:`DivergenceOptions.as_scalars`."""
+
+
+def check_tokens(mask: Any, token_weight: Any, like: Tensor, shape: torch.Size, tokens_of: str) -> None:
+    """Raises for masks and weights that are not one value for each token.
+
+    Args:
+        mask: bool or None.
+        token_weight: Real numbers or None.
+        like: What their device is compared with.
+        shape: Of the tokens.
+        tokens_of: The argument that has this shape, for the message.
+    """
+    check_tensor("mask", mask, optional=True)
+    check_tensor("token_weight", token_weight, optional=True)
+    check_same_device(tokens_of, like, mask=mask, token_weight=token_weight)
+    expected = f"{tokens_of}'s without its last dimension"
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise wrong_type("mask", "a bool tensor, True at tokens that count, or None", mask)
+        check_shape("mask", mask, shape, expected)
+    if token_weight is not None:
+        if token_weight.is_complex():
+            raise wrong_type("token_weight", "a tensor of real numbers", token_weight)
+        check_shape("token_weight", token_weight, shape, expected)
+        if backend.needs_graph(token_weight):
+            raise ValueError(
+                "token_weight must not require a gradient, since the divergence has none for it, got"
+                f" {shown(token_weight)} that requires one; pass token_weight.detach(), or multiply the divergences of"
+                " reduction='none' by it"
+            )
+
+
+def flat_tokens(mask: Tensor | None, token_weight: Tensor | None, like: Tensor, num_tokens: int) -> tuple[Tensor, Any]:
+    """The labels of the tokens, ``KEPT`` or ``IGNORED``, and their weights or None, ``[num_tokens]`` each."""
+    if mask is None:
+        labels = torch.full((num_tokens,), KEPT, dtype=torch.int64, device=like.device)
+    else:
+        labels = mask.reshape(-1).long() + IGNORED
+    return labels, None if token_weight is None else token_weight.detach().reshape(-1).contiguous()
+
+
+def num_common_columns(student: int, teacher: int, vocab: str) -> int:
+    """How many classes are compared, given the numbers that the two models have.
+
+    Raises:
+        ValueError: If they differ though ``vocab`` is ``"equal"``, or if there are none.
+    """
+    check_choice("vocab", vocab, VOCAB_RULES)
+    if student != teacher and vocab == "equal":
+        raise ValueError(
+            f"vocab must be 'common' for vocabularies of different sizes, got 'equal' with {student} classes of the"
+            f" student and {teacher} of the teacher; 'common' compares the first {min(student, teacher)} of both"
+        )
+    if not min(student, teacher):
+        raise wrong_value("the vocabulary", "of at least one class", min(student, teacher))
+    return min(student, teacher)

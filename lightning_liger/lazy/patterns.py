@@ -1,0 +1,144 @@
+"""Sums over the vocabulary of expressions that a fused op computes: entropies and divergences.
+
+Recognised are, with p and q the softmax and log_softmax of one head's logits each, or their exp and log:
+
+    sum(p * log(p))                 -entropy
+    sum(p * x), x the logits        lse - entropy
+    sum(kl_div(log(q), p))          the Kullback-Leibler divergence KL(p || q)
+    sum(p * (log(p) - log(q)))      the same
+
+A divergence is that of a student, which gets a gradient, from a teacher, which gets none. All others are computed from
+the values of a chunk of tokens at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_liger.lazy.expressions import Expression, ExpressionHead
+from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.recipe import Recipe
+from lightning_liger.lazy.scores import divergence
+
+_NO_LABEL = -(2**62)
+
+
+class _KL(NamedTuple):
+    """KL(p || q) of the distributions of two heads."""
+
+    p: Recipe
+    q: Recipe
+
+
+def fused_sum(x: LazyLogits, reduction: str) -> Tensor | None:
+    """The sum over the vocabulary of each token, or over everything, where a fused op computes it; else None.
+
+    Args:
+        x: Any lazy logits.
+        reduction: ``"none"`` or ``"sum"``.
+    """
+    root = x.recipe
+    if not isinstance(root, Expression) or root.num_tokens == 0 or not _is_scaled(root):
+        return None
+    found = _entropy(root, reduction) if root.head.name == "mul" else None
+    if found is None and (kl := _kl(root.head)) is not None:
+        found = _divergence(root, kl.p, kl.q, reduction)
+    return None if found is None else found * root.transform.scale
+
+
+def _is_scaled(recipe: Recipe) -> bool:
+    """Whether nothing but a factor and a cast was applied to an expression."""
+    return not recipe.transform.normalized and recipe.transform.tanh_scale is None
+
+
+def _node(recipe: object, *names: str) -> Expression | None:
+    """``recipe`` if it is the unchanged result of one of these functions, of all tokens of its operands."""
+    if not isinstance(recipe, Expression) or recipe.head.name not in names or not recipe.is_whole:
+        return None
+    return recipe if _is_scaled(recipe) and recipe.transform.scale == 1.0 else None
+
+
+def _log_softmax(recipe: object) -> Recipe | None:
+    """The recipe if it is a log-softmax of a head's logits."""
+    if isinstance(recipe, Recipe) and not isinstance(recipe, Expression) and recipe.transform.normalized:
+        return recipe
+    return None
+
+
+def _softmax(recipe: object) -> Recipe | None:
+    """The head's logits of which the recipe is the softmax, perhaps after a log-softmax."""
+    if (node := _node(recipe, "softmax")) is not None:
+        operand = node.head.operands[0]
+        return operand if isinstance(operand, Recipe) and not isinstance(operand, Expression) else None
+    if (node := _node(recipe, "exp")) is not None:
+        return _log_softmax(node.head.operands[0])
+    return None
+
+
+def _are_of_one_output(first: Recipe, second: Recipe) -> bool:
+    """Whether both are the same logits, but for a log-softmax and casts."""
+    a, b = (recipe.transform._replace(normalized=False, dtype=torch.float32) for recipe in (first, second))
+    return first.head is second.head and first.hidden_states is second.hidden_states and a == b
+
+
+def _at_tokens(root: Expression, recipe: Recipe) -> LazyLogits:
+    """The logits of an operand for the tokens of ``root``."""
+    hidden_states = recipe.tokens
+    if not root.is_whole:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])[root.token_numbers()]
+        hidden_states = rows.reshape(*root.tokens.shape[:-1], rows.shape[-1])
+    return LazyLogits.of(recipe.changed(hidden_states=hidden_states, vocab_dim=-1))
+
+
+def _entropy(root: Expression, reduction: str) -> Tensor | None:
+    for p, x in (root.head.operands, root.head.operands[::-1]):
+        while (clamp := _node(x, "clamp_lowest")) is not None:
+            x = clamp.head.operands[0]
+        source = _softmax(p)
+        if source is None or not isinstance(x, Recipe) or isinstance(x, Expression):
+            continue
+        if not _are_of_one_output(source, x):
+            continue
+        logits = _at_tokens(root, x)
+        outputs = ("entropy",) if x.transform.normalized else ("entropy", "lse")
+        labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        scores = logits.token_scores(labels, outputs=outputs, ignore_index=_NO_LABEL)
+        assert scores.entropy is not None
+        found = -scores.entropy if scores.lse is None else scores.lse - scores.entropy
+        return found.sum() if reduction == "sum" else found
+    return None
+
+
+def _kl(head: ExpressionHead) -> _KL | None:
+    """The distributions if the sum of the expression over the vocabulary is their Kullback-Leibler divergence."""
+    p: Recipe | None
+    if head.name == "kl_div of logs":
+        q, p = _log_softmax(head.operands[0]), _log_softmax(head.operands[1])
+    elif head.name == "kl_div":
+        q, p = _log_softmax(head.operands[0]), _softmax(head.operands[1])
+    elif head.name == "mul":
+        return _kl_of_product(*head.operands) or _kl_of_product(*head.operands[::-1])
+    else:
+        return None
+    return None if p is None or q is None else _KL(p, q)
+
+
+def _kl_of_product(probabilities: object, difference: object) -> _KL | None:
+    """KL(p || q) from p and log(p) - log(q)."""
+    p, node = _softmax(probabilities), _node(difference, "sub")
+    if p is None or node is None:
+        return None
+    log_p, log_q = map(_log_softmax, node.head.operands)
+    if log_p is None or log_q is None or not _are_of_one_output(p, log_p):
+        return None
+    return _KL(p, log_q)
+
+
+def _divergence(root: Expression, p: Recipe, q: Recipe, reduction: str) -> Tensor | None:
+    if p.requires_grad and q.requires_grad:
+        return None
+    student, teacher, kind = (p, q, "reverse_kl") if p.requires_grad else (q, p, "forward_kl")
+    return divergence(_at_tokens(root, student), _at_tokens(root, teacher), kind=kind, reduction=reduction)
