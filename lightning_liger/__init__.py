@@ -10,6 +10,11 @@ from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.post_training.distillation import (
+    DistillationOptions,
+    LigerDistillation,
+    LigerDistillationMixin,
+)
 from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
 from lightning_liger.sequences.context_parallel import ContextParallel
@@ -43,6 +48,7 @@ __all__ = [
     "AutoLigerModelForCausalLM",
     "AutoLigerModelForImageTextToText",
     "ContextParallel",
+    "DistillationOptions",
     "FabricLigerDDPStrategy",
     "FabricLigerDeepSpeedStrategy",
     "FabricLigerFSDPStrategy",
@@ -55,6 +61,8 @@ __all__ = [
     "LigerCausalLM",
     "LigerDDPStrategy",
     "LigerDeepSpeedStrategy",
+    "LigerDistillation",
+    "LigerDistillationMixin",
     "LigerFSDPStrategy",
     "LigerLMMixin",
     "LigerMedusa",

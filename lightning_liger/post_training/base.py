@@ -221,9 +221,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
         if self.step_metrics:
             return
         kinds = {**self.metric_kinds(), "aux_loss": "mean"}
-        for stage in STAGES:
-            metrics: dict[str, Any] = {name: make_metric(kind) for name, kind in kinds.items()}
-            self.step_metrics[f"{stage}_metrics"] = nn.ModuleDict({"loss": SumOfMeans(), **metrics}).to(self.device)
+        with torch.inference_mode(False):  # a validation before training must not leave inference tensors
+            for stage in STAGES:
+                metrics: dict[str, Any] = {name: make_metric(kind) for name, kind in kinds.items()}
+                self.step_metrics[f"{stage}_metrics"] = nn.ModuleDict({"loss": SumOfMeans(), **metrics}).to(self.device)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_ops import IGNORE_INDEX
+from liger_ops.arguments import check_shape, check_tensor
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
@@ -47,6 +49,8 @@ def read_tokens(
 ) -> TokenRows:
     """The rows of a batch with ``labels`` (unshifted) or ``shift_labels``, as ``LigerLMMixin`` takes it.
 
+    ``completion_mask`` (1 at tokens that have a label) may stand in their place.
+
     Args:
         stage: ``"train"``, ``"val"`` or ``"test"``.
         batch: The batch of the data loader.
@@ -66,12 +70,23 @@ def read_tokens(
             if key in columns or any(isinstance(key, str) and key.startswith(prefix) for prefix in prefixes)
         ]
         own = {key: batch[key] for key in others if batch[key] is not None}
-        batch = {key: value for key, value in batch.items() if key not in others}
+        batch = _labelled({key: value for key, value in batch.items() if key not in others})
     check_batch(stage, batch, model)
     inputs = {key: value for key, value in batch.items() if key not in LABELS and value is not None}
     if batch.get("shift_labels") is not None:
         return TokenRows(inputs, batch["shift_labels"], own)
     return TokenRows(inputs, shift_labels(batch["labels"], document_positions(inputs)), own)
+
+
+def _labelled(batch: dict[Any, Any]) -> dict[Any, Any]:
+    """The batch with labels in the place of ``completion_mask``."""
+    mask, input_ids = batch.get("completion_mask"), batch.get("input_ids")
+    if mask is None or not isinstance(input_ids, Tensor):
+        return batch
+    check_tensor("batch['completion_mask']", mask)
+    check_shape("batch['completion_mask']", mask, input_ids.shape, "one value for each token")
+    labels = input_ids.long().masked_fill(~mask.bool(), IGNORE_INDEX)
+    return {"labels": labels, **{key: value for key, value in batch.items() if key != "completion_mask"}}
 
 
 def document_positions(inputs: Mapping[str, Any]) -> Tensor | None:
