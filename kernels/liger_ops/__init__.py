@@ -7,7 +7,8 @@ Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewher
 from liger_ops.divergence.divergence import divergence
 from liger_ops.divergence.linear_divergence import linear_divergence
 from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
-from liger_ops.log_probs.linear_log_probs import linear_log_probs, linear_token_loss
+from liger_ops.log_probs.linear_log_probs import linear_log_probs
+from liger_ops.log_probs.linear_token_loss import linear_token_loss
 from liger_ops.log_probs.scores import TokenScores
 from liger_ops.log_probs.topk import linear_topk_log_probs
 from liger_ops.loss.cross_entropy import cross_entropy

@@ -288,6 +288,10 @@ class LazyExpression(LazyLogits):
             return operand
         return (LazyExpression if isinstance(operand, Expression) else LazyLogits).of(operand)
 
+    @property
+    def is_expression(self) -> bool:
+        return True
+
     def linear_sum(self, dtype: torch.dtype) -> None:
         return None
 

@@ -58,12 +58,13 @@ def _unary(name: str, function: Callable[[Tensor], Tensor], x: LazyLogits) -> An
     return record(name, function, x) if is_recorded(x) else NotImplemented
 
 
-for _names, _function in {
-    ("exp",): torch.exp,
-    ("log",): torch.log,
-    ("neg", "negative", "__neg__"): torch.neg,
-}.items():
-    implements(*_names)(partial(_unary, _names[0], _function))
+implements("exp")(partial(_unary, "exp", torch.exp))
+implements("log")(partial(_unary, "log", torch.log))
+
+
+@implements("neg", "negative", "__neg__")
+def _negative(x: LazyLogits) -> Any:
+    return x * -1.0 if x.is_expression and not x.transform.normalized else _unary("neg", torch.neg, x)
 
 
 @implements("sub", "subtract", "__sub__", takes_lazy_arguments=True)

@@ -9,7 +9,9 @@ computes the logits first (:mod:`lightning_liger.lazy.tensor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ops import TokenScores, TokenStats, linear_cross_entropy, linear_log_probs, linear_token_loss
+from liger_ops import (
+    TokenScores,
+    TokenStats,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_log_probs,
+    linear_token_loss,
+    linear_topk_log_probs,
+)
+from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.tensor import LazyTensor
@@ -64,15 +75,14 @@ def materialize(logits: Tensor) -> Tensor:
     return logits
 
 
-def _taken_by(function: Callable[..., Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A head's options that ``function`` has; only the cross entropy lets users choose where gradients are summed."""
-    if function is linear_cross_entropy or "accumulate_dtype" not in options:
-        return options
-    return {name: value for name, value in options.items() if name != "accumulate_dtype"}
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+def _normal(tensor: Tensor) -> Tensor:
+    """A tensor that autograd may save, which those of ``torch.inference_mode`` may not be."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def _is_floating(tensor: Tensor | None) -> bool:
@@ -114,9 +124,28 @@ class LazyLogits(LazyTensor):
     def at_labels(self, labels: Tensor) -> Tensor:
         """The value of each token's label, differentiable: ``labels`` and the result are ``[...]``."""
         if self.transform.normalized:
-            return -self._fused(linear_cross_entropy, labels, reduction="none", ignore_index=_NO_LABEL).to(self.dtype)
+            return self._score(labels, "log_probs")
         self.notice("gather")
         return self.transform.apply_elementwise(self.head.project_to(self.tokens, labels))
+
+    def log_sum_exp(self) -> Tensor:
+        """That over the vocabulary, differentiable, ``[...]``."""
+        return self._score(torch.zeros(self.tokens.shape[:-1], dtype=torch.int64, device=self.device), "lse")
+
+    def _score(self, labels: Tensor, output: str) -> Tensor:
+        """One score of every token, in the dtype of the logits."""
+        # As for losses of single tokens: backward need not compute again what fits this budget.
+        budget = MAX_CHUNK_BYTES if self.is_cuda and "chunk_bytes" not in self.head.options else 0
+        options = {"saved_logits_bytes": budget, **self.head.options}
+        scores = self._fused(
+            linear_log_probs,
+            labels,
+            outputs=(output,),
+            ignore_index=_NO_LABEL,
+            saved_logits_bytes=options["saved_logits_bytes"],
+        )
+        score: Tensor = getattr(scores, output)
+        return score.to(self.dtype)
 
     def over_chunks(self, function: Callable[..., Any], *token_tensors: Tensor) -> Any:
         """Applies ``function`` to the values of one chunk of tokens after the other, differentiably.
@@ -216,20 +245,27 @@ class LazyLogits(LazyTensor):
         head.counters.bytes_avoided += tokens_avoided * self.vocab_size * element_size
 
     def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """A function of ``liger_ops`` of this head, with the head's options where ``options`` have no others."""
-        self.notice("a fused loss")
-        head = self.head.cast()
-        with torch.autocast(self.device.type, enabled=False):
-            (hidden_states, weight), *adapters = head.factors(self.tokens)
+        """A function of ``liger_ops`` of this head; the head's options are its defaults."""
+        of_head = self._head_arguments("a fused loss")
+        own = {name: value for name, value in self.head.loss_options().items() if name in _parameters(function)}
+        given = {name: value for name, value in options.items() if value is not None}
+        with torch.autocast(self.device.type, enabled=False):  # the dtype was decided when the head was called
             return function(
-                hidden_states,
-                weight,
-                *arguments,
-                linear_bias=head.bias,
-                adapter=adapters[0] if adapters else None,
-                **self.transform.loss_options(),
-                **{**_taken_by(function, head.loss_options()), **options},
+                of_head.pop("input"), of_head.pop("linear_weight"), *arguments, **{**of_head, **own, **given}
             )
+
+    def _head_arguments(self, operation: str) -> dict[str, Any]:
+        """The arguments of functions of ``liger_ops`` that say how logits are computed, in ``compute_dtype``."""
+        self.notice(operation)
+        head = self.head.cast()
+        (hidden_states, weight), *adapters = head.factors(self.tokens)
+        return {
+            "input": hidden_states,
+            "linear_weight": weight,
+            "linear_bias": head.bias,
+            "adapter": adapters[0] if adapters else None,
+            **self.transform.loss_options(),
+        }
 
     def log_probs(self, labels: Tensor, *, temperature: float | Tensor = 1.0, ignore_index: int = -100) -> Tensor:
         """The log-probability of each token's label, differentiable; see :func:`lightning_liger.token_scores`."""
@@ -249,7 +285,6 @@ class LazyLogits(LazyTensor):
         """As :func:`lightning_liger.token_scores`."""
         self._count_loss()
         shifted = self._shifted(outputs)
-        options = _given(options)
         scores = self._fused(
             linear_log_probs, labels, temperature=temperature, outputs=outputs, detach=detach, **options
         )
@@ -270,13 +305,40 @@ class LazyLogits(LazyTensor):
     ) -> tuple[Tensor, TokenScores]:
         """As :func:`lightning_liger.token_loss`."""
         self._count_loss()
-        options = _given(options)
         if shifted := self._shifted(outputs):
             raise ValueError(
                 f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got {outputs!r}; pass the"
                 " logits before their log-softmax"
             )
         return self._fused(linear_token_loss, labels, loss, temperature=temperature, outputs=outputs, **options)
+
+    def topk_log_probs(self, ids: Tensor, **options: Any) -> Tensor:
+        """As :func:`lightning_liger.topk_log_probs`, without temperatures of single tokens."""
+        self._count_loss()
+        log_probs = self._fused(linear_topk_log_probs, ids, **options)
+        assert isinstance(log_probs, Tensor)
+        return log_probs.to(torch.promote_types(self.dtype, torch.float32))
+
+    def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
+        """As :func:`lightning_liger.divergence`, of whole heads."""
+        self._count_loss()
+        with torch.no_grad():
+            of_teacher = teacher._head_arguments("a divergence")
+            pair = _normal(of_teacher.pop("input")), _normal(of_teacher.pop("linear_weight"))
+            adapter = of_teacher.pop("adapter")
+            options["teacher_adapter"] = adapter and tuple(map(_normal, adapter))
+            bias = of_teacher.pop("linear_bias")
+            options["teacher_bias"] = None if bias is None else _normal(bias)
+        options |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+        loss = self._fused(linear_divergence, *pair, **options)
+        assert isinstance(loss, Tensor)
+        dtype = torch.promote_types(torch.promote_types(self.dtype, teacher.dtype), torch.float32)
+        return loss.to(dtype)
+
+    @property
+    def is_expression(self) -> bool:
+        """Whether these are a function of the logits of heads, not of one head."""
+        return False
 
     def _shifted(self, outputs: Sequence[str]) -> list[str]:
         """The outputs on which a log-softmax of the logits has an effect."""

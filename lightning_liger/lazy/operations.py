@@ -503,8 +503,10 @@ for _name in _REDUCED:
 def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
     if not is_vocab(x, dim):
         return logsumexp_of_stack(x, dim, keepdim)
-    result = _reduce(torch.logsumexp, x, dim, keepdim)
-    return result if result is NotImplemented else x.remember_log_sum_exp(result)
+    if x.is_expression or x.transform.normalized or not x.is_local:
+        return _reduce(torch.logsumexp, x, dim, keepdim)
+    result = x.log_sum_exp()
+    return x.remember_log_sum_exp(result.unsqueeze(-1).movedim(-1, x.vocab_dim)) if keepdim else result
 
 
 @implements("topk")

@@ -93,8 +93,20 @@ def _at_tokens(root: Expression, recipe: Recipe) -> LazyLogits:
     return LazyLogits.of(recipe.changed(hidden_states=hidden_states, vocab_dim=-1))
 
 
+def _without_factor(recipe: object) -> tuple[object, float]:
+    """What was scaled or negated, and the factor."""
+    if isinstance(recipe, Expression) and _is_scaled(recipe) and recipe.is_whole and recipe.transform.scale != 1.0:
+        unscaled, factor = _without_factor(recipe.changed(transform=recipe.transform._replace(scale=1.0)))
+        return unscaled, factor * recipe.transform.scale
+    if (node := _node(recipe, "neg")) is not None:
+        negated, factor = _without_factor(node.head.operands[0])
+        return negated, -factor
+    return recipe, 1.0
+
+
 def _entropy(root: Expression, reduction: str) -> Tensor | None:
-    for p, x in (root.head.operands, root.head.operands[::-1]):
+    (first, of_first), (second, of_second) = map(_without_factor, root.head.operands)
+    for p, x in ((first, second), (second, first)):
         while (clamp := _node(x, "clamp_lowest")) is not None:
             x = clamp.head.operands[0]
         source = _softmax(p)
@@ -108,6 +120,7 @@ def _entropy(root: Expression, reduction: str) -> Tensor | None:
         scores = logits.token_scores(labels, outputs=outputs, ignore_index=_NO_LABEL)
         assert scores.entropy is not None
         found = -scores.entropy if scores.lse is None else scores.lse - scores.entropy
+        found = found * (of_first * of_second)
         return found.sum() if reduction == "sum" else found
     return None
 

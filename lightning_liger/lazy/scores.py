@@ -11,6 +11,7 @@ Formulas: :mod:`liger_ops.log_probs.scores`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,27 +23,25 @@ from liger_ops.arguments import (
     check_choice,
     check_floating,
     check_integer,
-    check_number,
     check_same_device,
     check_shape,
     shown,
     wrong_type,
     wrong_value,
 )
+from liger_ops.divergence.divergence import divergence as divergence_of_logits
+from liger_ops.divergence.options import DivergenceOptions, check_tokens, num_common_columns
 from liger_ops.log_probs.scores import (
     DIFFERENTIABLE,
     OUTPUTS,
     check_outputs,
     check_temperature,
     scores_reference,
-    transform_with_temperature,
 )
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
-from liger_ops.loss.options import IGNORE_INDEX, check_labels
+from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
 from lightning_liger.lazy.chunks import Rows, over_chunks, real_rows
 from lightning_liger.lazy.logits import LazyLogits
-
-_NO_LABEL = -(2**62)
 
 TokenLoss = Callable[[TokenScores, Tensor], Tensor]
 """From the scores of some tokens and their indices in the flattened labels, ``[n]`` each, to their losses, ``[n]``."""
@@ -84,12 +83,12 @@ def token_scores(
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
-    if (lazy := _lazy(logits)) is not None:
+    if (lazy := _of_head(logits)) is not None:
         return lazy.token_scores(
             labels, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
             saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
         )  # fmt: skip
-    return _real_scores(_real(logits), labels, temperature, outputs, detach, ignore_index, chunk_bytes)
+    return _scores_of_rows(logits, labels, temperature, outputs, detach, ignore_index, chunk_bytes)
 
 
 def token_loss(
@@ -125,12 +124,12 @@ def token_loss(
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
-    if (lazy := _lazy(logits)) is not None:
+    if (lazy := _of_head(logits)) is not None:
         return lazy.token_loss(
             labels, loss, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
             saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
         )  # fmt: skip
-    scores = _real_scores(_real(logits), labels, temperature, outputs, detach, ignore_index, chunk_bytes)
+    scores = _scores_of_rows(logits, labels, temperature, outputs, detach, ignore_index, chunk_bytes)
     index = (labels.reshape(-1) != ignore_index).nonzero()[:, 0]
     kept = TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))
     total = loss(kept, index).sum()
@@ -150,7 +149,8 @@ def topk_log_probs(
 
     Args:
         logits: ``[..., vocab_size]``, lazy or materialized.
-        ids: Class indices, int64, ``[..., K]``, such as a teacher's largest.
+        ids: Class indices, int64, ``[..., K]``, such as a teacher's largest. Negative ones are padding, of which the
+            log-probability is -inf.
         temperature: Divides the logits: a positive number, or a tensor ``[...]`` of one for each token.
         renormalize: Whether the probabilities of a token's K classes add up to 1.
         mask: ``[...]``, bool: the tokens that are wanted; the others get 0 and cost nothing with lazy logits.
@@ -168,19 +168,28 @@ def topk_log_probs(
     check_bool("renormalize", renormalize)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     check_same_device("logits", logits, ids=ids, mask=mask)
-    check_shape("ids", ids, (*logits.shape[:-1], ids.shape[-1] if ids.dim() else 1), "one row for each token")
-    check_labels("ids", ids if mask is None else ids[mask], logits.shape[-1], _NO_LABEL)
-    _check_mask(mask, logits)
-    check_temperature(temperature, ids[..., 0] if ids.shape[-1] else ids.sum(-1))
+    if not isinstance(ids, Tensor) or ids.dim() == 0:
+        raise wrong_type("ids", "a tensor of shape [..., K]", ids)
+    tokens = logits.shape[:-1]
+    check_shape("ids", ids, (*tokens, ids.shape[-1]), "one row for each token")
+    check_labels("ids", ids.clamp(min=-1), logits.shape[-1], -1)
     if mask is not None:
-        ids = ids.where(mask[..., None], 0)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise wrong_type("mask", "a bool tensor or None", mask)
+        check_shape("mask", mask, tokens, "one for each token")
+    check_temperature(temperature, torch.empty(tokens, dtype=torch.int64, device=logits.device))
+    lazy = _of_head(logits)
+    if lazy is not None and not isinstance(temperature, Tensor):
+        return lazy.topk_log_probs(
+            ids, temperature=temperature, renormalize=renormalize, mask=mask, chunk_bytes=chunk_bytes
+        )
     of_tokens = [ids.reshape(-1, ids.shape[-1])]
     if isinstance(temperature, Tensor):
         of_tokens.append(temperature.reshape(-1, 1))
 
     def of_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
-        z = transform_with_temperature(values, None, 1.0, temperatures[0][:, 0] if temperatures else temperature)
-        of_ids = z.gather(-1, ids)
+        z = _tempered(values, temperatures[0] if temperatures else temperature)
+        of_ids = z.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
         return of_ids - (of_ids if renormalize else z).logsumexp(-1, keepdim=True)
 
     rows, chunk_size = _rows(logits, chunk_bytes)
@@ -224,57 +233,62 @@ def divergence(
     """
     check_logits("student_logits", student_logits)
     check_logits("teacher_logits", teacher_logits)
-    if student_logits.shape[:-1] != teacher_logits.shape[:-1]:
-        expected = f"of the student's tokens {tuple(student_logits.shape[:-1])}"
-        raise wrong_value("teacher_logits", expected, teacher_logits)
-    check_number("temperature", temperature, above=0)
-    check_choice("kind", kind, ("forward_kl", "reverse_kl", "jsd"))
-    check_choice("reduction", reduction, ("none", "mean", "sum"))
-    _check_mask(mask, student_logits)
+    check_same_device("student_logits", student_logits, teacher_logits=teacher_logits)
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    options: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature, "t_squared": t_squared}
+    DivergenceOptions(**options)
+    tokens = student_logits.shape[:-1]
+    if teacher_logits.shape[:-1] != tokens:
+        raise wrong_value("teacher_logits", f"logits of the student's tokens {tuple(tokens)}", teacher_logits)
+    check_tokens(mask, token_weight, student_logits, tokens, "student_logits")
+    num_common_columns(student_logits.shape[-1], teacher_logits.shape[-1], vocab)
+    student, teacher = _of_head(student_logits), _of_head(teacher_logits)
+    if (
+        student is not None
+        and teacher is not None
+        and _are_heads(student, teacher, of_logits=kind in ("mse", "cosine"))
+    ):
+        return student.divergence(
+            teacher, **options, mask=mask, token_weight=token_weight, reduction=reduction, vocab=vocab,
+            chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+    if not isinstance(student_logits, LazyLogits) and not isinstance(teacher_logits, LazyLogits):
+        return divergence_of_logits(
+            _real(student_logits), _real(teacher_logits), **options, mask=mask, token_weight=token_weight,
+            reduction=reduction, vocab=vocab,
+        )  # fmt: skip
 
     def of_chunk(student: Tensor, teacher: Tensor) -> Tensor:
-        s, t = (
-            torch.log_softmax(transform_with_temperature(z, None, 1.0, temperature), -1) for z in (student, teacher)
-        )
-        if kind == "forward_kl":
-            return (t.exp() * (t - s)).sum(-1, keepdim=True)
-        if kind == "reverse_kl":
-            return (s.exp() * (s - t)).sum(-1, keepdim=True)
-        r = -torch.logaddexp(s.new_tensor(1 - beta).log(), s.new_tensor(beta).log() + t - s)
-        return (beta * t.exp() * (t - s + r) + (1 - beta) * s.exp() * r).sum(-1, keepdim=True)
+        return divergence_of_logits(student, teacher, **options, reduction="none", vocab=vocab)
 
     rows, chunk_size = _rows(student_logits, chunk_bytes)
-    teacher_rows, _ = _rows(teacher_logits.detach(), chunk_bytes)
-    found = over_chunks(of_chunk, [rows, teacher_rows], [], chunk_size).view(student_logits.shape[:-1])
-    found = found * (temperature**2 if t_squared else 1.0)
-    if token_weight is not None:
-        found = found * token_weight
+    teacher_rows, teacher_chunk_size = _rows(teacher_logits.detach(), chunk_bytes)
+    losses = over_chunks(of_chunk, [rows, teacher_rows], [], min(chunk_size, teacher_chunk_size)).view(tokens)
+    weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
     if mask is not None:
-        found = found.where(mask, 0.0)
+        weights, losses = weights.where(mask, 0.0), losses.where(mask, 0.0)
+    losses = losses * weights
     if reduction == "none":
-        return found
-    total = found.sum()
-    return total if reduction == "sum" else total / (max(found.numel(), 1) if mask is None else mask.sum().clamp(min=1))
+        return losses
+    total = weights.sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / total.where(total != 0, 1.0)
 
 
-def _check_mask(mask: Tensor | None, logits: Tensor) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise wrong_type("mask", "a bool tensor or None", mask)
-    check_shape("mask", mask, logits.shape[:-1], "that of the logits without the vocabulary")
+def _are_heads(*logits: LazyLogits, of_logits: bool) -> bool:
+    """Whether these are the outputs of heads that every rank has whole; a divergence of logits sees a log-softmax."""
+    return all(each.head.is_whole and not (of_logits and each.transform.normalized) for each in logits)
 
 
 def _rows(logits: Tensor, chunk_bytes: int | None) -> tuple[Rows, int]:
     """The rows of logits, lazy or not, and the number of them in a chunk."""
     lazy = _lazy(logits)
-    if lazy is not None:
-        lazy.notice("a function of logits")
-        return lazy.recipe.rows(), _chunk_size(
-            lazy, lazy.head.options.get("chunk_bytes") if chunk_bytes is None else chunk_bytes
-        )
-    logits = _real(logits)
-    return real_rows(logits), _chunk_size(logits, chunk_bytes)
+    if lazy is None:
+        logits = _real(logits)
+        return real_rows(logits), _chunk_size(logits, chunk_bytes)
+    lazy.notice("a function of logits")
+    chunk_bytes = lazy.head.options.get("chunk_bytes") if chunk_bytes is None else chunk_bytes
+    return lazy.recipe.rows(), _chunk_size(lazy, chunk_bytes)
 
 
 def _check(
@@ -311,6 +325,12 @@ def check_logits(name: str, logits: Tensor) -> None:
         )
 
 
+def _of_head(logits: Tensor) -> LazyLogits | None:
+    """The logits if they are lazy and the ops that take a head compute what this module's functions return."""
+    lazy = _lazy(logits)
+    return None if lazy is None or lazy.is_expression else lazy
+
+
 def _lazy(logits: Tensor) -> LazyLogits | None:
     """The logits if they are lazy and their gradient need not pass another function."""
     return logits if isinstance(logits, LazyLogits) and not logits.is_foreign else None
@@ -323,6 +343,11 @@ def _real(logits: Tensor) -> Tensor:
     return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
+def _tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Rows of logits in at least float32, divided by one temperature or one for each row, ``[num_rows, 1]``."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
 def _chunk_size(logits: Tensor, chunk_bytes: int | None) -> int:
     sizes = (
         logits.numel() // logits.shape[-1],
@@ -332,7 +357,7 @@ def _chunk_size(logits: Tensor, chunk_bytes: int | None) -> int:
     return default_chunk_size(*sizes, logits.device) if chunk_bytes is None else choose_chunk_size(*sizes, chunk_bytes)
 
 
-def _real_scores(
+def _scores_of_rows(
     logits: Tensor,
     labels: Tensor,
     temperature: float | Tensor,
@@ -344,13 +369,14 @@ def _real_scores(
     """:func:`token_scores` of materialized logits."""
 
     def of_chunk(values: Tensor, labels: Tensor, *temperatures: Tensor) -> tuple[Tensor, ...]:
-        z = transform_with_temperature(values, None, 1.0, temperatures[0][:, 0] if temperatures else temperature)
+        z = _tempered(values, temperatures[0] if temperatures else temperature)
         scores = scores_reference(z, labels[:, 0], ignore_index, outputs)
         return tuple(score for score in scores if score is not None)
 
     of_tokens = [labels.reshape(-1, 1)]
     if isinstance(temperature, Tensor):
         of_tokens.append(temperature.reshape(-1, 1))
-    found = over_chunks(of_chunk, [real_rows(logits)], of_tokens, _chunk_size(logits, chunk_bytes))
+    rows, chunk_size = _rows(logits, chunk_bytes)
+    found = over_chunks(of_chunk, [rows], of_tokens, chunk_size)
     named = {name: score.view(labels.shape) for name, score in zip(outputs, found, strict=True)}
     return TokenScores(**{name: score.detach() if name in detach else score for name, score in named.items()})

@@ -68,6 +68,7 @@ def launch_divergence(
         **_transform_arguments("student", options.of_student),
         **_transform_arguments("teacher", options.of_teacher),
         HALF=torch.float32 not in (student.dtype, teacher.dtype),
+        FAST=student.is_cuda and torch.version.hip is None,
         KIND=KIND_NUMBERS[options.resolved_kind],
         GROUP=_GROUP,
         BLOCK_SIZE=launch.block_size,

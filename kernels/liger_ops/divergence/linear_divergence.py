@@ -32,7 +32,7 @@ from liger_ops.loss.chunked_loss import (
     chunked_linear_loss,
     default_chunk_size,
 )
-from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head
+from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head, is_trained
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import plan_tokens
@@ -187,8 +187,7 @@ class _LinearDivergenceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: Any) -> Tensor:
         arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
-        of_input, of_weight, of_bias, of_adapter, of_adapter_weight = arguments.needs_gradient
-        ctx.waits = arguments.reduction == "none" and (of_weight or of_bias or of_adapter_weight)
+        ctx.waits = arguments.reduction == "none" and is_trained(arguments.needs_gradient)
         needs_gradient = [False] * NUM_GRADIENTS if ctx.waits else arguments.needs_gradient
         loss, mean_scale, *gradients = _linear_divergence(*_changed(values, needs_gradient=needs_gradient))
         ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if ctx.waits else (mean_scale, *gradients)))

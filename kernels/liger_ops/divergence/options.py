@@ -83,7 +83,7 @@ class DivergenceOptions:
 
     @property
     def of_student(self) -> Transform:
-        """The temperature divides the scale and the cap: c / T * tanh((s / T) * a / (c / T)) = c * tanh(s * a / c) / T."""
+        """With the temperature in the scale and the cap: c/T * tanh((s/T) * a / (c/T)) = c * tanh(s * a / c) / T."""
         cap = None if self.softcap is None else self.softcap / self.temperature
         return Transform(self.logit_scale / self.temperature, cap)
 
@@ -95,11 +95,8 @@ class DivergenceOptions:
 
     def as_scalars(self) -> tuple[Any, ...]:
         """The options as an op's schema takes them; soft caps are 0 if there are none."""
-        caps = float(self.softcap or 0.0), float(self.teacher_softcap or 0.0)
-        scales = float(self.logit_scale), float(self.teacher_logit_scale)
-        return (
-            self.kind, float(self.beta), float(self.temperature), self.t_squared, caps[0], scales[0], caps[1], scales[1],
-        )  # fmt: skip
+        numbers = (self.softcap or 0.0, self.logit_scale, self.teacher_softcap or 0.0, self.teacher_logit_scale)
+        return self.kind, float(self.beta), float(self.temperature), self.t_squared, *map(float, numbers)
 
     @classmethod
     @functools.lru_cache(maxsize=64)  # bounded, since a temperature may follow a schedule

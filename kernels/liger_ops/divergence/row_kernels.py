@@ -1,4 +1,4 @@
-"""Triton kernel from rows of both models' logits to each token's divergence and gradient; see ``rows`` for the formulas.
+"""Triton kernel from rows of two models' logits to each token's divergence and gradient; formulas are in ``rows``.
 
 A program owns whole rows. It walks over a row two or three times, each time in the direction opposite to the last, so
 that what it read last, and is still in the L2 cache, is read first. Within a block every thread keeps the running sums
@@ -7,6 +7,7 @@ of the columns that it loads (Milakov and Gimelshein, arXiv:1805.02867), merged 
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from liger_ops import backend
 from liger_ops.loss.row_math import decay_of, rounding_of, shifted_exp, to_exponent, transform
@@ -32,6 +33,7 @@ _TOTAL_VARIATION = tl.constexpr(6)
 _MSE = tl.constexpr(7)
 _COSINE = tl.constexpr(8)
 _CLAMP = tl.constexpr(80.0)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _SMALLEST_DECAY = tl.constexpr(1e-37)  # an infinite sum stays infinite, though its summands have underflown
 
 
@@ -57,6 +59,18 @@ def _load_pair(
         if KIND < _MSE:
             z_s, z_t = tl.where(mask, z_s, -float("inf")), tl.where(mask, z_t, -float("inf"))
     return z_s, z_t
+
+
+@triton.jit
+def _log(x, FAST: tl.constexpr):
+    """Logarithm of a normal number, for FAST to 2e-7 by one instruction where the exact one takes 26."""
+    return libdevice.fast_logf(x) if FAST else tl.log(x)
+
+
+@triton.jit
+def _divide(x, y, FAST: tl.constexpr):
+    """x / y for y below 2**126, for FAST to two units in the last place."""
+    return libdevice.fast_dividef(x, y) if FAST else x / y
 
 
 @triton.jit
@@ -97,10 +111,10 @@ def _absorb(
         e_t = shifted_exp(z_t, teacher_exponent[:, None], HALF)
         student_sum = student_sum * student_decay + tl.sum(e_s, axis=1)
         teacher_sum = teacher_sum * teacher_decay + tl.sum(e_t, axis=1)
-        if (KIND == _FORWARD_KL) or (KIND == _MIXED):
+        if (KIND <= _MIXED) and (KIND != _REVERSE_KL):
             terms = tl.where(e_t > 0.0, e_t * (z_t - z_s), 0.0)
             first = first * tl.maximum(teacher_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
-        if (KIND == _REVERSE_KL) or (KIND == _MIXED):
+        if (KIND <= _MIXED) and (KIND != _FORWARD_KL):
             terms = tl.where(e_s > 0.0, e_s * (z_s - z_t), 0.0)
             second = second * tl.maximum(student_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
         student_max, teacher_max = new_student_max, new_teacher_max
@@ -178,7 +192,7 @@ def _mix(z_s, z_t, delta, beta, rest, KIND: tl.constexpr):
     d = tl.maximum(tl.where(d < _CLAMP, d, _CLAMP), -_CLAMP)
     ratio = d
     if KIND != _TOTAL_VARIATION:
-        ratio = rest + beta * tl.exp(d)
+        ratio = rest + beta * tl.exp2(d * _LOG2_E)  # d is so clamped that this is no denormal number
     return d, ratio
 
 
@@ -194,6 +208,7 @@ def _mixture_terms(
     beta,
     rest,  # 1 - beta
     HALF: tl.constexpr,
+    FAST: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """What a block adds to both sums of the second step; see ``rows.sum_mixtures``."""
@@ -201,12 +216,12 @@ def _mixture_terms(
     e_s = shifted_exp(z_s, student_exponent, HALF)
     e_t = shifted_exp(z_t, teacher_exponent, HALF)
     if KIND == _JSD:
-        r = -tl.log(ratio)
+        r = -_log(ratio, FAST)
         first, second = e_t * (d + r), e_s * r
     elif KIND == _SKEW_KL:
-        first, second = e_t * (d - tl.log(ratio)), e_t / ratio
+        first, second = e_t * (d - _log(ratio, FAST)), _divide(e_t, ratio, FAST)
     elif KIND == _SKEW_REVERSE_KL:
-        first, second = e_s * -tl.log(ratio), e_s / ratio
+        first, second = e_s * -_log(ratio, FAST), _divide(e_s, ratio, FAST)
     else:
         first = tl.abs(e_s * student_share - e_t * teacher_share)
         second = tl.where(d < 0.0, e_s, tl.where(d > 0.0, -e_s, 0.0))
@@ -231,6 +246,7 @@ def _sum_mixtures(
     teacher_scale,
     teacher_softcap,
     HALF: tl.constexpr,
+    FAST: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -248,7 +264,18 @@ def _sum_mixtures(
             student_softcap, teacher_scale, teacher_softcap, KIND,
         )  # fmt: skip
         more_first, more_second = _mixture_terms(
-            z_s, z_t, student_exponent, teacher_exponent, student_share, teacher_share, delta, beta, rest, HALF, KIND
+            z_s,
+            z_t,
+            student_exponent,
+            teacher_exponent,
+            student_share,
+            teacher_share,
+            delta,
+            beta,
+            rest,
+            HALF,
+            FAST,
+            KIND,
         )
         first += more_first
         second += more_second
@@ -258,7 +285,18 @@ def _sum_mixtures(
             student_softcap, teacher_scale, teacher_softcap, KIND,
         )  # fmt: skip
         more_first, more_second = _mixture_terms(
-            z_s, z_t, student_exponent, teacher_exponent, student_share, teacher_share, delta, beta, rest, HALF, KIND
+            z_s,
+            z_t,
+            student_exponent,
+            teacher_exponent,
+            student_share,
+            teacher_share,
+            delta,
+            beta,
+            rest,
+            HALF,
+            FAST,
+            KIND,
         )
         first += more_first
         second += more_second
@@ -266,9 +304,7 @@ def _sum_mixtures(
 
 
 @triton.jit
-def _divergence_of(
-    student_sum, teacher_sum, first, second, delta, beta, rest, vocab_size, KIND: tl.constexpr
-):
+def _divergence_of(student_sum, teacher_sum, first, second, delta, beta, rest, vocab_size, KIND: tl.constexpr):
     """A row's divergence, given all its sums; see ``rows.divergence_of``."""
     if KIND == _FORWARD_KL:
         value = first / teacher_sum - delta
@@ -298,9 +334,7 @@ def _cosine_norm(student_sum, teacher_sum):
 
 
 @triton.jit
-def _gradient_factors(
-    student_sum, teacher_sum, first, second, factor, beta, rest, vocab_size, KIND: tl.constexpr
-):
+def _gradient_factors(student_sum, teacher_sum, first, second, factor, beta, rest, vocab_size, KIND: tl.constexpr):
     """Four numbers of a row that :func:`_gradient` takes: factors of the student's and the teacher's columns, and what
     is subtracted."""
     of_student, of_teacher = factor / student_sum, factor / teacher_sum
@@ -341,6 +375,7 @@ def _gradient(
     rest,
     student_softcap,
     HALF: tl.constexpr,
+    FAST: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """The gradient of the student's raw logits; see ``rows.gradient_of``."""
@@ -360,11 +395,12 @@ def _gradient(
         else:
             d, ratio = _mix(z_s, z_t, delta, beta, rest, KIND)
             if KIND == _JSD:
-                grad = of_student * e_s * (-tl.log(ratio) - subtracted)
+                grad = of_student * e_s * (-_log(ratio, FAST) - subtracted)
             elif KIND == _SKEW_KL:
-                grad = of_student * e_s - of_teacher * shifted_exp(z_t, teacher_exponent, HALF) / ratio
+                e_t = shifted_exp(z_t, teacher_exponent, HALF)
+                grad = of_student * e_s - of_teacher * _divide(e_t, ratio, FAST)
             elif KIND == _SKEW_REVERSE_KL:
-                grad = of_student * e_s * (-tl.log(ratio) - rest / ratio - other)
+                grad = of_student * e_s * (-_log(ratio, FAST) - _divide(rest, ratio, FAST) - other)
             else:
                 sign = tl.where(d < 0.0, 1.0, tl.where(d > 0.0, -1.0, 0.0))
                 grad = of_student * e_s * (sign - subtracted)
@@ -396,6 +432,7 @@ def _store_gradient(
     teacher_scale,
     teacher_softcap,
     HALF: tl.constexpr,
+    FAST: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -414,7 +451,7 @@ def _store_gradient(
     )  # fmt: skip
     grad = _gradient(
         z_s, z_t, student_exponent, teacher_exponent, delta, of_student, of_teacher, subtracted, other, beta, rest,
-        student_softcap, HALF, KIND,
+        student_softcap, HALF, FAST, KIND,
     )  # fmt: skip
     tl.store(grad_row_ptr + rest_columns, grad.to(dtype), mask=rest_mask)
     for done in tl.range(0, full_size, BLOCK_SIZE, num_stages=NUM_STAGES):
@@ -427,7 +464,7 @@ def _store_gradient(
         )  # fmt: skip
         grad = _gradient(
             z_s, z_t, student_exponent, teacher_exponent, delta, of_student, of_teacher, subtracted, other, beta, rest,
-            student_softcap, HALF, KIND,
+            student_softcap, HALF, FAST, KIND,
         )  # fmt: skip
         tl.store(grad_row_ptr + start + places, grad.to(dtype))
     for start in range(size, vocab_size, BLOCK_SIZE):
@@ -458,6 +495,7 @@ def divergence_kernel(
     teacher_scale,
     teacher_softcap,
     HALF: tl.constexpr,  # whether both models' logits are in half precision
+    FAST: tl.constexpr,  # whether CUDA's fast logarithm and division may be used
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -485,8 +523,8 @@ def divergence_kernel(
         if TWO_STEPS:
             first, second = _sum_mixtures(
                 student_row_ptr, teacher_row_ptr, places, size, student_shift, student_sum, teacher_shift, teacher_sum,
-                delta, beta, rest, student_scale, student_softcap, teacher_scale, teacher_softcap, HALF, KIND, GROUP,
-                BLOCK_SIZE, NUM_STAGES,
+                delta, beta, rest, student_scale, student_softcap, teacher_scale, teacher_softcap, HALF, FAST, KIND,
+                GROUP, BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
         row_factor = factor
         if token_weight_ptr is not None:
@@ -504,5 +542,6 @@ def divergence_kernel(
             _store_gradient(
                 student_row_ptr, teacher_row_ptr, grad_logits_ptr + row * grad_row_stride, places, size, vocab_size,
                 student_shift, teacher_shift, delta, of_student, of_teacher, subtracted, other, beta, rest,
-                student_scale, student_softcap, teacher_scale, teacher_softcap, HALF, KIND, BLOCK_SIZE, NUM_STAGES,
+                student_scale, student_softcap, teacher_scale, teacher_softcap, HALF, FAST, KIND, BLOCK_SIZE,
+                NUM_STAGES,
             )  # fmt: skip

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.loss.options import IGNORE_INDEX
-from liger_ops.log_probs.scores import OUTPUTS, TokenScores, scores_reference, transform_with_temperature
+from liger_ops.log_probs.scores import OUTPUTS, TokenScores, scores_reference
+from liger_ops.loss.cross_entropy import transform_logits
+from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions
 
 TokenLoss = Callable[[TokenScores, Tensor], Tensor]
 """From the scores of some tokens and their indices, ``[n]`` each, to their losses, ``[n]``."""
@@ -30,7 +31,8 @@ def linear_log_probs_reference(
     logits = F.linear(input, linear_weight, linear_bias)
     if adapter is not None:
         logits = logits + F.linear(*adapter)
-    z = transform_with_temperature(logits, softcap, logit_scale, temperature)
+    z = transform_logits(logits, TokenLossOptions(softcap=softcap, logit_scale=logit_scale))
+    z = z / (temperature.to(z.dtype)[..., None] if isinstance(temperature, Tensor) else temperature)
     scores = scores_reference(z.flatten(0, -2), target.reshape(-1), ignore_index, outputs)._asdict()
     shaped = {name: score.view(target.shape) for name, score in scores.items() if score is not None}
     return TokenScores(**{name: score.detach() if name in detach else score for name, score in shaped.items()})

@@ -95,16 +95,6 @@ def check_transform(softcap: Any, logit_scale: Any, ignore_index: Any) -> None:
     check_number("logit_scale", logit_scale)
 
 
-def transform_with_temperature(
-    logits: Tensor, softcap: float | None, logit_scale: float, temperature: float | Tensor
-) -> Tensor:
-    """z of the module's formula, in at least float32; a tensor of temperatures has one for each row."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    return z / (temperature.to(z.dtype)[..., None] if isinstance(temperature, Tensor) else temperature)
-
-
 def scores_reference(z: Tensor, labels: Tensor, ignore_index: int, outputs: Sequence[str]) -> TokenScores:
     """Scores of rows of transformed logits ``[num_tokens, vocab_size]`` in plain PyTorch.
 

@@ -175,6 +175,16 @@ class SavedLogits:
         return aligned_rows(logits, *logits.shape).copy_(logits) if self.are_needed_again else logits
 
 
+@dataclass
+class OtherGradient:
+    """A second loss of the same logits, of which the gradient of the hidden states is wanted."""
+
+    to_gradient: ChunkLoss
+    """Called after the first loss, with a copy of the logits."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """Of the hidden states, and of the adapter's input if there is one; filled by the loop."""
+
+
 def chunked_linear_loss(
     hidden_states: Tensor,
     weight: Tensor,
@@ -188,6 +198,7 @@ def chunked_linear_loss(
     adapter: tuple[Tensor, Tensor] | None = None,
     saved: SavedLogits | None = None,
     logits_dtype: torch.dtype | None = None,
+    other: OtherGradient | None = None,
 ) -> Gradients:
     """Runs ``chunk_loss`` over the logits of a linear head, chunk by chunk, and collects the gradients.
 
@@ -206,6 +217,7 @@ def chunked_linear_loss(
         saved: Where logits are saved, or were in an earlier pass over the same chunks.
         logits_dtype: Of the logits that ``chunk_loss`` gets, if it is not the hidden states'; it returns the gradient
             then.
+        other: A second loss of the same logits, not with ``saved``; takes the memory of a second chunk.
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
@@ -214,7 +226,8 @@ def chunked_linear_loss(
     if adapter is not None:
         factors.append(_Factor(*adapter, tokens, rows, accumulate_dtype, *needs_adapter))
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
-    buffer = None
+    other_gradients = [] if other is None else [torch.zeros_like(factor.input) for factor in factors]
+    buffer = copy = None
     parts = _fast_parts(weight, vocab_size)
 
     for number, start in enumerate(range(0, num_tokens, chunk_size)):
@@ -233,14 +246,23 @@ def chunked_linear_loss(
                 logits = buffer[: stop - start]
             for part in parts:
                 _project(factors, bias, logits, part)
+            if other is not None:
+                copy = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if copy is None else copy
+                copy[: stop - start].copy_(logits)
             grad_logits = chunk_loss(logits, index)
             logits = logits if grad_logits is None else grad_logits
         elif saved is not None and saved.to_gradient is not None:
             saved.to_gradient(logits, index)
         for factor in factors:
             factor.collect(logits, parts, index, is_first=start == 0)
+        if other is not None and copy is not None:
+            other.to_gradient(copy[: stop - start], index)
+            for factor, total in zip(factors, other_gradients, strict=True):
+                factor.collect_input(copy[: stop - start], parts, index, total)
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
+    if other is not None:
+        other.gradients += [total[:, : each.size] for each, total in zip(factors, other_gradients, strict=True)]
     of_head, *of_adapter = (factor.gradients() for factor in factors)
     nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
     return Gradients(*of_head, grad_bias, *(of_adapter[0] if of_adapter else nothing))
@@ -285,12 +307,16 @@ class _Factor:
             for part in parts:
                 _accumulate_product(self.grad_weight[part], grad_logits[:, part].t(), self.chunk, keep=not is_first)
         if self.needs_input:
-            grad = self.grad_input if index is None else self.chunk
-            # The few columns first: what they add is rounded at their own size.
-            for place, part in enumerate(reversed(parts)):
-                _accumulate_product(grad, grad_logits[:, part], self.weight[part], keep=place > 0)
-            if index is not None:
-                self.grad_input.index_copy_(0, index, grad)
+            self.collect_input(grad_logits, parts, index, self.grad_input)
+
+    def collect_input(self, grad_logits: Tensor, parts: list[slice], index: Tensor | None, total: Tensor) -> None:
+        """Writes the chunk's gradient of the input to its rows of ``total``; overwrites the chunk if it is a copy."""
+        grad = total if index is None else self.chunk
+        # The few columns first: what they add is rounded at their own size.
+        for place, part in enumerate(reversed(parts)):
+            _accumulate_product(grad, grad_logits[:, part], self.weight[part], keep=place > 0)
+        if index is not None:
+            total.index_copy_(0, index, grad)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Of the input and the weight, without padding; can be called once."""

@@ -53,11 +53,12 @@ from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import balance_class_weight, plan_tokens, reduce_losses, unbalance_losses
 
 
-def transform_logits(logits: Tensor, options: TokenLossOptions) -> Tensor:
-    """Scales and soft-caps logits of any shape, in at least float32."""
+def transform_logits(logits: Tensor, options: TokenLossOptions, temperature: Tensor | None = None) -> Tensor:
+    """Scales and soft-caps logits of any shape, in at least float32; divides them by each row's temperature."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z = z if options.logit_scale == 1.0 else z * options.logit_scale
-    return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+    z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+    return z if temperature is None else z / temperature[..., None]
 
 
 def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLossOptions) -> TokenStats:

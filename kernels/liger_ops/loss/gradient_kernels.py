@@ -51,7 +51,7 @@ def gradient_kernel(
     grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
     store_row_gradient(
         logits_ptr + start, grad_logits_ptr + grad_start, head, class_weight_ptr, label, kept, lse,
-        tl.load(lse_error_ptr + token), probability_factor, label_term, smoothing_term, vocab_size,
+        tl.load(lse_error_ptr + token), probability_factor, label_term, smoothing_term, None, vocab_size,
         label_smoothing, softcap, logit_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip
 
@@ -66,6 +66,8 @@ def shard_gradient_kernel(
     probability_factor_ptr,
     label_term_ptr,
     smoothing_term_ptr,
+    entropy_factor_ptr,  # or None, as the next
+    temperature_ptr,
     class_weight_ptr,  # [num_columns] or None
     logits_row_stride,
     num_columns,
@@ -81,9 +83,16 @@ def shard_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     row_ptr = logits_ptr + start
+    entropy_factor, row_scale, row_softcap = None, logit_scale, softcap
+    if entropy_factor_ptr is not None:
+        entropy_factor = tl.load(entropy_factor_ptr + row)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
+        row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
+        row_softcap = None if softcap is None else softcap / temperature
     store_row_gradient(
         row_ptr, row_ptr, head, class_weight_ptr, tl.load(labels_ptr + row), tl.load(kept_ptr + row) != 0,
         tl.load(lse_ptr + row), tl.load(lse_error_ptr + row), tl.load(probability_factor_ptr + row),
-        tl.load(label_term_ptr + row), tl.load(smoothing_term_ptr + row), num_columns, label_smoothing, softcap,
-        logit_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
+        tl.load(label_term_ptr + row), tl.load(smoothing_term_ptr + row), entropy_factor, num_columns,
+        label_smoothing, row_softcap, row_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip

@@ -143,6 +143,10 @@ class GradientRows(NamedTuple):
     """Subtracted at the label."""
     smoothing_term: Tensor
     """Subtracted at every class, times the class's weight."""
+    entropy_factor: Tensor | None = None
+    """Factor of the probabilities times their logarithms."""
+    temperature: Tensor | None = None
+    """Divides ``logit_scale`` and ``softcap``."""
 
 
 def _shared_arguments(
@@ -183,6 +187,9 @@ def launch_loss(
     lse: Tensor | None = None,
     lse_error: Tensor | None = None,
     stats: TokenStats | None = None,
+    mean_logit: Tensor | None = None,
+    log_sum_sq_probs: Tensor | None = None,
+    temperature: Tensor | None = None,
     grad_logits: Tensor | None = None,
     token_index: Tensor | None = None,
 ) -> None:
@@ -199,6 +206,9 @@ def launch_loss(
         lse: Output buffer for log-sum-exp, float32; with ``stats``, theirs is used.
         lse_error: Output buffer for the rounding error of ``lse``, float32.
         stats: Output buffers for the other stats.
+        mean_logit: Output buffer for the mean of the scaled and capped logits, float32; not with class weights.
+        log_sum_sq_probs: Output buffer for the logarithm of the summed squares of the probabilities, float32.
+        temperature: Divides ``logit_scale`` and ``softcap`` of each token, ``[num_tokens]``, float32.
         grad_logits: Output buffer for the gradient of ``sum(losses * grad_scale)``; may be ``logits`` itself.
         token_index: The token of each row, ``[num_rows]``, int64; None if rows are all tokens in order.
     """
@@ -219,6 +229,9 @@ def launch_loss(
         "entropy_ptr": None if stats is None else stats.entropy,
         "predictions_ptr": None if stats is None else stats.predictions,
         "correct_ptr": None if stats is None else stats.correct,
+        "mean_logit_ptr": mean_logit,
+        "log_sum_sq_ptr": log_sum_sq_probs,
+        "temperature_ptr": temperature,
         "num_rows": num_rows,
     }
     row_size = max(1, vocab_size - (vocab_size % _GROUP if arguments["GROUPED"] else 0))  # edges are apart

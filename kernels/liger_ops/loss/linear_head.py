@@ -60,6 +60,12 @@ class LinearHead(NamedTuple):
         return torch.autocast(self.input.device.type, enabled=False) if self.is_autocast else contextlib.nullcontext()
 
 
+def is_trained(needs_gradient: list[bool]) -> bool:
+    """Whether a head's own tensors need a gradient, not only those that have a row for each token."""
+    _, of_weight, of_bias, _, of_adapter_weight = needs_gradient
+    return of_weight or of_bias or of_adapter_weight
+
+
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
     """The dtype that a linear layer would compute in under autocast, which leaves float64 alone; None without it."""
     device_type = input.device.type

@@ -41,6 +41,8 @@ def _store_token(
     entropy_ptr,
     predictions_ptr,  # [num_tokens], int64
     correct_ptr,  # [num_tokens], bool
+    mean_logit_ptr,  # [num_tokens], float32, or None, as the next
+    log_sum_sq_ptr,
     token,
     label,
     kept,
@@ -50,6 +52,7 @@ def _store_token(
     rounding,
     weighted_sum,
     expected_excess,  # sum(exp(z - maximum) * (z - maximum)), times exp(rounding)
+    squares,  # sum(exp(z - maximum)**2), times exp(rounding)**2
     prediction,
     label_weight,
     class_weight_sum,
@@ -82,6 +85,10 @@ def _store_token(
         tl.store(entropy_ptr + token, tl.where(kept, log_normaliser - expected_excess / normaliser, 0.0))
         tl.store(predictions_ptr + token, tl.where(kept, prediction.to(tl.int64), label))
         tl.store(correct_ptr + token, kept & (prediction == label))
+    if mean_logit_ptr is not None:
+        tl.store(mean_logit_ptr + token, tl.where(kept, weighted_sum / vocab_size, 0.0))
+    if log_sum_sq_ptr is not None:
+        tl.store(log_sum_sq_ptr + token, tl.where(kept, tl.log(squares) - 2.0 * tl.log(normaliser), 0.0))
     return lse, lse_error
 
 
@@ -122,18 +129,19 @@ def _reduce_edges(
     exponent,
     class_weight_ptr,
     vocab_size,
-    label_smoothing,
     HALF: tl.constexpr,
+    WITH_SUM: tl.constexpr,
 ):
-    """What a row's edges add to normaliser, weighted_sum and expected_excess, and the first column of the maximum."""
+    """What a row's edges add to the sums of ``_reduce_row``, and the first column of the maximum."""
     numerator = shifted_exp(z, exponent, HALF)
     weighted_sum = 0.0
-    if label_smoothing is not None:
+    if WITH_SUM:
         weight = load_class_weight(class_weight_ptr, columns, in_row)
         weighted_sum = tl.sum(tl.where(in_row, weight * z, 0.0), axis=0)
     excess = tl.sum(tl.where(numerator > 0.0, numerator * (z - shift), 0.0), axis=0)
     prediction = tl.min(tl.where(in_row & (z == maximum), columns, vocab_size - 1), axis=0)
-    return tl.sum(numerator, axis=0), weighted_sum, excess, prediction
+    squares = tl.sum(numerator * numerator, axis=0)
+    return tl.sum(numerator, axis=0), weighted_sum, excess, squares, prediction
 
 
 @triton.jit
@@ -146,14 +154,15 @@ def _reduce_row(
     edge_z,
     class_weight_ptr,
     vocab_size,
-    label_smoothing,
     HALF: tl.constexpr,
     EVEN: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     WITH_STATS: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
 ):
     """Reduces a row held whole: z (-inf outside it), exp(z - maximum), and everything ``_reduce_blocks`` returns."""
     weighted_sum = 0.0
-    if label_smoothing is not None:
+    if WITH_SUM:
         weighted_sum = _sum(z * load_class_weight(class_weight_ptr, columns, in_row))
     if not EVEN:
         z = tl.where(in_row, z, -float("inf"))
@@ -171,18 +180,21 @@ def _reduce_row(
         expected_excess = _sum(tl.where(numerator > 0.0, numerator * (z - shift), 0.0))
         prediction = tl.min(tl.min(tl.where(z == maximum, columns, vocab_size - 1), axis=1), axis=0)
         prediction = tl.minimum(prediction, vocab_size - 1)  # where every logit is -inf, as are places past the row
+    squares = 0.0
+    if WITH_SQUARES:
+        squares = _sum(numerator * numerator)
     if edge_z is not None:
-        of_edges, weighted_of_edges, excess_of_edges, first_of_edges = _reduce_edges(
-            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, class_weight_ptr, vocab_size, label_smoothing,
-            HALF,
+        of_edges, weighted_of_edges, excess_of_edges, squares_of_edges, first_of_edges = _reduce_edges(
+            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, class_weight_ptr, vocab_size, HALF, WITH_SUM,
         )  # fmt: skip
         normaliser += of_edges
         weighted_sum += weighted_of_edges
+        squares += squares_of_edges
         if WITH_STATS:
             expected_excess += excess_of_edges
             prediction = tl.minimum(prediction, first_of_edges)
     rounding = rounding_of(shift, exponent, HALF)
-    return z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, prediction
+    return z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction
 
 
 @triton.jit
@@ -209,7 +221,7 @@ def _whole_row_gradient(
     label_terms = is_label_group[:, None] * tl.where(lanes == label_place % GROUP, label_term, 0.0)[None, :]
     return gradient(
         numerator, z, columns, in_row, class_weight_ptr, probability_factor / normaliser, label_terms, smoothing_term,
-        label_smoothing, softcap,
+        None, 0.0, label_smoothing, softcap,
     )  # fmt: skip
 
 
@@ -224,10 +236,12 @@ def _absorb_block(
     normaliser,
     weighted_sum,
     expected_excess,
+    squares,
     best_start,
-    label_smoothing,
     HALF: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     WITH_STATS: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
 ):
     """Adds one block of a row to the running state of each group of columns."""
     block_maximum = tl.max(z, axis=1)
@@ -239,7 +253,9 @@ def _absorb_block(
     numerator = shifted_exp(z, exponent[:, None], HALF)
     seen = normaliser
     normaliser = normaliser * decay + tl.sum(numerator, axis=1)
-    if label_smoothing is not None:
+    if WITH_SQUARES:
+        squares = squares * decay * decay + tl.sum(numerator * numerator, axis=1)
+    if WITH_SUM:
         weight = load_class_weight(class_weight_ptr, columns, mask)
         weighted_sum += tl.sum(tl.where(mask, weight * z, 0.0), axis=1)
     if WITH_STATS:
@@ -248,7 +264,7 @@ def _absorb_block(
         # The first block of the row may come after others.
         is_better = (block_maximum > maximum) | ((block_maximum == maximum) & (start < best_start))
         best_start = tl.where(is_better, start, best_start)
-    return new_maximum, normaliser, weighted_sum, expected_excess, best_start
+    return new_maximum, normaliser, weighted_sum, expected_excess, squares, best_start
 
 
 @triton.jit
@@ -264,11 +280,12 @@ def _reduce_blocks(
     kept,
     class_weight_ptr,
     vocab_size,
-    label_smoothing,
     softcap,
     logit_scale,
     HALF: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     WITH_STATS: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -280,6 +297,7 @@ def _reduce_blocks(
     normalisers = tl.zeros([num_groups], dtype=tl.float32)
     weighted_sums = tl.zeros([num_groups], dtype=tl.float32)
     expected = tl.zeros([num_groups], dtype=tl.float32)
+    squares_of_groups = tl.zeros([num_groups], dtype=tl.float32)
     best_starts = tl.zeros([num_groups], dtype=tl.int32)
     full_size = size // BLOCK_SIZE * BLOCK_SIZE
     rest_mask = before(size, full_size + groups, full_size + places, GROUPED)
@@ -287,15 +305,17 @@ def _reduce_blocks(
     rest = tl.load(row_ptr + full_size + places, mask=rest_mask & kept, other=0.0, eviction_policy="evict_last")
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         logits = tl.load(row_ptr + start + places, eviction_policy="evict_last")
-        maxima, normalisers, weighted_sums, expected, best_starts = _absorb_block(
+        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
             transform(logits, logit_scale, softcap), start + places + head, places >= 0, start, class_weight_ptr,
-            maxima, normalisers, weighted_sums, expected, best_starts, label_smoothing, HALF, WITH_STATS,
+            maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
+            WITH_SQUARES,
         )  # fmt: skip
     if kept & (full_size < size):
-        maxima, normalisers, weighted_sums, expected, best_starts = _absorb_block(
+        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
             tl.where(rest_mask, transform(rest, logit_scale, softcap), -float("inf")),
             full_size + places + head, rest_mask, full_size, class_weight_ptr,
-            maxima, normalisers, weighted_sums, expected, best_starts, label_smoothing, HALF, WITH_STATS,
+            maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
+            WITH_SQUARES,
         )  # fmt: skip
     maximum = tl.max(maxima, axis=0)
     if edge_z is not None:
@@ -316,18 +336,22 @@ def _reduce_blocks(
         z = transform(tl.load(row_ptr + best_places, mask=mask, other=0.0), logit_scale, softcap)
         candidates = tl.where(mask & (z == maximum), best_places + head, vocab_size - 1)
         prediction = tl.min(tl.min(candidates, axis=1), axis=0)
+    squares = 0.0
+    if WITH_SQUARES:
+        squares = tl.sum(squares_of_groups * decay * decay, axis=0)
     if edge_z is not None:
-        of_edges, weighted_of_edges, excess_of_edges, first_of_edges = _reduce_edges(
-            edge_columns, edge_in_row, edge_z, maximum, subtracted, exponent, class_weight_ptr, vocab_size,
-            label_smoothing, HALF,
+        of_edges, weighted_of_edges, excess_of_edges, squares_of_edges, first_of_edges = _reduce_edges(
+            edge_columns, edge_in_row, edge_z, maximum, subtracted, exponent, class_weight_ptr, vocab_size, HALF,
+            WITH_SUM,
         )  # fmt: skip
         normaliser += of_edges
         weighted_sum += weighted_of_edges
+        squares += squares_of_edges
         if WITH_STATS:
             expected_excess += excess_of_edges
             prediction = tl.minimum(prediction, first_of_edges)
     rounding = rounding_of(subtracted, exponent, HALF)
-    return maximum, normaliser, rounding, weighted_sum, expected_excess, prediction
+    return maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction
 
 
 @backend.Kernel
@@ -348,6 +372,9 @@ def loss_kernel(
     entropy_ptr,
     predictions_ptr,
     correct_ptr,
+    mean_logit_ptr,  # or None; not with class weights
+    log_sum_sq_ptr,  # or None
+    temperature_ptr,  # [num_tokens], float32, or None
     logits_row_stride,
     grad_logits_row_stride,
     grad_scale_stride,
@@ -368,6 +395,8 @@ def loss_kernel(
     """One program computes the loss of every num_programs-th row and, on request, its gradient."""
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
     WITH_STATS: tl.constexpr = predictions_ptr is not None
+    WITH_SQUARES: tl.constexpr = log_sum_sq_ptr is not None
+    WITH_SUM: tl.constexpr = (label_smoothing is not None) or (mean_logit_ptr is not None)
     mean_scale = _mean_scale(
         labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_rows, vocab_size, ignore_index,
         1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
@@ -392,34 +421,44 @@ def loss_kernel(
             # An ignored row is read too: a load that waited for its label could not run ahead of the loop.
             in_row = before(size, groups, places, GROUPED)
             logits = tl.load(row_ptr + places) if EVEN else tl.load(row_ptr + places, mask=in_row, other=0.0)
+        row_scale, row_softcap = logit_scale, softcap
+        if temperature_ptr is not None:
+            temperature = tl.load(temperature_ptr + token)
+            row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
+            row_softcap = None if softcap is None else softcap / temperature
         # Read before the first barrier below: afterwards another warp may already have overwritten them.
-        label_z = transform(tl.load(row_ptr - head + label, mask=in_range, other=0.0), logit_scale, softcap)
+        label_z = transform(tl.load(row_ptr - head + label, mask=in_range, other=0.0), row_scale, row_softcap)
         edge_columns, edge_in_row, edge_z = None, None, None
         if GROUPED == 2:
-            edge_columns, edge_in_row, edge_z = load_edges(row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP)
+            edge_columns, edge_in_row, edge_z = load_edges(
+                row_ptr, head, size, vocab_size, row_scale, row_softcap, GROUP
+            )
         label_weight, class_weight_sum, token_weight = load_weights(
             class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size
         )
         if WHOLE_ROW:
-            z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, prediction = _reduce_row(
-                transform(logits, logit_scale, softcap), places + head, in_row, edge_columns, edge_in_row, edge_z,
-                class_weight_ptr, vocab_size, label_smoothing, HALF, EVEN, WITH_STATS,
+            (
+                z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction,
+            ) = _reduce_row(
+                transform(logits, row_scale, row_softcap), places + head, in_row, edge_columns, edge_in_row, edge_z,
+                class_weight_ptr, vocab_size, HALF, EVEN, WITH_SUM, WITH_STATS, WITH_SQUARES,
             )  # fmt: skip
         else:
-            maximum, normaliser, rounding, weighted_sum, expected_excess, prediction = _reduce_blocks(
+            maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction = _reduce_blocks(
                 row_ptr, head, size, groups, places, edge_columns, edge_in_row, edge_z, kept, class_weight_ptr,
-                vocab_size, label_smoothing, softcap, logit_scale, HALF, WITH_STATS, GROUP, GROUPED, BLOCK_SIZE,
-                NUM_STAGES,
+                vocab_size, row_softcap, row_scale, HALF, WITH_SUM, WITH_STATS, WITH_SQUARES, GROUP, GROUPED,
+                BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
         lse, lse_error = _store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr,
-            token, label, kept, label_z, maximum, normaliser, rounding, weighted_sum, expected_excess, prediction,
-            label_weight, class_weight_sum, token_weight, vocab_size, label_smoothing, z_loss_weight,
+            mean_logit_ptr, log_sum_sq_ptr, token, label, kept, label_z, maximum, normaliser, rounding, weighted_sum,
+            expected_excess, squares, prediction, label_weight, class_weight_sum, token_weight, vocab_size,
+            label_smoothing, z_loss_weight,
         )  # fmt: skip
         if grad_logits_ptr is not None:
             probability_factor, label_term, smoothing_term = gradient_factors(
                 grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight,
-                mean_scale, vocab_size, label_smoothing, logit_scale, z_loss_weight,
+                mean_scale, vocab_size, label_smoothing, row_scale, z_loss_weight,
             )  # fmt: skip
             exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
             grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
@@ -427,7 +466,7 @@ def loss_kernel(
             if WHOLE_ROW:
                 grad = _whole_row_gradient(
                     numerator, normaliser, z, places + head, in_row, numbers, lanes, class_weight_ptr, label - head,
-                    probability_factor, label_term, smoothing_term, label_smoothing, softcap, GROUP,
+                    probability_factor, label_term, smoothing_term, label_smoothing, row_softcap, GROUP,
                 )  # fmt: skip
                 grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)
                 if EVEN:
@@ -437,11 +476,11 @@ def loss_kernel(
             else:
                 store_groups_gradient(
                     row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
-                    label_term, smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP, GROUPED,
-                    BLOCK_SIZE, NUM_STAGES,
+                    label_term, smoothing_term, None, vocab_size, label_smoothing, row_softcap, row_scale, GROUP,
+                    GROUPED, BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip
             if GROUPED == 2:
                 store_edges(
                     grad_row_ptr, edge_columns, edge_in_row, edge_z, head, class_weight_ptr, label, kept, lse,
-                    exp_factor, label_term, smoothing_term, label_smoothing, softcap, HALF,
+                    exp_factor, label_term, smoothing_term, None, label_smoothing, row_softcap, HALF,
                 )  # fmt: skip

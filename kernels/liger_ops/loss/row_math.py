@@ -175,11 +175,15 @@ def gradient(
     probability_factor,
     label_term,  # where columns are the label, else 0
     smoothing_term,
+    entropy_factor,  # of probability * (z - lse), or None
+    lse,
     label_smoothing,
     softcap,
 ):
     """d loss / d logits, given factors that include the upstream gradient."""
     grad = probability * probability_factor - label_term
+    if entropy_factor is not None:
+        grad += tl.where(probability > 0.0, probability * (z - lse), 0.0) * entropy_factor
     if label_smoothing is not None:
         grad -= smoothing_term * load_class_weight(class_weight_ptr, columns, mask)
     if softcap is not None:
@@ -212,6 +216,8 @@ def _store_label_gradient(
     probability_factor,
     label_term,
     smoothing_term,
+    entropy_factor,
+    lse,
     label_smoothing,
     softcap,
 ):
@@ -219,7 +225,7 @@ def _store_label_gradient(
     tl.debug_barrier()  # after the stores of every warp
     grad = gradient(
         probability, label_z, label, mask, class_weight_ptr, probability_factor, label_term, smoothing_term,
-        label_smoothing, softcap,
+        entropy_factor, lse, label_smoothing, softcap,
     )  # fmt: skip
     tl.store(grad_row_ptr + label, grad.to(grad_row_ptr.dtype.element_ty), mask=mask)
 
@@ -244,6 +250,7 @@ def store_edges(
     exp_factor,  # see factor_of_exp
     label_term,
     smoothing_term,
+    exp_entropy_factor,  # see factor_of_exp, or None
     label_smoothing,
     softcap,
     HALF: tl.constexpr,
@@ -251,7 +258,7 @@ def store_edges(
     """Writes the gradient of a row's edges, zeros if its token is ignored."""
     grad = gradient(
         shifted_exp(z, to_exponent(lse, HALF), HALF), z, columns, in_row, class_weight_ptr, exp_factor,
-        tl.where(columns == label, label_term, 0.0), smoothing_term, label_smoothing, softcap,
+        tl.where(columns == label, label_term, 0.0), smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
     )  # fmt: skip
     grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
     tl.store(grad_row_ptr + columns - head, grad, mask=in_row)
@@ -271,6 +278,7 @@ def store_groups_gradient(
     exp_factor,  # see factor_of_exp
     label_term,
     smoothing_term,
+    exp_entropy_factor,  # see factor_of_exp, or None
     vocab_size,
     label_smoothing,
     softcap,
@@ -294,7 +302,7 @@ def store_groups_gradient(
         z = transform(tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), logit_scale, softcap)
         grad = gradient(
             shifted_exp(z, exponent, HALF), z, start + places + head, places >= 0, class_weight_ptr, exp_factor,
-            0.0, smoothing_term, label_smoothing, softcap,
+            0.0, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
         )  # fmt: skip
         tl.store(grad_row_ptr + start + places, grad.to(dtype), eviction_policy="evict_first")
     num_blocks = size // BLOCK_SIZE
@@ -304,14 +312,14 @@ def store_groups_gradient(
         z = transform(rest, logit_scale, softcap)
         grad = gradient(
             shifted_exp(z, exponent, HALF), z, full_size + places + head, rest_mask, class_weight_ptr, exp_factor,
-            0.0, smoothing_term, label_smoothing, softcap,
+            0.0, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(dtype)
         tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask, eviction_policy="evict_first")
     _store_label_gradient(
         grad_row_ptr - head, shifted_exp(label_z, exponent, HALF), label_z, label,
         kept & (label >= head) & (label < head + size), class_weight_ptr,
-        exp_factor, label_term, smoothing_term, label_smoothing, softcap,
+        exp_factor, label_term, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
     )  # fmt: skip
 
 
@@ -328,6 +336,7 @@ def store_row_gradient(
     probability_factor,
     label_term,
     smoothing_term,
+    entropy_factor,  # or None, see gradient
     vocab_size,
     label_smoothing,
     softcap,
@@ -343,16 +352,19 @@ def store_row_gradient(
     label_z = transform(tl.load(logits_row_ptr - head + label, mask=has_label, other=0.0), logit_scale, softcap)
     size = size_of_groups(head, vocab_size, GROUP, GROUPED)
     exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
+    exp_entropy_factor = None
+    if entropy_factor is not None:
+        exp_entropy_factor = factor_of_exp(entropy_factor, lse, lse_error, HALF)
     if GROUPED == 2:
         columns, in_row, z = load_edges(logits_row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP)
     tl.debug_barrier()  # before a warp overwrites what others read
     if GROUPED == 2:
         store_edges(
             grad_row_ptr, columns, in_row, z, head, class_weight_ptr, label, kept, lse, exp_factor, label_term,
-            smoothing_term, label_smoothing, softcap, HALF,
+            smoothing_term, exp_entropy_factor, label_smoothing, softcap, HALF,
         )  # fmt: skip
     store_groups_gradient(
         logits_row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
-        label_term, smoothing_term, vocab_size, label_smoothing, softcap, logit_scale, GROUP, GROUPED, BLOCK_SIZE,
-        NUM_STAGES,
+        label_term, smoothing_term, exp_entropy_factor, vocab_size, label_smoothing, softcap, logit_scale, GROUP,
+        GROUPED, BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip

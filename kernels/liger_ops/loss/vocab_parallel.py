@@ -143,10 +143,7 @@ def sharded_loss_and_gradient_in_place(
         rounded = lse.to(losses.dtype)
         floats = lse - rounded, probability_factor, label_weight * factor, smoothing * factor
         rows = GradientRows(own_labels, kept, rounded, *(each.to(losses.dtype) for each in floats))
-        if backend.use_triton(logits):
-            launch_shard_gradient(logits, rows, own_weight, options)
-        else:
-            logits.copy_(_gradient_reference(logits, rows, own_weight, options))
+        gradient_of_rows_in_place(logits, rows, own_weight, options)
 
 
 def _summarise(
@@ -225,13 +222,27 @@ def _summarise_reference(
 def _gradient_reference(
     logits: Tensor, rows: GradientRows, class_weight: Tensor | None, options: TokenLossOptions
 ) -> Tensor:
-    """The gradient of a shard's logits, in at least float32."""
-    z = transform_logits(logits, options)
-    grad = (z - rows.lse[:, None] - rows.lse_error[:, None]).exp() * rows.probability_factor[:, None]
+    """The gradient of some rows or parts of rows of logits, in at least float32."""
+    z = transform_logits(logits, options, rows.temperature)
+    log_probs = z - rows.lse[:, None] - rows.lse_error[:, None]
+    grad = log_probs.exp() * rows.probability_factor[:, None]
+    if rows.entropy_factor is not None:
+        grad += torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0) * rows.entropy_factor[:, None]
     if options.label_smoothing:
         grad -= rows.smoothing_term[:, None] * (1.0 if class_weight is None else class_weight.to(z.dtype))
     is_label = rows.labels[:, None] == torch.arange(z.shape[1], device=z.device)
     grad -= is_label * rows.label_term[:, None]
     if options.softcap is not None:
-        grad *= 1 - (z / options.softcap) ** 2
+        capped = z if rows.temperature is None else z * rows.temperature[:, None]
+        grad *= 1 - (capped / options.softcap) ** 2
     return grad.masked_fill_(~rows.kept[:, None], 0.0)
+
+
+def gradient_of_rows_in_place(
+    logits: Tensor, rows: GradientRows, class_weight: Tensor | None, options: TokenLossOptions
+) -> None:
+    """Overwrites some rows or parts of rows of logits with their gradient; ``class_weight`` is that of the columns."""
+    if backend.use_triton(logits):
+        launch_shard_gradient(logits, rows, class_weight, options)
+    else:
+        logits.copy_(_gradient_reference(logits, rows, class_weight, options))

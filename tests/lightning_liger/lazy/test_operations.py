@@ -310,7 +310,6 @@ LOSSES: dict[str, Callable[[Logits], Tensor]] = {
     "nll_dtype": lambda x: F.nll_loss(F.log_softmax(x[0], dim=1, dtype=torch.float32), LABELS[0]),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
     "entropy_of_log_softmax": lambda x: (lambda log: -(log.exp() * log).sum(-1))(F.log_softmax(x / 0.7, -1)),
-    "entropy_in_chunks": lambda x: torch.cat([entropy(chunk) for chunk in x.reshape(-1, VOCAB_SIZE).split(3)]),
     "entropy_of_logits": lambda x: torch.logsumexp(x, -1) - torch.sum(F.softmax(x, dim=-1) * x, dim=-1),
     "entropy_of_some_tokens": lambda x: (-x.softmax(-1) * x.log_softmax(-1))[MASK].sum(),
     "entropy_of_a_distribution": lambda x: Categorical(logits=x).entropy(),
@@ -325,7 +324,6 @@ WITHOUT_LOSS: dict[str, Callable[[Logits], Any]] = {
     "log_probabilities_of_more": lambda x: x.log_softmax(-1).gather(-1, TWO_CLASSES),
     "log_probabilities_of_one_token": lambda x: x[0, 2].log_softmax(-1).gather(0, torch.tensor([5])),
     "log_probabilities_indexed": lambda x: x.log_softmax(-1).flatten(0, 1)[torch.arange(TOKENS), LABELS.flatten()],
-    "log_probabilities_of_a_distribution": lambda x: Categorical(logits=x).log_prob(LABELS),
     "logits_of_labels": lambda x: torch.gather(x, dim=-1, index=LABELS.unsqueeze(-1)),
     "logits_of_labels_capped": lambda x: (5 * torch.tanh(x * 0.3 / 5)).gather(-1, LABELS.unsqueeze(-1)),
     "logits_of_more_labels": lambda x: x.gather(-1, TWO_CLASSES),
@@ -368,17 +366,36 @@ WITHOUT_LOSS: dict[str, Callable[[Logits], Any]] = {
     "softmax_times_weights": lambda x: (CLASS_WEIGHT * x.softmax(-1) / 2)[MASK].sum(-1),
     "softmax_times_learned": lambda x: (x.softmax(-1) * torch.tensor([2.0]) + torch.ones(1, 1)).sum(-1),
     "softmax_times_advantages": lambda x: (x.log_softmax(-1) * ADVANTAGES).gather(-1, LABELS[..., None]),
-    "softmax_minus_whole_tensor": lambda x: ((x.softmax(-1) - TEACHER) * (TEACHER - x.softmax(-1))).sum(-1),
     "nan_check": lambda x: (x == x).all(-1),
-    "rows": lambda x: torch.stack([row.exp().sum(-1) for row in x.log_softmax(-1)]),
+    "rows": lambda x: torch.stack([(row.exp() * row.exp()).sum(-1) for row in x.log_softmax(-1)]),
     "logaddexp": lambda x: torch.logaddexp(x.log_softmax(-1), (x * 2).log_softmax(-1)).sum(-1),
     "minus_maximum": lambda x: (x - x.detach().amax(-1, keepdim=True)).exp().log().sum(-1),
-    "kl_div_of_a_real_tensor": lambda x: F.kl_div(x.log_softmax(-1), TEACHER, reduction="batchmean"),
-    "kl_div_to_a_real_tensor": lambda x: F.kl_div(TEACHER.log(), x.log_softmax(-1), log_target=True),
-    "kl_div_to_real_probabilities": lambda x: F.kl_div(TEACHER.log(), x.softmax(-1), reduction="none")[MASK].sum(),
     "kl_div_of_one_model": lambda x: F.kl_div(x.log_softmax(-1), (x * 2).softmax(-1), reduction="sum"),
     "numel": lambda x: torch.tensor([torch.numel(x), x.is_floating_point(), torch.is_complex(x)]),
 }
+
+
+OTHERS: dict[str, Callable[[Logits], Any]] = {
+    "entropy_in_chunks": lambda x: torch.cat([entropy(chunk) for chunk in x.reshape(-1, VOCAB_SIZE).split(3)]),
+    "log_probabilities_of_a_distribution": lambda x: Categorical(logits=x).log_prob(LABELS),
+    "softmax_minus_whole_tensor": lambda x: ((x.softmax(-1) - TEACHER) * (TEACHER - x.softmax(-1))).sum(-1),
+    "kl_div_of_a_real_tensor": lambda x: F.kl_div(x.log_softmax(-1), TEACHER, reduction="batchmean"),
+    "kl_div_to_a_real_tensor": lambda x: F.kl_div(TEACHER.log(), x.log_softmax(-1), log_target=True),
+    "kl_div_to_real_probabilities": lambda x: F.kl_div(TEACHER.log(), x.softmax(-1), reduction="none")[MASK].sum(),
+}
+
+
+@pytest.mark.parametrize("function", OTHERS.values(), ids=OTHERS)
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+def test_function_of_several_losses_or_of_tensors_as_large_as_logits_materializes_none(
+    function: Callable[[Logits], Tensor],
+) -> None:
+    twin = Twin()
+    got, want = function(twin.lazy), function(twin.real)
+    assert twin.counters.num_materialized == 0
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    twin.assert_same_gradients(got, want)
 
 
 def tensors_of(result: Any) -> tuple[Tensor, ...]:
@@ -424,6 +441,8 @@ def test_function_of_logits_keeps_none_of_them_for_backward(name: str) -> None:
     twin = Twin()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         WITHOUT_LOSS[name](twin.lazy)
+    for parameter in twin.lazy_head.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
     assert sum(kept.values()) < TOKENS * VOCAB_SIZE // 2
 
 

@@ -1,0 +1,211 @@
+"""A loss of a linear head that is a function of each token's own scores, with its gradient taken in forward.
+
+Each chunk of logits is reduced to its scores, the loss is called on them under autograd, and the gradients that it has
+for the scores turn the same logits into their gradient. So whatever the loss is, a step costs three matrix products of
+the size ``num_tokens * hidden_size * vocab_size``, two with a frozen head, and saves gradients instead of logits, as
+:mod:`liger_ops.loss.linear_cross_entropy` does.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import shown, wrong_type
+from liger_ops.log_probs.linear_log_probs import prepare
+from liger_ops.log_probs.passes import ScoreArguments, make_plan, make_scorer
+from liger_ops.log_probs.reference import TokenLoss
+from liger_ops.log_probs.rows import Coefficients
+from liger_ops.log_probs.scores import TokenScores
+from liger_ops.loss.chunked_loss import KeptTokens, choose_accumulate_dtype, chunked_linear_loss
+from liger_ops.loss.linear_head import NUM_GRADIENTS
+from liger_ops.loss.options import IGNORE_INDEX
+from liger_ops.loss.scale_gradient import scale_gradient
+from liger_ops.loss.token_plan import reduce_losses
+from liger_ops.loss.vocab_parallel import VocabShard
+
+
+def _losses_and_coefficients(
+    token_loss: TokenLoss, scores: TokenScores, index: Tensor, kept: Tensor, differentiable: Sequence[str]
+) -> tuple[Tensor, Coefficients]:
+    """The losses of some tokens, zero where not kept, and the gradient of their sum with respect to the scores."""
+    leaves = {name: getattr(scores, name).requires_grad_() for name in differentiable}
+    with torch.set_grad_enabled(bool(leaves)):
+        losses = token_loss(scores, index)
+        _check_losses(losses, index)
+        if leaves and not losses.requires_grad:
+            raise ValueError(
+                "token_loss must return losses that depend on differentiable scores, got"
+                f" {shown(losses)} that requires no gradient; with no_grad, or detach=, nothing is asked to have one"
+            )
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32)).where(kept, 0.0)
+    if not leaves:
+        return losses, Coefficients()
+    _check_graph(losses, leaves.values())
+    ones = torch.ones_like(losses)  # of their sum
+    gradients = torch.autograd.grad(losses, list(leaves.values()), ones, allow_unused=True)
+    found = {
+        name: None if gradient is None else gradient.where(kept, 0.0)
+        for name, gradient in zip(leaves, gradients, strict=True)
+    }
+    return losses.detach(), Coefficients(**found)
+
+
+def _check_losses(losses: Any, index: Tensor) -> None:
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        raise wrong_type("token_loss", "a function that returns a floating-point tensor", losses)
+    if losses.shape != index.shape:
+        raise ValueError(
+            f"token_loss must return one loss for each of its {len(index)} tokens, of shape {tuple(index.shape)}, got"
+            f" {shown(losses)}"
+        )
+
+
+def _check_graph(losses: Tensor, leaves: Any) -> None:
+    """Raises a ValueError if the losses depend on other tensors that require a gradient, which would get none."""
+    known = {id(leaf) for leaf in leaves}
+    seen, nodes = set(), [losses.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in known:
+            raise ValueError(
+                f"token_loss must depend on no tensor that requires a gradient but the scores, got {shown(variable)};"
+                " detach it, or take the loss of linear_log_probs' scores"
+            )
+        nodes += [next_node for next_node, _ in node.next_functions]
+
+
+class _LinearTokenLossFunction(torch.autograd.Function):
+    """The sum of the losses, then the scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shard: VocabShard | None,
+        token_loss: TokenLoss,
+        needs_gradient: list[bool],
+        differentiable: Sequence[str],
+        *values: Any,
+    ) -> tuple[Tensor, ...]:
+        arguments = ScoreArguments(*values)
+        input, labels, chunk_size = arguments.input, arguments.labels, arguments.chunk_size
+        names = arguments.outputs.split(",")
+        scorer = make_scorer(arguments, shard, names)
+        kept = labels != arguments.ignore_index
+        all_losses = torch.zeros_like(scorer.buffers.lse)
+        if arguments.max_valid_tokens is not None and chunk_size < labels.shape[0]:
+            all_losses.masked_fill_(kept, torch.nan)
+        positions = torch.arange(labels.shape[0], device=labels.device)
+
+        def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
+            scorer.score(logits, index)
+            tokens = positions if index is None else index
+            scores = scorer.buffers.scores(names, tokens)
+            # With a copy of the indices, since those of the loop are not the caller's to write to.
+            losses, coefficients = _losses_and_coefficients(
+                token_loss, scores, tokens.clone(), kept[tokens], differentiable
+            )
+            all_losses.index_copy_(0, tokens, losses.to(all_losses.dtype))
+            if any(needs_gradient):
+                scorer.to_gradient(logits, index, coefficients)
+
+        plan, max_kept = make_plan(labels, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
+        gradients = chunked_linear_loss(
+            input,
+            arguments.weight,
+            arguments.bias,
+            KeptTokens(plan, max_kept),
+            chunk_loss,
+            chunk_size=chunk_size,
+            accumulate_dtype=choose_accumulate_dtype(input.dtype, -(-labels.shape[0] // chunk_size)),
+            needs_gradient=needs_gradient,
+            adapter=arguments.adapter,
+        )
+        if shard is not None:
+            shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
+        scores = [score for score in scorer.buffers.scores(names) if score is not None]
+        ctx.save_for_backward(*gradients)
+        ctx.needs_gradient = needs_gradient
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
+        ctx.mark_non_differentiable(*scores)
+        return reduce_losses(all_losses, None), *scores
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        in_place = backend.graph_ends()
+        scaled = [
+            scale_gradient(gradient, grad_loss, dtype, in_place=in_place) if needed else None
+            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_gradient, strict=True)
+        ]
+        return None, None, None, None, *scaled, *[None] * (len(ScoreArguments._fields) - NUM_GRADIENTS)
+
+
+@torch.compiler.disable
+def linear_token_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    token_loss: TokenLoss,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    adapter: tuple[Tensor, Tensor] | None = None,
+    vocab_shard: VocabShard | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    outputs: Sequence[str] = ("log_probs",),
+    detach: Sequence[str] = (),
+    chunk_bytes: int | None = None,
+    saved_logits_bytes: int = 0,
+    max_valid_tokens: int | None = None,
+) -> tuple[Tensor, TokenScores]:
+    """The sum of a loss over tokens, each a function of that token's scores under a linear head.
+
+    Under ``torch.compile`` the call breaks the graph, since the loss is called in the loop over chunks.
+
+    Args:
+        input: Hidden states, ``[..., hidden_size]``.
+        linear_weight: The head, ``[vocab_size, hidden_size]``.
+        target: Labels, int64, ``[...]`` as ``input`` without its last dimension.
+        token_loss: Called for each chunk of tokens with their scores, ``[n]`` each, and their indices in the flat
+            ``target``, ``[n]``, by which it may look up advantages or weights. Returns their losses, ``[n]``. The loss
+            of a token must depend on no other token, and no other tensor gets a gradient. There may be ignored tokens
+            among them, whose losses do not count. In float16 it should leave out small constant factors, such as 1 /
+            the number of tokens: they belong to the sum.
+        linear_bias, temperature, softcap, logit_scale, adapter, vocab_shard, ignore_index, chunk_bytes: As for
+            :func:`~liger_ops.linear_log_probs`.
+        outputs: The scores that ``token_loss`` gets, names of :class:`~liger_ops.TokenScores`.
+        detach: Differentiable outputs that ``token_loss`` gets without gradient.
+        saved_logits_bytes: Has no effect, as no logits are computed twice.
+        max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows: on a GPU the host then
+            need not wait for the device. A bound that is too small gives NaN.
+
+    Returns:
+        The sum in at least float32, and the detached scores of all tokens in ``target``'s shape.
+
+    Raises:
+        TypeError, ValueError: As :func:`~liger_ops.linear_log_probs`, and for a ``token_loss`` that does not return one
+            loss for each token, or whose losses depend on other tensors that require a gradient.
+    """
+    if not callable(token_loss):
+        raise wrong_type("token_loss", "a function of scores and indices", token_loss)
+    head, arguments, differentiable = prepare(
+        input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+        logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index, outputs=outputs,
+        detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
+        max_valid_tokens=max_valid_tokens,
+    )  # fmt: skip
+    with head.products_dtype():
+        loss, *scores = _LinearTokenLossFunction.apply(
+            vocab_shard, token_loss, head.needs_gradient, differentiable, *arguments
+        )
+    names = arguments.outputs.split(",")
+    return loss, TokenScores(**{name: score.view(target.shape) for name, score in zip(names, scores, strict=True)})
