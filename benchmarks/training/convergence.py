@@ -219,7 +219,7 @@ def text_jobs(arms: Sequence[Arm], steps: int, cache: str, tiny: bool) -> list[J
 
 def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
     """Measures, prints and writes; returns whether all losses are within the noise."""
-    from lightning_liger.data.text import default_cache_dir
+    from lightning_liger.data.module import default_cache_dir
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = (torch.float32,) if options.quick else (torch.float32, torch.bfloat16)

@@ -1,5 +1,36 @@
-"""Text for language models: sources, tokenizers, and a data module."""
+"""Data modules, and all that they are made of: sources, tokenizers, records, collators."""
 
+from lightning_liger.data.collate import (
+    FeedbackCollator,
+    Layout,
+    PreferenceCollator,
+    RolloutCollator,
+    SupervisedCollator,
+    TeacherTopKCollator,
+)
+from lightning_liger.data.completions import ConversationDataModule, PromptCompletionDataModule
+from lightning_liger.data.examples import ExamplesDataModule
+from lightning_liger.data.feedback import UnpairedFeedbackDataModule
+from lightning_liger.data.preference import PreferenceDataModule
+from lightning_liger.data.rollouts import RolloutDataModule
+from lightning_liger.data.teacher_topk import TeacherTopKDataModule, tokenizer_hash, write_teacher_topk
 from lightning_liger.data.text import TextDataModule
 
-__all__ = ["TextDataModule"]
+__all__ = [
+    "ConversationDataModule",
+    "ExamplesDataModule",
+    "FeedbackCollator",
+    "Layout",
+    "PreferenceCollator",
+    "PreferenceDataModule",
+    "PromptCompletionDataModule",
+    "RolloutCollator",
+    "RolloutDataModule",
+    "SupervisedCollator",
+    "TeacherTopKCollator",
+    "TeacherTopKDataModule",
+    "TextDataModule",
+    "UnpairedFeedbackDataModule",
+    "tokenizer_hash",
+    "write_teacher_topk",
+]

@@ -30,7 +30,7 @@ def python_library_files() -> list[Path]:
         FileNotFoundError: If this Python is installed without its sources, as some embedded ones are.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, (".py",), _LIBRARY_SKIPPED) if not file.name.startswith("_sysconfigdata")]
+    files = [file for file in walk(root, (".py",), _LIBRARY_SKIPPED) if not file.name.startswith("_sysconfigdata")]
     if not files:
         raise FileNotFoundError(
             f"data.path was not given, and this Python has no library sources at {root}. Give one of: {ACCEPTED}."
@@ -58,7 +58,7 @@ def source_files(path: str | Path | None = None) -> list[Path]:
         raise ValueError(f"data.path must be a path that can be read, got {shown(str(path))}: {error}") from error
     if not is_folder:
         raise FileNotFoundError(f"data.path={str(path)!r} does not exist. Accepted: {ACCEPTED}.")
-    files = _walk(root, FOLDER_SUFFIXES)
+    files = walk(root, FOLDER_SUFFIXES)
     if not files:
         raise FileNotFoundError(
             f"data.path={str(path)!r} is a folder without text files (hidden ones are skipped). Accepted: {ACCEPTED}."
@@ -91,7 +91,7 @@ def fingerprints(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], skipped: Collection[str] = ()) -> list[Path]:
+def walk(root: Path, suffixes: tuple[str, ...], skipped: Collection[str] = ()) -> list[Path]:
     """All files below ``root`` with one of the suffixes, sorted; hidden names and folders in ``skipped`` left out."""
     found = []
     for folder, subfolders, names in os.walk(root):

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_liger.data import TextDataModule, text
-from lightning_liger.data.text import PackedTokens, default_cache_dir
+from lightning_liger.data.module import default_cache_dir
+from lightning_liger.data.text import PackedTokens
 from lightning_liger.data.tokenizer import END_OF_TEXT, train_bpe_tokenizer
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -141,9 +142,9 @@ def test_without_a_trainer_the_process_group_decides_the_rank(make, monkeypatch)
     data = ready(make())
     data.trainer = None
     assert len(data.train_dataloader().sampler) == len(data.train_data)
-    monkeypatch.setattr(text.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(text.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(text.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     assert rows(data.train_dataloader()) == rows(ready(make(), num_replicas=2, rank=1).train_dataloader())
 
 

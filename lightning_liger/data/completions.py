@@ -1,0 +1,136 @@
+"""Supervised examples: prompts with completions, instructions, and conversations."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from liger_ops.arguments import check_bool, check_choice
+from lightning_liger.data.collate import SupervisedCollator
+from lightning_liger.data.encoding import Encoder
+from lightning_liger.data.examples import ExamplesDataModule, ids, scored
+from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.records import Message, Record
+
+# Published with the data: https://github.com/tatsu-lab/stanford_alpaca#data-release
+ALPACA_TEMPLATE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
+ALPACA_TEMPLATE_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+
+
+class _SupervisedDataModule(ExamplesDataModule):
+    """Examples of ``input_ids`` and ``loss_mask``."""
+
+    @staticmethod
+    def _example(record: Record, input_ids: list[int], loss_mask: list[int]) -> dict[str, np.ndarray]:
+        learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
+        if not len(learned):
+            raise record.error("there is no token to learn after the first token of the sequence")
+        return {
+            "input_ids": ids(input_ids),
+            "loss_mask": np.asarray(loss_mask, dtype=np.uint8),
+            "first_learned": np.int32(learned[0]),
+            "last_learned": np.int32(learned[-1]),
+        }
+
+    @override
+    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
+        if self.truncation == "keep_start":
+            return table.column("first_learned") < max_length
+        return table.column("last_learned") > table.lengths("input_ids") - max_length
+
+    @override
+    def _collator(self) -> SupervisedCollator:
+        return SupervisedCollator(self.layout)
+
+
+class PromptCompletionDataModule(_SupervisedDataModule):
+    """Prompts with completions, as batches of :class:`~lightning_liger.data.SupervisedCollator`.
+
+    A record has ``prompt`` and ``completion``, strings or lists of messages; or, in the format of Alpaca,
+    ``instruction``, ``input`` (may be empty or missing) and ``output``, from which the published template of Alpaca
+    makes the prompt. Messages are rendered by the chat template; strings get an end-of-sequence token.
+
+    Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
+
+    Args:
+        completion_only: Whether only tokens of completions are learned; otherwise those of prompts too.
+    """
+
+    _fields = ("prompt", "completion", "instruction", "input", "output", "tools", "chat_template_kwargs")
+
+    def __init__(self, *, completion_only: bool = True, **settings: Any) -> None:
+        super().__init__(**settings)
+        check_bool("data.completion_only", completion_only)
+        self.completion_only = completion_only
+
+    @override
+    def _encoding_settings(self) -> dict[str, Any]:
+        return {"completion_only": self.completion_only}
+
+    @override
+    def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+        if record.has("instruction") and not record.has("prompt"):
+            prompt, completion = alpaca_prompt(record), record.text("output")
+            prompt_ids, (completion_ids,) = encoder.split(record, prompt, [completion])
+        else:
+            completions = [record.text_or_messages("completion")]
+            prompt_ids, (completion_ids,) = encoder.split(record, record.text_or_messages("prompt"), completions)
+        scored(record, prompt_ids, completion_ids)
+        mask = [0 if self.completion_only else 1] * len(prompt_ids) + [1] * len(completion_ids)
+        yield self._example(record, prompt_ids + completion_ids, mask)
+
+
+class ConversationDataModule(_SupervisedDataModule):
+    """Conversations, as batches of :class:`~lightning_liger.data.SupervisedCollator`.
+
+    A record has ``messages``, each with ``role`` and ``content``, or ``conversations`` in the format of ShareGPT
+    (``from`` and ``value``), and maybe ``tools`` and ``chat_template_kwargs``. The chat template renders them.
+
+    Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
+
+    Args:
+        train_on: "assistant" learns the messages of the assistant, with the tokens that end them; "last" the last of
+            them only; "all" every token. Chat templates with {% generation %} mark these messages themselves.
+    """
+
+    _fields = ("messages", "conversations", "tools", "chat_template_kwargs")
+
+    def __init__(self, *, train_on: Literal["assistant", "last", "all"] = "assistant", **settings: Any) -> None:
+        super().__init__(**settings)
+        check_choice("data.train_on", train_on, ("assistant", "last", "all"))
+        self.train_on: Literal["assistant", "last", "all"] = train_on
+
+    @override
+    def _encoding_settings(self) -> dict[str, Any]:
+        return {"train_on": self.train_on}
+
+    @override
+    def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+        shared = record.has("conversations") and not record.has("messages")
+        messages = _sharegpt(record) if shared else record.messages("messages")
+        yield self._example(record, *encoder.conversation(record, messages, self.train_on))
+
+
+def alpaca_prompt(record: Record) -> str:
+    """The prompt of an instruction, by the published template of Alpaca."""
+    text = record.text("input") if record.has("input") else ""
+    template = ALPACA_TEMPLATE_WITH_INPUT if text else ALPACA_TEMPLATE
+    return template.format(instruction=record.text("instruction"), input=text)
+
+
+def _sharegpt(record: Record) -> list[Message]:
+    found = []
+    for index, turn in enumerate(record.items("conversations")):
+        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+            raise record.error(f"the field 'conversations[{index}]' must be an object with 'from' and 'value'")
+        found.append({"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")})
+    return record.as_messages("conversations", found)

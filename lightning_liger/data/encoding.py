@@ -1,0 +1,154 @@
+"""Token ids of prompts, completions and conversations.
+
+Strings are tokenized with the tokenizer's special tokens, such as one at the beginning of a sequence, and the
+end-of-sequence token follows each completion. Messages are rendered by the chat template, to which nothing is added.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_liger.data.records import Message, Record, Text
+
+TrainOn = Literal["assistant", "last", "all"]
+_MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Token ids of texts and messages.
+
+    Args:
+        tokenizer: The tokenizer.
+        chat_template_kwargs: Further variables of the chat template; those of a record win over them.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def text(self, text: str) -> list[int]:
+        """The ids of a text with the tokenizer's special tokens, of which none is doubled at the beginning."""
+        bos = self.tokenizer.bos_token
+        has_bos = isinstance(bos, str) and text.startswith(bos)
+        return self._ids(text, add_special_tokens=not has_bos)
+
+    def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return ids
+
+    def split(self, record: Record, prompt: Text, completions: Sequence[Text]) -> tuple[list[int], list[list[int]]]:
+        """The ids of a prompt, and of each of its completions.
+
+        A token that begins in the prompt and ends in a completion belongs to the completion: the prompt is the longest
+        common prefix of the prompt tokenized alone and with each completion.
+
+        Raises:
+            ValueError: If one is a text and another are messages, or the chat template fails, with the record's line.
+        """
+        if len({isinstance(each, str) for each in (prompt, *completions)}) != 1:
+            raise record.error("prompt and completions must be either all strings, or all lists of messages")
+        if isinstance(prompt, str):
+            alone = self.text(prompt)
+            whole = [self._with_end(self.text(f"{prompt}{completion}")) for completion in completions]
+        else:
+            is_open = prompt[-1]["role"] == "assistant"  # the completion goes on with the last message
+            mode = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
+            alone = self._ids(self.render(record, prompt, **mode))
+            whole = [self._ids(self.render(record, [*prompt, *completion])) for completion in completions]  # type: ignore[misc]
+        length = min(common_prefix(alone, each) for each in whole)
+        return whole[0][:length], [each[length:] for each in whole]
+
+    def _with_end(self, ids: list[int]) -> list[int]:
+        end: Any = self.tokenizer.eos_token_id
+        return ids if ids[-1:] == [end] else [*ids, end]
+
+    def with_end(self, text: str) -> list[int]:
+        """The ids of a text, and the end-of-sequence token."""
+        return self._with_end(self.text(text))
+
+    def render(self, record: Record, messages: list[Message], **options: Any) -> str:
+        """The text of messages by the chat template, with the tools and ``chat_template_kwargs`` of the record.
+
+        Raises:
+            ValueError: If there is no chat template, or it fails for these messages.
+        """
+        return str(self._apply(record, messages, tokenize=False, **options))
+
+    def _apply(self, record: Record, messages: list[Message], **options: Any) -> Any:
+        if self.tokenizer.chat_template is None:
+            raise record.error(
+                "messages need a chat template, and the tokenizer has none: give data.chat_template, a file with one"
+            )
+        options = {**self.chat_template_kwargs, **record.mapping("chat_template_kwargs"), **options}
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=record.tools(), **options)
+        except Exception as error:  # a template is a program, and may raise anything
+            raise record.error(f"the chat template failed: {error!r}") from error
+
+    def conversation(self, record: Record, messages: list[Message], train_on: TrainOn) -> tuple[list[int], list[int]]:
+        """The ids of a conversation, and a mask of the same length: 1 at tokens to learn.
+
+        Those of assistant messages are what the chat template marks with ``{% generation %}``; of a template without
+        it, what follows the messages before them and the generation prompt.
+
+        Raises:
+            ValueError: If the chat template fails, if there is nothing to learn, or if the template renders a message
+                differently when others follow.
+        """
+        if train_on == "all":
+            ids = self._ids(self.render(record, messages))
+            return ids, [1] * len(ids)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise record.error("the conversation has no message with the role 'assistant'")
+        template = self.tokenizer.chat_template
+        if isinstance(template, str) and _MARKS_ASSISTANT.search(template) and self.tokenizer.is_fast:
+            encoded = self._apply(record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+        else:
+            ids, mask = self._masked_by_prefixes(record, messages)
+        if train_on == "last":
+            end = max((place + 1 for place, value in enumerate(mask) if value), default=0)
+            start = end - sum(1 for _ in takewhile(bool, reversed(mask[:end])))
+            mask = [int(start <= place < end) for place in range(len(mask))]
+        if not any(mask):
+            raise record.error("the chat template marks no token of an assistant's message")
+        return ids, mask
+
+    def _masked_by_prefixes(self, record: Record, messages: list[Message]) -> tuple[list[int], list[int]]:
+        whole = self.render(record, messages)
+        ids = self._ids(whole)
+        mask = [0] * len(ids)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(record, messages[:index], add_generation_prompt=True) if index else ""
+            after = self.render(record, messages[: index + 1])
+            if not whole.startswith(before) or not whole.startswith(after):
+                raise record.error(
+                    f"the chat template renders message {index} in another way when other messages follow, so that its"
+                    " tokens cannot be found: use a template that marks them with {% generation %}, or"
+                    " data.train_on='last' with conversations that end there"
+                )
+            start, end = common_prefix(self._ids(before), ids), common_prefix(self._ids(after), ids)
+            mask[start:end] = [1] * (end - start)
+        return ids, mask
+
+
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The number of items at the beginning that are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def implicit_prompt(first: Text, second: Text) -> int:
+    """The number of characters or messages at the beginning that two completions share: their prompt.
+
+    A space at its end belongs to the completions, as tokens begin with spaces.
+    """
+    length = common_prefix(first, second)
+    if isinstance(first, str) and length and first[length - 1] == " ":
+        length -= 1
+    return length

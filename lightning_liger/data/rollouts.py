@@ -1,0 +1,113 @@
+"""Rollouts: prompts with sampled completions and their rewards, for policy gradients without generation."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from liger_ops.arguments import check_choice
+from lightning_liger.data.collate import PER_TOKEN_LOG_PROBS, RolloutCollator
+from lightning_liger.data.encoding import Encoder
+from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
+from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.records import Record
+
+_EPS = 1e-4  # as TRL divides
+
+
+class RolloutDataModule(ExamplesDataModule):
+    """Groups of completions with rewards, as batches of :class:`~lightning_liger.data.RolloutCollator`.
+
+    A record is a group: ``prompt``, a string or a list of messages; ``completions``, a list of the same; and
+    ``rewards``, a number for each completion, or ``advantages``, a number for each or a list with one for each of its
+    tokens. In place of texts, ``prompt_ids`` and ``completion_ids`` hold the tokens that were sampled; with them
+    ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps`` may hold the log-probabilities of
+    the tokens of each completion. Groups stay together: ``batch_size`` counts groups. Groups may differ in size.
+
+    Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
+
+    Args:
+        scale_rewards: Advantages of records without them are rewards minus their mean in the group; "group" also
+            divides by the standard deviation in the group (GRPO, arXiv:2402.03300), "none" does not (Dr. GRPO,
+            arXiv:2503.20783).
+    """
+
+    _fields = (
+        *("prompt", "completions", "rewards", "advantages", "prompt_ids", "completion_ids", *PER_TOKEN_LOG_PROBS),
+        *("tools", "chat_template_kwargs"),
+    )
+
+    def __init__(self, *, scale_rewards: Literal["group", "none"] = "group", **settings: Any) -> None:
+        super().__init__(**settings)
+        check_choice("data.scale_rewards", scale_rewards, ("group", "none"))
+        self.scale_rewards = scale_rewards
+
+    @override
+    def _encoding_settings(self) -> dict[str, Any]:
+        return {"scale_rewards": self.scale_rewards}
+
+    @override
+    def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+        prompt_ids, completions = self._tokens(record, encoder)
+        for completion in completions:
+            scored(record, prompt_ids, completion)
+        lengths = [len(completion) for completion in completions]
+        example = {
+            "prompt_ids": ids(prompt_ids),
+            "completion_ids": ids([*chain.from_iterable(completions)]),
+            "completion_lengths": ids(lengths),
+        }
+        if record.has("rewards"):
+            example["rewards"] = floats(record.numbers("rewards", len(completions)))
+        if record.has("advantages"):
+            is_per_token = any(isinstance(each, list) for each in record.items("advantages"))
+            if is_per_token:
+                example["token_advantages"] = _of_tokens(record, "advantages", lengths)
+            else:
+                example["advantages"] = floats(record.numbers("advantages", len(completions)))
+        else:
+            rewards = np.array(record.numbers("rewards", len(completions)))
+            example["advantages"] = floats(group_advantages(rewards, self.scale_rewards == "group"))
+        for key in PER_TOKEN_LOG_PROBS:
+            if record.has(key):
+                example[key] = _of_tokens(record, key, lengths)
+        yield example
+
+    @staticmethod
+    def _tokens(record: Record, encoder: Encoder) -> tuple[list[int], list[list[int]]]:
+        if record.has("completion_ids"):
+            prompt_ids = record.as_ids("prompt_ids", record.items("prompt_ids"))
+            completions = record.items("completion_ids")
+            return prompt_ids, [record.as_ids("completion_ids", each) for each in completions]
+        prompt = record.text_or_messages("prompt")
+        texts = [
+            each if isinstance(each, str) else record.as_messages(f"completions[{index}]", each)
+            for index, each in enumerate(record.items("completions"))
+        ]
+        return encoder.split(record, prompt, texts)
+
+    @override
+    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
+        return prompts_fit(self, table, max_length)
+
+    @override
+    def _collator(self) -> RolloutCollator:
+        return RolloutCollator(self.layout)
+
+
+def group_advantages(rewards: np.ndarray, scaled: bool) -> np.ndarray:
+    """Rewards of a group minus their mean, divided by their standard deviation + 1e-4 if ``scaled``."""
+    centered = rewards - rewards.mean()
+    return centered / (rewards.std(ddof=1) + _EPS) if scaled and len(rewards) > 1 else centered
+
+
+def _of_tokens(record: Record, key: str, lengths: list[int]) -> np.ndarray:
+    rows = record.items(key)
+    if len(rows) != len(lengths):
+        raise record.error(
+            f"the field {key!r} must have a list for each of {len(lengths)} completions, got {len(rows)}"
+        )
+    found = [record.as_numbers(f"{key}[{index}]", row, lengths[index]) for index, row in enumerate(rows)]
+    return floats([*chain.from_iterable(found)])
