@@ -8,8 +8,24 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
+from lightning_liger.losses.distillation import (
+    IWOPDOptions,
+    SampledDistillationOptions,
+    SparseDistillationOptions,
+    iw_opd_loss,
+    sampled_divergence,
+    sparse_divergence,
+)
+from lightning_liger.losses.multi_head import (
+    deepseek_mtp_weights,
+    medusa_weights,
+    multi_token_weights,
+    targets_ahead,
+)
+from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.post_training.alignment import matched_token_ids
 from lightning_liger.post_training.distillation import (
     DistillationOptions,
     LigerDistillation,
@@ -17,6 +33,8 @@ from lightning_liger.post_training.distillation import (
 )
 from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
+from lightning_liger.post_training.multi_token import multi_token_loss
+from lightning_liger.post_training.teacher_topk import store_teacher_topk, teacher_topk_rows
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels, split_sequence
 from lightning_liger.strategies import (
@@ -56,6 +74,7 @@ __all__ = [
     "FabricLigerPrecisionPlugin",
     "FabricLigerSingleDeviceStrategy",
     "FabricLigerStrategy",
+    "IWOPDOptions",
     "LazyLogits",
     "LigerCallback",
     "LigerCausalLM",
@@ -73,18 +92,33 @@ __all__ = [
     "LigerStrategy",
     "MedusaHeads",
     "PatchReport",
+    "SampledDistillationOptions",
+    "SparseDistillationOptions",
     "TrainingSummary",
+    "ULDOptions",
     "apply_liger_kernels",
+    "deepseek_mtp_weights",
     "divergence",
     "export_pretrained",
+    "iw_opd_loss",
     "lazy_logits",
     "load_medusa_heads",
     "load_pretrained",
+    "matched_token_ids",
     "materialize",
+    "medusa_weights",
+    "multi_token_loss",
+    "multi_token_weights",
+    "sampled_divergence",
     "save_medusa_heads",
     "shift_labels",
+    "sparse_divergence",
     "split_sequence",
+    "store_teacher_topk",
+    "targets_ahead",
+    "teacher_topk_rows",
     "token_loss",
     "token_scores",
     "topk_log_probs",
+    "universal_logit_divergence",
 ]

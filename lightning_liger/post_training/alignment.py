@@ -2,7 +2,9 @@
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from liger_ops.arguments import wrong_type
 from liger_ops.loss.chunked_loss import choose_chunk_size
 from lightning_liger.lazy.chunks import Rows, over_chunks, real_rows
 from lightning_liger.lazy.logits import LazyLogits
@@ -24,7 +26,8 @@ def aligned_tokens(student_mask: Tensor, teacher_mask: Tensor) -> tuple[Tensor, 
         Both masks with the same number of tokens in each row: the first ones.
     """
     number = torch.minimum(student_mask.sum(-1), teacher_mask.sum(-1))[:, None]
-    return tuple(mask & (mask.cumsum(-1) <= number) for mask in (student_mask, teacher_mask))  # type: ignore[return-value]
+    first, second = (mask & (mask.cumsum(-1) <= number) for mask in (student_mask, teacher_mask))
+    return first, second
 
 
 def universal_logit_loss(
@@ -52,12 +55,26 @@ def universal_logit_loss(
 
     size = student_logits.shape[-1] + teacher_logits.shape[-1]
     chunk_size = choose_chunk_size(len(student_logits), size, _BYTES_OF_LOGIT, _CHUNK_BYTES)
-    sources = [_rows(student_logits), _rows(teacher_logits.detach())]
+    sources = [logit_rows(student_logits), logit_rows(teacher_logits.detach())]
     losses: Tensor = over_chunks(of_chunk, sources, [], chunk_size)
     return losses
 
 
-def _rows(logits: Tensor) -> Rows:
+def matched_token_ids(
+    student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase
+) -> tuple[Tensor, Tensor]:
+    """The ids of the tokens that both vocabularies have, in the student's and in the teacher's, ``[num_matched]``."""
+    for name, tokenizer in (("student_tokenizer", student_tokenizer), ("teacher_tokenizer", teacher_tokenizer)):
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise wrong_type(name, "a Hugging Face tokenizer", tokenizer)
+    own, other = student_tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
+    pairs = sorted((own[token], other[token]) for token in own.keys() & other.keys())
+    ids = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    return ids[:, 0].contiguous(), ids[:, 1].contiguous()
+
+
+def logit_rows(logits: Tensor) -> Rows:
+    """Logits ``[..., vocab_size]``, lazy or materialized, as rows of tokens whose values are read in chunks."""
     if not isinstance(logits, LazyLogits):
         return real_rows(logits)
     logits.notice("a function of logits")

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from liger_ops import TokenScores
 from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, check_path
 from lightning_liger.lazy.distributed import DistributedLazyLogits
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
-from lightning_liger.lazy.scores import token_loss
 from lightning_liger.losses.multi_head import SCHEDULES, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.medusa_heads import (
@@ -26,6 +24,7 @@ from lightning_liger.post_training.medusa_heads import (
     load_medusa_heads,
 )
 from lightning_liger.post_training.metrics import Mean
+from lightning_liger.post_training.multi_token import multi_token_loss
 from lightning_liger.post_training.tokens import document_positions, num_kept, read_tokens
 from lightning_liger.training.causal_lm import LigerCausalLM
 
@@ -179,13 +178,7 @@ def _cross_entropy(name: str, logits: LazyLogits, targets: Tensor) -> tuple[Tens
 
 def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[float]) -> tuple[Tensor, dict[str, Mean]]:
     """As :func:`_cross_entropy` for several heads with one projection, ``[num_heads, batch_size, seq_len]``."""
-    of_rows, num_rows = torch.tensor(weights, device=targets.device), targets[0].numel()
-
-    def weighted(scores: TokenScores, index: Tensor) -> Tensor:
-        assert scores.log_probs is not None
-        return -of_rows[index // num_rows] * scores.log_probs
-
-    total, scores = token_loss(logits, targets, weighted, outputs=("log_probs", "correct"))
+    total, scores = multi_token_loss(logits, targets, weights)
     assert scores.log_probs is not None
     assert scores.correct is not None
     measured = {}

@@ -13,6 +13,9 @@ from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
 from lightning_liger.training.language_model import LanguageModel
 
+_OF_SEQUENCES = ("sequence_ids", "num_sequences")
+"""Keys of packed batches that losses of tokens do not need."""
+
 
 class TokenRows(NamedTuple):
     """Rows whose tokens have targets."""
@@ -64,11 +67,8 @@ def read_tokens(
     """
     own: dict[str, Any] = {}
     if isinstance(batch, Mapping):
-        others = [
-            key
-            for key in batch
-            if key in columns or any(isinstance(key, str) and key.startswith(prefix) for prefix in prefixes)
-        ]
+        names = {*columns, *_OF_SEQUENCES}
+        others = [key for key in batch if key in names or str(key).startswith(tuple(prefixes))]
         own = {key: batch[key] for key in others if batch[key] is not None}
         batch = _labelled({key: value for key, value in batch.items() if key not in others})
     check_batch(stage, batch, model)
