@@ -44,7 +44,7 @@ def test_documents_become_rows_and_samples_sum_to_one() -> None:
     packed = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0]])}
     rows = list(teacher_topk_rows(model, [packed], top_k=K))
     assert [len(row["input_ids"]) for row in rows] == [4, 3]
-    alone = list(teacher_topk_rows(model, [{"input_ids": ids[:, 4:7], "labels": ids[:, 4:7]}], top_k=K))[0]
+    (alone,) = teacher_topk_rows(model, [{"input_ids": ids[:, 4:7], "labels": ids[:, 4:7]}], top_k=K)
     torch.testing.assert_close(rows[1]["teacher_topk_log_probs"], alone["teacher_topk_log_probs"], rtol=1e-4, atol=1e-5)
     generator = torch.Generator().manual_seed(0)
     (sampled, *_) = teacher_topk_rows(model, [packed], num_samples=12, generator=generator)
@@ -67,7 +67,7 @@ def test_student_learns_from_the_file_at_the_stored_temperature(tmp_path: Path) 
     module = LigerDistillation(
         distillation_mode="topk_logits", config=TINY_CONFIG, learning_rate=0.02, min_lr_ratio=1.0
     )
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(
         accelerator="cpu", devices=1, strategy="liger", max_epochs=6, enable_model_summary=False, **quiet
     )
