@@ -8,6 +8,7 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
+from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.distillation import (
     IWOPDOptions,
     SampledDistillationOptions,
@@ -16,12 +17,16 @@ from lightning_liger.losses.distillation import (
     sampled_divergence,
     sparse_divergence,
 )
+from lightning_liger.losses.dpo import DPOOptions
+from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.multi_head import (
     deepseek_mtp_weights,
     medusa_weights,
     multi_token_weights,
     targets_ahead,
 )
+from lightning_liger.losses.orpo import ORPOOptions
+from lightning_liger.losses.tpo import TPOOptions
 from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
@@ -33,7 +38,9 @@ from lightning_liger.post_training.distillation import (
 )
 from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
+from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerKTO, LigerORPO, LigerTPO
 from lightning_liger.post_training.multi_token import multi_token_loss
+from lightning_liger.post_training.preference import LigerPreferenceMixin
 from lightning_liger.post_training.teacher_topk import store_teacher_topk, teacher_topk_rows
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels, split_sequence
@@ -65,7 +72,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoLigerModelForCausalLM",
     "AutoLigerModelForImageTextToText",
+    "CPOOptions",
     "ContextParallel",
+    "DPOOptions",
     "DistillationOptions",
     "FabricLigerDDPStrategy",
     "FabricLigerDeepSpeedStrategy",
@@ -75,25 +84,34 @@ __all__ = [
     "FabricLigerSingleDeviceStrategy",
     "FabricLigerStrategy",
     "IWOPDOptions",
+    "KTOOptions",
     "LazyLogits",
+    "LigerCPO",
     "LigerCallback",
     "LigerCausalLM",
     "LigerDDPStrategy",
+    "LigerDPO",
     "LigerDeepSpeedStrategy",
     "LigerDistillation",
     "LigerDistillationMixin",
     "LigerFSDPStrategy",
+    "LigerKTO",
     "LigerLMMixin",
     "LigerMedusa",
     "LigerMedusaMixin",
     "LigerModelParallelStrategy",
+    "LigerORPO",
     "LigerPrecisionPlugin",
+    "LigerPreferenceMixin",
     "LigerSingleDeviceStrategy",
     "LigerStrategy",
+    "LigerTPO",
     "MedusaHeads",
+    "ORPOOptions",
     "PatchReport",
     "SampledDistillationOptions",
     "SparseDistillationOptions",
+    "TPOOptions",
     "TrainingSummary",
     "ULDOptions",
     "apply_liger_kernels",
