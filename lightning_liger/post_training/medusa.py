@@ -5,17 +5,27 @@ arXiv:2401.10774, section 2.2. See :mod:`lightning_liger.losses.multi_head` for 
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, check_path
+from liger_ops.arguments import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_path,
+    wrong_type,
+    wrong_value,
+)
 from lightning_liger.lazy.distributed import DistributedLazyLogits
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
+from lightning_liger.lazy.scores import divergence
 from lightning_liger.losses.multi_head import SCHEDULES, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.lora import add_adapters, check_lora
 from lightning_liger.post_training.medusa_heads import (
     MedusaHeads,
     check_medusa_sizes,
@@ -25,7 +35,9 @@ from lightning_liger.post_training.medusa_heads import (
 )
 from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.multi_token import multi_token_loss
-from lightning_liger.post_training.tokens import document_positions, num_kept, read_tokens
+from lightning_liger.post_training.reference import evaluating, has_adapters, without_adapters
+from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
+from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
 from lightning_liger.training.causal_lm import LigerCausalLM
 
 
@@ -42,7 +54,8 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
 
     Batches are those of ``LigerLMMixin``. Head k (from 0) predicts the token k + 2 after each token of ``input_ids``.
     With ``medusa_only_heads`` the loss is ``sum_k decay ** (k + 1) CE_k`` and the model is frozen: it runs in
-    evaluation mode without gradients. Without, it is ``CE + coefficient * sum_k decay ** (k + 1) CE_k``. All sums are
+    evaluation mode without gradients. Without, it is ``CE + coefficient * sum_k decay ** (k + 1) CE_k``; with
+    ``medusa_self_distillation``, the forward KL divergence from the original model takes the place of CE. All sums are
     divided by the number of target tokens of the whole optimizer step. The residual blocks are part of the graph, and
     each head's loss is computed from its hidden states, one head after the other.
 
@@ -50,7 +63,7 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
     strategy, ``LigerCallback`` or :func:`~lightning_liger.apply_liger_kernels`.
 
     Each stage logs ``loss``, ``medusa{k}_loss`` and ``medusa{k}_accuracy`` and, for joint training, ``lm_loss`` and
-    ``lm_accuracy``, each over the tokens that have the target.
+    ``lm_accuracy`` (or ``lm_divergence``), each over the tokens that have the target.
 
     Attributes:
         medusa_only_heads: Whether the model is frozen.
@@ -58,6 +71,8 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         medusa_heads_coefficient: The weight of all heads together in joint training, after the schedule.
         medusa_scheduler: How that weight rises from 0: ``"constant"`` (not at all), ``"linear"`` or ``"sine"``.
         medusa_scheduler_steps: In how many optimizer steps; None for all that the Trainer expects.
+        medusa_self_distillation: Whether joint training keeps the model close to the original one: the model without
+            its adapters, or what :meth:`configure_original_model` returns.
     """
 
     medusa_heads: MedusaHeads
@@ -69,6 +84,7 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
     medusa_heads_coefficient: float = 0.2
     medusa_scheduler: str = "constant"
     medusa_scheduler_steps: int | None = None
+    medusa_self_distillation: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_bool("medusa_only_heads", self.medusa_only_heads)
@@ -76,7 +92,38 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         check_number("medusa_heads_coefficient", self.medusa_heads_coefficient, at_least=0)
         check_choice("medusa_scheduler", self.medusa_scheduler, SCHEDULES)
         check_integer("medusa_scheduler_steps", self.medusa_scheduler_steps, at_least=1, optional=True)
+        check_bool("medusa_self_distillation", self.medusa_self_distillation)
+        if self.medusa_only_heads and self.medusa_self_distillation:
+            raise wrong_value("medusa_self_distillation", "False with medusa_only_heads=True, a frozen model", True)
         super().__init__(*args, **kwargs)
+        self._original: tuple[nn.Module, ...] = ()  # in a tuple, so that no engine and no checkpoint sees it
+
+    def configure_original_model(self) -> nn.Module | None:
+        """Returns a copy of the model before training, for self-distillation. Called once, when a stage begins.
+
+        Not called for a model with adapters, which is the original one without them.
+        """
+        return None
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._prepare_original()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._prepare_original()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._prepare_original()
+
+    def _prepare_original(self) -> None:
+        if self._original or not self.medusa_self_distillation or has_adapters(self.model):
+            return
+        original = self.configure_original_model()
+        if not isinstance(original, nn.Module):
+            raise wrong_type("configure_original_model()", "a module, for a model without adapters", original)
+        self._original = (prepare_frozen(original, self.device, context=self.context),)
 
     def train(self, mode: bool = True) -> Self:
         """As of any module; a frozen model stays in evaluation mode."""
@@ -86,9 +133,10 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         return self
 
     def metric_kinds(self) -> dict[str, str]:
-        names = [] if self.medusa_only_heads else ["lm"]
-        names += [f"medusa{k}" for k in range(len(self.medusa_heads))]
-        return {f"{name}_{quantity}": "mean" for name in names for quantity in ("loss", "accuracy")}
+        heads = ["lm"] if not self.medusa_only_heads and not self.medusa_self_distillation else []
+        heads += [f"medusa{k}" for k in range(len(self.medusa_heads))]
+        names = [f"{head}_{quantity}" for head in heads for quantity in ("loss", "accuracy")]
+        return dict.fromkeys([*names, *(["lm_divergence"] if self.medusa_self_distillation else [])], "mean")
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         model = self._seen_model()
@@ -107,14 +155,27 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
             weights = medusa_weights(num_heads, self.medusa_decay_coefficient)
             total, measured = self._heads_loss(logits, targets, weights)
             if not self.medusa_only_heads:
-                own, quantities = self._model_loss(logits, rows.targets)
+                own, quantities = self._model_loss(logits, rows)
                 total, measured = own + self._coefficient() * total, measured | quantities
         term = Term(total, num_kept(rows.targets), "tokens", is_whole=False)
         return StepLoss((term,), measured, None if self.medusa_only_heads else auxiliary)
 
-    def _model_loss(self, logits: LazyLogits, targets: Tensor) -> tuple[Tensor, dict[str, Mean]]:
+    def _model_loss(self, logits: LazyLogits, rows: TokenRows) -> tuple[Tensor, dict[str, Mean]]:
         """The sum of the model's own losses of the next token, and what is measured on them."""
-        return _cross_entropy("lm", logits, targets)
+        if not self.medusa_self_distillation:
+            return _cross_entropy("lm", logits, rows.targets)
+        original = self._original_logits(rows)
+        loss = divergence(logits, original, kind="forward_kl", mask=rows.targets >= 0, reduction="sum")
+        return loss, {"lm_divergence": Mean(loss.detach(), num_kept(rows.targets))}
+
+    @torch.no_grad()
+    def _original_logits(self, rows: TokenRows) -> Tensor:
+        if has_adapters(self.model):
+            with without_adapters(self.model), evaluating(self.model):
+                return self.call_model(rows.inputs, rows.targets)[0]
+        if not self._original:
+            self._prepare_original()
+        return self.call_model(rows.inputs, rows.targets, self._original[0])[0]
 
     def _heads_loss(
         self, logits: LazyLogits, targets: list[Tensor], weights: list[float]
@@ -205,6 +266,10 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         medusa_scheduler_steps: In how many optimizer steps; None for all that the Trainer expects.
         medusa_lr_multiplier: Factor of the learning rate for the heads.
         medusa_warmup_steps: Steps in which the heads' learning rate rises to its peak; None for ``warmup_steps``.
+        medusa_self_distillation: Whether joint training keeps the model close to the original one, in place of cross
+            entropy: to the model without its adapters, or to a second copy of ``pretrained`` on each device.
+        lora: Arguments of peft's ``LoraConfig`` for joint training, such as ``{"r": 32, "target_modules":
+            "all-linear"}``; None trains all parameters of the model.
         medusa_pretrained: Folder of heads to start from, with a ``medusa_lm_head.safetensors``; see
             :func:`~lightning_liger.save_medusa_heads`. Not for models on the meta device.
         **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
@@ -227,6 +292,8 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         medusa_scheduler_steps: int | None = None,
         medusa_lr_multiplier: float = 1.0,
         medusa_warmup_steps: int | None = None,
+        medusa_self_distillation: bool = False,
+        lora: dict[str, Any] | None = None,
         medusa_pretrained: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -241,7 +308,15 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         self.medusa_heads_coefficient = medusa_heads_coefficient
         self.medusa_scheduler = medusa_scheduler
         self.medusa_scheduler_steps = medusa_scheduler_steps
+        self.medusa_self_distillation = medusa_self_distillation
+        check_lora(lora)
+        if lora is not None and medusa_only_heads is True:
+            raise wrong_value("lora", "None with medusa_only_heads=True, a frozen model", lora)
         super().__init__(**kwargs)
+        if medusa_self_distillation and lora is None and self._settings.pretrained is None:
+            raise wrong_value("pretrained", "a folder, from which medusa_self_distillation makes a copy", None)
+        if lora is not None:  # peft gives its parameters values as it makes them
+            self._device_before_sharding = torch.device("cpu")
         if medusa_pretrained is not None:
             check_path("medusa_pretrained", medusa_pretrained)
             find_heads(medusa_pretrained)
@@ -256,8 +331,15 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         )
         if settings.medusa_pretrained is not None:
             load_medusa_heads(self.medusa_heads, settings.medusa_pretrained)
-        self.model.requires_grad_(not self.medusa_only_heads)
+        if settings.lora is not None:
+            self.model = add_adapters(self.model, settings.lora)
+        elif self.medusa_only_heads:
+            self.model.requires_grad_(False)
         self.train()
+
+    def configure_original_model(self) -> nn.Module:
+        dtype = next(self.model.parameters()).dtype
+        return cast(nn.Module, build_frozen(self.config, self._settings.pretrained, self.device, dtype))
 
     def _learning_rate_scale(self, module: nn.Module) -> float:
         is_head = any(module is part for part in self.medusa_heads.modules())

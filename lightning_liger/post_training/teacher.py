@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lightning_liger.patching import apply_liger_kernels
 from lightning_liger.patching.rules import Patched
+from lightning_liger.post_training.reference import freeze
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.weights.materialize import has_meta_tensors, materialize
 from lightning_liger.weights.pretrained import load_pretrained
@@ -44,7 +45,7 @@ def prepare_frozen(
         is_sharded: Whether all ranks share its parameters, by FSDP2: each layer is whole only while it runs. A model on
             the meta device gets its values after it was sharded.
     """
-    model.requires_grad_(False).eval()
+    freeze(model)
     if not any(isinstance(module, Patched) for module in model.modules()):
         apply_liger_kernels(model)
     if context is not None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,6 +197,34 @@ def test_heads_start_as_the_lm_head_and_are_saved_under_medusas_names(tmp_path: 
 def test_unpatched_models_are_refused() -> None:
     with pytest.raises(RuntimeError, match="apply_liger_kernels"):
         Medusa(tiny_llama()).training_step(tiny_batch(), 0)
+
+
+@pytest.mark.parametrize("source", ["adapters", "copy"])
+def test_self_distillation_is_towards_the_original_model(source: str) -> None:
+    original, batch = tiny_llama(), tiny_batch()
+    with torch.no_grad():
+        p = original(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+
+    class Distilled(Medusa):
+        def configure_original_model(self) -> nn.Module:
+            return original
+
+    module = Distilled(tiny_llama(), only_heads=False, self_distillation=True)
+    if source == "adapters":
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        module.model = peft.get_peft_model(module.model, config)
+    else:
+        module.model.model.norm.weight.data *= 1.5
+    q = module.model(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+    kept = batch["labels"][:, 1:] >= 0
+    expected = (p.exp() * (p - q)).sum(-1)[kept].sum()
+    apply_liger_kernels(module, "linear_cross_entropy")
+    result = module.step_loss("train", batch)
+    torch.testing.assert_close(result.metrics["lm_divergence"][0], expected.detach(), rtol=1e-3, atol=1e-4)
+    result.terms[0].total.backward()
+    trained = {name for name, each in module.named_parameters() if each.grad is not None}
+    assert all("lora_" in name or name.startswith("medusa_heads") for name in trained) == (source == "adapters")
+    assert "lm_loss" not in module.metric_kinds()
 
 
 @pytest.mark.parametrize("only_heads", [True, False], ids=["heads", "joint"])
