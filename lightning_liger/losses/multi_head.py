@@ -12,7 +12,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_choice, check_integer, check_number, check_shape, wrong_type
+from liger_ops.arguments import check_choice, check_integer, check_number, check_shape, check_tensor, wrong_type
 
 IGNORE_INDEX = -100
 SCHEDULES = ("constant", "linear", "sine")
@@ -83,6 +83,7 @@ def targets_ahead(targets: Tensor, num_ahead: int, position_ids: Tensor | None =
     later = F.pad(targets[..., num_ahead:], padding, value=IGNORE_INDEX)
     if position_ids is None:
         return later
+    check_tensor("position_ids", position_ids)
     check_shape("position_ids", position_ids, (*position_ids.shape[:-1], targets.shape[-1]), "one for each token")
     distance = position_ids[..., num_ahead:] - position_ids[..., :-num_ahead]
     return later.masked_fill(F.pad(distance != num_ahead, padding, value=True), IGNORE_INDEX)

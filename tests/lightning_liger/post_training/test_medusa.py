@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,6 +210,7 @@ def test_self_distillation_is_towards_the_original_model(source: str) -> None:
 
     module = Distilled(tiny_llama(), only_heads=False, self_distillation=True)
     if source == "adapters":
+        peft = pytest.importorskip("peft")
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         module.model = peft.get_peft_model(module.model, config)
     else:
