@@ -1,5 +1,6 @@
 """Students and Medusa heads trained by two processes end with the weights of one process, under every engine."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,42 +9,40 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.lightning_liger.post_training.workers.students import MODULES, STRATEGIES, batches_of, module_of
+from tests.lightning_liger.post_training.workers.students import RUNS, batches_of, module_of
 from tests.lightning_liger.strategies.workers.distributed import launch
+from tests.lightning_liger.tiny import tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("students")
-    return launch("cpu", folder, worker="tests.lightning_liger.post_training.workers.students")
+    tiny_llama().save_pretrained(folder / "model")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, int], tuple[dict[str, torch.Tensor], float]]:
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return launch("cpu", folder, worker="tests.lightning_liger.post_training.workers.students")
+
+
+@functools.cache
+def alone(name: str, num_ranks: int, folder: Path) -> tuple[dict[str, torch.Tensor], float]:
     """The weights and the loss of one process that gets the batches of one rank, or of both, in one step."""
-    found = {}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    for name in MODULES:
-        for num_ranks in (1, 2):
-            batches = [batch for rank in range(num_ranks) for batch in batches_of(rank)]
-            module = module_of(name, "liger")
-            trainer = L.Trainer(
-                accelerator="cpu", devices=1, strategy="liger", max_epochs=1, accumulate_grad_batches=len(batches), **quiet
-            )
-            trainer.fit(module, DataLoader(batches, batch_size=None))
-            state = {key: value.clone() for key, value in module.state_dict().items()}
-            found[name, num_ranks] = state, float(trainer.callback_metrics["train_loss"])
-    return found
+    batches = [batch for rank in range(num_ranks) for batch in batches_of(rank)]
+    module, options = module_of(name, "liger", folder), {"max_epochs": 1, "accumulate_grad_batches": len(batches)}
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="liger", **options, **quiet)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return module.state_dict(), float(trainer.callback_metrics["train_loss"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_train_as_one_process(
-    ranks: list[dict[str, Any]], alone: dict[tuple[str, int], Any], strategy: str
-) -> None:
-    for name in MODULES:
-        expected, loss = alone[name, 1 if strategy == "context_parallel" else 2]
+@pytest.mark.parametrize("strategy", RUNS)
+def test_two_ranks_train_as_one_process(ranks: list[dict[str, Any]], folder: Path, strategy: str) -> None:
+    for name in RUNS[strategy]:
+        expected, loss = alone(name, 1 if strategy == "context_parallel" else 2, folder)
         for rank in ranks:
             result = rank[f"{name}-{strategy}"]
             assert result["metrics"]["train_loss"] == pytest.approx(loss, rel=1e-4), name
