@@ -549,7 +549,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         if teacher is None and teacher_model_type is None and teacher_config is not None:
             raise wrong_value("teacher_config", "None without teacher or teacher_model_type", teacher_config)
         if teacher_model_type is not None:
-            build_config(None, teacher_model_type, teacher_config)
+            _config_of_teacher(None, teacher_model_type, teacher_config)
         if isinstance(teacher, os.PathLike):  # hyperparameters in checkpoints are plain objects
             teacher = os.fspath(teacher)
         check_lora(lora)
@@ -573,7 +573,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         settings = self._settings
         if settings.teacher is None and settings.teacher_model_type is None:
             return None
-        return build_config(settings.teacher, settings.teacher_model_type or "llama", settings.teacher_config)
+        return _config_of_teacher(settings.teacher, settings.teacher_model_type or "llama", settings.teacher_config)
 
     def configure_teacher(self) -> nn.Module | None:
         config = self._build_teacher_config()
@@ -583,3 +583,13 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         dtype = next(self.model.parameters()).dtype if name is None else _DTYPES[name]
         device = torch.device("meta") if self.shard_teacher else self.device
         return build_frozen(config, self._settings.teacher, device, dtype)
+
+
+def _config_of_teacher(teacher: str | None, model_type: str, settings: dict[str, Any] | None) -> PreTrainedConfig:
+    """As :func:`~lightning_liger.training.architecture.build_config`, with the teacher's arguments in errors."""
+    try:
+        return build_config(teacher, model_type, settings)
+    except (FileNotFoundError, TypeError, ValueError) as error:
+        text = str(error)
+        name = "teacher" if text.startswith("pretrained") else "teacher_"
+        raise type(error)(name + text.removeprefix("pretrained")) from None

@@ -244,3 +244,17 @@ def test_finished_module_trains_heads_at_their_own_rate(only_heads: bool, tmp_pa
     loaded.configure_model()
     assert loaded.hparams.medusa_num_heads == 2
     assert trainer.callback_metrics["train_loss"] > 0
+
+
+def test_heads_of_models_on_the_meta_device_start_as_the_lm_head(tmp_path: Path) -> None:
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        original = tiny_llama(tie_word_embeddings=tied)
+        original.save_pretrained(folder)
+        module = LigerMedusa(pretrained=str(folder), medusa_num_heads=2, learning_rate=0.0)
+        module.trainer = trainer = make_trainer(strategy="liger_model_parallel", max_steps=1)
+        trainer.fit(module, DataLoader([tiny_batch()], batch_size=None))
+        state = {name: tensor.full_tensor() for name, tensor in module.medusa_heads.state_dict().items()}
+        for name, tensor in state.items():
+            expected = original.lm_head.weight if name.endswith("1.weight") else torch.zeros_like(tensor)
+            torch.testing.assert_close(tensor, expected.detach(), rtol=0.0, atol=0.0)
