@@ -88,8 +88,9 @@ def train(name: str, folder: Path) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     module = WholeAtFirst() if name == "deepspeed" else Module()
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy_of(name), max_epochs=1, logger=False, use_distributed_sampler=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
+        accelerator="cpu", devices=2, strategy=strategy_of(name), max_epochs=1, accumulate_grad_batches=2,
+        use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     data = batches_of(0 if name == "context_parallel" else rank)
     trainer.fit(module, DataLoader(data, batch_size=None))
