@@ -25,6 +25,7 @@ from lightning_liger.post_training.reference import (
     ReferenceCache,
     disable_dropout,
     drop_from_state_dict,
+    drop_reference,
     evaluating,
     freeze,
     has_adapters,
@@ -266,7 +267,9 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint[_DELTA] = self._running_delta.state
+        drop_reference(checkpoint.get("state_dict", {}), "ref_model.")
+        if isinstance(self.preference_loss, KTOOptions):
+            checkpoint[_DELTA] = self._running_delta.state
         if self._reference_fingerprint is not None:
             checkpoint[_FINGERPRINT] = self._reference_fingerprint
 
