@@ -26,6 +26,18 @@ def real_rows(logits: Tensor) -> Rows:
     return Rows((logits.reshape(-1, logits.shape[-1]),), lambda rows: rows, logits.requires_grad)
 
 
+class _InferenceRows(NamedTuple):
+    """Rows of a tensor made under ``torch.inference_mode``, of which autograd may save copies only."""
+
+    rows: Tensor
+
+
+def _split(tensor: Tensor, chunk_size: int) -> Sequence[Tensor | _InferenceRows]:
+    rows = tensor.split(chunk_size)
+    is_normal = not tensor.is_inference() or torch.is_inference_mode_enabled()
+    return rows if is_normal else [_InferenceRows(each) for each in rows]
+
+
 def over_chunks(
     function: Callable[..., Any], sources: Sequence[Rows], token_tensors: Sequence[Tensor], chunk_size: int
 ) -> Any:
@@ -45,7 +57,8 @@ def over_chunks(
     for source in sources:
         ends.append(ends[-1] + len(source.tensors))
 
-    def of_chunk(*rows: Tensor) -> Any:
+    def of_chunk(*chunk: Tensor | _InferenceRows) -> Any:
+        rows = [each.rows.clone() if isinstance(each, _InferenceRows) else each for each in chunk]
         values = [source.values(*rows[start:end]) for source, start, end in zip(sources, ends, ends[1:], strict=False)]
         return function(*values, *rows[ends[-1] :])
 
@@ -54,7 +67,7 @@ def over_chunks(
     compute: Callable[..., Any] = of_chunk
     if requires_grad and torch.is_grad_enabled():
         compute = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True)
+    chunks = zip(*(_split(tensor, chunk_size) for tensor in tensors), strict=True)
     parts = [compute(*chunk) for chunk in chunks]
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)

@@ -110,8 +110,9 @@ class ExpressionHead(HeadParameters):
                 return function(operand)
             hidden_states, head = function(operand.hidden_states), operand.head
             if id(head) not in heads:
-                is_expression = isinstance(head, ExpressionHead)
-                heads[id(head)] = head.mapped(function, heads) if is_expression else head.map(function)
+                heads[id(head)] = (
+                    head.mapped(function, heads) if isinstance(head, ExpressionHead) else head.map(function)
+                )
             if isinstance(operand, Expression) and operand.is_whole:
                 hidden_states = operand.hidden_states
             return operand.changed(hidden_states=hidden_states, head=heads[id(head)])

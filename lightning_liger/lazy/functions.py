@@ -43,7 +43,7 @@ def elementwise(name: str, function: Callable[..., Tensor], x: Any, other: Any) 
     if isinstance(other, Tensor) and isinstance(x, Tensor):
         return record(name, function, x, other)
     if isinstance(x, Tensor) and isinstance(other, Real):
-        return record(name, lambda values: function(values, other), x)
+        return record(f"{name} of a number", lambda values: function(values, other), x)
     return NotImplemented
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Self
 
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
 
@@ -80,7 +81,7 @@ class HeadParameters:
         """Keyword arguments of ``linear_cross_entropy`` that are specific to this head."""
         return self.options
 
-    def _replaced(self, **tensors: Tensor | None) -> HeadParameters:
+    def _replaced(self, **tensors: Tensor | None) -> Self:
         other = copy.copy(self)
         for name, tensor in tensors.items():
             setattr(other, name, tensor)

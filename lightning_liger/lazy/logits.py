@@ -320,7 +320,7 @@ class LazyLogits(LazyTensor):
         return log_probs.to(torch.promote_types(self.dtype, torch.float32))
 
     def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
-        """As :func:`lightning_liger.divergence`, of whole heads."""
+        """As :func:`lightning_liger.divergence`, of heads that are whole or shared by ranks in the same way."""
         self._count_loss()
         with torch.no_grad():
             of_teacher = teacher._head_arguments("a divergence")

@@ -6,6 +6,8 @@ Recognised are, with p and q the softmax and log_softmax of one head's logits ea
     sum(p * x), x the logits        lse - entropy
     sum(kl_div(log(q), p))          the Kullback-Leibler divergence KL(p || q)
     sum(p * (log(p) - log(q)))      the same
+    sum(b * kl_div(log(m), p) + (1 - b) * kl_div(log(m), q))  the generalised Jensen-Shannon divergence, where
+        log(m) = logsumexp(stack(log(q) + log(1 - b), log(p) + log(b)), 0), as GKD computes it (arXiv:2306.13649)
 
 A divergence is that of a student, which gets a gradient, from a teacher, which gets none. All others are computed from
 the values of a chunk of tokens at a time.
@@ -13,6 +15,7 @@ the values of a chunk of tokens at a time.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,6 +49,8 @@ def fused_sum(x: LazyLogits, reduction: str) -> Tensor | None:
     found = _entropy(root, reduction) if root.head.name == "mul" else None
     if found is None and (kl := _kl(root.head)) is not None:
         found = _divergence(root, kl.p, kl.q, reduction)
+    if found is None and root.head.name == "add":
+        found = _jensen_shannon(root, reduction)
     return None if found is None else found * root.transform.scale
 
 
@@ -148,6 +153,77 @@ def _kl_of_product(probabilities: object, difference: object) -> _KL | None:
     if log_p is None or log_q is None or not _are_of_one_output(p, log_p):
         return None
     return _KL(p, log_q)
+
+
+class _Term(NamedTuple):
+    """A weight times the divergence of a mixture of distributions from one of them."""
+
+    weights: list[float | Tensor]
+    mixture: Expression
+    distribution: Recipe
+
+    def share(self) -> Tensor | None:
+        """The logarithm of the distribution's share in the mixture, if it is one of its parts."""
+        found = []
+        for operand in self.mixture.head.operands:
+            node = _node(operand, "add")
+            if node is None:
+                return None
+            summand, constant = _log_softmax(node.head.operands[0]), _constant(node.head.operands[1])
+            if summand is None or constant is None:
+                return None
+            if _are_of_one_output(summand, self.distribution):
+                found.append(constant)
+        return found[0] if len(found) == 1 else None
+
+
+def _constant(operand: object) -> Tensor | None:
+    is_constant = isinstance(operand, Tensor) and operand.numel() == 1 and not operand.requires_grad
+    return operand if is_constant and isinstance(operand, Tensor) else None
+
+
+def _term(recipe: object) -> _Term | None:
+    recipe, scale = _without_factor(recipe)
+    weights: list[float | Tensor] = [scale]
+    if (node := _node(recipe, "mul")) is not None:
+        recipe, weight = node.head.operands[0], _constant(node.head.operands[1])
+        if weight is None:
+            return None
+        weights.append(weight)
+    if (node := _node(recipe, "kl_div of logs")) is None:
+        return None
+    mixture, distribution = _node(node.head.operands[0], "logsumexp"), _log_softmax(node.head.operands[1])
+    return None if mixture is None or distribution is None else _Term(weights, mixture, distribution)
+
+
+def _jensen_shannon(root: Expression, reduction: str) -> Tensor | None:
+    first, second = map(_term, root.head.operands)
+    if first is None or second is None or first.mixture.head is not second.mixture.head:
+        return None
+    shares = first.share(), second.share()
+    if len(first.mixture.head.operands) != 2 or _are_of_one_output(first.distribution, second.distribution):
+        return None
+    if shares[0] is None or shares[1] is None:
+        return None
+    weights = [
+        torch.stack([torch.as_tensor(each, dtype=torch.float64).reshape(()).cpu() for each in term.weights]).prod()
+        for term in (first, second)
+    ]
+    numbers = torch.stack([*weights, *(share.reshape(()).double().cpu() for share in shares if share is not None)])
+    weight, other_weight, *logarithms = numbers.tolist()  # waits for a GPU, as masks do
+    if not 0 < weight < 1 or not 0 < other_weight < 1:
+        return None
+    rounding = 2 * torch.finfo(shares[0].dtype).eps
+    differences = math.log(weight) - logarithms[0], math.log(other_weight) - logarithms[1], weight + other_weight - 1
+    if max(map(abs, differences)) > rounding * max(1.0, *map(abs, logarithms)):
+        return None
+    student, teacher, beta = first.distribution, second.distribution, other_weight
+    if teacher.requires_grad:
+        student, teacher, beta = teacher, student, weight
+    if teacher.requires_grad:
+        return None
+    logits = _at_tokens(root, student), _at_tokens(root, teacher)
+    return divergence(*logits, kind="jsd", beta=beta, reduction=reduction)
 
 
 def _divergence(root: Expression, p: Recipe, q: Recipe, reduction: str) -> Tensor | None:

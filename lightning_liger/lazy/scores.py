@@ -80,6 +80,7 @@ def token_scores(
         ValueError: For shapes, devices or options that do not fit, for labels out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
+    labels = _whole(labels)
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
@@ -121,6 +122,7 @@ def token_loss(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
+    labels = _whole(labels)
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
@@ -164,6 +166,7 @@ def topk_log_probs(
         ValueError: For shapes, devices or options that do not fit, for ids out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
+    ids, mask = _whole(ids), _whole(mask)
     check_logits("logits", logits)
     check_bool("renormalize", renormalize)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -177,9 +180,9 @@ def topk_log_probs(
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise wrong_type("mask", "a bool tensor or None", mask)
         check_shape("mask", mask, tokens, "one for each token")
-    check_temperature(temperature, torch.empty(tokens, dtype=torch.int64, device=logits.device))
+    check_temperature(temperature, ids.new_zeros(tokens), -1)
     lazy = _of_head(logits)
-    if lazy is not None and not isinstance(temperature, Tensor):
+    if lazy is not None and lazy.head.is_whole and not isinstance(temperature, Tensor):
         return lazy.topk_log_probs(
             ids, temperature=temperature, renormalize=renormalize, mask=mask, chunk_bytes=chunk_bytes
         )
@@ -231,6 +234,7 @@ def divergence(
         ValueError: For shapes, devices or options that do not fit.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
+    mask, token_weight = _whole(mask), _whole(token_weight)
     check_logits("student_logits", student_logits)
     check_logits("teacher_logits", teacher_logits)
     check_same_device("student_logits", student_logits, teacher_logits=teacher_logits)
@@ -247,7 +251,7 @@ def divergence(
     if (
         student is not None
         and teacher is not None
-        and _are_heads(student, teacher, of_logits=kind in ("mse", "cosine"))
+        and _fit_one_op(student, teacher, vocab, of_logits=kind in ("mse", "cosine"))
     ):
         return student.divergence(
             teacher, **options, mask=mask, token_weight=token_weight, reduction=reduction, vocab=vocab,
@@ -275,9 +279,15 @@ def divergence(
     return losses.sum() if reduction == "sum" else losses.sum() / total.where(total != 0, 1.0)
 
 
-def _are_heads(*logits: LazyLogits, of_logits: bool) -> bool:
-    """Whether these are the outputs of heads that every rank has whole; a divergence of logits sees a log-softmax."""
-    return all(each.head.is_whole and not (of_logits and each.transform.normalized) for each in logits)
+def _fit_one_op(student: LazyLogits, teacher: LazyLogits, vocab: str, *, of_logits: bool) -> bool:
+    """Whether one op takes both heads: every rank has them whole, or the same classes of both.
+
+    A divergence of logits sees a log-softmax, which ops do not know.
+    """
+    if of_logits and (student.transform.normalized or teacher.transform.normalized):
+        return False
+    shards = [each.head.loss_options().get("vocab_shard") for each in (student, teacher)]
+    return shards == [None, None] or (vocab == "equal" and shards[0] == shards[1])
 
 
 def _rows(logits: Tensor, chunk_bytes: int | None) -> tuple[Rows, int]:
@@ -305,7 +315,7 @@ def _check(
     check_logits("logits", logits)
     check_same_device("logits", logits, labels=labels)
     check_shape("labels", labels, logits.shape[:-1], "that of the logits without the vocabulary")
-    check_temperature(temperature, labels)
+    check_temperature(temperature, labels, ignore_index)
     check_integer("ignore_index", ignore_index)
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -334,6 +344,11 @@ def _of_head(logits: Tensor) -> LazyLogits | None:
 def _lazy(logits: Tensor) -> LazyLogits | None:
     """The logits if they are lazy and their gradient need not pass another function."""
     return logits if isinstance(logits, LazyLogits) and not logits.is_foreign else None
+
+
+def _whole(value: Any) -> Any:
+    """A tensor of tokens as every rank has it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _real(logits: Tensor) -> Tensor:

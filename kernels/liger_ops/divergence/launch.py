@@ -1,4 +1,6 @@
-"""The host side of the divergence kernel: launch choices and launches."""
+"""The host side of the divergence kernels: launch choices and launches."""
+
+from typing import Any
 
 import torch
 import triton
@@ -6,7 +8,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.divergence.options import DivergenceOptions, Transform
-from liger_ops.divergence.row_kernels import KIND_NUMBERS, divergence_kernel
+from liger_ops.divergence.row_kernels import KIND_NUMBERS, divergence_kernel, shard_kernel
 from liger_ops.loss.launch import CrossEntropyLaunch
 
 _GROUP = 8  # neighbouring columns of one thread: 16 bytes in bfloat16
@@ -56,25 +58,83 @@ def launch_divergence(
         token_weight_ptr=token_weight,
         grad_scale_ptr=grad_scale,
         losses_ptr=losses,
-        student_row_stride=student.stride(0),
-        teacher_row_stride=teacher.stride(0),
-        grad_row_stride=0 if grad_logits is None else grad_logits.stride(0),
         grad_scale_stride=grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
-        num_rows=num_rows,
         vocab_size=vocab_size,
         factor=options.factor,
-        beta=float(options.beta),
-        rest=1.0 - float(options.beta),
+        HALF=torch.float32 not in (student.dtype, teacher.dtype),
+        **_shared_arguments(student, teacher, grad_logits, options, launch),
+    )
+
+
+def launch_shard_step(
+    step: int,
+    student: Tensor,
+    teacher: Tensor,
+    kept: Tensor,
+    sums: Tensor,
+    delta: Tensor | None,
+    options: DivergenceOptions,
+    vocab_size: int,
+    *,
+    factor: Tensor | None = None,
+    grad_logits: Tensor | None = None,
+) -> None:
+    """One step of rows of a shard; see :mod:`liger_ops.divergence.vocab_parallel`.
+
+    Args:
+        step: 1 and 2 write to ``sums``, 3 to ``grad_logits``.
+        student, teacher, grad_logits: ``[num_rows, num_columns]``, unit stride in the last dimension.
+        kept: ``[num_rows]``, bool.
+        sums: ``[6, num_rows]``, float32, contiguous: the fields of ``RowSums``.
+        delta: ``[num_rows]``, float32: ``RowSums.delta``.
+        options: Of the divergence.
+        vocab_size: Classes of all shards.
+        factor: ``[num_rows]``, float32: of the gradient.
+    """
+    num_rows, num_columns = student.shape
+    if student.numel() == 0:
+        return
+    launch = choose_divergence_launch(num_columns, backend.num_multiprocessors(student.device))
+    shard_kernel.launch(
+        num_rows,
+        student_ptr=student,
+        teacher_ptr=teacher,
+        grad_logits_ptr=grad_logits,
+        kept_ptr=kept,
+        sums_ptr=sums,
+        delta_ptr=delta,
+        factor_ptr=factor,
+        num_columns=num_columns,
+        vocab_size=vocab_size,
+        STEP=step,
+        **_shared_arguments(student, teacher, grad_logits, options, launch),
+    )
+
+
+def _shared_arguments(
+    student: Tensor,
+    teacher: Tensor,
+    grad_logits: Tensor | None,
+    options: DivergenceOptions,
+    launch: CrossEntropyLaunch,
+) -> dict[str, Any]:
+    """Arguments of both kernels."""
+    return {
+        "student_row_stride": student.stride(0),
+        "teacher_row_stride": teacher.stride(0),
+        "grad_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
+        "num_rows": student.shape[0],
+        "beta": float(options.beta),
+        "rest": 1.0 - float(options.beta),
         **_transform_arguments("student", options.of_student),
         **_transform_arguments("teacher", options.of_teacher),
-        HALF=torch.float32 not in (student.dtype, teacher.dtype),
-        FAST=student.is_cuda and torch.version.hip is None,
-        KIND=KIND_NUMBERS[options.resolved_kind],
-        GROUP=_GROUP,
-        BLOCK_SIZE=launch.block_size,
-        NUM_STAGES=launch.num_stages,
-        num_warps=launch.num_warps,
-    )
+        "FAST": student.is_cuda and torch.version.hip is None,
+        "KIND": KIND_NUMBERS[options.resolved_kind],
+        "GROUP": _GROUP,
+        "BLOCK_SIZE": launch.block_size,
+        "NUM_STAGES": launch.num_stages,
+        "num_warps": launch.num_warps,
+    }
 
 
 def _transform_arguments(name: str, transform: Transform) -> dict[str, float | None]:

@@ -6,7 +6,8 @@ states and head at once. Every kind takes four products of [num_tokens, hidden_s
 dX, dW), three with a frozen head. See :mod:`liger_ops.divergence.rows` for the formulas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from liger_ops.divergence.options import (
     flat_tokens,
     num_common_columns,
 )
+from liger_ops.divergence.vocab_parallel import write_sharded_rows
 from liger_ops.loss.chunked_loss import (
     KeptTokens,
     Projection,
@@ -32,7 +34,7 @@ from liger_ops.loss.chunked_loss import (
     chunked_linear_loss,
     default_chunk_size,
 )
-from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head, is_trained
+from liger_ops.loss.linear_head import NUM_GRADIENTS, HeadNames, LinearHead, check_head, is_trained
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import plan_tokens
@@ -69,6 +71,7 @@ class DivergenceArguments(NamedTuple):
     reduction: str
 
 
+_TEACHER_NAMES = HeadNames("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
 _NUM_TENSORS = DivergenceArguments._fields.index("chunk_size")
 _NUM_ARGUMENTS = len(DivergenceArguments._fields)
 
@@ -86,30 +89,21 @@ def _fake_linear_divergence(*values: Any) -> list[Tensor]:
     arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
     input, labels = arguments.input, arguments.labels
     of_tokens, of_head = input.dtype, arguments.accumulate_dtype
+    dtypes = of_tokens, of_head, of_head, of_tokens, of_head
     gradients = [
         input.new_empty(tensor.shape if needed else 0, dtype=dtype)
-        for tensor, needed, dtype in zip(
-            arguments, arguments.needs_gradient, (of_tokens, of_head, of_head, of_tokens, of_head), strict=False
-        )
+        for tensor, needed, dtype in zip(values, arguments.needs_gradient, dtypes, strict=False)
     ]
     dtype = _dtype_of_losses(arguments)
     loss = labels.new_empty(labels.shape if arguments.reduction == "none" else (), dtype=dtype)
     return [loss, labels.new_empty((), dtype=torch.promote_types(input.dtype, torch.float32)), *gradients]
 
 
-@backend.register_op(
-    "linear_divergence(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
-    " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, Tensor? teacher_adapter_input,"
-    " Tensor? teacher_adapter_weight, Tensor labels, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
-    " ScalarType accumulate_dtype, ScalarType? logits_dtype, bool[] needs_gradient, str reduction,"
-    f" {OPTIONS_SCHEMA}) -> Tensor[]",
-    fake=_fake_linear_divergence,
-)
-def _linear_divergence(*values: Any) -> list[Tensor]:
+def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     """The divergence, the mean's factor, and the gradients that ``needs_gradient`` names.
 
     The gradients are those of the sum, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"`` takes
-    ``grad_losses``.
+    ``grad_losses``. With a ``shard`` the divergence is over the vocabulary of its whole group.
     """
     arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
     options = DivergenceOptions.from_scalars(*values[_NUM_ARGUMENTS:])
@@ -138,9 +132,11 @@ def _linear_divergence(*values: Any) -> list[Tensor]:
         logits_dtype=logits_dtypes[1],
     )
 
+    write = write_rows if shard is None else partial(write_sharded_rows, shard=shard)
+
     def chunk_loss(logits: Tensor, index: Tensor | None) -> Tensor:
         gradient = logits if gradient_buffer is None else gradient_buffer[: len(logits)]
-        write_rows(
+        write(
             logits,
             teacher.logits(index),
             labels,
@@ -165,7 +161,21 @@ def _linear_divergence(*values: Any) -> list[Tensor]:
         adapter=_pair(arguments.adapter_input, arguments.adapter_weight),
         logits_dtype=logits_dtypes[0],
     )
+    if shard is not None:
+        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
     return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale, *gradients]
+
+
+@backend.register_op(
+    "linear_divergence(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
+    " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, Tensor? teacher_adapter_input,"
+    " Tensor? teacher_adapter_weight, Tensor labels, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
+    " ScalarType accumulate_dtype, ScalarType? logits_dtype, bool[] needs_gradient, str reduction,"
+    f" {OPTIONS_SCHEMA}) -> Tensor[]",
+    fake=_fake_linear_divergence,
+)
+def _linear_divergence(*values: Any) -> list[Tensor]:
+    return _compute(None, *values)
 
 
 def _pair(first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -185,15 +195,15 @@ class _LinearDivergenceFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *values: Any) -> Tensor:
+    def forward(ctx: Any, compute: Callable[..., list[Tensor]], *values: Any) -> Tensor:
         arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
         ctx.waits = arguments.reduction == "none" and is_trained(arguments.needs_gradient)
         needs_gradient = [False] * NUM_GRADIENTS if ctx.waits else arguments.needs_gradient
-        loss, mean_scale, *gradients = _linear_divergence(*_changed(values, needs_gradient=needs_gradient))
+        loss, mean_scale, *gradients = compute(*_changed(values, needs_gradient=needs_gradient))
         ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if ctx.waits else (mean_scale, *gradients)))
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
         ctx.needs_gradient, ctx.reduction = arguments.needs_gradient, arguments.reduction
-        ctx.settings = values[_NUM_TENSORS:]
+        ctx.compute, ctx.settings = compute, values[_NUM_TENSORS:]
         return loss
 
     @staticmethod
@@ -202,7 +212,7 @@ class _LinearDivergenceFunction(torch.autograd.Function):
         scaled: list[Tensor | None]
         if ctx.waits:
             values = _changed((*ctx.saved_tensors, *ctx.settings), grad_losses=grad_loss)
-            gradients = _linear_divergence(*values)[2:]
+            gradients = ctx.compute(*values)[2:]
             scaled = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
         else:
             mean_scale, *gradients = ctx.saved_tensors
@@ -218,7 +228,7 @@ class _LinearDivergenceFunction(torch.autograd.Function):
                 elif needed:
                     scaled[place] = scale_gradient(gradient, grad_loss, dtype, in_place=in_place)
         needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))
-        return *needed, *[None] * (_NUM_TENSORS + len(ctx.settings) - NUM_GRADIENTS)
+        return None, *needed, *[None] * (_NUM_TENSORS + len(ctx.settings) - NUM_GRADIENTS)
 
 
 def _choose_chunk_size(student: LinearHead, teacher: LinearHead, chunk_bytes: int | None, dtype: Any) -> int:
@@ -301,7 +311,9 @@ def linear_divergence(
             both have, whose probabilities are normalised without the others: those get no gradient.
         chunk_bytes: Budget for one chunk of both models' logits, which never holds all tokens. By default chunks are
             chosen for speed on a GPU, and 8 MiB on a CPU.
-        vocab_shard: Not supported; must be None.
+        vocab_shard: This rank's part of the vocabulary, if each rank of a process group holds a part of both heads:
+            weights, biases and the adapters' weights are its rows, of the same classes in both models. All ranks get
+            the same divergence. Every rank has to call, and with ``reduction="none"`` to run backward.
         logits_dtype: ``torch.float32`` keeps the products' float32 sums in the logits, where the heads' dtype would
             round them: the divergence of two models that are close is a small difference. None for the heads' dtype.
 
@@ -313,19 +325,15 @@ def linear_divergence(
         TypeError: For arguments of another type.
         ValueError: For shapes, dtypes, devices or options that do not fit.
     """
-    heads = {
+    heads: dict[str, Any] = {
         "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "teacher_input": teacher_input,
         "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
     }  # fmt: skip
     for name, tensor in heads.items():
         check_floating(name, tensor, optional=name.endswith("bias"))
-    check_same_device(
-        **{"name": "input", "tensor": input}, **{name: each for name, each in heads.items() if name != "input"}
-    )
+    check_same_device("input", input, **{name: each for name, each in heads.items() if name != "input"})
     check_choice("reduction", reduction, REDUCTIONS)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
-    if vocab_shard is not None:
-        raise wrong_value("vocab_shard", "None", vocab_shard)
     if logits_dtype not in (None, torch.float32):
         raise wrong_value("logits_dtype", "torch.float32 or None", logits_dtype)
     options = DivergenceOptions(
@@ -342,26 +350,33 @@ def linear_divergence(
     tokens = input.shape[:-1]
     check_tokens(mask, token_weight, input, tokens, "input")
     labels, weight_of_tokens = flat_tokens(mask, token_weight, input, tokens.numel())
-    num_columns = num_common_columns(linear_weight.shape[0], teacher_weight.shape[0], vocab)
     shaped = labels.view(tokens)
-    student = check_head(input, linear_weight, linear_bias, shaped, adapter, None)
+    student = check_head(input, linear_weight, linear_bias, shaped, adapter, vocab_shard)
     constants = (
         teacher_input.detach(),
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
     )
-    teacher = check_head(*constants, shaped, teacher_adapter, None)
-    student, teacher = (_first_classes(head, num_columns) for head in (student, teacher))
+    teacher = check_head(*constants, shaped, teacher_adapter, vocab_shard, _TEACHER_NAMES)
+    sizes = linear_weight.shape[0], teacher_weight.shape[0]
+    if vocab_shard is None:
+        num_columns = num_common_columns(*sizes, vocab)
+        student, teacher = (_first_classes(head, num_columns) for head in (student, teacher))
+    elif sizes[0] != sizes[1] or vocab != "equal":
+        raise ValueError(
+            "vocab_shard must hold the same classes of both models, with vocab='equal', got"
+            f" {sizes[0]} classes of the student and {sizes[1]} of the teacher with vocab={vocab!r}"
+        )
     chunk_size = _choose_chunk_size(student, teacher, chunk_bytes, logits_dtype)
     accumulate_dtype = choose_accumulate_dtype(student.dtype, -(-tokens.numel() // chunk_size))
     values = (
         *student.tensors, *teacher.tensors, labels, weight_of_tokens, None, chunk_size, accumulate_dtype, logits_dtype,
         student.needs_gradient, reduction, *options.as_scalars(),
     )  # fmt: skip
+    compute = _linear_divergence if vocab_shard is None else partial(_compute, vocab_shard)
     with student.products_dtype():
-        loss = (
-            _LinearDivergenceFunction.apply(*values) if any(student.needs_gradient) else _linear_divergence(*values)[0]
-        )
+        is_differentiable = any(student.needs_gradient)
+        loss = _LinearDivergenceFunction.apply(compute, *values) if is_differentiable else compute(*values)[0]
     return loss.view(tokens) if reduction == "none" else loss
 
 

@@ -112,10 +112,10 @@ def _absorb(
         student_sum = student_sum * student_decay + tl.sum(e_s, axis=1)
         teacher_sum = teacher_sum * teacher_decay + tl.sum(e_t, axis=1)
         if (KIND <= _MIXED) and (KIND != _REVERSE_KL):
-            terms = tl.where(e_t > 0.0, e_t * (z_t - z_s), 0.0)
+            terms = tl.where(e_t != 0.0, e_t * (z_t - z_s), 0.0)
             first = first * tl.maximum(teacher_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
         if (KIND <= _MIXED) and (KIND != _FORWARD_KL):
-            terms = tl.where(e_s > 0.0, e_s * (z_s - z_t), 0.0)
+            terms = tl.where(e_s != 0.0, e_s * (z_s - z_t), 0.0)
             second = second * tl.maximum(student_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
         student_max, teacher_max = new_student_max, new_teacher_max
     return student_max, student_sum, teacher_max, teacher_sum, first, second
@@ -388,9 +388,9 @@ def _gradient(
         if KIND == _FORWARD_KL:
             grad = of_student * e_s - of_teacher * shifted_exp(z_t, teacher_exponent, HALF)
         elif KIND == _REVERSE_KL:
-            grad = tl.where(e_s > 0.0, of_student * e_s * (z_s - z_t - subtracted), 0.0)
+            grad = tl.where(e_s != 0.0, of_student * e_s * (z_s - z_t - subtracted), 0.0)
         elif KIND == _MIXED:
-            inner = beta + rest * tl.where(e_s > 0.0, z_s - z_t - subtracted, 0.0)
+            inner = beta + rest * tl.where(e_s != 0.0, z_s - z_t - subtracted, 0.0)
             grad = of_student * e_s * inner - of_teacher * shifted_exp(z_t, teacher_exponent, HALF)
         else:
             d, ratio = _mix(z_s, z_t, delta, beta, rest, KIND)
@@ -545,3 +545,74 @@ def divergence_kernel(
                 student_scale, student_softcap, teacher_scale, teacher_softcap, HALF, FAST, KIND, BLOCK_SIZE,
                 NUM_STAGES,
             )  # fmt: skip
+
+
+@backend.Kernel
+def shard_kernel(
+    student_ptr,  # [num_rows, num_columns]
+    teacher_ptr,  # [num_rows, num_columns]
+    grad_logits_ptr,  # [num_rows, num_columns], may be student_ptr; None but for the third step
+    kept_ptr,  # [num_rows], bool
+    sums_ptr,  # [6, num_rows], float32: rows.RowSums, of this shard when written, of all when read
+    delta_ptr,  # [num_rows], float32: lse_t - lse_s; None for the first step
+    factor_ptr,  # [num_rows], float32, of the gradient; None but for the third step
+    student_row_stride,
+    teacher_row_stride,
+    grad_row_stride,
+    num_rows,
+    num_columns,
+    vocab_size,  # of all shards
+    beta,
+    rest,  # 1 - beta
+    student_scale,  # see divergence_kernel, as the next three
+    student_softcap,
+    teacher_scale,
+    teacher_softcap,
+    STEP: tl.constexpr,  # 1, 2 or 3
+    FAST: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One program takes one step of one row, which is a part of a token's logits."""
+    places = (tl.arange(0, BLOCK_SIZE // GROUP) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    size = tl.where(tl.load(kept_ptr + row) != 0, num_columns, 0)
+    student_row_ptr = student_ptr + row * student_row_stride
+    teacher_row_ptr = teacher_ptr + row * teacher_row_stride
+    if STEP == 1:
+        student_max, student_sum, teacher_max, teacher_sum, first, second = _sum_logits(
+            student_row_ptr, teacher_row_ptr, places, size, student_scale, student_softcap, teacher_scale,
+            teacher_softcap, False, KIND, GROUP, BLOCK_SIZE, NUM_STAGES,
+        )  # fmt: skip
+        tl.store(sums_ptr + row, student_max)
+        tl.store(sums_ptr + num_rows + row, student_sum)
+        tl.store(sums_ptr + 2 * num_rows + row, teacher_max)
+        tl.store(sums_ptr + 3 * num_rows + row, teacher_sum)
+    else:
+        student_max = tl.load(sums_ptr + row)
+        student_sum = tl.load(sums_ptr + num_rows + row)
+        teacher_max = tl.load(sums_ptr + 2 * num_rows + row)
+        teacher_sum = tl.load(sums_ptr + 3 * num_rows + row)
+        first = tl.load(sums_ptr + 4 * num_rows + row)
+        second = tl.load(sums_ptr + 5 * num_rows + row)
+        delta = tl.load(delta_ptr + row)
+    if STEP == 2:
+        first, second = _sum_mixtures(
+            student_row_ptr, teacher_row_ptr, places, size, student_max, student_sum, teacher_max, teacher_sum, delta,
+            beta, rest, student_scale, student_softcap, teacher_scale, teacher_softcap, False, FAST, KIND, GROUP,
+            BLOCK_SIZE, NUM_STAGES,
+        )  # fmt: skip
+    if STEP == 3:
+        of_student, of_teacher, subtracted, other = _gradient_factors(
+            student_sum, teacher_sum, first, second, tl.load(factor_ptr + row), beta, rest, vocab_size, KIND
+        )
+        _store_gradient(
+            student_row_ptr, teacher_row_ptr, grad_logits_ptr + row * grad_row_stride, places, size, num_columns,
+            student_max, teacher_max, delta, of_student, of_teacher, subtracted, other, beta, rest, student_scale,
+            student_softcap, teacher_scale, teacher_softcap, False, FAST, KIND, BLOCK_SIZE, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        tl.store(sums_ptr + 4 * num_rows + row, first)
+        tl.store(sums_ptr + 5 * num_rows + row, second)

@@ -91,9 +91,9 @@ def sum_logits(z_s: Tensor, z_t: Tensor, kind: str) -> RowSums:
     e_s, e_t = (z_s - student_max[:, None]).exp_(), (z_t - teacher_max[:, None]).exp_()
     first = second = zeros
     if kind in ("forward_kl", "mixed"):
-        first = (e_t * (z_t - z_s)).where(e_t > 0, 0.0).sum(-1)
+        first = (e_t * (z_t - z_s)).where(e_t != 0, 0.0).sum(-1)
     if kind in ("reverse_kl", "mixed"):
-        second = (e_s * (z_s - z_t)).where(e_s > 0, 0.0).sum(-1)
+        second = (e_s * (z_s - z_t)).where(e_s != 0, 0.0).sum(-1)
     return RowSums(student_max, e_s.sum(-1), teacher_max, e_t.sum(-1), first, second)
 
 
@@ -157,10 +157,10 @@ def _cosine_norm(sums: RowSums) -> Tensor:
     return product.reciprocal().masked_fill(product == 0, 0.0)
 
 
-def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float) -> Tensor:
-    """The third step: dD / dz_s, like ``z_s``."""
+def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float, vocab_size: int) -> Tensor:
+    """The third step: dD / dz_s, like ``z_s``; ``vocab_size`` may be more than its columns."""
     if kind == "mse":
-        return (z_s - z_t).masked_fill_(z_s == z_t, 0.0).mul_(2.0 / z_s.shape[1])
+        return (z_s - z_t).masked_fill_(z_s == z_t, 0.0).mul_(2.0 / vocab_size)
     if kind == "cosine":
         norm = _cosine_norm(sums)
         of_student = (sums.first * norm / sums.student_sum).masked_fill(norm == 0, 0.0)
@@ -172,7 +172,7 @@ def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float)
         grad = torch.zeros_like(q) if of_forward == 0 else (q - p) * of_forward
         if of_forward != 1:
             reverse = (sums.second / sums.student_sum)[:, None]  # -d - D is a difference of logits and of their mean
-            grad += (1.0 - of_forward) * (q * ((z_s - z_t) - reverse)).where(q > 0, 0.0)
+            grad += (1.0 - of_forward) * (q * ((z_s - z_t) - reverse)).where(q != 0, 0.0)
         return grad
     d, _, _, r = _mix(z_s, z_t, sums, beta)
     first, second = sums.first / sums.student_sum, sums.second / sums.student_sum
@@ -221,7 +221,7 @@ def divergence_rows(
         return losses, None
     if grad_scale is not None:
         factor = factor * grad_scale.to(factor.dtype)
-    grad = gradient_of(z_s, z_t, sums, kind, beta)
+    grad = gradient_of(z_s, z_t, sums, kind, beta, z_s.shape[1])
     grad *= (factor * options.of_student.scale)[:, None]
     if options.of_student.softcap is not None:
         grad *= 1.0 - (z_s / options.of_student.softcap) ** 2

@@ -32,7 +32,7 @@ def _given_logits(input: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -
     logits = torch.empty_like(ids, dtype=torch.promote_types(input.dtype, torch.float32))
     for start in range(0, len(ids), chunk_size):
         chunk = slice(start, start + chunk_size)
-        rows = weight.index_select(0, ids[chunk].flatten()).view(*ids[chunk].shape, -1)
+        rows = weight.index_select(0, ids[chunk].flatten()).view(*ids[chunk].shape, weight.shape[1])
         logits[chunk] = torch.bmm(rows, input[chunk, :, None])[:, :, 0]
     return logits
 

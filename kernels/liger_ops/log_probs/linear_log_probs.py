@@ -17,7 +17,7 @@ token's own scores.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from liger_ops.log_probs.scores import (
     check_transform,
 )
 from liger_ops.loss.chunked_loss import SavedLogits, choose_accumulate_dtype
+from liger_ops.loss.groups import is_grouped, join_groups, join_values
 from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head
 from liger_ops.loss.options import IGNORE_INDEX, check_labels, check_tensors
 from liger_ops.loss.vocab_parallel import VocabShard
@@ -82,7 +83,8 @@ class _LinearLogProbsFunction(torch.autograd.Function):
     @backend.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         num_tensors = GradientArguments._fields.index("grad_log_probs")
-        tensors, chunks = ctx.saved_tensors[:num_tensors], ctx.saved_tensors[num_tensors:]
+        saved_tensors = ctx.saved_tensors  # once: checkpointing lets no tensor be read twice
+        tensors, chunks = saved_tensors[:num_tensors], saved_tensors[num_tensors:]
         upstream = dict(zip(ctx.names, grad_outputs, strict=True))
         coefficients = [upstream.get(name) for name in DIFFERENTIABLE]
         chunk_size, max_valid_tokens = ctx.sizes
@@ -131,7 +133,7 @@ class _FrozenHeadFunction(torch.autograd.Function):
         weights = (arguments.weight, arguments.adapter_weight) if needs_weight else (None, None)
         ctx.save_for_backward(arguments.labels, arguments.temperature, *weights, *gradients)
         ctx.shard, ctx.names, ctx.needs_gradient = shard, names, needs_gradient
-        ctx.ignore_index, ctx.logit_scale = arguments.ignore_index, arguments.logit_scale
+        ctx.ignore_index, ctx.logit_scale, ctx.dtype = arguments.ignore_index, arguments.logit_scale, values[0].dtype
         return tuple(outputs)
 
     @staticmethod
@@ -145,13 +147,10 @@ class _FrozenHeadFunction(torch.autograd.Function):
         }
         coefficients = Coefficients(*(upstream.get(name) for name in DIFFERENTIABLE))
         scale = ctx.logit_scale if temperature is None else ctx.logit_scale / temperature
-        in_place = backend.graph_ends()
-        of_input = _input_gradient(gradients[0::2], weight, labels, coefficients, scale, ctx.shard, in_place)
-        of_adapter = None
-        if ctx.needs_gradient[3]:
-            of_adapter = _input_gradient(
-                gradients[1::2], adapter_weight, labels, coefficients, scale, ctx.shard, in_place
-            )
+        more = labels, coefficients, scale, ctx.dtype, ctx.shard, backend.graph_ends()
+        of_input = _input_gradient(gradients[0::2], weight, *more)
+        of_adapter = _input_gradient(gradients[1::2], adapter_weight, *more) if ctx.needs_gradient[3] else None
+        of_input = of_input if ctx.needs_gradient[0] else None
         return None, None, None, of_input, None, None, of_adapter, None, *[None] * _NUM_OTHERS
 
 
@@ -161,6 +160,7 @@ def _input_gradient(
     labels: Tensor,
     coefficients: Coefficients,
     scale: Tensor | float,
+    dtype: torch.dtype,
     shard: VocabShard | None,
     in_place: bool,
 ) -> Tensor | None:
@@ -171,54 +171,52 @@ def _input_gradient(
         weight: ``[vocab_size, size]``, if lse or the mean logit have a coefficient and there is no soft-cap.
         labels, coefficients: ``[num_tokens]``.
         scale: Of the logits, a number or one for each token.
+        dtype: Of the gradient.
         shard: The weight's place in the vocabulary, if it is part of one.
         in_place: Whether the gradients are not used again.
     """
     of_log_probs, of_entropy, of_lse, of_mean = coefficients
     first, second = gradients
-    terms = []
-    if of_log_probs is not None or of_lse is not None:
-        # d lse = d z[label] - d log_prob
-        factor = 0.0 if of_log_probs is None else -of_log_probs
-        terms.append((first, factor if of_lse is None else of_lse + factor))
+    terms: list[tuple[Tensor, Tensor]] = []
+    if of_log_probs is not None or of_lse is not None:  # d lse = d z[label] - d log_prob
+        both = [each for each in (of_lse, None if of_log_probs is None else -of_log_probs) if each is not None]
+        terms.append((first, sum(both[1:], both[0])))
     if of_entropy is not None:
         terms.append((second, of_entropy))
-    total: Tensor | None = None
-    for tensor, factor in terms:
-        total = _add_rows(total, tensor, factor, in_place)
     if of_lse is not None and weight is not None:
         own = labels if shard is None else labels - shard.start
         is_own = (own >= 0) & (own < weight.shape[0])
-        rows = weight.index_select(0, own.where(is_own, 0)) if weight.shape[0] else torch.zeros_like(first)
-        total = _add_rows(total, rows, (of_lse * scale).where(is_own, 0.0), in_place)
+        rows = weight.index_select(0, own.where(is_own, 0)) if len(weight) else torch.zeros_like(first)
+        terms.append((rows, (of_lse * scale).where(is_own, 0.0)))
     if of_mean is not None and weight is not None:
         vocab_size = weight.shape[0] if shard is None else shard.vocab_size
         mean = weight.sum(0, dtype=of_mean.dtype) / vocab_size
-        total = _add_rows(total, mean.to(weight.dtype).expand(len(labels), -1), of_mean * scale, False)
-    if shard is not None and total is not None:
+        terms.append((mean.expand(len(labels), -1), of_mean * scale))
+    if not terms:
+        return None
+    rows, factors = terms[0]
+    if len(terms) == 1 and in_place and rows is first:  # without a temporary in the factors' dtype
+        total = torch.mul(rows, factors[:, None], out=rows)
+    else:
+        total = rows * factors[:, None]
+        for rows, factors in terms[1:]:
+            total.addcmul_(rows, factors[:, None])
+        total = total.to(dtype)
+    if shard is not None:
         shard.sum_input_gradients(total)
     return total
 
 
-def _add_rows(total: Tensor | None, rows: Tensor, factors: Tensor, in_place: bool) -> Tensor:
-    """``total + rows * factors[:, None]`` in the rows' dtype, multiplied in that of the factors."""
-    if total is not None:
-        return (total + rows * factors[:, None]).to(rows.dtype)
-    if in_place:  # without a temporary in the factors' dtype
-        return torch.mul(rows, factors[:, None], out=rows)
-    return (rows * factors[:, None]).to(rows.dtype)
-
-
 def prepare(
-    input: Tensor,
+    input: Any,
     linear_weight: Tensor,
-    target: Tensor,
+    target: Any,
     *,
     linear_bias: Tensor | None,
-    temperature: float | Tensor,
+    temperature: Any,
     softcap: float | None,
     logit_scale: float,
-    adapter: tuple[Tensor, Tensor] | None,
+    adapter: Any,
     vocab_shard: VocabShard | None,
     ignore_index: int,
     outputs: Sequence[str],
@@ -247,39 +245,34 @@ def prepare(
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0)
     check_integer("max_valid_tokens", max_valid_tokens, at_least=0, optional=True)
     head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
-    check_temperature(temperature, target)
+    check_temperature(temperature, target, ignore_index)
     check_labels("target", target, head.vocab_size, ignore_index)
 
-    each_temperature = None
+    labels, temperatures = target.reshape(-1).contiguous(), None
     if isinstance(temperature, Tensor):
-        dtype = torch.promote_types(head.dtype, torch.float32)
-        each_temperature, temperature = temperature.detach().reshape(-1).to(dtype).contiguous(), 1.0
-    arguments = ScoreArguments(
-        *head.tensors,
-        target.reshape(-1).contiguous(),
-        each_temperature,
-        head.chunk_size(chunk_bytes),
-        max_valid_tokens,
-        ",".join(names),
-        "",
-        int(ignore_index),
-        float(softcap or 0.0) / temperature,
-        float(logit_scale) / temperature,
-    )
+        each = temperature.detach().reshape(-1).to(torch.promote_types(head.dtype, torch.float32))
+        temperatures, temperature = each.where(labels != ignore_index, 1.0), 1.0  # those of ignored tokens may be 0
+    scale, cap = float(logit_scale) / temperature, float(softcap or 0.0) / temperature
+    arguments = ScoreArguments._make(
+        (
+            *head.tensors, labels, temperatures, head.chunk_size(chunk_bytes), max_valid_tokens, ",".join(names), "",
+            int(ignore_index), cap, scale,
+        )
+    )  # fmt: skip
     differentiable = [name for name in names if name in DIFFERENTIABLE and name not in detached]
     return head, arguments, tuple(differentiable) if any(head.needs_gradient) else ()
 
 
 def linear_log_probs(
-    input: Tensor,
+    input: Tensor | Sequence[Tensor],
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | Sequence[Tensor],
     *,
     linear_bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor | Sequence[float | Tensor] = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    adapter: tuple[Tensor, Tensor] | None = None,
+    adapter: tuple[Tensor | Sequence[Tensor], Tensor] | None = None,
     vocab_shard: VocabShard | None = None,
     ignore_index: int = IGNORE_INDEX,
     outputs: Sequence[str] = ("log_probs",),
@@ -287,8 +280,12 @@ def linear_log_probs(
     chunk_bytes: int | None = None,
     saved_logits_bytes: int = 0,
     max_valid_tokens: int | None = None,
-) -> TokenScores:
+) -> Any:
     """Log-probabilities of labels under ``input @ linear_weight.T + linear_bias``, and other scores of tokens.
+
+    Several groups of tokens over one head are sequences of the same length: ``input``, ``target``, the adapter's input
+    and, if they differ, the temperatures (a number or a tensor for each group). They are concatenated, so the head gets
+    one gradient; the scores are a tuple of one for each group.
 
     Args:
         input: Hidden states, ``[..., hidden_size]``.
@@ -321,6 +318,17 @@ def linear_log_probs(
         ValueError: For shapes, dtypes, devices, names or options that do not fit; for a temperature that requires a
             gradient; for labels out of range if they are on the CPU (on the GPU their log-probability is NaN instead).
     """
+    if is_grouped(input):
+        groups, states, labels, adapter = join_groups(input, target, adapter)
+        if isinstance(temperature, list | tuple):
+            temperature = join_values("temperature", temperature, groups, states)
+        scores = linear_log_probs(
+            states, linear_weight, labels, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+            logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index,
+            outputs=outputs, detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
+            max_valid_tokens=max_valid_tokens,
+        )  # fmt: skip
+        return groups.split_fields(scores)
     head, arguments, differentiable = prepare(
         input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index, outputs=outputs,
@@ -332,7 +340,8 @@ def linear_log_probs(
     follows_from_weight = softcap is None or not {"lse", "mean_logit"}.intersection(differentiable)
     with head.products_dtype():
         if not differentiable:
-            scores = (score_op(*arguments) if vocab_shard is None else score_tokens(vocab_shard, *arguments))[2:]
+            with torch.no_grad():
+                scores = (score_op(*arguments) if vocab_shard is None else score_tokens(vocab_shard, *arguments))[2:]
         elif is_frozen and follows_from_weight:
             gradients = ["log_probs"] if {"log_probs", "lse"}.intersection(differentiable) else []
             gradients += ["entropy"] if "entropy" in differentiable else []
@@ -341,4 +350,5 @@ def linear_log_probs(
         else:
             saved = head.saved_chunks(saved_logits_bytes, arguments.chunk_size) if vocab_shard is None else 0
             scores = _LinearLogProbsFunction.apply(vocab_shard, saved, head.needs_gradient, differentiable, *arguments)
-    return TokenScores(**{name: score.view(target.shape) for name, score in zip(names, scores, strict=False)})
+    shape = cast(Tensor, target).shape
+    return TokenScores(**{name: score.view(shape) for name, score in zip(names, scores, strict=False)})

@@ -7,7 +7,7 @@ the size ``num_tokens * hidden_size * vocab_size``, two with a frozen head, and 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from liger_ops.log_probs.reference import TokenLoss
 from liger_ops.log_probs.rows import Coefficients
 from liger_ops.log_probs.scores import TokenScores
 from liger_ops.loss.chunked_loss import KeptTokens, choose_accumulate_dtype, chunked_linear_loss
+from liger_ops.loss.groups import is_grouped, join_groups, join_values
 from liger_ops.loss.linear_head import NUM_GRADIENTS
 from liger_ops.loss.options import IGNORE_INDEX
 from liger_ops.loss.scale_gradient import scale_gradient
@@ -149,16 +150,16 @@ class _LinearTokenLossFunction(torch.autograd.Function):
 
 @torch.compiler.disable
 def linear_token_loss(
-    input: Tensor,
+    input: Tensor | Sequence[Tensor],
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | Sequence[Tensor],
     token_loss: TokenLoss,
     *,
     linear_bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor | Sequence[float | Tensor] = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    adapter: tuple[Tensor, Tensor] | None = None,
+    adapter: tuple[Tensor | Sequence[Tensor], Tensor] | None = None,
     vocab_shard: VocabShard | None = None,
     ignore_index: int = IGNORE_INDEX,
     outputs: Sequence[str] = ("log_probs",),
@@ -166,10 +167,11 @@ def linear_token_loss(
     chunk_bytes: int | None = None,
     saved_logits_bytes: int = 0,
     max_valid_tokens: int | None = None,
-) -> tuple[Tensor, TokenScores]:
+) -> Any:
     """The sum of a loss over tokens, each a function of that token's scores under a linear head.
 
-    Under ``torch.compile`` the call breaks the graph, since the loss is called in the loop over chunks.
+    Groups of tokens over one head are given as for :func:`~liger_ops.linear_log_probs`; indices are those of their
+    concatenation. Under ``torch.compile`` the call breaks the graph, since the loss is called in the loop over chunks.
 
     Args:
         input: Hidden states, ``[..., hidden_size]``.
@@ -197,6 +199,17 @@ def linear_token_loss(
     """
     if not callable(token_loss):
         raise wrong_type("token_loss", "a function of scores and indices", token_loss)
+    if is_grouped(input):
+        groups, states, labels, adapter = join_groups(input, target, adapter)
+        if isinstance(temperature, list | tuple):
+            temperature = join_values("temperature", temperature, groups, states)
+        loss, found = linear_token_loss(
+            states, linear_weight, labels, token_loss, linear_bias=linear_bias, temperature=temperature,
+            softcap=softcap, logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard,
+            ignore_index=ignore_index, outputs=outputs, detach=detach, chunk_bytes=chunk_bytes,
+            saved_logits_bytes=saved_logits_bytes, max_valid_tokens=max_valid_tokens,
+        )  # fmt: skip
+        return loss, groups.split_fields(found)
     head, arguments, differentiable = prepare(
         input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index, outputs=outputs,
@@ -208,4 +221,5 @@ def linear_token_loss(
             vocab_shard, token_loss, head.needs_gradient, differentiable, *arguments
         )
     names = arguments.outputs.split(",")
-    return loss, TokenScores(**{name: score.view(target.shape) for name, score in zip(names, scores, strict=True)})
+    shape = cast(Tensor, target).shape
+    return loss, TokenScores(**{name: score.view(shape) for name, score in zip(names, scores, strict=True)})

@@ -75,8 +75,8 @@ def _fake_scores(*values: Any) -> list[Tensor]:
     gradients = []
     for name in ("log_probs", "entropy"):
         for tensor in (arguments.input, arguments.adapter_input):
-            wanted = name in arguments.gradients and tensor is not None
-            gradients.append(torch.empty_like(tensor) if wanted else arguments.input.new_empty(0))
+            shape = tensor.shape if name in arguments.gradients and tensor is not None else (0,)
+            gradients.append(arguments.input.new_empty(shape))
     return [*scores, *gradients]
 
 

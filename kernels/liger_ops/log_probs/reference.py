@@ -32,7 +32,9 @@ def linear_log_probs_reference(
     if adapter is not None:
         logits = logits + F.linear(*adapter)
     z = transform_logits(logits, TokenLossOptions(softcap=softcap, logit_scale=logit_scale))
-    z = z / (temperature.to(z.dtype)[..., None] if isinstance(temperature, Tensor) else temperature)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(z.dtype).where(target != ignore_index, 1.0)[..., None]
+    z = z / temperature
     scores = scores_reference(z.flatten(0, -2), target.reshape(-1), ignore_index, outputs)._asdict()
     shaped = {name: score.view(target.shape) for name, score in scores.items() if score is not None}
     return TokenScores(**{name: score.detach() if name in detach else score for name, score in shaped.items()})

@@ -153,14 +153,14 @@ def _score_rows_reference(
         entropy = normaliser.log() - excess / normaliser
         predictions = predictions.where(kept, options.ignore_index)
         floats = (each.where(kept, 0.0).to(z.dtype) for each in (losses, -losses, lse, entropy))
-        stats = TokenStats(*floats, predictions, kept & (predictions == labels))
+        stats = TokenStats._make((*floats, predictions, kept & (predictions == labels)))
     if buffers.mean_logit is not None:
         mean = (z.sum(-1, dtype=torch.float64) / z.shape[1]).where(kept, 0.0).to(z.dtype)
     if buffers.log_sum_sq_probs is not None:
         squares = numerator.square().sum(-1, dtype=torch.float64).log() - 2 * normaliser.log()
         squares = squares.where(kept, 0.0).to(z.dtype)
     known = (each.where(kept, 0.0).to(z.dtype) for each in (losses, lse, (lse - rounded).nan_to_num(0.0)))
-    return ScoreBuffers(*known, stats, mean, squares)
+    return ScoreBuffers._make((*known, stats, mean, squares))
 
 
 class Coefficients(NamedTuple):
@@ -344,10 +344,10 @@ def score_rows_of_shard(
         entropy = (share * (entropies + lse - lse_of_ranks)).where(share > 0, 0.0).sum(0)
         first = predictions.where(maxima == maxima.amax(0), shard.vocab_size - 1).amin(0).long()
         floats = (each.where(kept, 0.0) for each in (losses, -losses, lse, entropy))
-        stats = TokenStats(*floats, first.where(kept, options.ignore_index), kept & (first == labels))
+        stats = TokenStats._make((*floats, first.where(kept, options.ignore_index), kept & (first == labels)))
     if buffers.mean_logit is not None:
         mean = (details[3 if stats else 0].sum(0) / shard.vocab_size).where(kept, 0.0)
     if buffers.log_sum_sq_probs is not None:
         squares = (details[-1].logsumexp(0) - 2 * lse).where(kept, 0.0)
     known = (each.where(kept, 0.0) for each in (losses, lse, (lse - rounded).nan_to_num(0.0)))
-    store_rows(buffers, ScoreBuffers(*known, stats, mean, squares), token_index)
+    store_rows(buffers, ScoreBuffers._make((*known, stats, mean, squares)), token_index)

@@ -68,8 +68,11 @@ def check_outputs(name: str, value: Any, allowed: Sequence[str], *, at_least: in
     return tuple(each for each in OUTPUTS if each in value)
 
 
-def check_temperature(temperature: Any, target: Tensor) -> None:
-    """Raises unless it is a positive number, or a tensor of one for each token that needs no gradient."""
+def check_temperature(temperature: Any, target: Tensor, ignore_index: int) -> None:
+    """Raises unless it is a positive number, or a tensor of one for each token that needs no gradient.
+
+    Values of a tensor are only looked at on a CPU; those of ignored tokens may be anything.
+    """
     if not isinstance(temperature, Tensor):
         check_number("temperature", temperature, above=0)
         return
@@ -81,6 +84,10 @@ def check_temperature(temperature: Any, target: Tensor) -> None:
             "temperature must not require a gradient, since the scores have none for it, got"
             f" {shown(temperature)} that requires one; pass temperature.detach()"
         )
+    if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = temperature[~(temperature > 0) & (target != ignore_index)]
+        if wrong.numel():
+            raise ValueError(f"temperature must be positive at each token, got {wrong[0].item()}")
 
 
 def check_transform(softcap: Any, logit_scale: Any, ignore_index: Any) -> None:

@@ -270,7 +270,7 @@ class _LinearTopkFunction(torch.autograd.Function):
             results = TopkResults(*computed)
             ctx.save_for_backward(*arguments[:_NUM_TENSORS], *(saved.chunks if saved else ()))
         ctx.needs_gradient, ctx.settings = arguments.needs_gradient, arguments[_NUM_TENSORS:]
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in arguments[:NUM_GRADIENTS]]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
         return results.log_probs, results.lse
 
     @staticmethod
@@ -278,7 +278,8 @@ class _LinearTopkFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * NUM_GRADIENTS
         if ctx.waits:
-            tensors, chunks = ctx.saved_tensors[:_NUM_TENSORS], list(ctx.saved_tensors[_NUM_TENSORS:])
+            saved_tensors = ctx.saved_tensors
+            tensors, chunks = saved_tensors[:_NUM_TENSORS], list(saved_tensors[_NUM_TENSORS:])
             values = _changed(
                 (*tensors, *ctx.settings), grad_log_probs=grad_log_probs, grad_lse=grad_lse,
                 needs_gradient=ctx.needs_gradient,
@@ -401,7 +402,6 @@ def linear_topk_log_probs(
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     tokens = input.shape[:-1]
-    _check_ids(ids, tokens, linear_weight.shape[0])
     labels = torch.full(tokens, _KEPT, dtype=torch.int64, device=input.device)
     if mask is not None:
         if mask.dtype != torch.bool:
@@ -409,6 +409,7 @@ def linear_topk_log_probs(
         check_shape("mask", mask, tokens, "input's without its last dimension")
         labels = mask.long() + _IGNORED
     head = check_head(input, linear_weight, linear_bias, labels, adapter, None)
+    _check_ids(ids, tokens, linear_weight.shape[0])
     ids = ids.reshape(-1, ids.shape[-1]).contiguous()
     scale, cap = float(logit_scale / temperature), None if softcap is None else float(softcap / temperature)
     with head.products_dtype():
@@ -416,7 +417,7 @@ def linear_topk_log_probs(
             log_probs, lse = _renormalized(head, ids, labels.reshape(-1), scale, cap, chunk_bytes)
         else:
             log_probs, lse = _normalized(head, ids, labels, scale, cap, chunk_bytes, saved_logits_bytes)
-    log_probs = log_probs.view(*tokens, -1)
+    log_probs = log_probs.view(*tokens, ids.shape[1])
     return (log_probs, lse.view(tokens)) if with_lse else log_probs
 
 
@@ -468,6 +469,7 @@ def _renormalized(
     z, _ = _transform(logits, TokenLossOptions(softcap=softcap, logit_scale=scale), logits.dtype)
     # A token without classes has no distribution: places that cannot be seen keep its gradient finite.
     counts = given.is_class | ~given.has_class[:, None]
-    lse = z.masked_fill(~counts, -torch.inf).logsumexp(1)
-    log_probs = (z - lse[:, None]).masked_fill(~given.is_class, -torch.inf).masked_fill(given.is_wrong, torch.nan)
-    return log_probs.masked_fill(~kept[:, None], 0.0), lse.masked_fill(~given.has_class, -torch.inf).where(kept, 0.0)
+    z = z.masked_fill(~counts, -torch.inf)
+    log_probs = z.log_softmax(1).masked_fill(~given.is_class, -torch.inf).masked_fill(given.is_wrong, torch.nan)
+    lse = z.logsumexp(1).masked_fill(~given.has_class, -torch.inf)
+    return log_probs.masked_fill(~kept[:, None], 0.0), lse.masked_fill(~kept, 0.0)

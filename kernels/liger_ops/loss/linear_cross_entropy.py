@@ -11,7 +11,7 @@ the formula and its options.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from liger_ops.loss.chunked_loss import (
     chunked_linear_loss,
 )
 from liger_ops.loss.cross_entropy import cross_entropy, gradient_in_place, loss_and_gradient_in_place
+from liger_ops.loss.groups import is_grouped, join_groups, join_values
 from liger_ops.loss.linear_head import NUM_GRADIENTS, check_head
 from liger_ops.loss.options import (
     IGNORE_INDEX,
@@ -297,9 +298,9 @@ def _check_chunks(
 
 
 def linear_cross_entropy(
-    input: Tensor,
+    input: Tensor | Sequence[Tensor],
     linear_weight: Tensor,
-    target: Tensor,
+    target: Tensor | Sequence[Tensor],
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
@@ -307,7 +308,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
-    token_weight: Tensor | None = None,
+    token_weight: Tensor | Sequence[Tensor | float] | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss_weight: float = 0.0,
@@ -318,8 +319,13 @@ def linear_cross_entropy(
     adapter: tuple[Tensor, Tensor] | None = None,
     vocab_shard: VocabShard | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, TokenStats]:
+) -> Any:
     """Cross entropy of ``input @ linear_weight.T + linear_bias``, call-compatible with PyTorch's function of that name.
+
+    Several groups of tokens over one head, such as Medusa's heads with a shared projection, are sequences of the same
+    length: ``input``, ``target``, ``token_weight`` (a tensor or a number for each group) and the adapter's input. They
+    are concatenated, so the head gets one gradient, and a mean is over the tokens of all groups. Losses of single
+    tokens and stats are tuples of one for each group.
 
     Args:
         input: Hidden states, ``[..., hidden_size]``.
@@ -366,6 +372,20 @@ def linear_cross_entropy(
         ValueError: For shapes, dtypes, devices or options that do not fit; for weights that require a gradient; for
             labels out of range if they are on the CPU (on the GPU the loss is NaN instead).
     """
+    if is_grouped(input):
+        groups, states, labels, adapter = join_groups(input, target, adapter)
+        result = linear_cross_entropy(
+            states, linear_weight, labels, linear_bias=linear_bias, weight=weight, reduction=reduction,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, options=options,
+            token_weight=join_values("token_weight", token_weight, groups, states), softcap=softcap,
+            logit_scale=logit_scale, z_loss_weight=z_loss_weight, chunk_bytes=chunk_bytes,
+            accumulate_dtype=accumulate_dtype, saved_logits_bytes=saved_logits_bytes,
+            max_valid_tokens=max_valid_tokens, adapter=adapter, vocab_shard=vocab_shard, return_stats=return_stats,
+        )  # fmt: skip
+        loss, *stats = result if return_stats else (result,)
+        loss = tuple(groups.split(loss)) if reduction == "none" else loss
+        return (loss, groups.split_fields(stats[0])) if return_stats else loss
+    input, target, token_weight = cast(Tensor, input), cast(Tensor, target), cast("Tensor | None", token_weight)
     check_floating("input", input)
     check_floating("linear_weight", linear_weight)
     check_floating("linear_bias", linear_bias, optional=True)

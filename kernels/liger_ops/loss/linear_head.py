@@ -39,7 +39,7 @@ class LinearHead(NamedTuple):
     @property
     def tensors(self) -> list[Tensor | None]:
         """The first ``NUM_GRADIENTS`` fields."""
-        return list(self[:NUM_GRADIENTS])
+        return [self.input, self.weight, self.bias, self.adapter_input, self.adapter_weight]
 
     def chunk_size(self, chunk_bytes: int | None) -> int:
         """Tokens a chunk of logits within a budget, by default chosen for the device."""
@@ -58,6 +58,15 @@ class LinearHead(NamedTuple):
     def products_dtype(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which products keep ``dtype``."""
         return torch.autocast(self.input.device.type, enabled=False) if self.is_autocast else contextlib.nullcontext()
+
+
+class HeadNames(NamedTuple):
+    """What the caller calls the arguments of :func:`check_head`, for messages."""
+
+    input: str = "input"
+    weight: str = "linear_weight"
+    bias: str = "linear_bias"
+    adapter: str = "adapter"
 
 
 def is_trained(needs_gradient: list[bool]) -> bool:
@@ -81,6 +90,7 @@ def check_head(
     target: Tensor,
     adapter: tuple[Tensor, Tensor] | None,
     vocab_shard: VocabShard | None,
+    names: HeadNames = HeadNames(),  # noqa: B008  # immutable
 ) -> LinearHead:
     """The head of ``linear_cross_entropy``'s arguments of these names.
 
@@ -90,7 +100,7 @@ def check_head(
     own_size, hidden_size = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != hidden_size:
         raise ValueError(
-            f"input must end in linear_weight's hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
+            f"{names.input} must end in {names.weight}'s hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
         )
     if target.shape != input.shape[:-1]:
         raise ValueError(
@@ -98,7 +108,7 @@ def check_head(
             f" has shape {tuple(target.shape)}"
         )
     if linear_bias is not None and linear_bias.shape != (own_size,):
-        raise ValueError(f"linear_bias must have shape {(own_size,)}, got {tuple(linear_bias.shape)}")
+        raise ValueError(f"{names.bias} must have shape {(own_size,)}, got {tuple(linear_bias.shape)}")
     vocab_size = num_columns = own_size
     if vocab_shard is not None:
         if not isinstance(vocab_shard, VocabShard):
@@ -107,10 +117,10 @@ def check_head(
         vocab_size = vocab_shard.vocab_size
         num_columns = -(-vocab_size // vocab_shard.group.size())
     elif vocab_size == 0:
-        raise ValueError(f"linear_weight must have at least one class, got shape {tuple(linear_weight.shape)}")
+        raise ValueError(f"{names.weight} must have at least one class, got shape {tuple(linear_weight.shape)}")
     low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
     if adapter is not None:
-        adapter = _check_adapter(input, linear_weight, adapter)
+        adapter = _check_adapter(input, linear_weight, adapter, names)
         low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     tensors: list[Any] = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
@@ -118,24 +128,25 @@ def check_head(
     if dtype is not None:
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     else:
-        names = "linear_weight", "linear_bias", "adapter[0]", "adapter[1]"
-        for name, tensor in zip(names, tensors[1:], strict=True):
+        others = names.weight, names.bias, f"{names.adapter}[0]", f"{names.adapter}[1]"
+        for name, tensor in zip(others, tensors[1:], strict=True):
             if tensor is not None and tensor.dtype != input.dtype:
-                raise ValueError(f"{name} must have input's dtype {input.dtype}, got {tensor.dtype}")
-    return LinearHead(*tensors, needs_gradient, dtype or input.dtype, vocab_size, num_columns, dtype is not None)
+                raise ValueError(f"{name} must have {names.input}'s dtype {input.dtype}, got {tensor.dtype}")
+    is_autocast = dtype is not None
+    return LinearHead._make((*tensors, needs_gradient, dtype or input.dtype, vocab_size, num_columns, is_autocast))
 
 
-def _check_adapter(input: Tensor, linear_weight: Tensor, adapter: Any) -> tuple[Tensor, Tensor]:
+def _check_adapter(input: Tensor, linear_weight: Tensor, adapter: Any, names: HeadNames) -> tuple[Tensor, Tensor]:
     if not isinstance(adapter, tuple | list) or len(adapter) != 2:
-        raise wrong_type("adapter", "a pair of tensors or None", adapter)
+        raise wrong_type(names.adapter, "a pair of tensors or None", adapter)
     adapter_input, adapter_weight = adapter
-    for name, tensor in (("adapter[0]", adapter_input), ("adapter[1]", adapter_weight)):
+    for name, tensor in ((f"{names.adapter}[0]", adapter_input), (f"{names.adapter}[1]", adapter_weight)):
         check_floating(name, tensor)
-        check_same_device("input", input, **{name: tensor})
+        check_same_device(names.input, input, **{name: tensor})
     rank = adapter_input.shape[-1] if adapter_input.dim() else 0
     if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
         raise ValueError(
-            f"adapter must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
+            f"{names.adapter} must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
             f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
         )
     return adapter_input, adapter_weight

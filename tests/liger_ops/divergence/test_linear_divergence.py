@@ -11,7 +11,6 @@ from torch import Tensor
 from liger_ops import divergence, linear_divergence
 from liger_ops.divergence import linear_divergence as module
 from liger_ops.divergence.divergence import divergence_reference
-from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.divergence.cases import EVERYTHING, KINDS, OPTIONS, plain_divergence
 
 TOKENS, CLASSES, HIDDEN, TEACHER_HIDDEN, RANK = 11, 37, 9, 7, 2
@@ -53,6 +52,7 @@ class Models(NamedTuple):
         return Models(*(each.detach().to(*args).requires_grad_(each.requires_grad) for each in self))
 
 
+FAST = torch.cuda.is_available()  # where kernels are not interpreted
 STUDENT = ("x", "weight", "bias", "adapter_x", "adapter_weight")
 
 
@@ -105,18 +105,25 @@ def assert_same(found: list[Tensor], expected: list[Tensor], what: Any, toleranc
         assert error <= tolerance * max(1.0, other.abs().max().item()), (what, place, error)
 
 
-def test_every_kind_with_every_option_is_that_of_the_definition(device: torch.device) -> None:
-    models = make_models().to(device)
+def assert_kinds_match_definition(models: Models, tokens: dict[str, Tensor], kinds: list[tuple[str, float]]) -> None:
+    """Every kind with the options in turn; ``test_row_kernels`` has all kinds with all options."""
     truth = models.to(torch.float64)
-    tokens = {name: each.to(device) for name, each in make_tokens().items()}
-    for place, (kind, beta) in enumerate(KINDS):
-        for options, reduction in zip(OPTIONS, ("sum", "mean", "none"), strict=True):
-            masks = tokens if place % 2 else {}
-            found = models.run(kind=kind, beta=beta, reduction=reduction, **masks, **options)
-            losses = plain_divergence(*truth.logits(), kind, beta, **options)
-            expected = reduce(losses, reduction, **masks)
-            what = kind, beta, reduction, options
-            assert_same(with_gradients(found, leaves_of(models)), with_gradients(expected, leaves_of(truth)), what)
+    for place, (kind, beta) in enumerate(kinds):
+        options, reduction = OPTIONS[place % 3], ("sum", "mean", "none")[place // 2 % 3]
+        masks = tokens if place % 2 else {}
+        found = models.run(kind=kind, beta=beta, reduction=reduction, **masks, **options)
+        expected = reduce(plain_divergence(*truth.logits(), kind, beta, **options), reduction, **masks)
+        what = kind, beta, reduction, options
+        assert_same(with_gradients(found, leaves_of(models)), with_gradients(expected, leaves_of(truth)), what)
+
+
+def test_every_kind_is_that_of_the_definition() -> None:
+    assert_kinds_match_definition(make_models(), make_tokens(), KINDS)
+
+
+def test_kernels_give_what_the_definition_gives(triton_device: torch.device) -> None:
+    tokens = {name: each.to(triton_device) for name, each in make_tokens().items()}
+    assert_kinds_match_definition(make_models().to(triton_device), tokens, KINDS[:: 1 if FAST else 3])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -225,7 +232,7 @@ def test_shape_of_tokens_is_kept() -> None:
 def test_equal_models_have_divergence_zero(device: torch.device) -> None:
     """No noise of two rounded log-probabilities, which forward KLs of others have."""
     models = make_models().to(device)
-    for kind, beta in KINDS:
+    for kind, beta in KINDS if FAST else KINDS[1::5]:  # all of them are tested with the kernel alone
         if kind != "cosine":
             loss = linear_divergence(
                 models.x, 30 * models.weight, models.x, 30 * models.weight, kind=kind, beta=beta, reduction="none"
@@ -283,8 +290,8 @@ def test_kl_is_infinite_where_it_is(kind: str, whose: str, device: torch.device)
 @pytest.mark.parametrize("kind", [kind for kind in dict(KINDS) if kind not in ("mse", "cosine")])
 def test_probabilities_that_underflow_leave_everything_finite(kind: str, device: torch.device) -> None:
     """Logits 200 nats apart, as temperatures below 1 make them: the mixture of two underflown ones has no logarithm."""
-    student = torch.tensor([[0.0, -200.0, -150.0, -1000.0], [0.0, -300.0, 90.0, -20.0]], device=device)
-    teacher = torch.tensor([[0.0, -210.0, -400.0, -1000.0], [0.0, -20.0, -300.0, 90.0]], device=device)
+    student = torch.tensor([[0.0, -200.0, -150.0, -600.0], [0.0, -300.0, 90.0, -20.0]], device=device)
+    teacher = torch.tensor([[0.0, -210.0, -400.0, -650.0], [0.0, -20.0, -300.0, 90.0]], device=device)
     true = student.double().requires_grad_()
     losses = plain_divergence(true, teacher.double(), kind, 0.4)
     expected = with_gradients(losses, [true])
@@ -298,7 +305,7 @@ def test_divergences_of_close_models_are_accurate(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     student = (4 * torch.randn(4, 1000, generator=generator)).to(device)
     teacher = student + (0.01 * torch.randn(4, 1000, generator=generator)).to(device)
-    for kind, beta in KINDS:
+    for kind, beta in KINDS if FAST else KINDS[::2]:
         if kind not in ("mse", "cosine"):
             found = divergence(student, teacher, kind=kind, beta=beta, reduction="none")
             expected = plain_divergence(student.double(), teacher.double(), kind, beta)
@@ -348,7 +355,7 @@ def test_padding_of_one_vocabulary_adds_no_divergence() -> None:
 def test_half_precision_is_no_less_accurate_than_plain_pytorch(dtype: torch.dtype, device: torch.device) -> None:
     models = make_models().to(device, dtype)
     truth = models.to(torch.float64)
-    for kind, beta in KINDS:
+    for kind, beta in KINDS if FAST else KINDS[2::6]:
         for reduction in ("mean", "none"):
             found = with_gradients(models.run(kind=kind, beta=beta, reduction=reduction), leaves_of(models))
             eager, true = (
@@ -359,8 +366,9 @@ def test_half_precision_is_no_less_accurate_than_plain_pytorch(dtype: torch.dtyp
                 for some, wide in ((models, torch.float32), (truth, torch.float64))
             )
             assert [each.dtype for each in found] == [torch.float32] + 5 * [dtype]
-            for place, results in enumerate(zip(found, eager, true, strict=True)):
-                assert_as_accurate(f"{kind} {beta} {reduction} {place}", *results, magnitude=8.0 if place else 16.0)
+            for place, (one, other, exact) in enumerate(zip(found, eager, true, strict=True)):
+                allowed = 2 * (other - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+                assert (one - exact).abs().max() <= allowed, (kind, beta, reduction, place)
 
 
 def test_logits_in_float32_make_divergences_of_close_models_accurate(device: torch.device) -> None:
@@ -416,8 +424,8 @@ def test_the_teacher_is_a_constant() -> None:
 def test_logits_give_what_the_definition_gives(function: Callable[..., Tensor], device: torch.device) -> None:
     student, teacher = (each.detach().view(1, TOKENS, CLASSES).to(device) for each in make_models().logits())
     tokens = {name: each[None].to(device) for name, each in make_tokens().items()}
-    for kind, beta in KINDS:
-        for reduction in ("mean", "sum", "none"):
+    for place, (kind, beta) in enumerate(KINDS):
+        for reduction in ("mean", "sum", "none")[place % 3 :][:1]:
             student = student.detach().requires_grad_()
             found = function(student, teacher, kind=kind, beta=beta, reduction=reduction, **tokens, **EVERYTHING)
             true = student.detach().double().requires_grad_()

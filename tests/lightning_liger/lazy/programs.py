@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching.rules.head import HeadReplacement
@@ -196,6 +197,18 @@ def _new(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
             lambda s, x: torch.zeros_like(x) + 1,
             lambda s, x: x.new_ones(x.shape),
             lambda s, x: x.double(),
+            lambda s, x: x.softmax(-1) * x.log_softmax(-1),
+            lambda s, x: x.log_softmax(-1) * c,
+            lambda s, x: x.log_softmax(-1).exp(),
+            lambda s, x: -x.log_softmax(-1),
+            lambda s, x: x.log_softmax(-1) - x[..., :1],
+            lambda s, x: x - x.amax(-1, keepdim=True),
+            lambda s, x: torch.logaddexp(x.log_softmax(-1), x.softmax(-1)),
+            lambda s, x: torch.stack([x.softmax(-1), x.log_softmax(-1)]),
+            lambda s, x: torch.stack([x.log_softmax(-1), x.softmax(-1)]).logsumexp(0),
+            lambda s, x: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1), reduction="none")[mask],
+            lambda s, x: x.softmax(-1) * (s.extra if x.shape[-1] == VOCAB_SIZE else 2),
+            lambda s, x: x.softmax(-1).clamp(min=0.2).log(),
         ]
     )
 
@@ -300,6 +313,11 @@ def _loss(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
             lambda s, x: x.topk(1).values.sum(),
             lambda s, x: x.sum(),
             lambda s, x: x.square().mean(),
+            lambda s, x: x.mean(-1).square().sum(),
+            lambda s, x: x.mean(),
+            lambda s, x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).square().sum(),
+            lambda s, x: (x.softmax(-1) * x).sum(),
+            lambda s, x: Categorical(logits=x, validate_args=False).entropy().sum(),
             divergence,
             wanted,
         ]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
-from lightning_liger import LazyLogits, apply_liger_kernels
+from lightning_liger import LazyLogits, apply_liger_kernels, divergence, lazy_logits, token_scores, topk_log_probs
 from tests.lightning_liger.tiny import tiny_llama
 
 IDS = torch.arange(24).view(3, 8)
@@ -75,6 +75,37 @@ def test_engine_trains_a_patched_model_as_the_stock_one(engine: str, process_gro
             patched_old.softmax(-1)
     else:
         torch.testing.assert_close(patched_old, old, rtol=1e-4, atol=1e-6)
+
+
+def _policy_step(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    """The loss and gradients of one step on scores and a divergence from the logits of an earlier forward."""
+    with torch.no_grad(), lazy_logits():
+        before = token_scores(model(input_ids=IDS).logits[:, :-1], IDS[:, 1:]).log_probs
+        reference = model(input_ids=IDS.flip(0)).logits
+    logits = model(input_ids=IDS).logits
+    scores = token_scores(logits[:, :-1], IDS[:, 1:], outputs=("log_probs", "entropy"))
+    loss = torch.exp(scores.log_probs - before).mean() - scores.entropy.mean()
+    loss = loss + divergence(logits, reference, kind="jsd") + topk_log_probs(logits, IDS[..., None]).mean()
+    loss = loss + F.kl_div(logits.log_softmax(-1), reference.softmax(-1), reduction="batchmean")
+    loss.backward()
+    return loss.detach(), [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_takes_a_step_on_scores_as_the_stock_model(engine: str, process_group: None) -> None:
+    results = []
+    for patched in (False, True):
+        model = tiny_llama(num_hidden_layers=1)
+        if patched:
+            apply_liger_kernels(model)
+        results.append(_policy_step(ENGINES[engine](model)))
+        if patched and not engine.startswith("ddp_"):  # whose function of the output needs its gradient
+            assert model.lm_head.fusion_counters.num_materialized == 0
+    (loss, gradients), (patched_loss, patched_gradients) = results
+    torch.testing.assert_close(patched_loss, loss, rtol=1e-5, atol=0)
+    for got, want in zip(patched_gradients, gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_trainer_of_hugging_face_computes_metrics_and_predictions_of_patched_models() -> None:

@@ -359,6 +359,7 @@ WITHOUT_LOSS: dict[str, Callable[[Logits], Any]] = {
     "softmax_squared": lambda x: (x.softmax(-1) * x.softmax(-1)).sum(-1),
     "softmax_squared_twice": lambda x: (lambda p: p * p)((x * 2).softmax(-1))[:, 1:].sum(),
     "softmax_of_labels": lambda x: F.softmax(x, dim=-1).gather(-1, LABELS[..., None]),
+    "log_softmax_times_a_number": lambda x: (2.0 * x.log_softmax(-1) + 1.0).sum(-1) + (x.log_softmax(-1) / 3).sum(),
     "softmax_max": lambda x: torch.softmax(x, -1).max(-1).values,
     "softmax_topk": lambda x: tuple(x.softmax(-1, dtype=torch.float64).topk(2)),
     "softmax_logsumexp": lambda x: x.softmax(-1).logsumexp(-1),

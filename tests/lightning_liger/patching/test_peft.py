@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels
+from lightning_liger import (
+    LazyLogits,
+    LigerLMMixin,
+    apply_liger_kernels,
+    divergence,
+    lazy_logits,
+    token_scores,
+)
 from tests.lightning_liger.tiny import TensorSizes, tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -168,3 +175,32 @@ def test_frozen_head_gets_no_gradient_and_lazy_logits_without_any_are_real() -> 
     torch.testing.assert_close(
         module.lm_loss(model(input_ids=tiny_batch()["input_ids"]).logits, tiny_batch()["labels"]), output.loss.detach()
     )
+
+
+@pytest.mark.parametrize("name", ["everywhere", "head_saved_whole", "scaled_logits", "capped_logits", "two_active"])
+def test_scores_and_divergences_are_those_of_the_adapted_head_and_of_the_base_model(name: str) -> None:
+    model = with_adapters(*CONFIGS["everywhere" if name == "two_active" else name])
+    if name == "two_active":
+        model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["lm_head"]))
+        model.base_model.set_adapter(["default", "second"])
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and parameter.shape[0] != 2)
+        nn.init.normal_(model.base_model.model.lm_head.lora_B["second"].weight, std=0.3)
+    patched = copy.deepcopy(model)
+    apply_liger_kernels(patched)
+    batch = tiny_batch()
+    results = []
+    for each in (model, patched):
+        logits = each(input_ids=batch["input_ids"]).logits
+        with torch.no_grad(), lazy_logits(), each.disable_adapter():
+            reference = each(input_ids=batch["input_ids"]).logits
+        assert isinstance(logits, LazyLogits) == isinstance(reference, LazyLogits) == (each is patched)
+        scores = token_scores(logits, batch["labels"], outputs=("log_probs", "entropy"), temperature=0.8)
+        before = token_scores(reference, batch["labels"]).log_probs
+        ratio = torch.exp(scores.log_probs - before)
+        loss = ratio.mean() - scores.entropy.mean() + divergence(logits, reference, kind="reverse_kl")
+        loss.backward()
+        results.append(loss.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
+    assert_same_gradients(model, patched)
+    assert sum(counters.num_materialized for counters in head_counters(patched)) == 0

@@ -116,6 +116,14 @@ def test_fabric_trains_as_one_process_with_the_stock_model(launched, reference, 
 
 @of_each_stage
 @pytest.mark.parametrize("head", HEADS)
+def test_scores_of_logits_train_as_the_loss_that_they_are(launched, reference, stage, head):
+    way = f"fabric-scores-{head}"
+    assert_as_in(reference(HEADS[head], of_tokens=False), launched, stage, way)
+    assert_fused(launched, stage, way, 3 * launched[3].NUM_STEPS)
+
+
+@of_each_stage
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("loss_of", ["labels", "logits"])
 def test_heads_gradient_is_the_mean_over_ranks(launched, stage, head, loss_of):
     device, _, results, _ = launched

@@ -14,13 +14,22 @@ import deepspeed
 import lightning as L
 import peft
 import torch
+import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_liger import FabricLigerDeepSpeedStrategy, LigerCausalLM, LigerDeepSpeedStrategy
+from lightning_liger import (
+    FabricLigerDeepSpeedStrategy,
+    LigerCausalLM,
+    LigerDeepSpeedStrategy,
+    divergence,
+    lazy_logits,
+    token_loss,
+    token_scores,
+)
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -196,6 +205,19 @@ def _loss_of_logits(model: nn.Module, batch: Batch) -> Tensor:
     return outside_loss(model(batch["input_ids"]).logits, batch["labels"])
 
 
+def _loss_of_scores(model: nn.Module, batch: Batch) -> Tensor:
+    """The same loss out of scores and log-probabilities, and a divergence of the model from itself, which is 0."""
+    with torch.no_grad(), lazy_logits():
+        before = model(batch["input_ids"]).logits
+    logits = model(batch["input_ids"]).logits
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    kept = labels != -100
+    scores = token_scores(logits, labels).log_probs
+    total, _ = token_loss(logits, labels, lambda scores, index: -scores.log_probs)
+    gathered = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][kept]
+    return (total - scores.sum() - gathered.sum()) / (3 * kept.sum()) + divergence(logits, before, kind="jsd")
+
+
 def _fabric(
     run: dict[str, Any], stage: int, tied: bool, loss_of: Callable[[nn.Module, Batch], Tensor]
 ) -> dict[str, Any]:
@@ -247,6 +269,7 @@ def _run_stage(run: dict[str, Any], stage: int) -> dict[str, Any]:
         results[head] = _fit(run, stage, WholeAtFirst(tied))
         results[f"fabric-labels-{head}"] = _fabric(run, stage, tied, _loss_of_labels)
         results[f"fabric-logits-{head}"] = _fabric(run, stage, tied, _loss_of_logits)
+        results[f"fabric-scores-{head}"] = _fabric(run, stage, tied, _loss_of_scores)
     results["by-name"] = _fit(run, f"liger_deepspeed_stage_{stage}", WholeAtFirst())
     results["uneven"] = _fit(run, stage, WholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
     results["clipped"] = _fit(run, stage, WholeAtFirst(), accumulate_grad_batches=2, gradient_clip_val=MAX_NORM)

@@ -23,7 +23,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from lightning_liger import FabricLigerModelParallelStrategy, LigerModelParallelStrategy, apply_liger_kernels
+from lightning_liger import (
+    FabricLigerModelParallelStrategy,
+    LigerModelParallelStrategy,
+    apply_liger_kernels,
+    divergence,
+    token_loss,
+    token_scores,
+    topk_log_probs,
+)
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     VOCAB_SIZE,
@@ -211,8 +219,17 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "logsumexp": lambda logits, labels: logits.logsumexp(-1).sum(),
     "maximum": lambda logits, labels: logits.amax(-1).sum(),
     "predictions": lambda logits, labels: logits.argmax(-1).float().sum() + 0.0 * logits.float().mean(),
+    "scores": lambda logits, labels: sum(
+        token_scores(logits, labels, outputs=("log_probs", "entropy", "lse"))[:3]
+    ).sum(),
+    "token loss": lambda logits, labels: token_loss(
+        logits, labels, lambda scores, index: -scores.log_probs.exp().detach() * scores.log_probs
+    )[0],
+    "classes": lambda logits, labels: topk_log_probs(logits, torch.arange(24).view(2, 4, 3) * 2).sum(),
+    "divergence": lambda logits, labels: divergence(logits, (logits * 0.3).detach(), kind="jsd", reduction="sum"),
+    "entropy": lambda logits, labels: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(),
 }
-PLAIN_LABELS = {"capped loss", "nll"}
+PLAIN_LABELS = {"capped loss", "nll", "scores", "token loss"}
 """Losses whose labels are plain tensors also where logits are a DTensor; other operations' are DTensors as well."""
 
 CASES = [

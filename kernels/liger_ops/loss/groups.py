@@ -1,0 +1,109 @@
+"""Several groups of tokens over one head, as heads of Medusa with a shared projection are: concatenated to one.
+
+One loop over all of them computes one gradient of the head, where a call for each would compute as many and add them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from liger_ops.arguments import check_number, check_tensor, wrong_type, wrong_value
+
+
+class Groups(NamedTuple):
+    """How tokens were concatenated."""
+
+    shapes: list[torch.Size]
+    """Of each group's labels."""
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Each group's part of a value of all tokens, ``[num_tokens]``, in its labels' shape."""
+        parts = flat.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def split_fields(self, values: Any) -> tuple[Any, ...]:
+        """A NamedTuple of such values, or None, as one of each group."""
+        fields = [[None] * len(self.shapes) if value is None else self.split(value) for value in values]
+        return tuple(type(values)(*of_group) for of_group in zip(*fields, strict=True))
+
+
+def is_grouped(input: Any) -> TypeGuard[Sequence[Tensor]]:
+    """Whether hidden states come in groups."""
+    return isinstance(input, list | tuple) and bool(input) and all(isinstance(each, Tensor) for each in input)
+
+
+def join_groups(input: Sequence[Tensor], target: Any, adapter: Any) -> tuple[Groups, Tensor, Tensor, Any]:
+    """The groups, their concatenated hidden states and labels, and the adapter with its input concatenated.
+
+    Args:
+        input: ``[..., hidden_size]`` each.
+        target: A sequence of labels, ``[...]`` each as its input without the last dimension.
+        adapter: None, or a pair of a sequence of inputs and the weight.
+
+    Raises:
+        TypeError, ValueError: For others, and for sequences of different lengths.
+    """
+    _check_sequence("target", target, len(input))
+    hidden_size = input[0].shape[-1:]
+    for number, (states, labels) in enumerate(zip(input, target, strict=True)):
+        if states.dim() == 0 or states.shape != (*labels.shape, *hidden_size) or states.dtype != input[0].dtype:
+            raise ValueError(
+                f"input[{number}] must hold hidden states of target[{number}]'s {tuple(labels.shape)} tokens, of"
+                f" input[0]'s hidden_size {tuple(hidden_size)} and dtype {input[0].dtype}, got shape"
+                f" {tuple(states.shape)}, {states.dtype}"
+            )
+        if labels.dtype != target[0].dtype or labels.device != states.device or states.device != input[0].device:
+            raise ValueError(
+                f"target[{number}] must be of target[0]'s dtype {target[0].dtype} on input's device"
+                f" {input[0].device}, got {labels.dtype} on {labels.device}"
+            )
+    groups = Groups([labels.shape for labels in target])
+    if adapter is not None:
+        if not isinstance(adapter, list | tuple) or len(adapter) != 2:
+            raise wrong_type("adapter", "a pair of a sequence of tensors and a tensor, or None", adapter)
+        of_groups, weight = adapter
+        _check_sequence("adapter[0]", of_groups, len(input))
+        for number, (each, shape) in enumerate(zip(of_groups, groups.shapes, strict=True)):
+            if each.shape[:-1] != shape or each.shape[-1:] != of_groups[0].shape[-1:]:
+                raise ValueError(
+                    f"adapter[0][{number}] must be of shape {(*shape, *of_groups[0].shape[-1:])}, got"
+                    f" {tuple(each.shape)}"
+                )
+        adapter = torch.cat([each.reshape(-1, each.shape[-1]) for each in of_groups]), weight
+    states = torch.cat([each.reshape(-1, each.shape[-1]) for each in input])
+    return groups, states, torch.cat([labels.reshape(-1) for labels in target]), adapter
+
+
+def join_values(name: str, values: Any, groups: Groups, like: Tensor) -> Any:
+    """One value for each token, ``[num_tokens]``, of a sequence with a number or a tensor for each group.
+
+    None stays None. ``like`` has the device.
+    """
+    if values is None:
+        return None
+    if not isinstance(values, list | tuple):
+        raise wrong_type(name, "a sequence of numbers or tensors, one for each group, or None", values)
+    if len(values) != len(groups.shapes):
+        raise wrong_value(name, f"a sequence of one number or tensor for each of {len(groups.shapes)} groups", values)
+    joined = []
+    for number, (value, shape) in enumerate(zip(values, groups.shapes, strict=True)):
+        if not isinstance(value, Tensor):
+            check_number(f"{name}[{number}]", value)
+            value = torch.full((), value, dtype=torch.float32, device=like.device).expand(shape)
+        if value.shape != shape:
+            raise ValueError(f"{name}[{number}] must have its target's shape {tuple(shape)}, got {tuple(value.shape)}")
+        joined.append(value.reshape(-1))
+    return torch.cat(joined)
+
+
+def _check_sequence(name: str, value: Any, length: int) -> None:
+    if not isinstance(value, list | tuple):
+        raise wrong_type(name, "a sequence of tensors, one for each group of input", value)
+    if len(value) != length:
+        raise wrong_value(name, f"a sequence of {length} tensors, one for each group of input", value)
+    for number, each in enumerate(value):
+        check_tensor(f"{name}[{number}]", each)

@@ -1,0 +1,122 @@
+"""Wrong arguments of linear_log_probs and linear_token_loss."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from liger_ops import linear_log_probs, linear_token_loss
+from tests.bad_inputs import BadInput
+from tests.liger_ops.loss.bad_inputs_losses import (
+    INTEGER_TENSOR,
+    LINEAR,
+    LOST,
+    OPTIONS,
+    WEIGHTS,
+    Value,
+    learnable,
+    make_shard,
+    on_meta,
+    rows,
+    shaped,
+    values,
+)
+
+NAMES = "a sequence of names out of 'log_probs', 'entropy', 'lse', 'mean_logit'"
+HEAD: dict[str, list[Value]] = {
+    **{name: LINEAR[name] for name in ("input", "linear_weight", "linear_bias", "adapter", "chunk_bytes")},
+    "max_valid_tokens": LINEAR["max_valid_tokens"],
+    "vocab_shard": LINEAR["vocab_shard"],
+    "target": [
+        *WEIGHTS["target"],
+        ("probabilities", shaped(4, 11), ("class indices of dtype torch.int64", "torch.float32")),
+    ],
+    "softcap": OPTIONS["softcap"],
+    "logit_scale": OPTIONS["logit_scale"],
+    "ignore_index": [*OPTIONS["ignore_index"], *values("an integer", None)],
+    "saved_logits_bytes": [*values("an integer of at least 0", -1, 2.0**20, "1GB", True, None), INTEGER_TENSOR],
+    "temperature": [
+        *values("a finite number above 0", 0.0, -1.0, math.nan, math.inf, "0.7", None, [0.7], True),
+        ("scalar tensor", partial(torch.tensor, 0.5), ("shape (4,)", "one for each token", "got a tensor of shape ()")),
+        ("shape", shaped(4, 1), ("shape (4,)", "one for each token", "got a tensor of shape (4, 1)")),
+        ("integers", shaped(4, dtype=torch.int64), ("a floating-point tensor", "torch.int64")),
+        ("meta", *on_meta((4,))[0][1:2], ("on target's device cpu", "on meta")),
+        ("zero", partial(torch.zeros, 4), ("positive", "got 0.0")),
+        ("negative", partial(torch.full, (4,), -0.5), ("positive", "got -0.5")),
+        ("NaN", partial(torch.full, (4,), math.nan), ("positive", "got nan")),
+        (LOST[0], learnable(4), LOST[1]),
+    ],
+    "outputs": [
+        *values(NAMES, "log_probs", None, 3, True, (), [], ("log_prob",), ["loss"], (None,), {"log_probs"}),
+        ("tensor", shaped(2), (NAMES, "got a tensor of shape (2,)")),
+    ],
+    "detach": values(NAMES, "entropy", None, 3, ("correct",), ["loss"], (1,)),
+}
+
+
+def arguments(changes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input": torch.ones(4, 3),
+        "linear_weight": torch.ones(11, 3),
+        "target": torch.zeros(4, dtype=torch.int64),
+        **changes,
+    }
+
+
+def call_scores(**changes: Any) -> Any:
+    return linear_log_probs(**arguments(changes))
+
+
+def call_loss(**changes: Any) -> Any:
+    return linear_token_loss(**arguments({"token_loss": lambda scores, index: -scores.log_probs, **changes}))
+
+
+def second_derivative(function: Any, **options: Any) -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    found = function(input=x, **options)
+    first = found[0]
+    torch.autograd.grad(first.sum(), x, create_graph=True)
+
+
+BAD_INPUTS = [
+    *rows("linear_log_probs", call_scores, HEAD),
+    *rows("linear_token_loss", call_loss, {name: HEAD[name][:2] for name in HEAD}),
+    *rows(
+        "linear_token_loss",
+        call_loss,
+        {
+            "token_loss": [
+                *values("a function of scores and indices", None, 3, "dpo", True),
+                ("tensor", shaped(4), ("a function of scores and indices", "got a tensor of shape (4,)")),
+                *(
+                    (f"returns {name}", lambda x=x: lambda scores, index: x, (expected, f"got {got}"))
+                    for name, x, expected, got in (
+                        ("None", None, "a floating-point tensor", "None"),
+                        ("a number", 1.5, "a floating-point tensor", "1.5"),
+                        ("a list", [1.5], "a floating-point tensor", "[1.5]"),
+                        ("integers", torch.ones(4).int(), "a floating-point tensor", "a tensor of shape (4,)"),
+                        ("a scalar", torch.tensor(1.0), "one loss for each", "a tensor of shape ()"),
+                        ("another shape", torch.ones(4, 1), "one loss for each", "a tensor of shape (4, 1)"),
+                    )
+                ),
+            ]
+        },
+    ),
+    BadInput(
+        "linear_log_probs-vocab_shard-past the vocabulary",
+        lambda: call_scores(vocab_shard=make_shard(start=6)),
+        ("vocab_shard", "vocab_size = 11", "11 rows", "start = 6"),
+    ),
+    *(
+        BadInput(
+            f"{function.__name__}-create_graph",
+            partial(second_derivative, function),
+            ("no second derivative", "create_graph must be False, got True"),
+            RuntimeError,
+        )
+        for function in (call_scores, call_loss)
+    ),
+]

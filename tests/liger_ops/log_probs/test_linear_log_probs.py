@@ -1,0 +1,350 @@
+"""linear_log_probs against float64 autograd on whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from liger_ops import TokenScores, linear_cross_entropy, linear_log_probs
+from liger_ops.log_probs.reference import linear_log_probs_reference
+from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.log_probs.cases import (
+    ALL,
+    CASES,
+    DIFFERENTIABLE,
+    ROWS,
+    TOKENS,
+    VOCAB,
+    Case,
+    Head,
+    call,
+    chunk_of,
+    leaves_of,
+    make,
+    make_upstream,
+    scores_and_gradients,
+)
+
+EVERYTHING = CASES[-2]
+
+
+def assert_matches(
+    actual: tuple[TokenScores, list[Tensor]], eager: tuple[TokenScores, list[Tensor]], truth: Any, case: Case
+) -> None:
+    """Scores and gradients are as accurate as those of plain PyTorch; integers are equal where no logits tie."""
+    for name, score in actual[0]._asdict().items():
+        if name not in case.outputs:
+            assert score is None
+            continue
+        expected = getattr(truth[0], name)
+        assert score.requires_grad == (name in DIFFERENTIABLE and name not in case.detach)
+        if score.is_floating_point():
+            assert score.dtype == torch.promote_types(actual[1][0].dtype, torch.float32)
+            # Scores of half precision are those of logits that were rounded.
+            factor = 2.0 if actual[1][0].dtype == torch.float32 else 4.0
+            assert_as_accurate(name, score, getattr(eager[0], name), expected, factor=factor, magnitude=8.0)
+        else:
+            assert score.dtype == expected.dtype
+            assert torch.equal(score.cpu(), expected.cpu())
+    for number, values in enumerate(zip(actual[1], eager[1], truth[1], strict=True)):
+        # Gradients of single scores, whose sum may be smaller, are rounded to the dtype of the hidden states.
+        assert_as_accurate(f"gradient {number}", *values, factor=4.0, magnitude=4.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_and_gradients_are_those_of_whole_logits_in_float64(case: Case) -> None:
+    head = make(case, torch.float64)
+    expected = scores_and_gradients(linear_log_probs_reference, head, case.frozen)
+    whole = VOCAB * 8 * ROWS
+    for options in (
+        {},
+        chunk_of(ROWS, head),
+        chunk_of(ROWS, head) | {"max_valid_tokens": TOKENS - 3},
+        chunk_of(ROWS, head) | {"saved_logits_bytes": 2 * whole},
+        chunk_of(ROWS, head) | {"saved_logits_bytes": 100 * whole},
+    ):
+        actual = scores_and_gradients(linear_log_probs, head, case.frozen, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_and_gradients_are_as_accurate_as_plain_pytorch(
+    case: Case, dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype == torch.float16 and case not in (EVERYTHING, CASES[0]):
+        pytest.skip("half precision is one path")
+    head = make(case, dtype, device)
+    eager = scores_and_gradients(linear_log_probs_reference, head, case.frozen)
+    truth = scores_and_gradients(linear_log_probs_reference, head.to(torch.float64), case.frozen)
+    for options in (chunk_of(5, head), chunk_of(5, head) | {"saved_logits_bytes": 7 * VOCAB * dtype.itemsize}):
+        actual = scores_and_gradients(linear_log_probs, head, case.frozen, **options)
+        assert_matches(actual, eager, truth, case)
+
+
+def test_values_are_those_of_pytorch() -> None:
+    head = make(Case(ALL), torch.float64)
+    scores = call(linear_log_probs, head.tensors, head, **chunk_of(ROWS, head))
+    z = F.linear(head.tensors["input"], head.tensors["linear_weight"])
+    kept = head.target != -100
+    of_classes = torch.distributions.Categorical(logits=z[kept])
+    torch.testing.assert_close(scores.log_probs[kept], of_classes.log_prob(head.target[kept]))
+    torch.testing.assert_close(scores.entropy[kept], of_classes.entropy())
+    torch.testing.assert_close(scores.lse[kept], z[kept].logsumexp(-1))
+    torch.testing.assert_close(scores.mean_logit[kept], z[kept].mean(-1))
+    torch.testing.assert_close(scores.log_sum_sq_probs[kept], of_classes.probs.square().sum(-1).log())
+    assert torch.equal(scores.predictions[kept], z[kept].argmax(-1))
+    assert torch.equal(scores.correct[kept], z[kept].argmax(-1) == head.target[kept])
+    assert all(
+        (score[~kept] == (-100 if name == "predictions" else 0)).all() for name, score in scores._asdict().items()
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_temperature_divides_capped_logits(temperature: float) -> None:
+    head = make(Case(ALL, softcap=2.0, temperature=temperature, logit_scale=0.5), torch.float64)
+    each = torch.full(head.target.shape, temperature)
+    tokens = head._replace(options=head.options | {"temperature": each})
+    one, other = (
+        scores_and_gradients(linear_log_probs, some, False, **chunk_of(ROWS, head)) for some in (head, tokens)
+    )
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # of a float32 temperature
+    logits = F.linear(head.tensors["input"], head.tensors["linear_weight"])
+    z = 2.0 * torch.tanh(0.5 * logits / 2.0) / temperature
+    kept = head.target != -100
+    torch.testing.assert_close(one[0].lse[kept], z.logsumexp(-1)[kept])
+
+
+def test_gradient_of_log_probs_is_that_of_cross_entropy(device: torch.device) -> None:
+    head = make(Case(bias=True), device=device)
+    leaves = leaves_of(head, False)
+    upstream = torch.randn(head.target.shape, device=device)
+    scores = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
+    losses = linear_cross_entropy(
+        leaves["input"], leaves["linear_weight"], head.target, linear_bias=leaves["linear_bias"], reduction="none",
+        **chunk_of(ROWS, head),
+    )  # fmt: skip
+    torch.testing.assert_close(scores.log_probs, -losses)
+    wanted = list(leaves.values())
+    actual, expected = (torch.autograd.grad(each, wanted, upstream) for each in (scores.log_probs, -losses))
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_all_ignored_tokens_give_differentiable_zeros(frozen: bool, device: torch.device) -> None:
+    head = make(Case(ALL, frozen, bias=True, adapter=True), device=device)
+    head.target.fill_(-100)
+    scores, gradients = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
+    assert not any(score.any() for score in scores if score is not scores.predictions)
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_tokens(frozen: bool) -> None:
+    head = make(Case(ALL, frozen))
+    leaves = leaves_of(head, frozen)
+    scores = linear_log_probs(leaves["input"][:, :0], leaves["linear_weight"], head.target[:, :0], outputs=ALL)
+    assert all(score.shape == (2, 0) for score in scores)
+    scores.log_probs.sum().backward()
+    assert not leaves["input"].grad.any()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("offset", [-1e4, 1e4, 80.0])
+def test_distant_logits_keep_their_accuracy(offset: float, frozen: bool, device: torch.device) -> None:
+    case = Case(("log_probs", "entropy", "lse", "log_sum_sq_probs"), frozen, bias=True)
+    head = make(case, device=device)
+    head.tensors["linear_bias"] += offset
+    shifted = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
+    truth = scores_and_gradients(linear_log_probs_reference, head.to(torch.float64), frozen)
+    scale = abs(offset) * 2e-7  # logits are rounded themselves
+    for name in case.outputs:
+        torch.testing.assert_close(
+            getattr(shifted[0], name).double(), getattr(truth[0], name), rtol=1e-5, atol=20 * scale + 1e-5
+        )
+    for actual, expected in zip(shifted[1], truth[1], strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-2, atol=200 * scale + 1e-5)
+    assert (shifted[0].log_probs <= 0).all()
+    assert (shifted[0].entropy >= 0).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_certain_and_impossible_classes(dtype: torch.dtype, frozen: bool, device: torch.device) -> None:
+    """One class with all the probability, and classes with none, as of a mask of minus infinity."""
+    head = make(Case(ALL, frozen, bias=True, detach=("lse", "mean_logit")), dtype, device)
+    bias = head.tensors["linear_bias"]
+    bias[1::2] = -torch.inf
+    bias[4] = 300.0
+    head.target[head.target != -100] = 4
+    head.target[0, 1] = 6
+    scores, gradients = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(5, head))
+    assert (scores.log_probs <= 0).all()
+    assert (scores.entropy >= 0).all()
+    assert (scores.log_sum_sq_probs <= 1e-6).all()
+    assert scores.log_probs[0, 0] > -1e-5
+    assert scores.log_probs[0, 1] < -200
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_equal_logits_predict_the_first_class(device: torch.device) -> None:
+    scores = linear_log_probs(
+        torch.zeros(3, 4, device=device), torch.ones(VOCAB, 4, device=device), torch.tensor([0, 5, 60], device=device),
+        outputs=("predictions", "correct", "entropy"),
+    )  # fmt: skip
+    assert scores.predictions.tolist() == [0, 0, 0]
+    assert scores.correct.tolist() == [True, False, False]
+    torch.testing.assert_close(scores.entropy.cpu(), torch.full((3,), VOCAB).log())
+
+
+def test_chunks_do_not_matter(device: torch.device) -> None:
+    head = make(EVERYTHING, device=device)
+    results = [scores_and_gradients(linear_log_probs, head, False, **chunk_of(rows, head)) for rows in (1, 4, 7)]
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("saved", [0, 7 * VOCAB * 4])
+def test_graph_that_is_kept_gives_the_same_gradients_again(saved: int, frozen: bool, device: torch.device) -> None:
+    head = make(Case(("log_probs", "entropy", "lse"), frozen), device=device)
+    leaves = leaves_of(head, frozen)
+    scores = call(linear_log_probs, leaves, head, saved_logits_bytes=saved, **chunk_of(ROWS, head))
+    upstream = make_upstream(scores)
+    outputs, wanted = [getattr(scores, name) for name in upstream], [x for x in leaves.values() if x.requires_grad]
+    first, second, last = (
+        torch.autograd.grad(outputs, wanted, list(upstream.values()), retain_graph=keep) for keep in (True, True, False)
+    )
+    assert all(
+        torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(first, second, last, strict=True)
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivative_raises(frozen: bool) -> None:
+    head = make(Case(frozen=frozen))
+    leaves = leaves_of(head, frozen)
+    scores = call(linear_log_probs, leaves, head)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(scores.log_probs.sum(), leaves["input"], create_graph=True)
+
+
+def test_unused_outputs_have_no_effect() -> None:
+    """Their upstream gradient is none, not zeros."""
+    head = make(Case(("log_probs", "entropy", "lse", "mean_logit")), torch.float64)
+    for frozen in (False, True):
+        leaves = leaves_of(head, frozen)
+        scores = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
+        expected = call(linear_log_probs_reference, leaves, head)
+        for name in ("log_probs", "entropy", "lse", "mean_logit"):
+            actual, truth = (
+                torch.autograd.grad(getattr(each, name).square().sum(), leaves["input"], retain_graph=True)[0]
+                for each in (scores, expected)
+            )
+            torch.testing.assert_close(actual, truth, rtol=1e-10, atol=1e-12)
+
+
+def test_only_what_needs_gradients_gets_them() -> None:
+    head = make(Case(("log_probs", "entropy"), bias=True, adapter=True), torch.float64)
+    names = list(head.tensors)
+    expected = dict(zip(names, scores_and_gradients(linear_log_probs_reference, head, False)[1], strict=True))
+    for name in names:
+        leaves = {each: tensor.detach().requires_grad_(each == name) for each, tensor in head.tensors.items()}
+        scores = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
+        upstream = make_upstream(scores)
+        outputs = [getattr(scores, each) for each in upstream]
+        actual = torch.autograd.grad(outputs, leaves[name], list(upstream.values()))[0]
+        torch.testing.assert_close(actual, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def test_scores_without_gradients() -> None:
+    head = make(EVERYTHING)
+    with torch.no_grad():
+        scores = call(linear_log_probs, leaves_of(head, False), head, **chunk_of(ROWS, head))
+    assert not any(score.requires_grad for score in scores)
+    detached = Case(ALL, detach=DIFFERENTIABLE)
+    scores = call(linear_log_probs, leaves_of(make(detached), False), make(detached))
+    assert not any(score.requires_grad for score in scores)
+
+
+def test_bound_that_is_too_small_gives_nan(device: torch.device) -> None:
+    head = make(Case(("log_probs", "entropy")), device=device)
+    scores = call(linear_log_probs, head.tensors, head, max_valid_tokens=4, **chunk_of(ROWS, head))
+    assert scores.log_probs.isnan().sum() > 0
+    assert not scores.log_probs[head.target == -100].any()
+
+
+def test_labels_out_of_range_are_nan_where_the_host_does_not_look(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    import liger_ops.log_probs.linear_log_probs  # noqa: F401
+
+    monkeypatch.setattr(sys.modules["liger_ops.log_probs.linear_log_probs"], "check_labels", lambda *_: None)
+    for frozen in (False, True):
+        head = make(Case(("log_probs", "entropy"), frozen), device=device)
+        head.target[0, 1] = VOCAB
+        leaves = leaves_of(head, frozen)
+        scores = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
+        assert scores.log_probs.isnan().nonzero().tolist() == [[0, 1]]
+        assert not scores.entropy.isnan().any()
+        gradient = torch.autograd.grad(scores.log_probs.sum(), leaves["input"])[0]
+        assert gradient[0, 1].isnan().all()
+        assert not gradient[0, 3].isnan().any()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast(frozen: bool) -> None:
+    head = make(Case(("log_probs", "entropy"), frozen, bias=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
+    expected = scores_and_gradients(linear_log_probs, head.to(torch.bfloat16), frozen, **chunk_of(ROWS, head))
+    torch.testing.assert_close(actual[0], expected[0])
+    assert all(gradient.dtype == torch.float32 for gradient in actual[1])
+    torch.testing.assert_close(actual[1], [gradient.float() for gradient in expected[1]], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiles_into_one_graph(frozen: bool) -> None:
+    head = make(Case(("log_probs", "entropy", "lse"), frozen, temperature="tokens", bias=True, adapter=True))
+    expected = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_log_probs, fullgraph=True, backend="aot_eager")
+    actual = scores_and_gradients(compiled, head, frozen, **chunk_of(ROWS, head))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_checkpointing_recomputes_the_same() -> None:
+    head = make(Case(("log_probs", "entropy")))
+    leaves = leaves_of(head, False)
+
+    def run(*_: Tensor) -> Tensor:
+        scores = call(linear_log_probs, leaves, head, saved_logits_bytes=2**20, **chunk_of(ROWS, head))
+        return (scores.log_probs * scores.entropy).sum()
+
+    wanted = list(leaves.values())
+    expected = torch.autograd.grad(run(), wanted)
+    actual = torch.autograd.grad(checkpoint(run, *wanted, use_reentrant=False), wanted)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_inputs_are_not_modified(device: torch.device) -> None:
+    head: Head = make(EVERYTHING, device=device)
+    before = {name: tensor.clone() for name, tensor in head.tensors.items()}
+    scores_and_gradients(linear_log_probs, head, False, **chunk_of(ROWS, head))
+    assert all(torch.equal(before[name], tensor) for name, tensor in head.tensors.items())
+
+
+@pytest.mark.parametrize("name", ["linear_log_probs", "linear_log_probs_backward"])
+def test_schema_is_that_of_the_arguments(name: str) -> None:
+    from liger_ops.log_probs.passes import GradientArguments, ScoreArguments
+
+    schema = getattr(torch.ops.liger_ops, name).default._schema
+    arguments = {"linear_log_probs": ScoreArguments, "linear_log_probs_backward": GradientArguments}[name]
+    assert arguments._fields == tuple(argument.name for argument in schema.arguments)

@@ -1,0 +1,198 @@
+"""linear_token_loss against float64 autograd on whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_ops import TokenScores, linear_log_probs, linear_token_loss
+from liger_ops.log_probs.reference import linear_token_loss_reference
+from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.log_probs.cases import (
+    ALL,
+    CASES,
+    DIFFERENTIABLE,
+    ROWS,
+    TOKENS,
+    Case,
+    call,
+    chunk_of,
+    leaves_of,
+    loss_and_gradients,
+    make,
+    make_loss,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients_are_those_of_whole_logits_in_float64(case: Case) -> None:
+    head = make(case, torch.float64)
+    expected = loss_and_gradients(linear_token_loss_reference, head, case.frozen)
+    for options in ({}, chunk_of(ROWS, head), chunk_of(ROWS, head) | {"max_valid_tokens": TOKENS - 3}):
+        actual = loss_and_gradients(linear_token_loss, head, case.frozen, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+        assert not any(score.requires_grad for score in actual[1] if score is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)
+def test_loss_and_gradients_are_as_accurate_as_plain_pytorch(
+    case: Case, dtype: torch.dtype, device: torch.device
+) -> None:
+    head = make(case, dtype, device)
+    eager = loss_and_gradients(linear_token_loss_reference, head, case.frozen)
+    truth = loss_and_gradients(linear_token_loss_reference, head.to(torch.float64), case.frozen)
+    actual = loss_and_gradients(linear_token_loss, head, case.frozen, **chunk_of(5, head))
+    # The sum over tokens whose logits are rounded, by chance not all in one direction.
+    of_logits = 2.0 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    assert_as_accurate("loss", actual[0], eager[0], truth[0], factor=4.0, magnitude=of_logits)
+    for number, values in enumerate(zip(actual[2], eager[2], truth[2], strict=True)):
+        assert_as_accurate(f"gradient {number}", *values, factor=4.0, magnitude=4.0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_are_those_of_the_same_loss_of_linear_log_probs(frozen: bool, device: torch.device) -> None:
+    head = make(Case(DIFFERENTIABLE, frozen), device=device)
+    leaves = leaves_of(head, frozen)
+    advantages = torch.randn(head.target.numel(), device=device)
+    token_loss = make_loss(advantages)
+    kept = (head.target.reshape(-1) != -100).nonzero()[:, 0]
+    loss, scores = call(linear_token_loss, leaves, head, token_loss, **chunk_of(ROWS, head))
+    later = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
+    flat = TokenScores(*(None if score is None else score.reshape(-1)[kept] for score in later))
+    expected = token_loss(flat, kept).sum()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(scores[:4], tuple(score.detach() for score in later[:4]))
+    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    actual, truth = (torch.autograd.grad(each, wanted) for each in (loss, expected))
+    torch.testing.assert_close(actual, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_is_called_with_each_token_once() -> None:
+    head = make(Case(("log_probs", "correct")))
+    seen: list[Tensor] = []
+
+    def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
+        assert scores.entropy is None
+        assert scores.correct is not None
+        assert scores.log_probs is not None
+        assert scores.log_probs.shape == scores.correct.shape == index.shape
+        assert scores.log_probs.requires_grad
+        seen.append(index.clone())
+        index.zero_()  # belongs to the loss
+        scores.correct.zero_()
+        return -scores.log_probs
+
+    loss, scores = call(linear_token_loss, leaves_of(head, False), head, token_loss, **chunk_of(ROWS, head))
+    assert torch.equal(torch.cat(seen).sort()[0], (head.target.reshape(-1) != -100).nonzero()[:, 0])
+    expected = call(linear_log_probs, head.tensors, head)
+    torch.testing.assert_close(loss, -expected.log_probs.sum())
+    torch.testing.assert_close(scores, expected)
+
+
+@pytest.mark.parametrize("rows", [ROWS, TOKENS])
+def test_ignored_tokens_do_not_count(rows: int, device: torch.device) -> None:
+    """Even if the loss makes infinities of their scores."""
+    head = make(Case(("log_probs",)), device=device)
+    leaves = leaves_of(head, False)
+
+    def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
+        return 1 / scores.log_probs
+
+    loss, _ = call(linear_token_loss, leaves, head, token_loss, **chunk_of(rows, head))
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    kept = head.target != -100
+    log_probs = call(linear_log_probs, leaves, head).log_probs
+    torch.testing.assert_close(loss, (1 / log_probs[kept]).sum())
+    torch.testing.assert_close(gradients, torch.autograd.grad((1 / log_probs[kept]).sum(), list(leaves.values())))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_all_ignored_tokens_give_a_differentiable_zero(frozen: bool, device: torch.device) -> None:
+    head = make(Case(ALL, frozen, bias=True, adapter=True), device=device)
+    head.target.fill_(-100)
+    loss, _, gradients = loss_and_gradients(linear_token_loss, head, frozen, **chunk_of(ROWS, head))
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_nothing_is_called_under_autograd_without_gradients() -> None:
+    head = make(Case(("log_probs", "entropy")))
+
+    def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        assert not scores.log_probs.requires_grad
+        return -scores.log_probs
+
+    loss, _ = call(linear_token_loss, head.tensors, head, token_loss)
+    assert not loss.requires_grad
+
+
+def test_detached_scores_have_no_gradient() -> None:
+    head = make(Case(("log_probs", "entropy"), detach=("entropy",)), torch.float64)
+    leaves = leaves_of(head, False)
+
+    def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
+        assert not scores.entropy.requires_grad
+        return -scores.log_probs * scores.entropy
+
+    loss, _ = call(linear_token_loss, leaves, head, token_loss, **chunk_of(ROWS, head))
+    expected, _ = call(linear_token_loss_reference, leaves, head, token_loss)
+    wanted = list(leaves.values())
+    torch.testing.assert_close(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))
+
+
+def test_kept_graph_gives_the_same_gradients_again() -> None:
+    head = make(Case())
+    leaves = leaves_of(head, False)
+    loss, _ = call(linear_token_loss, leaves, head, make_loss(torch.randn(TOKENS)))
+    wanted = list(leaves.values())
+    first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(2 * loss, wanted), first)
+
+
+LEARNED = torch.ones(TOKENS, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("token_loss", "error", "message"),
+    [
+        (lambda scores, index: 1.0, TypeError, "token_loss must be a function that returns a floating-point tensor"),
+        (lambda scores, index: scores.correct, TypeError, "token_loss must be a function that returns a floating"),
+        (lambda scores, index: scores.log_probs.sum(), ValueError, r"one loss for each of its 3 tokens, of shape"),
+        (lambda scores, index: scores.log_probs.detach(), ValueError, "losses that depend on differentiable scores"),
+        (lambda scores, index: scores.log_probs * LEARNED[index], ValueError, "no tensor that requires a gradient but"),
+    ],
+)
+def test_losses_that_are_none_are_refused(token_loss: Any, error: type[Exception], message: str) -> None:
+    head = make(Case(("log_probs", "correct")))
+    with pytest.raises(error, match=message):
+        call(linear_token_loss, leaves_of(head, False), head, token_loss, **chunk_of(ROWS, head))
+
+
+def test_errors_of_the_loss_are_raised_as_they_are() -> None:
+    head = make(Case())
+
+    def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        call(linear_token_loss, head.tensors, head, token_loss)
+
+
+def test_graph_breaks_around_it_under_the_compiler() -> None:
+    head = make(Case())
+    leaves = leaves_of(head, False)
+    token_loss = make_loss(torch.randn(TOKENS))
+
+    def step() -> Tensor:
+        loss, _ = call(linear_token_loss, leaves, head, token_loss, **chunk_of(ROWS, head))
+        return loss * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager")
+    wanted = list(leaves.values())
+    torch.testing.assert_close(torch.autograd.grad(compiled(), wanted), torch.autograd.grad(step(), wanted))

@@ -1,0 +1,280 @@
+"""linear_topk_log_probs against float64 autograd on whole logits."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops import linear_topk_log_probs
+from liger_ops.log_probs import topk as module
+from liger_ops.log_probs.topk import linear_topk_log_probs_reference
+from tests.liger_ops.memory import new_memory_is_nan
+
+TOKENS, CLASSES, HIDDEN, RANK, GIVEN = 9, 37, 7, 2, 5
+CHUNK_BYTES = 4 * CLASSES * 4  # four tokens
+NAMES = ("x", "weight", "bias", "adapter_x", "adapter_weight")
+OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.3}, {"temperature": 0.7, "softcap": 3.0, "logit_scale": 0.8}]
+
+Head = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_is_nan() -> Any:
+    with new_memory_is_nan():
+        yield
+
+
+def make_head(trained: tuple[str, ...] = NAMES, device: torch.device | str = "cpu", dtype: Any = torch.float32) -> Head:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((TOKENS, HIDDEN), (CLASSES, HIDDEN), (CLASSES,), (TOKENS, RANK), (CLASSES, RANK))
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return {name: each.requires_grad_(name in trained) for name, each in zip(NAMES, tensors, strict=True)}
+
+
+def make_ids(device: torch.device | str = "cpu") -> Tensor:
+    """With a class twice, some padding, a token with nothing but padding, and the first and the last class."""
+    ids = torch.randint(CLASSES, (TOKENS, GIVEN), generator=torch.Generator().manual_seed(5))
+    ids[:, 1] = ids[:, 0]
+    ids[2, 3:], ids[4], ids[5, 0], ids[6, :2] = -1, -1, -7, torch.tensor([0, CLASSES - 1])
+    return ids.to(device)
+
+
+def run(head: Head, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return linear_topk_log_probs(
+        head["x"], head["weight"], ids, linear_bias=head["bias"], with_lse=True,
+        adapter=(head["adapter_x"], head["adapter_weight"]), **{"chunk_bytes": CHUNK_BYTES, **options},
+    )  # type: ignore[return-value]  # fmt: skip
+
+
+def plain(
+    head: Head,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    renormalize: bool = False,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(head["x"], head["weight"], head["bias"]) + head["adapter_x"] @ head["adapter_weight"].T
+    z = logits * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    given = z.gather(1, ids.clamp(min=0))
+    allowed = given.masked_fill(ids < 0, -1e5) if renormalize else z  # not -inf, whose gradient is NaN
+    lse = allowed.logsumexp(1)
+    log_probs = (given - lse[:, None]).masked_fill(ids < 0, -torch.inf)
+    if renormalize:
+        lse = lse.masked_fill((ids < 0).all(1), -torch.inf)
+    if mask is not None:
+        log_probs, lse = log_probs.where(mask[:, None], 0.0), lse.where(mask, 0.0)
+    return log_probs, lse
+
+
+def with_gradients(results: tuple[Tensor, Tensor], head: Head) -> list[Tensor]:
+    """Results and gradients of a sum of all that is finite."""
+    log_probs, lse = results
+    generator = torch.Generator().manual_seed(6)
+    upstream, of_lse = (torch.randn(each.shape, generator=generator).to(each) for each in results)
+    loss = (log_probs.masked_fill(log_probs.isinf(), 0.0) * upstream).sum()
+    loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * of_lse).sum()
+    leaves = [each for each in head.values() if each.requires_grad]
+    return [log_probs.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def double(head: Head) -> Head:
+    return {name: each.detach().double().requires_grad_(each.requires_grad) for name, each in head.items()}
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], what: Any, tolerance: float = 2e-5) -> None:
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one.isfinite(), other.isfinite()), (what, place)
+        one, other = (torch.nan_to_num(each.double(), 0, 0, 0) for each in (one, other))
+        error = (one - other).abs().max().item()
+        assert error <= tolerance * max(1.0, other.abs().max().item()), (what, place, error)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    "trained", [NAMES, ("x",), ("x", "adapter_x"), ("weight",), ("adapter_weight", "x"), ("bias",)]
+)
+def test_log_probs_and_gradients_are_those_of_whole_logits(
+    trained: tuple[str, ...], renormalize: bool, device: torch.device
+) -> None:
+    head, ids = make_head(trained, device), make_ids(device)
+    mask = torch.arange(TOKENS, device=device) % 3 != 1
+    some = OPTIONS if trained in (NAMES, ("x",)) else OPTIONS[2:]
+    for options in some:
+        for given_mask in (None, mask):
+            truth = double(head)
+            found = run(head, ids, renormalize=renormalize, mask=given_mask, **options)
+            expected = plain(truth, ids, renormalize=renormalize, mask=given_mask, **options)
+            what = trained, options, given_mask is None
+            assert_same(with_gradients(found, head), with_gradients(expected, truth), what)
+
+
+def test_reference_is_the_same() -> None:
+    ids = make_ids()
+    for renormalize in (False, True):
+        head = make_head()
+        adapter = head["adapter_x"], head["adapter_weight"]
+        options = {"mask": torch.arange(TOKENS) > 2, "renormalize": renormalize, **OPTIONS[2]}
+        found = linear_topk_log_probs_reference(
+            head["x"], head["weight"], ids, linear_bias=head["bias"], adapter=adapter, with_lse=True, **options
+        )
+        assert_same(list(found), list(plain(double(head), ids, **options)), renormalize)
+
+
+def test_chunks_and_saved_logits_change_no_result(device: torch.device) -> None:
+    head, ids = make_head(device=device), make_ids(device)
+    expected = with_gradients(run(head, ids), head)
+    for chunk_bytes, saved in ((1, 0), (CHUNK_BYTES, CHUNK_BYTES), (CHUNK_BYTES, 2**30), (None, 2**30)):
+        found = with_gradients(run(head, ids, chunk_bytes=chunk_bytes, saved_logits_bytes=saved), head)
+        assert_same(found, expected, (chunk_bytes, saved), 1e-6)
+    expected = with_gradients(run(head, ids, renormalize=True), head)
+    assert_same(with_gradients(run(head, ids, renormalize=True, chunk_bytes=1), head), expected, "gathered", 1e-6)
+
+
+@pytest.mark.parametrize(("trained", "saved", "passes"), [
+    (("x",), 0, [(True, False)]),
+    (("x", "weight"), 0, [(False, False), (True, True)]),
+    (("x", "weight"), 2**30, [(False, False), (True, True)]),
+    ((), 0, [(False, False)]),
+])  # fmt: skip
+def test_a_frozen_head_takes_two_products(
+    trained: tuple[str, ...], saved: int, passes: list[tuple[bool, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[bool, ...]] = []
+    original = module.chunked_linear_loss
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(tuple(kwargs["needs_gradient"][:2]))
+        if saved and len(calls) == 2:
+            assert len(kwargs["saved"].chunks) == 3
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "chunked_linear_loss", counted)
+    head = make_head(trained)
+    log_probs = linear_topk_log_probs(
+        head["x"], head["weight"], make_ids().clamp(min=0), chunk_bytes=CHUNK_BYTES, saved_logits_bytes=saved
+    )
+    if trained:
+        log_probs.sum().backward()
+    assert calls == passes
+    calls.clear()
+    linear_topk_log_probs(head["x"], head["weight"], make_ids(), renormalize=True)
+    assert not calls
+
+
+def test_backward_can_run_twice() -> None:
+    for trained, saved in ((("x",), 0), (NAMES, 0), (NAMES, 2**30)):
+        head = make_head(trained)
+        loss = run(head, make_ids().clamp(min=0), saved_logits_bytes=saved)[0].sum()
+        first, second = (torch.autograd.grad(loss, head["x"], retain_graph=True)[0].clone() for _ in range(2))
+        assert torch.equal(first, second)
+
+
+def test_what_reaches_padding_and_masked_tokens_is_ignored(device: torch.device) -> None:
+    mask = torch.arange(TOKENS, device=device) > 2
+    for trained in (("x",), NAMES):
+        head, ids = make_head(trained, device), make_ids(device)
+        log_probs, lse = run(head, ids, mask=mask)
+        hidden = (ids < 0) | ~mask[:, None]
+        upstream = torch.ones_like(log_probs).masked_fill(hidden, torch.nan)
+        of_lse = torch.ones_like(lse).masked_fill(~mask, torch.inf)
+        gradients = torch.autograd.grad((log_probs, lse), head["x"], (upstream, of_lse))
+        assert gradients[0].isfinite().all()
+        assert not gradients[0][~mask].any()
+
+
+def test_nothing_but_masked_tokens_give_a_differentiable_zero(device: torch.device) -> None:
+    mask = torch.zeros(TOKENS, dtype=torch.bool, device=device)
+    for renormalize in (False, True):
+        for trained in (("x",), NAMES):
+            head = make_head(trained, device)
+            results = with_gradients(run(head, make_ids(device), mask=mask, renormalize=renormalize), head)
+            assert not any(each.any() for each in results)
+
+
+def test_probabilities_of_all_classes_sum_to_one(device: torch.device) -> None:
+    """Also of a token whose distribution is almost one class: the mass left is no negative number."""
+    head = make_head((), device)
+    every = torch.arange(CLASSES, device=device).expand(TOKENS, CLASSES)
+    for scale in (1.0, 30.0):
+        log_probs, _ = run(head, every, logit_scale=scale)
+        torch.testing.assert_close(log_probs.exp().sum(1), torch.ones(TOKENS, device=device))
+        assert log_probs.max() <= 1e-6
+
+
+def test_gradients_of_confident_tokens_do_not_cancel_in_half_precision(device: torch.device) -> None:
+    """A frozen head keeps the mean of its rows by probability: with the given classes in it, rounding would remain."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-4, 5, (rows, HIDDEN), generator=generator).double() for rows in (TOKENS, CLASSES))
+    logits = x @ weight.T  # integers, which bfloat16 holds
+    ids = logits.argmax(1, keepdim=True).to(device)
+    probabilities = logits.softmax(1)
+    expected = weight[ids[:, 0].cpu()] - probabilities @ weight
+    assert probabilities.amax(1).max() > 0.999
+    half = x.to(device, torch.bfloat16).requires_grad_()
+    log_probs = linear_topk_log_probs(half, weight.to(device, torch.bfloat16), ids)
+    (found,) = torch.autograd.grad(log_probs.sum(), half)
+    assert ((found.double().cpu() - expected).norm(dim=1) <= 0.2 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close_to_the_truth(dtype: torch.dtype, device: torch.device) -> None:
+    for renormalize in (False, True):
+        for trained in (("x", "adapter_x"), NAMES):
+            head, ids = make_head(trained, device, dtype), make_ids(device)
+            truth = double(head)
+            found = with_gradients(run(head, ids, renormalize=renormalize), head)
+            assert [each.dtype for each in found] == [torch.float32, torch.float32, *[dtype] * len(trained)]
+            expected = with_gradients(plain(truth, ids, renormalize=renormalize), truth)
+            assert_same(found, expected, (renormalize, trained), 4 * torch.finfo(dtype).eps)
+
+
+def test_shape_of_tokens_and_options_of_results() -> None:
+    head, ids = make_head(()), make_ids()
+    flat = linear_topk_log_probs(head["x"], head["weight"], ids)
+    shaped = linear_topk_log_probs(head["x"].view(3, 3, -1), head["weight"], ids.view(3, 3, -1))
+    assert torch.equal(shaped, flat.view(3, 3, -1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear_topk_log_probs(head["x"], head["weight"], ids).dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_ids_out_of_range_are_nan_on_the_gpu() -> None:
+    head, ids = make_head((), "cuda"), make_ids("cuda")
+    ids[3, 2] = CLASSES
+    for renormalize in (False, True):
+        log_probs = run(head, ids, renormalize=renormalize)[0]
+        assert log_probs[3, 2].isnan()
+        assert log_probs.isnan().sum() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_large_heads_on_the_gpu(renormalize: bool, trained: bool) -> None:
+    """8192 tokens, 64 of 128256 classes each: neither whole logits nor whole gathered rows of the head."""
+    torch.manual_seed(0)
+    tokens, hidden, classes, given = 8192, 4096, 128256, 64
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(classes, hidden, device="cuda", dtype=torch.bfloat16)).requires_grad_(trained)
+    ids = torch.randint(classes, (tokens, given), device="cuda")
+    upstream = torch.randn(tokens, given, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    log_probs = linear_topk_log_probs(x, weight, ids, renormalize=renormalize)
+    gradients = torch.autograd.grad(log_probs, (x, weight) if trained else (x,), upstream)
+    assert torch.cuda.max_memory_allocated() - before < (4500 if trained else 1200) * 2**20
+    some = slice(100, 164)
+    part = x.detach()[some].requires_grad_()
+    z = part.float() @ weight.detach().float().T
+    given = ids[some]
+    expected = z.gather(1, given).log_softmax(-1) if renormalize else z.log_softmax(-1).gather(1, given)
+    (gradient,) = torch.autograd.grad(expected, part, upstream[some])
+    torch.testing.assert_close(log_probs[some], expected, rtol=0.01, atol=0.05)
+    assert (gradients[0][some] - gradient).norm() <= 0.02 * gradient.norm()
