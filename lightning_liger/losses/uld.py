@@ -94,8 +94,10 @@ def universal_logit_divergence(
     if not options.uld_use_hybrid_loss:
         return _sorted_distance(student.exp(), teacher.exp())
     student_ids, teacher_ids = _check_matched(matched_ids, student, teacher)
-    pair = student[..., student_ids], teacher[..., teacher_ids]
-    matched = generalized_divergence(*(each.clamp(min=_ABSENT) for each in pair), beta=options.beta)
+    of_student, of_teacher = (
+        each[..., ids].clamp(min=_ABSENT) for each, ids in ((student, student_ids), (teacher, teacher_ids))
+    )
+    matched = generalized_divergence(of_student, of_teacher, options.beta)
     unmatched = _sorted_distance(_without(student.exp(), student_ids), _without(teacher.exp(), teacher_ids))
     share = student_ids.numel() / teacher.shape[-1]
     weight, rest = options.uld_hybrid_matched_weight, options.uld_hybrid_unmatched_weight

@@ -190,8 +190,6 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     distillation: DistillationOptions = DistillationOptions()
     shard_teacher: bool = False
     matched_ids: tuple[Tensor, Tensor] | None = None
-    loss_normalization = "tokens"
-    _normalizations = ("tokens", "micro_batch")
     _units = "tokens"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -367,9 +365,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
             pair = logits, self._teacher_logits(of_teacher)
             of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)
-        losses = universal_logit_loss(
-            *(each[mask] for each, mask in zip(pair, of_both, strict=True)), self.distillation.uld, self.matched_ids
-        )
+        student, teacher = (each[mask] for each, mask in zip(pair, of_both, strict=True))
+        losses = universal_logit_loss(student, teacher, self.distillation.uld, self.matched_ids)
         factor = self.distillation.temperature**2 if self.distillation.t_squared else 1.0
         return factor * losses.sum(), torch.count_nonzero(of_both[0]), {}
 

@@ -76,8 +76,6 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
     """
 
     medusa_heads: MedusaHeads
-    loss_normalization = "tokens"
-    _normalizations = ("tokens", "micro_batch")
     _units = "tokens"
     medusa_only_heads: bool = True
     medusa_decay_coefficient: float = 0.8
@@ -185,7 +183,8 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         if self.medusa_heads.is_shared:  # all rows through the head at once, for one gradient of its weight
             stacked = _as_transformed(head_of(self.model)(torch.stack(outputs)), logits)
             return _shared_cross_entropy(stacked, torch.stack(targets), weights)
-        total, measured = logits.new_zeros((), dtype=torch.float32), {}
+        measured: dict[str, Mean] = {}
+        total = logits.new_zeros((), dtype=torch.float32)
         for k, (output, labels, weight) in enumerate(zip(outputs, targets, weights, strict=True)):
             loss, quantities = _cross_entropy(f"medusa{k}", _as_transformed(output, logits), labels)
             total, measured = total + weight * loss, measured | quantities
@@ -242,7 +241,7 @@ def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[flo
     total, scores = multi_token_loss(logits, targets, weights)
     assert scores.log_probs is not None
     assert scores.correct is not None
-    measured = {}
+    measured: dict[str, Mean] = {}
     for k in range(len(targets)):
         kept = num_kept(targets[k])
         measured[f"medusa{k}_loss"] = Mean(-scores.log_probs[k].sum(), kept)

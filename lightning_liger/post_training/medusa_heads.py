@@ -126,7 +126,7 @@ class MedusaHeads(nn.ModuleList):
 
     @torch.no_grad()
     def _copy(self, model: nn.Module, head: nn.Module) -> None:
-        own = [cast(nn.Module, each[-1]) for each in cast(Iterable[MedusaHead], self)]
+        own = [each[-1] for each in cast(Iterable[MedusaHead], self)]
         for name, parameter in head.named_parameters(recurse=False):
             copies = [cast(Tensor, getattr(each, name)) for each in own]
             if parameter.is_meta:

@@ -162,8 +162,8 @@ def store_teacher_topk(
     tokenizer = None
     if isinstance(data, L.LightningDataModule):
         tokenizer = getattr(data, "text_tokenizer", None)
-        data = _in_order(data.train_dataloader())
-    rows = teacher_topk_rows(model, data, temperature=temperature, **options)
+    batches = _in_order(data.train_dataloader()) if isinstance(data, L.LightningDataModule) else data
+    rows = teacher_topk_rows(model, batches, temperature=temperature, **options)
     write_teacher_topk(path, rows, tokenizer=tokenizer, temperature=temperature, dtype=dtype)
 
 

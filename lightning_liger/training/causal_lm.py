@@ -191,7 +191,9 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             betas=hparams.betas,
             fused=all(parameter.is_cuda for parameter in grouped),
         )
-        factors = [partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups]
+        factors: list[Callable[[int], float]] = [
+            partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups
+        ]
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

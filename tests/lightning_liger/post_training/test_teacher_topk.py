@@ -68,9 +68,7 @@ def test_student_learns_from_the_file_at_the_stored_temperature(tmp_path: Path) 
         distillation_mode="topk_logits", config=TINY_CONFIG, learning_rate=0.02, min_lr_ratio=1.0
     )
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy="liger", max_epochs=6, enable_model_summary=False, **quiet
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="liger", max_epochs=6, **quiet)
     losses = []
 
     class Losses(L.Callback):
