@@ -49,6 +49,8 @@ SUPPORTS = ("teacher", "student", "union")
 TOPK_IDS, TOPK_LOG_PROBS = "teacher_topk_ids", "teacher_topk_log_probs"
 TEACHER_LOG_PROBS, OLD_LOG_PROBS = "teacher_per_token_logps", "old_per_token_logps"
 _COLUMNS = (TOPK_IDS, TOPK_LOG_PROBS, TEACHER_LOG_PROBS, OLD_LOG_PROBS)
+_OF_ROLLOUTS = ("advantages", "rewards", "group_ids", "ref_per_token_logps", "sampling_per_token_logps")
+"""Keys of rollouts that distillation does not need."""
 _BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}
 _IW_OPD = {"advantage": "iw_opd/mean_advantage", "abs_advantage": "iw_opd/mean_abs_advantage"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -253,7 +255,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
-        rows = read_tokens(stage, batch, self._seen_model(), _COLUMNS, ("teacher_",))
+        rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
         rows = _checked(rows).to_context(self.context)
         logits, auxiliary = self.call_model(rows.inputs, rows.targets)
         compute = {
@@ -361,7 +363,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         else:
             if self.context is not None:
                 raise ValueError("context_parallel_size must be 1 for 'uld' with 'teacher_input_ids'")
-            batch = {name.removeprefix("teacher_"): value for name, value in columns.items() if name not in _COLUMNS}
+            others = columns.keys() - {*_COLUMNS, *_OF_ROLLOUTS}
+            batch = {name.removeprefix("teacher_"): columns[name] for name in others if name.startswith("teacher_")}
             of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
             pair = logits, self._teacher_logits(of_teacher)
             of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)

@@ -280,3 +280,37 @@ def test_sources_of_the_teacher_are_checked_before_work_starts() -> None:
         alone = Alone()
         apply_liger_kernels(alone, "linear_cross_entropy")
         alone.training_step(tiny_batch(), 0)
+
+
+def test_support_of_both_models_counts_each_id_once() -> None:
+    """With K as large as the vocabulary, the union has each id twice, and the divergence is that of all ids."""
+    batch = tiny_batch()
+    for support, top_k in (("union", VOCAB_SIZE), ("student", VOCAB_SIZE), ("union", 4)):
+        module = Student(
+            distillation_mode="topk_logits",
+            divergence="jsd",
+            beta=0.3,
+            distillation_topk=top_k,
+            distillation_support=support,
+        )
+        apply_liger_kernels(module, "linear_cross_entropy")
+        q, p, _ = (each.detach() for each in whole(module, batch))
+        if top_k < VOCAB_SIZE:
+            ids = torch.zeros_like(p).scatter(-1, torch.cat((p.topk(4).indices, q.topk(4).indices), -1), 1.0).bool()
+            p, q = (each.exp().masked_fill(~ids, 0.0) for each in (p, q))
+            p, q = (torch.cat((each, 1 - each.sum(-1, keepdim=True)), -1).log() for each in (p, q))
+        m = (0.3 * p.exp() + 0.7 * q.exp()).log()
+        terms = 0.3 * p.exp() * (p - m) + 0.7 * q.exp() * (q - m)
+        loss = module.step_loss("train", batch).terms[0].total
+        torch.testing.assert_close(loss, terms.nan_to_num().sum(), check_dtype=False, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_of_completions_and_rollouts_are_taken() -> None:
+    batch = tiny_batch(2, 9, 3)
+    mask = (batch.pop("labels") >= 0).long()
+    extra = {"completion_mask": mask, "sequence_ids": mask, "num_sequences": 1, "advantages": torch.ones(2)}
+    module = Student()
+    apply_liger_kernels(module, "linear_cross_entropy")
+    terms = [module.step_loss("train", each).terms[0] for each in ({**batch, **extra}, tiny_batch(2, 9, 3))]
+    torch.testing.assert_close(terms[0].total, terms[1].total)
+    assert float(terms[0].count) == float(terms[1].count)
