@@ -204,7 +204,8 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
         """The columns of stored log-probabilities, by the prefix of the keys of their sequences."""
         if not isinstance(self.preference_loss, KTOOptions):
             return {"": ("ref_chosen_logps", "ref_rejected_logps")}
-        return {"": ("ref_logps",)} | ({"KL_": ("ref_KL_logps",)} if self.preference_loss.needs_kl else {})
+        columns: dict[str, tuple[str, ...]] = {"": ("ref_logps",)}
+        return columns | ({"KL_": ("ref_KL_logps",)} if self.preference_loss.needs_kl else {})
 
     def _precompute(self) -> None:
         """Passes all data through the reference, and keeps its log-probabilities."""
