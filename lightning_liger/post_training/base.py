@@ -250,7 +250,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         cast(SumOfMeans, metrics["loss"]).update(parts)
         for name, value in measured.items():
             update_metric(cast(Any, metrics[name]), value)
-        for name, metric in metrics.items():
+        for name, metric in cast(Mapping[str, Metric], metrics).items():
             if name != "aux_loss" or result.auxiliary is not None:
                 self.log(
                     f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss"
