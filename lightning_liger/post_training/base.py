@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torchmetrics import Metric
 
 from liger_ops.arguments import wrong_type
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
