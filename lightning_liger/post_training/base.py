@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torchmetrics import Metric
 
 from liger_ops.arguments import wrong_type
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
@@ -32,7 +33,7 @@ class Term(NamedTuple):
 
     total: Tensor
     """The sum over this batch's units, weights included, a differentiable scalar."""
-    count: Tensor | float
+    count: Tensor | float  # type: ignore[assignment]  # hides the method of tuples
     """The number of units in this batch."""
     unit: str = "sequences"
     """The name of the units. A loss with several has to implement ``count_units``."""
@@ -251,7 +252,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         cast(SumOfMeans, metrics["loss"]).update(parts)
         for name, value in measured.items():
             update_metric(cast(Any, metrics[name]), value)
-        for name, metric in metrics.items():
+        for name, metric in cast(Mapping[str, Metric], metrics).items():
             if name != "aux_loss" or result.auxiliary is not None:
                 self.log(
                     f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss"

@@ -17,7 +17,7 @@ class Mean(NamedTuple):
     """One batch's part of a mean: a sum over units, and their number."""
 
     total: Tensor
-    count: Tensor | float
+    count: Tensor | float  # type: ignore[assignment]  # hides the method of tuples
 
 
 class Largest(NamedTuple):

@@ -37,7 +37,7 @@ from lightning_liger.post_training.rows import Rows, read_rows
 from lightning_liger.sequences.labels import shift_labels
 
 PreferenceOptions = DPOOptions | CPOOptions | ORPOOptions | TPOOptions | KTOOptions
-_FINGERPRINT, _DELTA = "reference_fingerprint", "running_delta"
+_FINGERPRINT, _CACHE, _DELTA = "reference_fingerprint", "reference_log_probs", "running_delta"
 _MEASURED = ("entropy", "mean_logit", "correct")
 
 
@@ -83,8 +83,8 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
     ``ref_KL_logps``), ``[B]``, summed over tokens. ``reference`` chooses one; ``"auto"`` takes the batch's if there are
     any, then the model, then adapters. With ``precompute_ref_log_probs = True`` all training and validation data are
     passed through the reference before training, and without ``ref_model`` or adapters it is the policy as it is then.
-    Where ``ref_log_probs_folder`` names a folder they are kept there for runs with the same weights; only new data is
-    computed.
+    Where ``ref_log_probs_folder`` names a folder they are kept there for runs with the same weights, and only new data
+    is computed; else they are in the checkpoint.
 
     The loss does not depend on how pairs were split over micro-batches and ranks, see
     :class:`~lightning_liger.post_training.base.LigerPostTrainingMixin`, except where it is defined by a batch: ``aot``
@@ -204,7 +204,8 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
         """The columns of stored log-probabilities, by the prefix of the keys of their sequences."""
         if not isinstance(self.preference_loss, KTOOptions):
             return {"": ("ref_chosen_logps", "ref_rejected_logps")}
-        return {"": ("ref_logps",)} | ({"KL_": ("ref_KL_logps",)} if self.preference_loss.needs_kl else {})
+        columns: dict[str, tuple[str, ...]] = {"": ("ref_logps",)}
+        return columns | ({"KL_": ("ref_KL_logps",)} if self.preference_loss.needs_kl else {})
 
     def _precompute(self) -> None:
         """Passes all data through the reference, and keeps its log-probabilities."""
@@ -229,8 +230,8 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
                     continue
                 if is_resumed:
                     raise ValueError(
-                        "ref_log_probs_folder must be the folder of the run that is resumed, with the same data: the"
-                        f" policy is no longer its own reference, and {cache.path} lacks some sequences"
+                        "the data, and ref_log_probs_folder, must be those of the run that is resumed: the policy is"
+                        f" no longer its own reference, and {cache.path or 'the checkpoint'} lacks some sequences"
                     )
                 moved = strategy.batch_to_device(batch, dataloader_idx=0)
                 # Through the strategy, whose engine must see that its model is called.
@@ -272,12 +273,17 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
             checkpoint[_DELTA] = self._running_delta.state
         if self._reference_fingerprint is not None:
             checkpoint[_FINGERPRINT] = self._reference_fingerprint
+            if self._reference_cache is not None and self.ref_log_probs_folder is None:
+                checkpoint[_CACHE] = self._reference_cache.tensors()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if _DELTA in checkpoint:
             self._running_delta.state = checkpoint[_DELTA]
         self._reference_fingerprint = checkpoint.get(_FINGERPRINT)
+        if _CACHE in checkpoint and self._reference_cache is None:
+            self._reference_cache = ReferenceCache(None, cast(str, self._reference_fingerprint))
+            self._reference_cache.load(checkpoint[_CACHE])
 
     # Sequences
 
