@@ -8,8 +8,40 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
+from lightning_liger.losses.cpo import CPOOptions
+from lightning_liger.losses.distillation import (
+    IWOPDOptions,
+    SampledDistillationOptions,
+    SparseDistillationOptions,
+    iw_opd_loss,
+    sampled_divergence,
+    sparse_divergence,
+)
+from lightning_liger.losses.dpo import DPOOptions
+from lightning_liger.losses.kto import KTOOptions
+from lightning_liger.losses.multi_head import (
+    deepseek_mtp_weights,
+    medusa_weights,
+    multi_token_weights,
+    targets_ahead,
+)
+from lightning_liger.losses.orpo import ORPOOptions
+from lightning_liger.losses.tpo import TPOOptions
+from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.post_training.alignment import matched_token_ids
+from lightning_liger.post_training.distillation import (
+    DistillationOptions,
+    LigerDistillation,
+    LigerDistillationMixin,
+)
+from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
+from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
+from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerKTO, LigerORPO, LigerTPO
+from lightning_liger.post_training.multi_token import multi_token_loss
+from lightning_liger.post_training.preference import LigerPreferenceMixin
+from lightning_liger.post_training.teacher_topk import store_teacher_topk, teacher_topk_rows
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels, split_sequence
 from lightning_liger.strategies import (
@@ -40,7 +72,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoLigerModelForCausalLM",
     "AutoLigerModelForImageTextToText",
+    "CPOOptions",
     "ContextParallel",
+    "DPOOptions",
+    "DistillationOptions",
     "FabricLigerDDPStrategy",
     "FabricLigerDeepSpeedStrategy",
     "FabricLigerFSDPStrategy",
@@ -48,28 +83,60 @@ __all__ = [
     "FabricLigerPrecisionPlugin",
     "FabricLigerSingleDeviceStrategy",
     "FabricLigerStrategy",
+    "IWOPDOptions",
+    "KTOOptions",
     "LazyLogits",
+    "LigerCPO",
     "LigerCallback",
     "LigerCausalLM",
     "LigerDDPStrategy",
+    "LigerDPO",
     "LigerDeepSpeedStrategy",
+    "LigerDistillation",
+    "LigerDistillationMixin",
     "LigerFSDPStrategy",
+    "LigerKTO",
     "LigerLMMixin",
+    "LigerMedusa",
+    "LigerMedusaMixin",
     "LigerModelParallelStrategy",
+    "LigerORPO",
     "LigerPrecisionPlugin",
+    "LigerPreferenceMixin",
     "LigerSingleDeviceStrategy",
     "LigerStrategy",
+    "LigerTPO",
+    "MedusaHeads",
+    "ORPOOptions",
     "PatchReport",
+    "SampledDistillationOptions",
+    "SparseDistillationOptions",
+    "TPOOptions",
     "TrainingSummary",
+    "ULDOptions",
     "apply_liger_kernels",
+    "deepseek_mtp_weights",
     "divergence",
     "export_pretrained",
+    "iw_opd_loss",
     "lazy_logits",
+    "load_medusa_heads",
     "load_pretrained",
+    "matched_token_ids",
     "materialize",
+    "medusa_weights",
+    "multi_token_loss",
+    "multi_token_weights",
+    "sampled_divergence",
+    "save_medusa_heads",
     "shift_labels",
+    "sparse_divergence",
     "split_sequence",
+    "store_teacher_topk",
+    "targets_ahead",
+    "teacher_topk_rows",
     "token_loss",
     "token_scores",
     "topk_log_probs",
+    "universal_logit_divergence",
 ]

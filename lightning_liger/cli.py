@@ -11,7 +11,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import lightning as L
 import torch
@@ -23,6 +23,8 @@ from typing_extensions import override
 from liger_ops.arguments import shown, wrong_value
 from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
+from lightning_liger.post_training.teacher import prepare_frozen
+from lightning_liger.post_training.teacher_topk import store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
 from lightning_liger.training.causal_lm import LigerCausalLM
 from lightning_liger.weights.export import export_pretrained
@@ -40,11 +42,13 @@ _NOISE = re.compile(
     r"\s*(- )?(Does not validate against any of the Union subtypes|Subtypes: |Errors:$|Given value type: |Given value: "
     r"(Namespace|NestedArg)\(|Expected a <class 'NoneType'>$|$)"
 )
+_WITHOUT_TRAINER = ("export", "teacher_topk")
+"""Subcommands that use no settings of the Trainer."""
 _CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning looks for
 
 
 class _Trainer(L.Trainer):
-    """Lightning's Trainer with the subcommand ``export``."""
+    """Lightning's Trainer with the subcommands ``export`` and ``teacher_topk``."""
 
     def export(
         self,
@@ -78,6 +82,41 @@ class _Trainer(L.Trainer):
         export_pretrained(
             model, ckpt_path, output, tokenizer=tokenizer, max_shard_size=max_shard_size, weights_only=weights_only
         )
+
+    def teacher_topk(
+        self,
+        model: L.LightningModule,
+        datamodule: L.LightningDataModule,
+        *,
+        output: str,
+        top_k: int = 64,
+        temperature: float = 1.0,
+        num_samples: int | None = None,
+        proposal_temperature: float = 1.0,
+        dtype: Literal["float32", "float16"] = "float32",
+    ) -> None:
+        """Write the likeliest tokens of a pretrained teacher, for each token of the training data, to a file.
+
+        Args:
+            model: The teacher, a LigerCausalLM with ``pretrained``.
+            datamodule: Its training batches are read once, on one device.
+            output: The file to write; its name ends in .safetensors.
+            top_k: How many ids are kept for each token.
+            temperature: Divides the logits.
+            num_samples: Keeps ids that are sampled this often, with repetition, in place of the likeliest ones.
+            proposal_temperature: Of the distribution that is sampled from.
+            dtype: Of the log-probabilities in the file.
+        """
+        if not isinstance(model, LigerCausalLM) or model.hparams["pretrained"] is None:
+            raise wrong_value("model", "a LigerCausalLM whose pretrained is a folder with weights", model)
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        model.configure_model()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        store_teacher_topk(
+            prepare_frozen(model.model, device), datamodule, output, top_k=top_k, temperature=temperature,
+            num_samples=num_samples, proposal_temperature=proposal_temperature, dtype=dtype,
+        )  # fmt: skip
 
 
 class _Parser(LightningArgumentParser):
@@ -116,7 +155,7 @@ class LigerCLI(LightningCLI):
 
     Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``). ``trainer.devices: auto`` means all GPUs or,
     without any, two CPU processes; with ``predict`` and the strategy ``liger`` it means one device. ``export`` writes a
-    checkpoint to a Hugging Face folder, on any machine.
+    checkpoint to a Hugging Face folder, on any machine, and ``teacher_topk`` a teacher's likeliest tokens to a file.
     """
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
@@ -145,11 +184,11 @@ class LigerCLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "export": {"model", "datamodule"}}
+        return {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in _WITHOUT_TRAINER}}
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        if self.subcommand == "export":  # needs no accelerator, whichever the model was trained on
+        if self.subcommand in _WITHOUT_TRAINER:  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
         trainer = super().instantiate_trainer(**kwargs)
         cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
@@ -188,7 +227,7 @@ class LigerCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         _take_tokenizer_of_pretrained(config)
         trainer = config.trainer
-        if trainer.devices != "auto" or self.subcommand == "export":
+        if trainer.devices != "auto" or self.subcommand in _WITHOUT_TRAINER:
             return
         if self.subcommand == "predict" or _is_for_one_device(trainer.strategy):
             trainer.devices = 1

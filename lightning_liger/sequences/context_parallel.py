@@ -164,11 +164,12 @@ class _Layout:
 
     position_ids: Tensor
     """``[batch_size or 1, seq_len]``."""
-    _masks: dict[tuple[bool, torch.dtype], Any] = field(default_factory=dict)
+    _masks: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def mask(self, config: PreTrainedConfig, sliding: bool, query: Tensor) -> Any:
         """The model's mask for whole rows, in the format of ``config``'s attention implementation."""
-        key = (sliding, query.dtype)
+        # Two models may see the same rows, such as a student and its teacher.
+        key = (config._attn_implementation, sliding and config.sliding_window, query.dtype)
         if key not in self._masks:
             make = create_sliding_window_causal_mask if sliding else create_causal_mask
             self._masks[key] = make(

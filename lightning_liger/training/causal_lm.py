@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import lightning as L
@@ -119,20 +120,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         """
         if getattr(self, "model", None) is not None:
             return
-        pretrained, strategy = self._settings.pretrained, None if self._trainer is None else self.trainer.strategy
-        device = torch.get_default_device() if strategy is None else strategy.root_device
-        if self._trainer is not None and engine_of(self.trainer).materializes:
-            device = torch.device("meta")
-        settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
-        if self._settings.attn_implementation is not None:
-            settings["attn_implementation"] = self._settings.attn_implementation
-        with device:
-            if pretrained is None or device.type == "meta":
-                self.model = AutoModelForCausalLM.from_config(self.config, **settings)
-            else:
-                self.model = AutoModelForCausalLM.from_pretrained(
-                    pretrained, config=self.config, local_files_only=True, **settings
-                )
+        self.model = self._build_model()
         # Here, because engines leave parameters no shape to tell a vector from a matrix.
         self._undecayed = {
             (module, name)
@@ -140,16 +128,36 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             for name, parameter in module.named_parameters(recurse=False)
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
         }
-        if device.type == "meta":
-            self._leave_weights_to_strategy()
-        if strategy is not None:  # an exported config keeps what it was
+        if self._trainer is not None:  # an exported config keeps what it was
             self.model.config.use_cache = False
         self.model.train()
 
-    def _leave_weights_to_strategy(self) -> None:
+    def _build_model(self) -> PreTrainedModel:
+        """A model with the weights of ``pretrained``, or random ones."""
+        pretrained, strategy = self._settings.pretrained, None if self._trainer is None else self.trainer.strategy
+        device = torch.get_default_device() if strategy is None else strategy.root_device
+        if self._trainer is not None and engine_of(self.trainer).materializes:
+            device = self._device_before_sharding
+        settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
+        if self._settings.attn_implementation is not None:
+            settings["attn_implementation"] = self._settings.attn_implementation
+        with device:
+            if pretrained is not None and device.type != "meta":
+                return AutoModelForCausalLM.from_pretrained(
+                    pretrained, config=self.config, local_files_only=True, **settings
+                )
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, **settings)
+        if device.type == "meta":
+            self._leave_weights_to_strategy(model)
+        return model
+
+    _device_before_sharding = torch.device("meta")
+    """Where models are built for strategies that shard them."""
+
+    def _leave_weights_to_strategy(self, model: PreTrainedModel) -> None:
         if self._settings.pretrained is not None:
-            load_pretrained(self.model, self._settings.pretrained)
-        elif not all(parameter.is_meta for parameter in self.model.parameters()):
+            load_pretrained(model, self._settings.pretrained)
+        elif not all(parameter.is_meta for parameter in model.parameters()):
             # Their constructors ignore torch's device, and their values would never be set.
             raise ValueError(
                 f"model_type={self.config.model_type!r} cannot be built on the meta device with random weights, as"
@@ -164,30 +172,42 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hparams = self._settings
         # A tied parameter is found in each module that holds it; the first one, the embedding, decides.
-        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        groups: dict[tuple[float, int, float], list[nn.Parameter]] = {}
         grouped: set[nn.Parameter] = set()
         for module in self.modules():
-            scale = hparams.embedding_lr_scale if isinstance(module, nn.Embedding) else 1.0
+            scale, warmup_steps = self._learning_rate_scale(module), self._warmup_steps(module)
             for name, parameter in module.named_parameters(recurse=False):
                 is_vector = (module, name) in self._undecayed or "norm" in type(module).__name__.lower()
                 is_undecayed = is_vector or name.endswith("bias") or name in _STATE_SPACE
                 if parameter.requires_grad and parameter not in grouped:
                     grouped.add(parameter)
                     decay = 0.0 if is_undecayed else hparams.weight_decay
-                    groups.setdefault((scale, decay), []).append(parameter)
+                    groups.setdefault((scale, warmup_steps, decay), []).append(parameter)
         optimizer = torch.optim.AdamW(
             [
                 {"params": parameters, "lr": hparams.learning_rate * scale, "weight_decay": decay}
-                for (scale, decay), parameters in groups.items()
+                for (scale, _, decay), parameters in groups.items()
             ],
             betas=hparams.betas,
             fused=all(parameter.is_cuda for parameter in grouped),
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
+        factors: list[Callable[[int], float]] = [
+            partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups
+        ]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _learning_rate_factor(self, step: int) -> float:
-        warmup, floor = self._settings.warmup_steps, self._settings.min_lr_ratio
+    def _learning_rate_scale(self, module: nn.Module) -> float:
+        """The factor of the learning rate for the parameters of ``module`` itself."""
+        return float(self._settings.embedding_lr_scale) if isinstance(module, nn.Embedding) else 1.0
+
+    def _warmup_steps(self, module: nn.Module) -> int:
+        """The steps in which the learning rate of ``module``'s own parameters rises to its peak."""
+        return int(self._settings.warmup_steps)
+
+    def _learning_rate_factor(self, step: int, warmup_steps: int | None = None) -> float:
+        warmup = self._settings.warmup_steps if warmup_steps is None else warmup_steps
+        floor = self._settings.min_lr_ratio
         if step < warmup:
             return (step + 1) / (warmup + 1)
         total = self._num_training_steps

@@ -4,7 +4,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -79,6 +79,23 @@ def take_pretrained(root: nn.Module) -> "list[PretrainedWeights]":
     return [vars(module).pop(_ATTRIBUTE) for module in root.modules() if _ATTRIBUTE in vars(module)]
 
 
+def share_pretrained(
+    model: nn.Module, other: nn.Module, place: tuple[nn.Module, str], copies: list[tuple[nn.Module, str]]
+) -> None:
+    """Makes tensors of ``other`` start as one of ``model``, if :func:`load_pretrained` deferred the latter's values.
+
+    Args:
+        model: The module that :func:`load_pretrained` was called with, or one around it.
+        other: The module that the copies are in; all are on the meta device.
+        place: Module and name of the tensor in ``model``.
+        copies: Modules and names of those in ``other``.
+    """
+    for module in model.modules():
+        weights = vars(module).get(_ATTRIBUTE)
+        if weights is not None and place in weights:
+            vars(other).setdefault(_ATTRIBUTE, weights.with_no_places()).add(weights, place, copies)
+
+
 class PretrainedWeights:
     """The checkpoint tensors of each tensor of a model, unread.
 
@@ -119,6 +136,18 @@ class PretrainedWeights:
 
     def __contains__(self, place: tuple[nn.Module, str]) -> bool:
         return place in self._places
+
+    def with_no_places(self) -> "PretrainedWeights":
+        """Weights of the same folder for no tensor yet."""
+        other = copy(self)
+        other._places, other._converted = {}, None
+        return other
+
+    def add(
+        self, weights: "PretrainedWeights", place: tuple[nn.Module, str], copies: list[tuple[nn.Module, str]]
+    ) -> None:
+        """Adds tensors whose values are those of another tensor."""
+        self._places.update(dict.fromkeys(copies, weights._places[place]))
 
     def tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Module, name in the module, and tensor, of all tensors that the folder has weights for."""

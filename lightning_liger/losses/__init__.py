@@ -1,0 +1,1 @@
+"""Losses as functions of vectors: log-probabilities of tokens and sequences in, losses and metrics out."""

@@ -1,0 +1,459 @@
+"""Knowledge distillation from stored or sampled teacher tokens, as functions of log-probabilities.
+
+A teacher's distribution p is known on a support S of K token ids; q is the student's distribution over the whole
+vocabulary. All functions take ``[..., K]`` (or, for sampled tokens, ``[...]``) log-probabilities and return losses
+``[...]``, one a token: gradients are autograd's, on tensors of K numbers a token. ``P = sum_S p`` and ``Q = sum_S q``.
+
+==================  ====================================================================================================
+``support_mode``    the distributions that are compared
+==================  ====================================================================================================
+``"tail"``          p and q on S and one more bucket with the remaining mass, ``1 - P`` and ``1 - Q``
+``"renormalize"``   ``p / P`` and ``q / Q`` on S: mass outside S costs nothing
+``"zero"``          ``p / P`` on S and 0 elsewhere, against q over the vocabulary
+``"ignore"``        p on S, not normalized: terms outside S are left out; forward KL only
+==================  ====================================================================================================
+
+Sources: forward KL, arXiv:1503.02531; generalized Jensen-Shannon divergence, arXiv:2306.13649 (GKD), equation 1;
+sampled supports, arXiv:2503.16870 (RS-KD). The tail bucket and ``"renormalize"`` are ``loss_add_tail`` of TRL.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_ops.arguments import (
+    check_bool,
+    check_choice,
+    check_floating,
+    check_integer,
+    check_number,
+    check_shape,
+    wrong_type,
+    wrong_value,
+)
+
+_ABSENT = -1e30
+"""The log-probability of an id that is not in the support: its probability is 0, and no infinity meets a 0."""
+_MIN_TAIL = 1e-6
+"""The smallest remaining mass: float32 sums of probabilities are no more exact."""
+_MAX_LOG_RATIO = 20.0
+
+SUPPORT_MODES = ("tail", "renormalize", "zero", "ignore")
+SAMPLED_ESTIMATORS = ("policy_gradient", "k1", "k2", "k3")
+
+Metrics = dict[str, Tensor]
+"""Detached values of tokens, by name."""
+
+
+@dataclass(frozen=True)
+class SparseDistillationOptions:
+    """How a student is compared with a teacher that is known on K ids a token.
+
+    Args:
+        beta: 0 is the forward KL divergence KL(p || q), 1 the reverse one, KL(q || p); between them the generalized
+            Jensen-Shannon divergence ``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
+        support_mode: ``"tail"``, ``"renormalize"``, ``"zero"`` or ``"ignore"``, see the module.
+        temperature: Of both distributions. The student's log-probabilities have to be those at this temperature.
+        teacher_temperature: The one that the teacher's log-probabilities were stored at.
+        t_squared: Whether to multiply losses by ``temperature ** 2``, as arXiv:1503.02531.
+
+    Raises:
+        TypeError: For an option of a wrong type.
+        ValueError: For one out of its range, and for a ``beta`` above 0 with ``support_mode="ignore"``, or of 1 with
+            ``"zero"``, where the divergence is not defined.
+    """
+
+    beta: float = 0.0
+    support_mode: str = "tail"
+    temperature: float = 1.0
+    teacher_temperature: float = 1.0
+    t_squared: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, at_least=0, at_most=1)
+        check_choice("support_mode", self.support_mode, SUPPORT_MODES)
+        check_number("temperature", self.temperature, above=0)
+        check_number("teacher_temperature", self.teacher_temperature, above=0)
+        check_bool("t_squared", self.t_squared)
+        if self.support_mode == "ignore" and self.beta > 0:
+            raise wrong_value("beta", "0 with support_mode='ignore', which has no other divergence", self.beta)
+        if self.support_mode == "zero" and self.beta == 1:
+            raise wrong_value("beta", "below 1 with support_mode='zero', where KL(q || p) is infinite", self.beta)
+
+
+@dataclass(frozen=True)
+class SampledDistillationOptions:
+    """How a student is compared with a teacher at the tokens that were sampled from the student.
+
+    Args:
+        estimator: ``"policy_gradient"``: ``sg[l_s - l_t] l_s``, whose gradient is that of the reverse KL divergence
+            (TRL's SDPO and SDFT). With ``r = l_t - l_s``: ``"k1"``: ``-r``, unbiased, but with an expected gradient
+            of 0; ``"k2"``: ``r ** 2 / 2``, with the gradient of ``"policy_gradient"``; ``"k3"``:
+            ``exp(r) - 1 - r``, unbiased and never negative, with the gradient of the forward KL divergence.
+        distillation_is_clip: Largest importance weight ``exp(l_s - l_old)`` of tokens that an older policy sampled,
+            None for no weights. Has an effect where old log-probabilities are given.
+    """
+
+    estimator: str = "policy_gradient"
+    distillation_is_clip: float | None = 2.0
+
+    def __post_init__(self) -> None:
+        check_choice("estimator", self.estimator, SAMPLED_ESTIMATORS)
+        check_number("distillation_is_clip", self.distillation_is_clip, above=0, optional=True)
+
+
+@dataclass(frozen=True)
+class IWOPDOptions:
+    """Importance-weighted on-policy distillation, with the names and defaults of TRL.
+
+    Args:
+        iw_opd_gamma: How much more the first tokens of a sequence weigh than its last.
+        iw_opd_epsilon: Smallest sum of advantages that weights are divided by.
+    """
+
+    iw_opd_gamma: float = 0.5
+    iw_opd_epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_number("iw_opd_gamma", self.iw_opd_gamma, at_least=0)
+        check_number("iw_opd_epsilon", self.iw_opd_epsilon, above=0)
+
+
+def sparse_divergence(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    options: SparseDistillationOptions | None = None,
+    *,
+    support_mask: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """The divergence of a student from a teacher that is known on K ids a token.
+
+    An id whose teacher log-probability is -inf is not in the support. Ids must not repeat; see
+    :func:`first_occurrences` and :func:`merge_duplicates`.
+
+    Args:
+        student_log_probs: ``[..., K]``, normalized over the whole vocabulary, at ``options.temperature``;
+            floating point, differentiable.
+        teacher_log_probs: ``[..., K]``, at ``options.teacher_temperature``. No gradient.
+        options: See :class:`SparseDistillationOptions`; None for the defaults.
+        support_mask: ``[..., K]`` bool, False for further ids that are not in the support.
+
+    Returns:
+        Losses ``[...]`` in at least float32, and the metrics ``student_mass`` (Q) and ``teacher_mass`` (P), ``[...]``.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For shapes that do not fit.
+    """
+    options = options or SparseDistillationOptions()
+    _check_pair(student_log_probs, teacher_log_probs)
+    if not student_log_probs.ndim or not student_log_probs.shape[-1]:
+        raise wrong_value("student_log_probs", "a tensor of shape [..., K] with at least one id", student_log_probs)
+    absent = teacher_log_probs == -math.inf
+    if support_mask is not None:
+        _check_mask("support_mask", support_mask, student_log_probs)
+        absent = absent | ~support_mask
+    student = _at_least_float32(student_log_probs).masked_fill(absent, _ABSENT)
+    teacher = _at_least_float32(teacher_log_probs.detach()).masked_fill(absent, _ABSENT)
+    metrics = {"student_mass": _mass(student.detach()), "teacher_mass": _mass(teacher)}
+
+    if options.temperature != options.teacher_temperature:
+        with_tail = options.support_mode in ("tail", "ignore")
+        teacher = _tempered(teacher, options.teacher_temperature / options.temperature, with_tail)
+    if options.support_mode == "tail":
+        # Only the reverse KL divergence, which would be infinite, needs a tail of a teacher that has none.
+        teacher_tail = log_tail_mass(teacher) if options.beta == 1 else _tail_or_none(teacher)
+        student, teacher = _with_bucket(student, log_tail_mass(student)), _with_bucket(teacher, teacher_tail)
+    elif options.support_mode == "renormalize":
+        student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    elif options.support_mode == "zero":
+        teacher = teacher.log_softmax(-1)
+        if options.beta > 0:
+            bucket = log_tail_mass(student)
+            student, teacher = _with_bucket(student, bucket), _with_bucket(teacher, torch.full_like(bucket, _ABSENT))
+    losses = generalized_divergence(student, teacher, options.beta).masked_fill(absent.all(-1), 0.0)
+    return losses * options.temperature**2 if options.t_squared else losses, metrics
+
+
+def log_tail_mass(log_probs: Tensor) -> Tensor:
+    """The logarithm of the mass outside a support, ``log(1 - sum(exp(log_probs)))``, at least ``log(1e-6)``.
+
+    Args:
+        log_probs: ``[..., K]``, floating point. No gradient passes where less than 1e-6 remains.
+
+    Returns:
+        ``[...]``.
+    """
+    check_floating("log_probs", log_probs)
+    log_mass = log_probs.clamp(min=_ABSENT).logsumexp(-1)
+    return (-torch.expm1(log_mass.clamp(max=math.log1p(-_MIN_TAIL)))).log()
+
+
+def change_temperature(
+    log_probs: Tensor, stored_temperature: float, temperature: float, *, with_tail: bool = True
+) -> Tensor:
+    """Log-probabilities of some ids, stored at one temperature, at another: ``(T0 / T) l - log Z``.
+
+    Exact for a support of the whole vocabulary; otherwise all other ids count as one.
+
+    Args:
+        log_probs: ``[..., K]``, floating point; -inf for ids that are not in the support.
+        stored_temperature: T0.
+        temperature: T.
+        with_tail: Whether Z includes the remaining mass, as one id. Otherwise the result sums to 1.
+
+    Returns:
+        ``[..., K]`` in at least float32.
+    """
+    check_floating("log_probs", log_probs)
+    check_number("stored_temperature", stored_temperature, above=0)
+    check_number("temperature", temperature, above=0)
+    check_bool("with_tail", with_tail)
+    absent = log_probs == -math.inf
+    finite = _at_least_float32(log_probs).masked_fill(absent, _ABSENT)
+    return _tempered(finite, stored_temperature / temperature, with_tail).masked_fill(absent, -math.inf)
+
+
+def first_occurrences(ids: Tensor) -> Tensor:
+    """Whether an id is the first of its value in its row, as a ``support_mask``.
+
+    Args:
+        ids: ``[..., K]``, integers; the union of two supports, for example.
+
+    Returns:
+        ``[..., K]``, bool.
+    """
+    _check_ids(ids)
+    ordered, order = ids.sort(dim=-1, stable=True)
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    return torch.empty_like(is_new).scatter_(-1, order, is_new)
+
+
+def merge_duplicates(ids: Tensor, log_probs: Tensor) -> Tensor:
+    """Moves the probability of repeated ids, such as of samples, to the first of them.
+
+    Args:
+        ids: ``[..., K]``, integers.
+        log_probs: ``[..., K]``, floating point: parts of the probability of each id.
+
+    Returns:
+        ``[..., K]``: the logarithm of the sum of all parts at the first occurrence of an id, -inf at the others.
+    """
+    _check_ids(ids)
+    check_floating("log_probs", log_probs)
+    check_shape("log_probs", log_probs, ids.shape, "as ids")
+    same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
+    merged = log_probs.unsqueeze(-2).masked_fill(~same, -math.inf).logsumexp(-1)
+    return merged.masked_fill(~first_occurrences(ids), -math.inf)
+
+
+def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_probs: Tensor) -> Tensor:
+    """The estimate of a teacher's distribution from ids that were sampled from a proposal (RS-KD, arXiv:2503.16870).
+
+    Each sample weighs ``p / r``, its probability over that of the proposal; weights of a row are divided by their sum.
+    With ``support_mode="zero"`` and samples from the teacher itself, the expected gradient is that of the whole
+    teacher; a support of the likeliest ids makes students too confident instead.
+
+    Args:
+        ids: ``[..., K]``, integers, with repetition.
+        log_probs: ``[..., K]``, of the teacher.
+        proposal_log_probs: ``[..., K]``, of the proposal; those of the teacher if ids were sampled from it.
+
+    Returns:
+        ``[..., K]`` in at least float32, which sum to 1; -inf at repeated ids but the first.
+    """
+    _check_ids(ids)
+    for name, value in (("log_probs", log_probs), ("proposal_log_probs", proposal_log_probs)):
+        check_floating(name, value)
+        check_shape(name, value, ids.shape, "as ids")
+    weights = _at_least_float32(log_probs) - _at_least_float32(proposal_log_probs)
+    return merge_duplicates(ids, weights.log_softmax(-1))
+
+
+def sample_support(
+    log_probs: Tensor, num_samples: int, *, proposal_temperature: float = 1.0, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Samples ids of a teacher, with repetition, for :func:`sparse_divergence` with ``support_mode="zero"``.
+
+    Args:
+        log_probs: ``[..., vocab_size]``, of the teacher.
+        num_samples: K.
+        proposal_temperature: Temperature of the distribution that is sampled from.
+        generator: Source of randomness; None for the default one.
+
+    Returns:
+        Ids ``[..., K]``, int64, and what :func:`importance_weighted_log_probs` makes of them.
+    """
+    check_floating("log_probs", log_probs)
+    check_integer("num_samples", num_samples, at_least=1)
+    check_number("proposal_temperature", proposal_temperature, above=0)
+    log_probs = _at_least_float32(log_probs)
+    proposal = (log_probs / proposal_temperature).log_softmax(-1)
+    rows = proposal.flatten(0, -2).exp()
+    ids = torch.multinomial(rows, num_samples, replacement=True, generator=generator)
+    ids = ids.unflatten(0, log_probs.shape[:-1])
+    return ids, importance_weighted_log_probs(ids, log_probs.gather(-1, ids), proposal.gather(-1, ids))
+
+
+def sampled_divergence(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    options: SampledDistillationOptions | None = None,
+    *,
+    old_log_probs: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Estimates of the reverse KL divergence at tokens that were sampled from the student.
+
+    Sources: TRL's self-distillation (SDPO, SDFT) for ``"policy_gradient"``; J. Schulman, "Approximating KL Divergence"
+    (2020) for the others.
+
+    Args:
+        student_log_probs: ``[...]``, of the tokens; floating point, differentiable.
+        teacher_log_probs: ``[...]``. No gradient.
+        options: See :class:`SampledDistillationOptions`; None for the defaults.
+        old_log_probs: ``[...]``, of the policy that the tokens were sampled from; None if it is the student.
+
+    Returns:
+        Losses ``[...]`` in at least float32, and the metrics ``log_ratio`` (``l_s - l_t``) and, with old
+        log-probabilities, ``importance_weight``.
+    """
+    options = options or SampledDistillationOptions()
+    _check_pair(student_log_probs, teacher_log_probs)
+    student = _at_least_float32(student_log_probs)
+    teacher = _at_least_float32(teacher_log_probs.detach())
+    log_ratio = student.detach() - teacher
+    if options.estimator == "policy_gradient":
+        losses = log_ratio * student
+    elif options.estimator == "k1":
+        losses = student - teacher
+    elif options.estimator == "k2":
+        losses = (student - teacher).square() / 2
+    else:
+        difference = teacher - student
+        losses = difference.clamp(max=_MAX_LOG_RATIO).expm1() - difference
+    metrics = {"log_ratio": log_ratio}
+    if old_log_probs is not None:
+        check_floating("old_log_probs", old_log_probs)
+        check_shape("old_log_probs", old_log_probs, student.shape, "as student_log_probs")
+        if options.distillation_is_clip is not None:
+            age = (student - old_log_probs).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+            weight = age.exp().clamp(max=options.distillation_is_clip)
+            losses, metrics["importance_weight"] = losses * weight, weight
+    return losses, metrics
+
+
+def iw_opd_loss(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor,
+    options: IWOPDOptions | None = None,
+    *,
+    rollout_log_probs: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Importance-weighted on-policy distillation: ``-w a l_s`` with advantages ``a = sg[l_t - l_rollout]``.
+
+    ``w = 1 + gamma (1 - (sum of |a| of earlier tokens) / (sum of |a| of the sequence))``: an early disagreement weighs
+    more. As TRL's ``IWOPDTrainer``.
+
+    Args:
+        student_log_probs: ``[batch_size, seq_len]``, of the sampled tokens; one sequence a row, differentiable.
+        teacher_log_probs: ``[batch_size, seq_len]``. No gradient.
+        mask: ``[batch_size, seq_len]``, bool: which tokens count.
+        options: See :class:`IWOPDOptions`; None for the defaults.
+        rollout_log_probs: ``[batch_size, seq_len]``, of the policy that sampled; None if it is the student.
+
+    Returns:
+        Losses ``[batch_size, seq_len]`` in at least float32, 0 where ``mask`` is False, and the metrics ``advantage``
+        (with its weight), ``abs_advantage`` (without) and ``weight``, of the same shape.
+    """
+    options = options or IWOPDOptions()
+    _check_pair(student_log_probs, teacher_log_probs)
+    if student_log_probs.ndim != 2:
+        raise wrong_value("student_log_probs", "a tensor of shape [batch_size, seq_len]", student_log_probs)
+    _check_mask("mask", mask, student_log_probs)
+    if rollout_log_probs is not None:
+        check_floating("rollout_log_probs", rollout_log_probs)
+        check_shape("rollout_log_probs", rollout_log_probs, mask.shape, "as student_log_probs")
+    student = _at_least_float32(student_log_probs).masked_fill(~mask, 0.0)
+    rollout = student if rollout_log_probs is None else rollout_log_probs
+    advantage = (teacher_log_probs - rollout).detach().to(student.dtype).masked_fill(~mask, 0.0)
+    size = advantage.abs()
+    earlier = size.cumsum(dim=1) - size
+    total = size.sum(dim=1, keepdim=True).clamp(min=options.iw_opd_epsilon)
+    weight = 1 + options.iw_opd_gamma * (1 - earlier / total)
+    weighted = weight * advantage
+    return -weighted * student, {"advantage": weighted, "abs_advantage": size, "weight": weight}
+
+
+def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Tensor:
+    """The generalized Jensen-Shannon divergence, ``beta KL(p || m) + (1 - beta) KL(q || m)``.
+
+    There ``m = beta p + (1 - beta) q``. A ``beta`` of 0 stands for KL(p || q), one of 1 for KL(q || p).
+
+    Args:
+        student_log_probs: log q of each category, ``[..., C]``, finite (-1e30 for a probability of 0).
+        teacher_log_probs: log p, as ``student_log_probs``.
+        beta: From 0 to 1.
+
+    Returns:
+        ``[...]``, the sum over categories, which need not add up to 1.
+    """
+    student, teacher = student_log_probs, teacher_log_probs
+    difference = teacher - student
+    if beta == 0:
+        return (teacher.exp() * difference).sum(-1)
+    if beta == 1:
+        return -(student.exp() * difference).sum(-1)
+    # log q - log m without the logarithm of a sum of probabilities, which may underflow.
+    student_ratio = -torch.logaddexp(torch.full_like(difference, math.log1p(-beta)), difference + math.log(beta))
+    terms = beta * teacher.exp() * (difference + student_ratio) + (1 - beta) * student.exp() * student_ratio
+    return terms.sum(-1)
+
+
+def _tempered(log_probs: Tensor, factor: float, with_tail: bool) -> Tensor:
+    """Finite log-probabilities ``[..., K]``, multiplied by ``factor`` and normalized again."""
+    scaled = (log_probs * factor).clamp(min=_ABSENT)
+    if not with_tail:
+        return scaled.log_softmax(-1)
+    tail = (_tail_or_none(log_probs) * factor).clamp(min=_ABSENT)
+    return _with_bucket(scaled, tail).log_softmax(-1)[..., :-1].clamp(min=_ABSENT)
+
+
+def _tail_or_none(log_probs: Tensor) -> Tensor:
+    """:func:`log_tail_mass`, that of an absent id where no more than rounding errors remain."""
+    tail = log_tail_mass(log_probs)
+    return tail.masked_fill(tail <= math.log(1.01 * _MIN_TAIL), _ABSENT)
+
+
+def _with_bucket(log_probs: Tensor, bucket: Tensor) -> Tensor:
+    return torch.cat((log_probs, bucket.unsqueeze(-1)), dim=-1)
+
+
+def _mass(log_probs: Tensor) -> Tensor:
+    return log_probs.exp().sum(-1)
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _check_pair(student_log_probs: Tensor, teacher_log_probs: Tensor) -> None:
+    check_floating("student_log_probs", student_log_probs)
+    check_floating("teacher_log_probs", teacher_log_probs)
+    check_shape("teacher_log_probs", teacher_log_probs, student_log_probs.shape, "as student_log_probs")
+
+
+def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise wrong_type(name, "a tensor of dtype torch.bool", mask)
+    check_shape(name, mask, like.shape, "as student_log_probs")
+
+
+def _check_ids(ids: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        raise wrong_type("ids", "a tensor of dtype torch.int64", ids)
+    if not ids.ndim:
+        raise wrong_value("ids", "a tensor of shape [..., K]", ids)

@@ -1,0 +1,350 @@
+"""Training of Medusa heads: alone on a frozen model (Medusa-1), or together with it (Medusa-2).
+
+arXiv:2401.10774, section 2.2. See :mod:`lightning_liger.losses.multi_head` for the loss.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from liger_ops.arguments import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_path,
+    wrong_type,
+    wrong_value,
+)
+from lightning_liger.lazy.distributed import DistributedLazyLogits
+from lightning_liger.lazy.logits import LazyLogits, lazy_logits
+from lightning_liger.lazy.scores import divergence
+from lightning_liger.losses.multi_head import SCHEDULES, medusa_weights, scheduled_coefficient, targets_ahead
+from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.lora import add_adapters, check_lora
+from lightning_liger.post_training.medusa_heads import (
+    MedusaHeads,
+    check_medusa_sizes,
+    find_heads,
+    head_of,
+    load_medusa_heads,
+)
+from lightning_liger.post_training.metrics import Mean
+from lightning_liger.post_training.multi_token import multi_token_loss
+from lightning_liger.post_training.reference import evaluating, has_adapters, without_adapters
+from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
+from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
+from lightning_liger.training.causal_lm import LigerCausalLM
+
+
+class LigerMedusaMixin(LigerPostTrainingMixin):
+    """Training, validation and test steps of Medusa heads, whose losses never materialize logits.
+
+    List it before the base class, and put the model and its heads into ``self.model`` and ``self.medusa_heads``::
+
+        class Medusa(LigerMedusaMixin, L.LightningModule):
+            def configure_model(self):
+                if getattr(self, "model", None) is None:  # Lightning calls this for each stage
+                    self.model = AutoModelForCausalLM.from_pretrained(folder)
+                    self.medusa_heads = MedusaHeads.of(self.model, num_heads=5)
+
+    Batches are those of ``LigerLMMixin``. Head k (from 0) predicts the token k + 2 after each token of ``input_ids``.
+    With ``medusa_only_heads`` the loss is ``sum_k decay ** (k + 1) CE_k`` and the model is frozen: it runs in
+    evaluation mode without gradients. Without, it is ``CE + coefficient * sum_k decay ** (k + 1) CE_k``; with
+    ``medusa_self_distillation``, the forward KL divergence from the original model takes the place of CE. All sums are
+    divided by the number of target tokens of the whole optimizer step. The residual blocks are part of the graph, and
+    each head's loss is computed from its hidden states, one head after the other.
+
+    The final hidden states are those of the model's lazy logits, so its head has to be patched, by a ``liger``
+    strategy, ``LigerCallback`` or :func:`~lightning_liger.apply_liger_kernels`.
+
+    Each stage logs ``loss``, ``medusa{k}_loss`` and ``medusa{k}_accuracy`` and, for joint training, ``lm_loss`` and
+    ``lm_accuracy`` (or ``lm_divergence``), each over the tokens that have the target.
+
+    Attributes:
+        medusa_only_heads: Whether the model is frozen.
+        medusa_decay_coefficient: Head k has the weight ``decay ** (k + 1)``.
+        medusa_heads_coefficient: The weight of all heads together in joint training, after the schedule.
+        medusa_scheduler: How that weight rises from 0: ``"constant"`` (not at all), ``"linear"`` or ``"sine"``.
+        medusa_scheduler_steps: In how many optimizer steps; None for all that the Trainer expects.
+        medusa_self_distillation: Whether joint training keeps the model close to the original one: the model without
+            its adapters, or what :meth:`configure_original_model` returns.
+    """
+
+    medusa_heads: MedusaHeads
+    _units = "tokens"
+    medusa_only_heads: bool = True
+    medusa_decay_coefficient: float = 0.8
+    medusa_heads_coefficient: float = 0.2
+    medusa_scheduler: str = "constant"
+    medusa_scheduler_steps: int | None = None
+    medusa_self_distillation: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_bool("medusa_only_heads", self.medusa_only_heads)
+        check_number("medusa_decay_coefficient", self.medusa_decay_coefficient, above=0)
+        check_number("medusa_heads_coefficient", self.medusa_heads_coefficient, at_least=0)
+        check_choice("medusa_scheduler", self.medusa_scheduler, SCHEDULES)
+        check_integer("medusa_scheduler_steps", self.medusa_scheduler_steps, at_least=1, optional=True)
+        check_bool("medusa_self_distillation", self.medusa_self_distillation)
+        if self.medusa_only_heads and self.medusa_self_distillation:
+            raise wrong_value("medusa_self_distillation", "False with medusa_only_heads=True, a frozen model", True)
+        super().__init__(*args, **kwargs)
+        self._original: tuple[nn.Module, ...] = ()  # in a tuple, so that no engine and no checkpoint sees it
+
+    def configure_original_model(self) -> nn.Module | None:
+        """Returns a copy of the model before training, for self-distillation. Called once, when a stage begins.
+
+        Not called for a model with adapters, which is the original one without them.
+        """
+        return None
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._prepare_original()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._prepare_original()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._prepare_original()
+
+    def _prepare_original(self) -> None:
+        if self._original or not self.medusa_self_distillation or has_adapters(self.model):
+            return
+        original = self.configure_original_model()
+        if not isinstance(original, nn.Module):
+            raise wrong_type("configure_original_model()", "a module, for a model without adapters", original)
+        self._original = (prepare_frozen(original, self.device, context=self.context),)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module; a frozen model stays in evaluation mode."""
+        super().train(mode)
+        if self.medusa_only_heads and getattr(self, "model", None) is not None:
+            self.model.eval()
+        return self
+
+    def metric_kinds(self) -> dict[str, str]:
+        heads = ["lm"] if not self.medusa_only_heads and not self.medusa_self_distillation else []
+        heads += [f"medusa{k}" for k in range(len(self.medusa_heads))]
+        names = [f"{head}_{quantity}" for head in heads for quantity in ("loss", "accuracy")]
+        return dict.fromkeys([*names, *(["lm_divergence"] if self.medusa_self_distillation else [])], "mean")
+
+    def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
+        model = self._seen_model()
+        rows = read_tokens(stage, batch, model)
+        positions, num_heads = document_positions(rows.inputs), len(self.medusa_heads)
+        ahead = {f"ahead{k}": targets_ahead(rows.targets, k + 1, positions) for k in range(num_heads)}
+        rows = rows.with_columns(**ahead).to_context(self.context)
+        inputs, targets = dict(rows.inputs), [rows.columns[name] for name in ahead]
+        model.leave_out_cache(inputs)
+        if self.medusa_only_heads:
+            self.model.eval()
+        with lazy_logits():
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.medusa_only_heads):
+                output, auxiliary, _ = model(inputs, rows.targets)
+            logits = _checked(output.logits, with_gradient=not self.medusa_only_heads)
+            weights = medusa_weights(num_heads, self.medusa_decay_coefficient)
+            total, measured = self._heads_loss(logits, targets, weights)
+            if not self.medusa_only_heads:
+                own, quantities = self._model_loss(logits, rows)
+                total, measured = own + self._coefficient() * total, measured | quantities
+        term = Term(total, num_kept(rows.targets), "tokens", is_whole=False)
+        return StepLoss((term,), measured, None if self.medusa_only_heads else auxiliary)
+
+    def _model_loss(self, logits: LazyLogits, rows: TokenRows) -> tuple[Tensor, dict[str, Mean]]:
+        """The sum of the model's own losses of the next token, and what is measured on them."""
+        if not self.medusa_self_distillation:
+            return _cross_entropy("lm", logits, rows.targets)
+        original = self._original_logits(rows)
+        loss = divergence(logits, original, kind="forward_kl", mask=rows.targets >= 0, reduction="sum")
+        return loss, {"lm_divergence": Mean(loss.detach(), num_kept(rows.targets))}
+
+    @torch.no_grad()
+    def _original_logits(self, rows: TokenRows) -> Tensor:
+        if has_adapters(self.model):
+            with without_adapters(self.model), evaluating(self.model):
+                return self.call_model(rows.inputs, rows.targets)[0]
+        if not self._original:
+            self._prepare_original()
+        return self.call_model(rows.inputs, rows.targets, self._original[0])[0]
+
+    def _heads_loss(
+        self, logits: LazyLogits, targets: list[Tensor], weights: list[float]
+    ) -> tuple[Tensor, dict[str, Mean]]:
+        """The weighted sum of all heads' losses, and what is measured on them."""
+        outputs = self.medusa_heads(logits.tokens[..., : logits.head.weight.shape[1]])
+        if self.medusa_heads.is_shared:  # all rows through the head at once, for one gradient of its weight
+            stacked = _as_transformed(head_of(self.model)(torch.stack(outputs)), logits)
+            return _shared_cross_entropy(stacked, torch.stack(targets), weights)
+        measured: dict[str, Mean] = {}
+        total = logits.new_zeros((), dtype=torch.float32)
+        for k, (output, labels, weight) in enumerate(zip(outputs, targets, weights, strict=True)):
+            loss, quantities = _cross_entropy(f"medusa{k}", _as_transformed(output, logits), labels)
+            total, measured = total + weight * loss, measured | quantities
+        return total, measured
+
+    def _coefficient(self) -> float:
+        if self.medusa_scheduler == "constant" or self._trainer is None:
+            return self.medusa_heads_coefficient
+        num_steps: float = self.medusa_scheduler_steps or self.trainer.estimated_stepping_batches
+        if not 1 <= num_steps < math.inf:  # Lightning's words for unknown
+            raise ValueError(
+                "medusa_scheduler_steps must be an integer where the number of training steps is unknown, got None"
+            )
+        return scheduled_coefficient(
+            self.trainer.global_step, int(num_steps), self.medusa_heads_coefficient, self.medusa_scheduler
+        )
+
+
+def _checked(logits: Tensor, with_gradient: bool) -> LazyLogits:
+    if not isinstance(logits, LazyLogits):
+        raise RuntimeError(
+            "Medusa heads need the final hidden states, which the lazy logits of a patched LM head have, but the model"
+            " returned real logits: use a liger strategy, LigerCallback or apply_liger_kernels, with"
+            " 'linear_cross_entropy' among the kernels"
+        )
+    if isinstance(logits, DistributedLazyLogits) and not logits.head.is_whole and with_gradient:
+        raise RuntimeError(
+            "medusa_only_heads must be True with tensor_parallel_size above 1, got False: the gradients of whole heads"
+            " do not fit hidden states whose gradients are summed over ranks"
+        )
+    return logits
+
+
+def _as_transformed(logits: Tensor, like: LazyLogits) -> LazyLogits:
+    """The logits of a further head after the operations (scale, soft-cap, casts) that the model does on its own."""
+    if not isinstance(logits, LazyLogits):
+        raise RuntimeError(
+            "the projections of Medusa heads returned real logits: set self.medusa_heads in configure_model, before"
+            " kernels are applied"
+        )
+    return logits if logits.transform == like.transform else logits.same(transform=like.transform)
+
+
+def _cross_entropy(name: str, logits: LazyLogits, targets: Tensor) -> tuple[Tensor, dict[str, Mean]]:
+    """The sum of the losses of one head, and its loss and accuracy."""
+    loss, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
+    kept = num_kept(targets)
+    correct = ((stats.predictions == targets) & (targets >= 0)).sum()
+    return loss, {f"{name}_loss": Mean(loss.detach(), kept), f"{name}_accuracy": Mean(correct, kept)}
+
+
+def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[float]) -> tuple[Tensor, dict[str, Mean]]:
+    """As :func:`_cross_entropy` for several heads with one projection, ``[num_heads, batch_size, seq_len]``."""
+    total, scores = multi_token_loss(logits, targets, weights)
+    assert scores.log_probs is not None
+    assert scores.correct is not None
+    measured: dict[str, Mean] = {}
+    for k in range(len(targets)):
+        kept = num_kept(targets[k])
+        measured[f"medusa{k}_loss"] = Mean(-scores.log_probs[k].sum(), kept)
+        measured[f"medusa{k}_accuracy"] = Mean(scores.correct[k].sum(), kept)
+    return total, measured
+
+
+class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
+    """A causal language model with Medusa heads.
+
+    As :class:`~lightning_liger.LigerCausalLM`, whose arguments it takes too. The heads start as copies of the LM head.
+
+    Args:
+        medusa_num_heads: How many tokens after the next one are predicted.
+        medusa_num_layers: Residual blocks of each head.
+        medusa_shared_head: Whether the heads use the model's LM head and have residual blocks only.
+        medusa_only_heads: Whether the model is frozen (Medusa-1), or trained together with the heads (Medusa-2).
+        medusa_decay_coefficient: Head k (from 0) has the weight ``decay ** (k + 1)``.
+        medusa_heads_coefficient: The weight of all heads together in joint training, after the schedule.
+        medusa_scheduler: How that weight rises from 0: ``"constant"`` (not at all), ``"linear"`` or ``"sine"``.
+        medusa_scheduler_steps: In how many optimizer steps; None for all that the Trainer expects.
+        medusa_lr_multiplier: Factor of the learning rate for the heads.
+        medusa_warmup_steps: Steps in which the heads' learning rate rises to its peak; None for ``warmup_steps``.
+        medusa_self_distillation: Whether joint training keeps the model close to the original one, in place of cross
+            entropy: to the model without its adapters, or to a second copy of ``pretrained`` on each device.
+        lora: Arguments of peft's ``LoraConfig`` for joint training, such as ``{"r": 32, "target_modules":
+            "all-linear"}``; None trains all parameters of the model.
+        medusa_pretrained: Folder of heads to start from, with a ``medusa_lm_head.safetensors``; see
+            :func:`~lightning_liger.save_medusa_heads`. Not for models on the meta device.
+        **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
+
+    Raises:
+        FileNotFoundError: As :class:`~lightning_liger.LigerCausalLM`, and if ``medusa_pretrained`` has no heads.
+        TypeError: For an argument of a wrong type.
+        ValueError: For an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        medusa_num_heads: int = 5,
+        medusa_num_layers: int = 1,
+        medusa_shared_head: bool = False,
+        medusa_only_heads: bool = True,
+        medusa_decay_coefficient: float = 0.8,
+        medusa_heads_coefficient: float = 0.2,
+        medusa_scheduler: str = "constant",
+        medusa_scheduler_steps: int | None = None,
+        medusa_lr_multiplier: float = 1.0,
+        medusa_warmup_steps: int | None = None,
+        medusa_self_distillation: bool = False,
+        lora: dict[str, Any] | None = None,
+        medusa_pretrained: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_bool("medusa_shared_head", medusa_shared_head)
+        check_integer("medusa_num_heads", medusa_num_heads, at_least=1)
+        check_integer("medusa_num_layers", medusa_num_layers, at_least=0)
+        check_medusa_sizes(medusa_num_heads, medusa_num_layers, is_shared=medusa_shared_head)
+        check_number("medusa_lr_multiplier", medusa_lr_multiplier, at_least=0)
+        check_integer("medusa_warmup_steps", medusa_warmup_steps, at_least=0, optional=True)
+        self.medusa_only_heads = medusa_only_heads
+        self.medusa_decay_coefficient = medusa_decay_coefficient
+        self.medusa_heads_coefficient = medusa_heads_coefficient
+        self.medusa_scheduler = medusa_scheduler
+        self.medusa_scheduler_steps = medusa_scheduler_steps
+        self.medusa_self_distillation = medusa_self_distillation
+        check_lora(lora)
+        if lora is not None and medusa_only_heads is True:
+            raise wrong_value("lora", "None with medusa_only_heads=True, a frozen model", lora)
+        super().__init__(**kwargs)
+        if medusa_self_distillation and lora is None and self._settings.pretrained is None:
+            raise wrong_value("pretrained", "a folder, from which medusa_self_distillation makes a copy", None)
+        if lora is not None:  # peft gives its parameters values as it makes them
+            self._device_before_sharding = torch.device("cpu")
+        if medusa_pretrained is not None:
+            check_path("medusa_pretrained", medusa_pretrained)
+            find_heads(medusa_pretrained)
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is not None:
+            return
+        super().configure_model()
+        settings = self._settings
+        self.medusa_heads = MedusaHeads.of(
+            self.model, settings.medusa_num_heads, settings.medusa_num_layers, shared_head=settings.medusa_shared_head
+        )
+        if settings.medusa_pretrained is not None:
+            load_medusa_heads(self.medusa_heads, settings.medusa_pretrained)
+        if settings.lora is not None:
+            self.model = add_adapters(self.model, settings.lora)
+        elif self.medusa_only_heads:
+            self.model.requires_grad_(False)
+        self.train()
+
+    def configure_original_model(self) -> nn.Module:
+        dtype = next(self.model.parameters()).dtype
+        return cast(nn.Module, build_frozen(self.config, self._settings.pretrained, self.device, dtype))
+
+    def _learning_rate_scale(self, module: nn.Module) -> float:
+        is_head = any(module is part for part in self.medusa_heads.modules())
+        return super()._learning_rate_scale(module) * (self._settings.medusa_lr_multiplier if is_head else 1.0)
+
+    def _warmup_steps(self, module: nn.Module) -> int:
+        is_head = any(module is part for part in self.medusa_heads.modules())
+        steps = self._settings.medusa_warmup_steps if is_head else None
+        return super()._warmup_steps(module) if steps is None else int(steps)

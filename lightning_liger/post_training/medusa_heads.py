@@ -1,0 +1,248 @@
+"""Medusa's heads: further LM heads on the last hidden states, each of which predicts a token further ahead.
+
+Head k (from 0) is ``W2_k h_k`` with ``h_k = SiLU(W1_k h + b1_k) + h``, once or several times, and predicts the token
+k + 2 after the one that h belongs to (arXiv:2401.10774, section 2.1.1). A head starts as the model's own: W1 and b1 are
+zero, and W2 is a copy of the LM head. With a shared head, W2 is the LM head itself.
+
+The state dict of :class:`MedusaHeads`, and the file of :func:`save_medusa_heads`, have the names that Medusa's own code
+and inference engines read: ``{head}.{layer}.linear.weight``, ``{head}.{layer}.linear.bias`` and, after the last layer,
+``{head}.{num_layers}.weight``.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from liger_ops.arguments import check_bool, check_integer, check_path, shown, wrong_type, wrong_value
+from lightning_liger.weights.pretrained import share_pretrained
+
+WEIGHTS_NAME = "medusa_lm_head.safetensors"
+CONFIG_NAME = "config.json"
+
+
+class _ZeroLinear(nn.Linear):
+    """A linear layer that starts at zero."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class MedusaBlock(nn.Module):
+    """``SiLU(W x + b) + x``, the identity before training."""
+
+    def __init__(self, hidden_size: int, **factory: Any) -> None:
+        super().__init__()
+        self.linear = _ZeroLinear(hidden_size, hidden_size, **factory)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.silu(self.linear(hidden_states)) + hidden_states
+
+
+class MedusaHead(nn.Sequential):
+    """Residual blocks and, unless the LM head is shared, a projection onto the vocabulary."""
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The projection, which returns lazy logits once kernels are applied; None if the LM head is shared."""
+        last = self[-1]
+        return None if isinstance(last, MedusaBlock) else last
+
+
+class MedusaHeads(nn.ModuleList):
+    """Further heads of a causal language model.
+
+    Args:
+        hidden_size: Of the model's last hidden states.
+        vocab_size: Of its logits; None if all heads share the model's LM head.
+        num_heads: How many tokens after the next one are predicted.
+        num_layers: Residual blocks of each head.
+        bias: Whether projections have a bias.
+        factory: ``device`` and ``dtype`` of the parameters.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For sizes below 1, and for heads without any parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int | None,
+        num_heads: int = 5,
+        num_layers: int = 1,
+        *,
+        bias: bool = False,
+        **factory: Any,
+    ) -> None:
+        check_integer("hidden_size", hidden_size, at_least=1)
+        check_integer("vocab_size", vocab_size, at_least=1, optional=True)
+        check_medusa_sizes(num_heads, num_layers, is_shared=vocab_size is None)
+        check_bool("bias", bias)
+        super().__init__()
+        for _ in range(num_heads):
+            layers: list[nn.Module] = [MedusaBlock(hidden_size, **factory) for _ in range(num_layers)]
+            if vocab_size is not None:
+                layers.append(nn.Linear(hidden_size, vocab_size, bias=bias, **factory))
+            self.append(MedusaHead(*layers))
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, num_heads: int = 5, num_layers: int = 1, *, shared_head: bool = False
+    ) -> "MedusaHeads":
+        """Heads for a model, with copies of its LM head, on its device and in its dtype.
+
+        Heads of a model on the meta device get the values of the LM head when they are materialized, if that has a
+        checkpoint from :func:`~lightning_liger.load_pretrained`, and random ones otherwise.
+
+        Args:
+            model: A Hugging Face causal language model.
+            num_heads: See :class:`MedusaHeads`.
+            num_layers: See :class:`MedusaHeads`.
+            shared_head: Whether the heads use the model's LM head and have blocks only.
+
+        Raises:
+            TypeError: If the model has no LM head.
+        """
+        check_bool("shared_head", shared_head)
+        check_medusa_sizes(num_heads, num_layers, is_shared=shared_head)
+        head = head_of(model)
+        weight, bias = cast(Tensor, head.weight), cast(Tensor | None, getattr(head, "bias", None))
+        vocab_size, hidden_size = getattr(weight, "ds_shape", weight.shape)
+        heads = cls(
+            hidden_size, None if shared_head else vocab_size, num_heads, num_layers,
+            bias=bias is not None, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        if not shared_head:
+            heads._copy(model, head)
+        return heads
+
+    @torch.no_grad()
+    def _copy(self, model: nn.Module, head: nn.Module) -> None:
+        own = [each[-1] for each in cast(Iterable[MedusaHead], self)]
+        for name, parameter in head.named_parameters(recurse=False):
+            copies = [cast(Tensor, getattr(each, name)) for each in own]
+            if parameter.is_meta:
+                share_pretrained(model, self, (head, name), [(each, name) for each in own])
+                continue
+            with _gathered([parameter, *copies]):
+                for copy in copies:
+                    copy.copy_(parameter)
+
+    def forward(self, hidden_states: Tensor) -> list[Tensor]:
+        """The output of each head for ``[..., hidden_size]``: logits, or hidden states if the LM head is shared."""
+        return [head(hidden_states) for head in self]
+
+    @property
+    def num_layers(self) -> int:
+        """The number of residual blocks of each head."""
+        return sum(isinstance(layer, MedusaBlock) for layer in cast(MedusaHead, self[0]))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether heads have no projection of their own."""
+        return isinstance(cast(MedusaHead, self[0])[-1], MedusaBlock)
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """The LM head of a Hugging Face model.
+
+    Raises:
+        TypeError: If the model has none with a weight of two dimensions.
+    """
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    weight = getattr(head, "weight", None)
+    if not isinstance(head, nn.Module) or not isinstance(weight, Tensor):
+        raise wrong_type("model", "a Hugging Face causal language model with an LM head", model)
+    if len(getattr(weight, "ds_shape", weight.shape)) != 2:
+        raise wrong_type("model", "a model whose LM head is [vocab_size, hidden_size]", head)
+    return head
+
+
+def check_medusa_sizes(num_heads: int, num_layers: int, *, is_shared: bool) -> None:
+    """Raises unless there are heads with parameters."""
+    check_integer("num_heads", num_heads, at_least=1)
+    check_integer("num_layers", num_layers, at_least=0)
+    if is_shared and not num_layers:
+        raise wrong_value("num_layers", "at least 1 with a shared LM head, as heads have nothing else", num_layers)
+
+
+def save_medusa_heads(heads: MedusaHeads, folder: str | Path, *, base_model: str | None = None) -> None:
+    """Writes heads to ``medusa_lm_head.safetensors`` and ``config.json``, as Medusa's own code has them.
+
+    ``config.json`` has ``medusa_num_heads``, ``medusa_num_layers`` and ``base_model_name_or_path``. With a shared LM
+    head the file has residual blocks only.
+
+    Args:
+        heads: Not sharded by an engine.
+        folder: Created if it does not exist; files of these names are replaced.
+        base_model: Name or folder of the model that the heads belong to.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For parameters that are sharded or on the meta device.
+    """
+    if not isinstance(heads, MedusaHeads):
+        raise wrong_type("heads", "MedusaHeads", heads)
+    check_path("folder", folder)
+    for name, parameter in heads.named_parameters():
+        if parameter.is_meta or isinstance(parameter, DTensor) or not parameter.numel():
+            raise wrong_value("heads", "whole tensors with values; save them from a loaded checkpoint", name)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in heads.state_dict().items()}, Path(folder) / WEIGHTS_NAME
+    )
+    config = {
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": heads.num_layers,
+        "base_model_name_or_path": base_model,
+    }
+    (Path(folder) / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
+    """Reads what :func:`save_medusa_heads`, or Medusa's own code, wrote.
+
+    Raises:
+        FileNotFoundError: If the folder has no ``medusa_lm_head.safetensors``.
+        ValueError: If names or shapes differ.
+    """
+    if not isinstance(heads, MedusaHeads):
+        raise wrong_type("heads", "MedusaHeads", heads)
+    check_path("folder", folder)
+    tensors = load_file(find_heads(folder))
+    own = heads.state_dict()
+    wrong = sorted(own.keys() ^ tensors.keys()) + [
+        name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
+    ]
+    if wrong:
+        raise wrong_value("folder", f"heads that fit these, but {shown(wrong[:4])} differ", str(folder))
+    heads.load_state_dict(tensors)
+
+
+def find_heads(folder: str | Path) -> Path:
+    """The file of heads in a folder; raises FileNotFoundError without one."""
+    path = Path(folder) / WEIGHTS_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"folder must have {WEIGHTS_NAME}, got {str(folder)!r}")
+    return path
+
+
+@contextlib.contextmanager
+def _gathered(parameters: list[Tensor]) -> Any:
+    """Whole parameters where ZeRO-3 has partitioned them; changes reach all ranks."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        yield

@@ -1,0 +1,62 @@
+"""Frozen models beside the one that is trained: made, sharded, and kept out of checkpoints and optimizers."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from lightning_liger.patching import apply_liger_kernels
+from lightning_liger.patching.rules import Patched
+from lightning_liger.post_training.reference import freeze
+from lightning_liger.sequences.context_parallel import ContextParallel
+from lightning_liger.weights.materialize import has_meta_tensors, materialize
+from lightning_liger.weights.pretrained import load_pretrained
+
+_SEED = 0
+
+
+def build_frozen(config: PreTrainedConfig, pretrained: str | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model with the weights of a folder, or with random ones that are the same on all ranks."""
+    settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
+    with device:
+        if pretrained is not None and device.type != "meta":
+            return AutoModelForCausalLM.from_pretrained(pretrained, config=config, local_files_only=True, **settings)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(_SEED)
+            model = AutoModelForCausalLM.from_config(config, **settings)
+    if pretrained is not None:
+        load_pretrained(model, pretrained)
+    return model
+
+
+def prepare_frozen(
+    model: nn.Module, device: torch.device, *, context: ContextParallel | None = None, is_sharded: bool = False
+) -> nn.Module:
+    """Makes ``model`` ready for forward passes without gradients, whatever engine trains the other model.
+
+    Args:
+        model: It is frozen, in evaluation mode, patched with all kernels that fit, and moved to ``device``.
+        device: Of the module that trains.
+        context: The group of ranks that share sequences.
+        is_sharded: Whether all ranks share its parameters, by FSDP2: each layer is whole only while it runs. A model on
+            the meta device gets its values after it was sharded.
+    """
+    freeze(model)
+    if not any(isinstance(module, Patched) for module in model.modules()):
+        apply_liger_kernels(model)
+    if context is not None:
+        context.apply(model)
+    if is_sharded and dist.is_initialized() and dist.get_world_size() > 1:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        layers = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+        for unit in (*layers, model):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model)
+        materialize(model, device, layers)
+    elif has_meta_tensors(model):
+        materialize(model, device)
+    return model.to(device)

@@ -1,0 +1,182 @@
+"""A teacher's top-k, or samples from it, for files that students learn from without the teacher.
+
+The teacher's logits are computed for one chunk of tokens at a time, so memory does not grow with the vocabulary.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from liger_ops import IGNORE_INDEX
+from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
+from liger_ops.loss.chunked_loss import choose_chunk_size
+from lightning_liger.data.teacher_topk import write_teacher_topk
+from lightning_liger.lazy.chunks import over_chunks
+from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.losses.distillation import sample_support
+from lightning_liger.post_training.alignment import logit_rows
+from lightning_liger.post_training.tokens import document_positions, read_tokens
+from lightning_liger.training.language_model import LanguageModel
+
+_CHUNK_BYTES = 2**29
+_BYTES_OF_LOGIT = 16
+
+
+def teacher_topk_rows(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    top_k: int = 64,
+    temperature: float = 1.0,
+    num_samples: int | None = None,
+    proposal_temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Runs a teacher over batches, and yields rows for :func:`lightning_liger.data.write_teacher_topk`.
+
+    Padding (by ``attention_mask``) and rows without labels are left out. Packed documents (by ``position_ids``) become
+    rows of their own.
+
+    Args:
+        model: The teacher, whose head is patched if its logits should not be materialized. Its mode is restored.
+        batches: ``input_ids`` and one of ``labels`` (unshifted) and ``completion_mask``, ``[batch_size, seq_len]``, and
+            what else the model takes.
+        top_k: How many of the likeliest ids are kept, at most the vocabulary's size.
+        temperature: Divides the logits.
+        num_samples: Keeps ids that are sampled this often, with repetition, in place of the likeliest ones; their
+            log-probabilities are those of the estimate that students learn from with ``support_mode="zero"``
+            (arXiv:2503.16870).
+        proposal_temperature: Of the distribution that is sampled from; weights correct for it.
+        generator: Source of randomness of the samples, on the model's device.
+
+    Returns:
+        For each row ``input_ids`` and ``labels`` ``[L]``, ``teacher_topk_ids`` (int64) and ``teacher_topk_log_probs``
+        (float32) ``[L, K]``, on the CPU.
+
+    Raises:
+        TypeError: For arguments and batches of a wrong type.
+        ValueError: For arguments out of their range, and batches that do not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise wrong_type("model", "a module", model)
+    check_integer("top_k", top_k, at_least=1)
+    check_number("temperature", temperature, above=0)
+    check_integer("num_samples", num_samples, at_least=1, optional=True)
+    check_number("proposal_temperature", proposal_temperature, above=0)
+
+    def chosen(logits: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = (logits.float() / temperature).log_softmax(-1)
+        if num_samples is not None:
+            ids, log_probs = sample_support(
+                log_probs, num_samples, proposal_temperature=proposal_temperature, generator=generator
+            )
+            return log_probs, ids
+        top = log_probs.topk(min(top_k, log_probs.shape[-1]), dim=-1)
+        return top.values, top.indices
+
+    return _rows(model, batches, chosen)
+
+
+def _rows(model: nn.Module, batches: Iterable[Mapping[str, Any]], chosen: Any) -> Iterator[dict[str, Tensor]]:
+    seen, device = LanguageModel(model), next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        for batch in batches:
+            yield from _rows_of_batch(seen, _moved(batch, device), chosen)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@torch.no_grad()
+def _rows_of_batch(seen: LanguageModel, batch: Any, chosen: Any) -> list[dict[str, Tensor]]:
+    rows = read_tokens("teacher", batch, seen, prefixes=("teacher_",))
+    input_ids, inputs = rows.inputs.get("input_ids"), dict(rows.inputs)
+    if input_ids is None:
+        raise ValueError(f"batch must have 'input_ids', got {sorted(map(str, batch))}")
+    seen.leave_out_cache(inputs)
+    with lazy_logits():
+        logits = seen(inputs, rows.targets)[0].logits
+    chunk_size = choose_chunk_size(input_ids.numel(), logits.shape[-1], _BYTES_OF_LOGIT, _CHUNK_BYTES)
+    log_probs, ids = over_chunks(chosen, [logit_rows(logits)], [], chunk_size)
+    # At the token that they are about.
+    labels = torch.nn.functional.pad(rows.targets[:, :-1], (1, 0), value=IGNORE_INDEX)
+    columns = {
+        "input_ids": input_ids,
+        "labels": labels,
+        "teacher_topk_ids": ids.view(*input_ids.shape, -1),
+        "teacher_topk_log_probs": log_probs.view(*input_ids.shape, -1),
+    }
+    columns = {name: column.cpu() for name, column in columns.items()}
+    mask, positions = rows.inputs.get("attention_mask"), document_positions(rows.inputs)
+    kept = torch.ones_like(columns["input_ids"], dtype=torch.bool) if mask is None else mask.cpu().bool()
+    found = []
+    for index in range(len(input_ids)):
+        row = {name: column[index][kept[index]] for name, column in columns.items()}
+        starts = [0]
+        if positions is not None:
+            own = positions[index if len(positions) > 1 else 0].cpu()[kept[index]]
+            starts += (own.diff() != 1).nonzero()[:, 0].add(1).tolist()
+        ends = [*starts[1:], len(row["input_ids"])]
+        found += [
+            {name: column[start:end] for name, column in row.items()}
+            for start, end in zip(starts, ends, strict=True)
+            if (row["labels"][start:end] >= 0).any()
+        ]
+    return found
+
+
+def store_teacher_topk(
+    model: nn.Module,
+    data: Iterable[Mapping[str, Any]] | L.LightningDataModule,
+    path: str | Path,
+    *,
+    dtype: Literal["float32", "float16"] = "float32",
+    temperature: float = 1.0,
+    **options: Any,
+) -> None:
+    """Runs a teacher over batches, or over the training batches of a data module, and writes its top-k to a file.
+
+    Students read it with :class:`lightning_liger.data.TeacherTopKDataModule`, in any order. The command
+    ``lightning-liger teacher_topk`` does the same for a yaml file.
+
+    Args:
+        model: See :func:`teacher_topk_rows`.
+        data: Batches, or a data module that has been set up.
+        path: The file to write; its name ends in .safetensors.
+        dtype: Of the log-probabilities in the file.
+        temperature: Divides the logits.
+        **options: See :func:`teacher_topk_rows`.
+
+    Raises:
+        FileNotFoundError: If the folder of ``path`` does not exist.
+        TypeError: As :func:`teacher_topk_rows`.
+        ValueError: As :func:`teacher_topk_rows` and :func:`lightning_liger.data.write_teacher_topk`.
+    """
+    tokenizer = None
+    if isinstance(data, L.LightningDataModule):
+        tokenizer = getattr(data, "text_tokenizer", None)
+    batches = _in_order(data.train_dataloader()) if isinstance(data, L.LightningDataModule) else data
+    rows = teacher_topk_rows(model, batches, temperature=temperature, **options)
+    write_teacher_topk(path, rows, tokenizer=tokenizer, temperature=temperature, dtype=dtype)
+
+
+def _in_order(loader: Any) -> Any:
+    """All rows of a data loader, of which it might leave out the last ones."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    return DataLoader(
+        loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+    )  # fmt: skip
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if not isinstance(batch, Mapping):
+        raise wrong_value("batch", "a mapping of names to tensors", batch)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}

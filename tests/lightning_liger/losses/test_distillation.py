@@ -1,0 +1,276 @@
+"""Sparse and sampled distillation against float64 autograd over the whole vocabulary, and next to TRL's functions."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_liger.losses.distillation import (
+    IWOPDOptions,
+    SampledDistillationOptions,
+    SparseDistillationOptions,
+    change_temperature,
+    first_occurrences,
+    importance_weighted_log_probs,
+    iw_opd_loss,
+    log_tail_mass,
+    merge_duplicates,
+    sample_support,
+    sampled_divergence,
+    sparse_divergence,
+)
+
+VOCAB_SIZE, K = 23, 5
+BETAS = (0.0, 0.3, 1.0)
+
+
+def logits(seed: int, *shape: int, scale: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, VOCAB_SIZE, generator=generator, dtype=torch.float64) * scale
+
+
+def divergence(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """The definition, of probabilities whose categories have p = 0 or p > 0, and q > 0."""
+    m = beta * p + (1 - beta) * q
+    if beta == 0:
+        return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
+    if beta == 1:
+        return (q * (q.log() - p.log())).sum(-1)
+    to_teacher = torch.special.xlogy(p, p) - torch.special.xlogy(p, m)
+    return (beta * to_teacher + (1 - beta) * q * (q.log() - m.log())).sum(-1)
+
+
+def on_support(mode: str, p: Tensor, q: Tensor, ids: Tensor, beta: float) -> Tensor:
+    """Each mode by its definition on whole distributions."""
+    p_on, q_on = p.gather(-1, ids), q.gather(-1, ids)
+    mass = p_on.sum(-1, keepdim=True)
+    if mode == "tail":
+        p_all = torch.cat((p_on, 1 - mass), -1)
+        return divergence(p_all, torch.cat((q_on, 1 - q_on.sum(-1, keepdim=True)), -1), beta)
+    if mode == "renormalize":
+        return divergence(p_on / mass, q_on / q_on.sum(-1, keepdim=True), beta)
+    if mode == "zero":
+        return divergence(torch.zeros_like(p).scatter(-1, ids, p_on / mass), q, beta)
+    return (p_on * (p_on.log() - q_on.log())).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_modes_match_whole_distributions_with_gradients(temperature: float) -> None:
+    teacher, grad = logits(1, 2, 3), torch.rand(2, 3, dtype=torch.float64)
+    p = (teacher / temperature).softmax(-1)
+    ids = teacher.topk(K).indices
+    for mode in ("tail", "renormalize", "zero", "ignore"):
+        for beta in BETAS:
+            if (mode, beta) == ("zero", 1.0) or (mode == "ignore" and beta):
+                continue
+            students = [logits(2, 2, 3).requires_grad_() for _ in range(2)]
+            options = SparseDistillationOptions(beta, mode, temperature, temperature, t_squared=True)
+            stored = p.log().gather(-1, ids)
+            loss, metrics = sparse_divergence(
+                (students[0] / temperature).log_softmax(-1).gather(-1, ids), stored, options
+            )
+            expected = temperature**2 * on_support(mode, p, (students[1] / temperature).softmax(-1), ids, beta)
+            torch.testing.assert_close(loss, expected, msg=lambda text, case=(mode, beta): f"{case}: {text}")
+            for each in (loss, expected):
+                each.backward(grad)
+            torch.testing.assert_close(students[0].grad, students[1].grad)
+            assert not any(value.requires_grad for value in metrics.values())
+            torch.testing.assert_close(metrics["teacher_mass"], p.gather(-1, ids).sum(-1))
+
+
+def test_gradients_are_those_of_the_formulas() -> None:
+    """With respect to logits: q - p on the support with a tail, P q - p without, (q / Q) - (p / P) renormalized."""
+    student, p = logits(3, 4).requires_grad_(), logits(4, 4).softmax(-1)
+    q, ids = student.detach().softmax(-1), p.topk(K).indices
+    p_on = torch.zeros_like(p).scatter(-1, ids, p.gather(-1, ids))
+    is_on, mass = p_on > 0, p_on.sum(-1, keepdim=True)
+    student_mass = torch.where(is_on, q, 0).sum(-1, keepdim=True)
+    expected = {
+        "tail": torch.where(is_on, q - p, q * (1 - (1 - mass) / (1 - student_mass))),
+        "ignore": mass * q - p_on,
+        "zero": q - p_on / mass,
+        "renormalize": torch.where(is_on, q / student_mass, 0) - p_on / mass,
+    }
+    for mode, gradient in expected.items():
+        log_q = student.log_softmax(-1).gather(-1, ids)
+        loss, _ = sparse_divergence(log_q, p.gather(-1, ids).log(), SparseDistillationOptions(support_mode=mode))
+        torch.testing.assert_close(torch.autograd.grad(loss.sum(), student)[0], gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_edges_are_finite(dtype: torch.dtype) -> None:
+    """Rows: all of the mass, more than that by rounding, one id of none, ids that are absent, no id at all."""
+    inf = math.inf
+    teacher = torch.tensor([[-0.7, -0.7], [0.001, -inf], [-0.01, -50.0], [-1.0, -inf], [-inf, -inf]]).to(dtype)
+    student = torch.tensor([[-0.69314, -0.69316], [-1e-9, -40.0], [-60.0, -0.5], [-90.0, -0.1], [-1.0, -2.0]]).to(dtype)
+    for mode, beta in [(m, b) for m in ("tail", "renormalize", "zero") for b in BETAS] + [("ignore", 0.0)]:
+        if (mode, beta) == ("zero", 1.0):
+            continue
+        for temperature in (1.0, 2.0):
+            leaf = student.clone().requires_grad_()
+            options = SparseDistillationOptions(beta, mode, temperature)
+            loss, metrics = sparse_divergence(leaf, teacher, options)
+            loss.sum().backward()
+            case = (mode, beta, temperature)
+            assert loss.dtype == torch.promote_types(dtype, torch.float32)
+            assert leaf.grad is not None
+            assert torch.cat((loss, leaf.grad.flatten())).isfinite().all(), (case, loss)
+            assert not torch.cat((loss[-1:], leaf.grad[-1], leaf.grad[3, 1:])).any(), case
+            assert all(value.isfinite().all() for value in metrics.values())
+
+
+def test_no_loss_where_student_is_the_teacher() -> None:
+    log_p = logits(5, 6).float().log_softmax(-1)
+    for beta in BETAS:
+        for mode, size in (("tail", K), ("tail", VOCAB_SIZE), ("renormalize", 1), ("zero", VOCAB_SIZE)):
+            if (mode, beta) == ("zero", 1.0):
+                continue
+            top = log_p.topk(size).values.requires_grad_()
+            loss, _ = sparse_divergence(top, top.detach(), SparseDistillationOptions(beta, mode))
+            assert loss.abs().max() < 1e-5, (mode, beta)
+
+
+def test_masked_ids_count_as_absent_and_order_does_not_matter() -> None:
+    log_p, log_q = logits(6, 3).log_softmax(-1)[..., :K], logits(7, 3).log_softmax(-1)[..., :K]
+    mask = torch.tensor([True, True, False, True, False])
+    order = torch.tensor([3, 0, 1])
+    for mode in ("tail", "renormalize", "zero"):
+        options = SparseDistillationOptions(0.5, mode)
+        masked = sparse_divergence(log_q, log_p, options, support_mask=mask.expand(3, K))[0]
+        absent = sparse_divergence(log_q, log_p.masked_fill(~mask, -math.inf), options)[0]
+        cut = sparse_divergence(log_q[..., order], log_p[..., order], options)[0]
+        torch.testing.assert_close(masked, cut)
+        torch.testing.assert_close(absent, cut)
+
+
+def test_change_of_temperature_is_exact_on_the_whole_vocabulary() -> None:
+    raw = logits(8, 4)
+    for with_tail in (False, True):
+        changed = change_temperature((raw / 1.5).log_softmax(-1), 1.5, 0.7, with_tail=with_tail)
+        torch.testing.assert_close(changed, (raw / 0.7).log_softmax(-1), atol=1e-5, rtol=1e-5)
+    part = torch.tensor([[-0.5, -3.0, -math.inf]])
+    tail = 1 - part.exp().sum()
+    norm = (2 * part).exp().sum() + tail**2
+    torch.testing.assert_close(change_temperature(part, 1.0, 0.5).exp(), (2 * part).exp() / norm)
+
+
+def test_tail_is_stable_and_duplicates_are_found() -> None:
+    log_probs = torch.tensor([[0.0, -30.0], [-1.0, -1.0], [-200.0, -300.0]], requires_grad=True)
+    tail = log_tail_mass(log_probs)
+    torch.testing.assert_close(tail.exp(), torch.tensor([1e-6, 1 - 2 / math.e, 1.0]), rtol=1e-3, atol=0)
+    tail.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+    assert not log_probs.grad[0].any()
+    ids = torch.tensor([[4, 2, 4, 7], [1, 1, 1, 1], [1, 2, 3, 4]])
+    assert first_occurrences(ids).tolist() == [[True, True, False, True], [True, False, False, False], [True] * 4]
+    merged = merge_duplicates(ids, torch.full((3, 4), 0.25).log())
+    torch.testing.assert_close(merged.exp(), torch.tensor([[0.5, 0.25, 0, 0.25], [1, 0, 0, 0], [0.25] * 4]))
+
+
+def test_sampled_support_is_unbiased_unlike_the_likeliest_ids() -> None:
+    """The mean gradient over many samples is that of the whole teacher, q - p."""
+    teacher = logits(9, scale=1.0).log_softmax(-1)
+    q = logits(10, scale=1.0).softmax(-1)
+    num_samples, repeats = 6, 4000
+    generator = torch.Generator().manual_seed(0)
+    ids, log_probs = sample_support(teacher.expand(repeats, -1), num_samples, generator=generator)
+    assert ids.shape == log_probs.shape == (repeats, num_samples)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(repeats, dtype=torch.float64))
+    student = q.log().expand(repeats, -1).clone().requires_grad_()
+    options = SparseDistillationOptions(support_mode="zero")
+    loss, _ = sparse_divergence(student.log_softmax(-1).gather(-1, ids), log_probs, options)
+    loss.sum().backward()
+    assert student.grad is not None
+    error = (student.grad.mean(0) - (q - teacher.exp())).abs().max()
+    top = torch.zeros(VOCAB_SIZE, dtype=torch.float64).scatter(0, teacher.topk(num_samples).indices, 1) * teacher.exp()
+    bias = (teacher.exp() - top / top.sum()).abs().max()
+    assert error < 0.01 < bias
+    # Samples of another proposal are weighted by p / r.
+    weighted = importance_weighted_log_probs(torch.tensor([0, 1]), torch.tensor([0.2, 0.6]).log(), torch.zeros(2))
+    torch.testing.assert_close(weighted.exp(), torch.tensor([0.25, 0.75]))
+
+
+def test_sampled_estimators_have_the_gradients_that_they_name() -> None:
+    """Their expectation over all tokens of the student's distribution, in closed form."""
+    student = logits(11).requires_grad_()
+    log_p = logits(12).log_softmax(-1)
+    q = student.detach().softmax(-1)
+    reverse = torch.autograd.grad((student.softmax(-1) * (student.log_softmax(-1) - log_p)).sum(), student)[0]
+    expected = {"policy_gradient": reverse, "k1": torch.zeros_like(q), "k2": reverse, "k3": q - log_p.exp()}
+    for estimator, gradient in expected.items():
+        options = SampledDistillationOptions(estimator)
+        losses, metrics = sampled_divergence(student.log_softmax(-1), log_p, options)
+        torch.testing.assert_close(torch.autograd.grad((q * losses).sum(), student)[0], gradient)
+        torch.testing.assert_close(metrics["log_ratio"], q.log() - log_p)
+    values = {
+        name: (q * sampled_divergence(q.log(), log_p, SampledDistillationOptions(name))[0]).sum()
+        for name in ("k1", "k3")
+    }
+    torch.testing.assert_close(values["k1"], (q * (q.log() - log_p)).sum())
+    torch.testing.assert_close(values["k3"], values["k1"])
+    extreme = torch.tensor([-500.0, 0.0], requires_grad=True)
+    losses, _ = sampled_divergence(extreme, torch.tensor([0.0, -500.0]), SampledDistillationOptions("k3"))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert extreme.grad is not None
+    assert extreme.grad.isfinite().all()
+
+
+def test_old_tokens_are_weighted_up_to_the_bound() -> None:
+    student = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    teacher, old = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.5, -9.0])
+    losses, metrics = sampled_divergence(student, teacher, old_log_probs=old)
+    weight = torch.tensor([1.0, math.exp(0.5), 2.0])
+    torch.testing.assert_close(metrics["importance_weight"], weight)
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), student)[0], weight)
+    unweighted, metrics = sampled_divergence(
+        student, teacher, SampledDistillationOptions(distillation_is_clip=None), old_log_probs=old
+    )
+    torch.testing.assert_close(torch.autograd.grad(unweighted.sum(), student)[0], torch.ones(3))
+    assert "importance_weight" not in metrics
+
+
+def test_iw_opd_weighs_early_disagreement_more() -> None:
+    student = torch.tensor([[-1.0, -2.0, -3.0, -7.0]] * 2, requires_grad=True)
+    teacher, rollout = torch.tensor([[-2.0, -1.5, -3.0, math.nan]] * 2), torch.tensor([[-1.0, -2.0, -2.5, 0.0]] * 2)
+    mask = torch.tensor([[True, True, True, False], [False] * 4])
+    losses, metrics = iw_opd_loss(student, teacher, mask, IWOPDOptions(0.5), rollout_log_probs=rollout)
+    # |a| = 1, 0.5, 0.5: the weights are 1 + 0.5 (1 - [0, 1, 1.5] / 2).
+    weight = torch.tensor([1.5, 1.25, 1.125])
+    torch.testing.assert_close(metrics["weight"][0, :3], weight)
+    torch.testing.assert_close(metrics["advantage"][0, :3], weight * torch.tensor([-1.0, 0.5, -0.5]))
+    losses.sum().backward()
+    assert student.grad is not None
+    torch.testing.assert_close(student.grad[0, :3], -metrics["advantage"][0, :3])
+    assert not losses[~mask].any()
+    assert not student.grad[~mask].any()
+
+
+def _trl(name: str) -> Any:
+    return pytest.importorskip(f"trl.{name}", reason="needs trl and what it needs")
+
+
+def test_agrees_with_trl() -> None:
+    theirs = _trl("experimental.sdpo.loss_utils")
+    student, teacher = logits(13, 2, 3).requires_grad_(), logits(14, 2, 3)
+    for beta in BETAS:
+        for add_tail in (False, True):
+            expected = theirs.compute_topk_self_distillation_loss(
+                student, teacher, distillation_topk=K, distillation_alpha=beta, distillation_add_tail=add_tail
+            )
+            ids = student.topk(K).indices
+            options = SparseDistillationOptions(beta, "tail" if add_tail else "renormalize")
+            log_probs = [each.log_softmax(-1).gather(-1, ids) for each in (student, teacher)]
+            loss, _ = sparse_divergence(*log_probs, options)
+            torch.testing.assert_close(loss, expected)
+            gradients = [torch.autograd.grad(each.sum(), student, retain_graph=True)[0] for each in (loss, expected)]
+            torch.testing.assert_close(*gradients)
+    ids = torch.randint(VOCAB_SIZE, (2, 3), generator=torch.Generator().manual_seed(0))
+    labels = [each.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1) for each in (student, teacher)]
+    expected = theirs.compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=1.0)
+    old = labels[0].detach() - torch.linspace(-1, 3, 6).view(2, 3).double()
+    weighted = theirs.apply_importance_sampling_clipping(expected, labels[0], old, 2.0)
+    torch.testing.assert_close(sampled_divergence(*labels, old_log_probs=old)[0], weighted)

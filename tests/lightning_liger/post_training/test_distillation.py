@@ -1,0 +1,316 @@
+"""Distillation of a tiny student: losses and gradients against whole logits, the teacher's state, accumulation."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_liger import DistillationOptions, LigerDistillation, LigerDistillationMixin, apply_liger_kernels
+from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+class Student(LigerDistillationMixin, L.LightningModule):
+    """Plain SGD, so that one step shows the gradients. The teacher is wider, and of another architecture."""
+
+    def __init__(self, teacher: nn.Module | None = None, model: nn.Module | None = None, **options: Any) -> None:
+        self.distillation = DistillationOptions(**options)
+        super().__init__()
+        self.model = tiny_llama() if model is None else model
+        self._made = (tiny_teacher() if teacher is None else teacher,)
+
+    def configure_teacher(self) -> nn.Module | None:
+        return self._made[0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Alone(Student):
+    def configure_teacher(self) -> None:
+        return None
+
+
+def tiny_teacher(**overrides: Any) -> nn.Module:
+    return tiny_model("qwen2", hidden_size=48, **overrides)
+
+
+def make_trainer(**kwargs: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **quiet, **kwargs})
+
+
+def whole(module: Student, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of student and teacher, ``[n, vocab_size]``, and the labels, of all tokens with one."""
+    labels = batch["labels"][:, 1:]
+    with torch.no_grad():
+        teacher = module._made[0].eval()(batch["input_ids"]).logits
+    student = module.model(batch["input_ids"]).logits
+    pair = [(each[:, :-1][labels >= 0] / temperature).log_softmax(-1) for each in (student, teacher)]
+    return pair[0], pair[1], labels[labels >= 0]
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def on_support(module: Student, batch: dict[str, Tensor], top_k: int, tail: bool) -> Tensor:
+    """Forward KL on the teacher's likeliest ids, at temperature 2, by definition."""
+    student, teacher, _ = whole(module, batch, 2.0)
+    ids = teacher.topk(top_k).indices
+    p, q = (each.gather(-1, ids).exp() for each in (teacher, student))
+    if tail:
+        p, q = (torch.cat((each, 1 - each.sum(-1, keepdim=True)), -1) for each in (p, q))
+    else:
+        p, q = (each / each.sum(-1, keepdim=True) for each in (p, q))
+    return kl(p.log(), q.log())
+
+
+def expected_losses() -> dict[str, tuple[dict[str, Any], Any]]:
+    """Options by id, with the losses of tokens by definition."""
+
+    def full(module: Student, batch: dict[str, Tensor]) -> Tensor:
+        student, teacher, _ = whole(module, batch)
+        return kl(teacher, student)
+
+    def reverse(module: Student, batch: dict[str, Tensor]) -> Tensor:
+        student, teacher, _ = whole(module, batch, 1.3)
+        return 1.3**2 * kl(student, teacher)
+
+    def mixed(module: Student, batch: dict[str, Tensor]) -> Tensor:
+        student, teacher, labels = whole(module, batch)
+        return 0.7 * kl(teacher, student) + 0.3 * F.nll_loss(student, labels, reduction="none")
+
+    def sampled(module: Student, batch: dict[str, Tensor]) -> Tensor:
+        student, teacher, labels = whole(module, batch)
+        of_student, of_teacher = (each.gather(-1, labels[:, None])[:, 0] for each in (student, teacher))
+        return (of_student - of_teacher).detach() * of_student
+
+    def uld(module: Student, batch: dict[str, Tensor]) -> Tensor:
+        student, teacher, _ = whole(module, batch)
+        return (student.exp().sort().values - teacher.exp().sort().values).abs().sum(-1)
+
+    return {
+        "full": ({}, full),
+        "reverse": ({"divergence": "reverse_kl", "temperature": 1.3, "t_squared": True}, reverse),
+        "mixed": ({"crossentropy_weight": 0.3, "distillation_weight": 0.7}, mixed),
+        "topk_tail": (
+            {"distillation_mode": "topk_logits", "distillation_topk": 7, "temperature": 2.0},
+            lambda module, batch: on_support(module, batch, 7, True),
+        ),
+        "topk_renormalized": (
+            {"distillation_mode": "topk_logits", "distillation_topk": 7, "temperature": 2.0,
+             "support_mode": "renormalize"},
+            lambda module, batch: on_support(module, batch, 7, False),
+        ),
+        "sampled": ({"distillation_mode": "sampled_token"}, sampled),
+        "uld": ({"distillation_mode": "uld"}, uld),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", expected_losses())
+def test_loss_and_gradients_match_whole_logits(case: str) -> None:
+    options, formula = expected_losses()[case]
+    module, batch = Student(**options), tiny_batch()
+    losses = formula(module, batch)
+    losses.mean().backward()
+    expected = {name: each.grad.clone() for name, each in module.named_parameters()}
+    module.zero_grad()
+    apply_liger_kernels(module, "linear_cross_entropy")
+
+    loss = module.training_step(batch, 0)
+    loss.backward()
+
+    torch.testing.assert_close(loss, losses.mean().detach(), check_dtype=False, rtol=1e-4, atol=1e-5)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, expected[name], rtol=1e-3, atol=2e-6, msg=lambda t, n=name: f"{n}: {t}"
+        )
+
+
+def test_stored_top_k_needs_no_teacher_and_changes_temperature() -> None:
+    """Stored for the whole vocabulary at temperature 1, the loss at 2 is that of the teacher's logits."""
+    batch = tiny_batch()
+    options: dict[str, Any] = {"distillation_mode": "topk_logits", "support_mode": "renormalize", "temperature": 2.0}
+    module = Alone(**options)
+    apply_liger_kernels(module, "linear_cross_entropy")
+    with torch.no_grad():
+        stored = module._made[0](batch["input_ids"]).logits.log_softmax(-1)
+    student, teacher, _ = whole(module, batch, 2.0)
+    top = stored.topk(VOCAB_SIZE)
+    columns = {
+        "teacher_topk_ids": top.indices,
+        "teacher_topk_log_probs": top.values.masked_fill(top.values < -30, -torch.inf),
+    }
+    columns["teacher_topk_ids"][0, 2, -1] = 0  # an absent id may stand for anything
+    columns["teacher_topk_log_probs"][0, 2, -1] = -torch.inf
+    result = module.step_loss("train", {**batch, **columns})
+    loss = result.terms[0].total / result.terms[0].count
+    torch.testing.assert_close(loss, kl(teacher, student).mean(), check_dtype=False, rtol=1e-3, atol=1e-4)
+    masses = result.metrics["teacher_mass"]
+    assert masses[0] / masses[1] == pytest.approx(1, abs=1e-4)
+    assert module.teacher is None
+
+
+def test_teacher_is_frozen_and_in_no_checkpoint_and_no_optimizer(tmp_path: Path) -> None:
+    module = Student(tiny_teacher(attention_dropout=0.5).train())
+    before = [parameter.clone() for parameter in module._made[0].parameters()]
+    trainer = make_trainer(max_steps=2, strategy="liger", enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(module, DataLoader([tiny_batch()] * 2, batch_size=None))
+    teacher = module.teacher
+    assert teacher is not None
+    assert not teacher.training
+    assert all(torch.equal(new, old) for new, old in zip(teacher.parameters(), before, strict=True))
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in teacher.parameters())
+    optimized = {id(each) for group in trainer.optimizers[0].param_groups for each in group["params"]}
+    assert optimized.isdisjoint(map(id, teacher.parameters()))
+    checkpoint = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=False)
+    assert all(name.startswith("model.") or "metric" in name for name in checkpoint["state_dict"])
+    assert len(checkpoint["state_dict"]) < len(module.state_dict()) + 1
+
+
+def test_steps_do_not_depend_on_how_batches_were_split() -> None:
+    """One batch, or its rows one by one in an accumulation window: rows have different numbers of labels."""
+    batch = tiny_batch(4, 9, 5)
+    rows = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(4)]
+    found = []
+    for batches, accumulate in (([batch], 1), (rows, 4)):
+        module = Student(divergence="jsd")
+        trainer = make_trainer(strategy="liger", accumulate_grad_batches=accumulate, max_epochs=1)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        found.append((list(module.parameters()), trainer.callback_metrics["train_loss"]))
+    torch.testing.assert_close(*(each[0] for each in found), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_and_all_masked_batches() -> None:
+    batches = [tiny_batch(2, 9, seed=1), tiny_batch(1, 6, 6, seed=2)]  # the second one has no label at all
+    for options in ({"log_entropy": True}, {"crossentropy_weight": 0.5}, {"distillation_mode": "sampled_token"}):
+        module = Student(**options)
+        trainer = make_trainer(strategy="liger", max_epochs=1)
+        (metrics,) = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)
+        student, teacher, labels = whole(module, batches[0])
+        student = student.detach()
+        entropy = -(student.exp() * student).sum(-1).mean()
+        assert metrics["val_entropy"] == pytest.approx(float(entropy), rel=1e-4)
+        assert metrics["val_mean_token_accuracy"] == pytest.approx(float((student.argmax(-1) == labels).float().mean()))
+        if "crossentropy_weight" in options:
+            expected = F.nll_loss(student, labels)
+            assert metrics["val_cross_entropy"] == pytest.approx(float(expected), rel=1e-4)
+            assert metrics["val_loss"] == pytest.approx(float(kl(teacher, student).mean() + expected / 2), rel=1e-4)
+        trainer.fit(module, DataLoader(batches[1:], batch_size=None))
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_teacher_with_another_vocabulary() -> None:
+    """Rows in both tokenizations: the i-th labelled token of one is compared with the i-th of the other."""
+    module = Student(tiny_teacher(vocab_size=97), distillation_mode="uld")
+    apply_liger_kernels(module, "linear_cross_entropy")
+    batch = tiny_batch(2, 9, 3)
+    other = {f"teacher_{name}": value % 97 for name, value in tiny_batch(2, 7, 2, seed=5).items()}
+    other["teacher_labels"][0, :2] = -100
+    result = module.step_loss("train", {**batch, **other})
+    total, count = 0.0, 0
+    for row in range(2):
+        first, second = batch["labels"][row, 1:] >= 0, other["teacher_labels"][row, 1:] >= 0
+        number = int(min(first.sum(), second.sum()))
+        with torch.no_grad():
+            q = module.model(batch["input_ids"][row : row + 1]).logits[0, :-1][first][:number].softmax(-1)
+            p = module._made[0](other["teacher_input_ids"][row : row + 1]).logits[0, :-1][second][:number].softmax(-1)
+        p = F.pad(p.sort(descending=True).values, (0, VOCAB_SIZE - 97))
+        total, count = total + float((q.sort(descending=True).values - p).abs().sum()), count + number
+    assert float(result.terms[0].total) == pytest.approx(total, rel=1e-4)
+    assert float(result.terms[0].count) == count
+    result.terms[0].total.backward()
+    assert all(parameter.grad is not None for parameter in module.model.parameters())
+
+
+def test_values_of_the_policy_that_sampled() -> None:
+    """At their tokens, as rollouts have them, so that the one at t belongs to the label that t - 1 predicts."""
+    batch = tiny_batch(2, 7, 0)
+    module = Student(distillation_mode="sampled_token", distillation_is_clip=1.5)
+    apply_liger_kernels(module, "linear_cross_entropy")
+    student, teacher, labels = whole(module, batch)
+    of_student, of_teacher = (each.gather(-1, labels[:, None])[:, 0].view(2, 6) for each in (student, teacher))
+    age = torch.linspace(-1, 1, 12).view(2, 6)
+    columns = {
+        "old_per_token_logps": F.pad(of_student.detach() - age, (1, 0)),
+        "teacher_per_token_logps": F.pad(of_teacher, (1, 0)),
+    }
+    module._teacher = ()
+    result = module.step_loss("train", {**batch, **columns})
+    expected = (of_student - of_teacher) * of_student * age.exp().clamp(max=1.5)
+    torch.testing.assert_close(result.terms[0].total, expected.sum().detach(), check_dtype=False, rtol=1e-4, atol=1e-4)
+    opd = Student(distillation_mode="iw_opd")
+    apply_liger_kernels(opd, "linear_cross_entropy")
+    assert float(opd.step_loss("train", {**batch, **columns}).terms[0].count) == 12
+
+
+def test_finished_module_learns_from_a_teacher(tmp_path: Path) -> None:
+    tiny_teacher().save_pretrained(tmp_path / "teacher")
+    module = LigerDistillation(
+        teacher=str(tmp_path / "teacher"), config=TINY_CONFIG, learning_rate=0.02, min_lr_ratio=1.0, weight_decay=0.0
+    )
+    trainer = make_trainer(max_epochs=4, strategy="liger")
+    losses: list[float] = []
+
+    class Losses(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    trainer.callbacks.append(Losses())
+    trainer.fit(module, DataLoader([tiny_batch()], batch_size=None))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_sources_of_the_teacher_are_checked_before_work_starts() -> None:
+    module = LigerDistillation(teacher="no/such/folder", config=TINY_CONFIG)
+    with pytest.raises(FileNotFoundError, match="no/such/folder"):
+        make_trainer(max_steps=1).fit(module, DataLoader([tiny_batch()], batch_size=None))
+    with pytest.raises(ValueError, match="needs a teacher, got None"):
+        alone = Alone()
+        apply_liger_kernels(alone, "linear_cross_entropy")
+        alone.training_step(tiny_batch(), 0)
+
+
+def test_support_of_both_models_counts_each_id_once() -> None:
+    """With K as large as the vocabulary, the union has each id twice, and the divergence is that of all ids."""
+    batch = tiny_batch()
+    for support, top_k in (("union", VOCAB_SIZE), ("student", VOCAB_SIZE), ("union", 4)):
+        module = Student(
+            distillation_mode="topk_logits",
+            divergence="jsd",
+            beta=0.3,
+            distillation_topk=top_k,
+            distillation_support=support,
+        )
+        apply_liger_kernels(module, "linear_cross_entropy")
+        q, p, _ = (each.detach() for each in whole(module, batch))
+        if top_k < VOCAB_SIZE:
+            ids = torch.zeros_like(p).scatter(-1, torch.cat((p.topk(4).indices, q.topk(4).indices), -1), 1.0).bool()
+            p, q = (each.exp().masked_fill(~ids, 0.0) for each in (p, q))
+            p, q = (torch.cat((each, 1 - each.sum(-1, keepdim=True)), -1).log() for each in (p, q))
+        m = (0.3 * p.exp() + 0.7 * q.exp()).log()
+        terms = 0.3 * p.exp() * (p - m) + 0.7 * q.exp() * (q - m)
+        loss = module.step_loss("train", batch).terms[0].total
+        torch.testing.assert_close(loss, terms.nan_to_num().sum(), check_dtype=False, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_of_completions_and_rollouts_are_taken() -> None:
+    batch = tiny_batch(2, 9, 3)
+    mask = (batch.pop("labels") >= 0).long()
+    extra = {"completion_mask": mask, "sequence_ids": mask, "num_sequences": 1, "advantages": torch.ones(2)}
+    module = Student()
+    apply_liger_kernels(module, "linear_cross_entropy")
+    terms = [module.step_loss("train", each).terms[0] for each in ({**batch, **extra}, tiny_batch(2, 9, 3))]
+    torch.testing.assert_close(terms[0].total, terms[1].total)
+    assert float(terms[0].count) == float(terms[1].count)
