@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_ops.arguments import check_integer, check_same_device, check_shape, check_tensor, wrong_type, wrong_value
+from lightning_liger.losses.sequences import sequence_sums
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,7 @@ class Completions:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of each completion's scored tokens, ``[num_sequences]``; other tokens may hold anything, also NaN."""
-        kept = torch.where(self.mask, values, 0.0)
-        if self.sequence_ids is None:
-            return kept.sum(-1)
-        # One row for each completion: sums of rows are deterministic, adding by index on a GPU is not.
-        ids = self.sequence_ids.flatten()
-        rows = torch.arange(self.count, device=ids.device)[:, None] == ids
-        return torch.where(rows, kept.flatten(), 0.0).sum(-1)
+        return sequence_sums(torch.where(self.mask, values, 0.0), self.sequence_ids, self.count)
 
     @property
     def lengths(self) -> Tensor:

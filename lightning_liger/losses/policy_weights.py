@@ -95,7 +95,8 @@ def top_entropy_mask(
         interpolation, as ``torch.quantile``).
     """
     check_number("quantile", quantile, above=0, at_most=1)
-    values = torch.where(mask, entropies.detach().float(), -1.0).flatten()
+    known = entropies.detach().float().clamp(min=0)  # rounding may make one negative
+    values = torch.where(mask, known, -1.0).flatten()
     if gather is not None:
         values = gather(values).flatten()
     if not values.numel():
@@ -107,4 +108,4 @@ def top_entropy_mask(
     last = values.numel() - 1
     lower, upper = (ranked[(first + place.long()).clamp(max=last)] for place in (position.floor(), position.ceil()))
     threshold = torch.lerp(lower.double(), upper.double(), position - position.floor()).float()
-    return mask & (entropies.detach().float() >= threshold)
+    return mask & (known >= threshold)

@@ -1,0 +1,140 @@
+"""Metrics of policy-gradient losses by TRL's names, as parts of exact means and extremes over batches and ranks."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_liger.losses.completions import Completions
+from lightning_liger.losses.policy_batch import PolicyBatch, PolicyDetails
+from lightning_liger.losses.policy_options import CLIPPED, PolicyOptions
+
+
+class PolicyMetrics(NamedTuple):
+    """A batch's part of each metric."""
+
+    means: Mapping[str, tuple[Tensor, Tensor]]
+    """Sum and number of units, scalars."""
+    extremes: Mapping[str, Tensor]
+    """Largest or smallest values, as the last part of the name says; infinite where the batch has none."""
+
+
+def metric_names(options: PolicyOptions) -> dict[str, str]:
+    """Each metric that the loss has with ``"mean"``, ``"max"`` or ``"min"``; those of sampling need such a batch."""
+    names = ["entropy"]
+    if options.beta or options.loss_type in ("rloo", "async_grpo"):
+        names.append("kl")
+    if options.loss_type == "async_grpo":
+        names.append("ratio")
+    if options.loss_type in (*CLIPPED, "gmpo", "rloo"):
+        names += [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
+    if options.loss_type == "cispo":
+        names.append("cispo_clip_ratio")
+    if options.loss_type == "vespo":
+        names.append("vespo/phi_seq_mean")
+    names += [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
+    names += [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
+    names += [f"completions/{name}_length" for name in ("mean", "min", "max")]
+    return {name: _kind(name) for name in names}
+
+
+def _kind(name: str) -> str:
+    last = name.rpartition("/")[2].removesuffix("_length").rpartition("_")[2]
+    return last if last in ("min", "max") else "mean"
+
+
+def policy_metrics(
+    entropies: Tensor, batch: PolicyBatch, details: PolicyDetails, options: PolicyOptions
+) -> PolicyMetrics:
+    """The metrics of a batch, without gradient and without waiting for the device.
+
+    Args:
+        entropies: Of each token.
+        batch: The completions.
+        details: What :func:`~lightning_liger.losses.policy_batch.policy_objective` returned.
+        options: The loss.
+    """
+    completions = batch.completions
+    means: dict[str, tuple[Tensor, Tensor]] = {"entropy": _mean(entropies.detach(), completions)}
+    extremes: dict[str, Tensor] = {}
+    if details.kl is not None:
+        means["kl"] = _mean(details.kl, completions)
+    elif options.loss_type == "rloo" and batch.ref_log_probs is not None and batch.old_log_probs is not None:
+        means["kl"] = _mean(batch.old_log_probs - batch.ref_log_probs, completions)
+    elif options.loss_type == "async_grpo":
+        means["kl"] = _mean(details.ratio - 1 - details.log_ratio, completions)
+    if options.loss_type == "async_grpo":
+        means["ratio"] = _mean(details.ratio, completions)
+    if options.loss_type in (*CLIPPED, "gmpo", "rloo"):
+        low, high = _clipped(details, batch, options)
+        for name, clipped in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
+            means[f"clip_ratio/{name}"] = _mean(clipped.float(), completions)
+        extremes["clip_ratio/low_min"] = _of_completions(low, completions, math.inf).min()
+        extremes["clip_ratio/high_max"] = _of_completions(high, completions, -math.inf).max()
+    if options.loss_type == "cispo":
+        ratio, advantages = _broadcast(details.ratio, batch)
+        means["cispo_clip_ratio"] = _mean(((ratio > options.bound_high) & (advantages > 0)).float(), completions)
+    if details.phi is not None:
+        means["vespo/phi_seq_mean"] = _mean(details.phi, completions)
+    if details.sampling_ratio is not None:
+        _add_sampling(means, extremes, batch, details)
+    lengths = completions.lengths
+    means["completions/mean_length"] = lengths.sum(), _number(lengths)
+    extremes["completions/min_length"] = lengths.min()
+    extremes["completions/max_length"] = lengths.max()
+    return PolicyMetrics(means, extremes)
+
+
+def _add_sampling(
+    means: dict[str, tuple[Tensor, Tensor]], extremes: dict[str, Tensor], batch: PolicyBatch, details: PolicyDetails
+) -> None:
+    assert batch.sampling_log_probs is not None and details.sampling_ratio is not None
+    mask, ratio = batch.completions.mask, details.sampling_ratio
+    difference = (details.old_log_probs - batch.sampling_log_probs).abs()
+    known = mask & ~batch.sampling_log_probs.isnan()
+    name = "sampling/sampling_logp_difference"
+    means[f"{name}/mean"] = torch.where(known, difference, 0.0).sum(), known.sum()
+    extremes[f"{name}/max"] = torch.where(known, difference, -math.inf).max()
+    name = "sampling/importance_sampling_ratio"
+    means[f"{name}/mean"] = _mean(ratio, batch.completions)
+    extremes[f"{name}/min"] = (ratio if ratio.ndim == 1 else torch.where(mask, ratio, math.inf)).min()
+    extremes[f"{name}/max"] = (ratio if ratio.ndim == 1 else torch.where(mask, ratio, -math.inf)).max()
+
+
+def _clipped(details: PolicyDetails, batch: PolicyBatch, options: PolicyOptions) -> tuple[Tensor, Tensor]:
+    """Where the ratio is below its bound and the advantage negative, and where it is above and the advantage positive."""
+    ratio, advantages = _broadcast(details.ratio, batch)
+    low, high = 1 - options.epsilon_low, 1 + options.bound_high
+    if options.loss_type == "gmpo":
+        low, high = math.exp(-options.epsilon_low), math.exp(options.bound_high)
+    return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+
+
+def _broadcast(ratio: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
+    """The ratio and the advantages, both of completions or both of tokens."""
+    if ratio.ndim == batch.advantages.ndim:
+        return ratio, batch.advantages
+    if ratio.ndim == 1:
+        return batch.completions.spread(ratio), batch.advantages
+    return ratio, batch.completions.spread(batch.advantages)
+
+
+def _mean(values: Tensor, completions: Completions) -> tuple[Tensor, Tensor]:
+    """Over completions for ``[num_sequences]``, else over scored tokens."""
+    if values.ndim == 1:
+        return values.sum(), _number(values)
+    return torch.where(completions.mask, values, 0.0).sum(), completions.mask.sum()
+
+
+def _of_completions(clipped: Tensor, completions: Completions, empty: float) -> Tensor:
+    """The share of each completion's tokens, ``empty`` where it has none; with one more ``empty`` for no completions."""
+    shares = clipped.float() if clipped.ndim == 1 else completions.mean(clipped.float())
+    if clipped.ndim > 1:
+        shares = torch.where(completions.lengths > 0, shares, empty)
+    return torch.cat((shares, shares.new_full((1,), empty)))
+
+
+def _number(values: Tensor) -> Tensor:
+    return torch.full((), values.numel(), device=values.device)
