@@ -6,7 +6,8 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 """
 
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
-from lightning_liger.lazy.logits import LazyLogits, materialize
+from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
+from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.sequences.context_parallel import ContextParallel
@@ -61,9 +62,14 @@ __all__ = [
     "PatchReport",
     "TrainingSummary",
     "apply_liger_kernels",
+    "divergence",
     "export_pretrained",
+    "lazy_logits",
     "load_pretrained",
     "materialize",
     "shift_labels",
     "split_sequence",
+    "token_loss",
+    "token_scores",
+    "topk_log_probs",
 ]

@@ -5,6 +5,8 @@ Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewher
 """
 
 from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from liger_ops.log_probs.linear_log_probs import linear_log_probs, linear_token_loss
+from liger_ops.log_probs.scores import TokenScores
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenStats
@@ -16,6 +18,7 @@ from liger_ops.rope import apply_rotary
 
 __all__ = [
     "IGNORE_INDEX",
+    "TokenScores",
     "TokenStats",
     "VocabShard",
     "add_rms_norm",
@@ -25,6 +28,8 @@ __all__ = [
     "group_norm",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_probs",
+    "linear_token_loss",
     "relu_squared",
     "relu_squared_mul",
     "rms_norm",

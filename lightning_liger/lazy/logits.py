@@ -9,17 +9,16 @@ computes the logits first (:mod:`lightning_liger.lazy.tensor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from liger_ops import TokenStats, linear_cross_entropy
+from liger_ops import TokenScores, TokenStats, linear_cross_entropy, linear_log_probs, linear_token_loss
+from lightning_liger.lazy.chunks import Rows, over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.tensor import LazyTensor
 
@@ -65,6 +64,21 @@ def materialize(logits: Tensor) -> Tensor:
     return logits
 
 
+def _taken_by(function: Callable[..., Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A head's options that ``function`` has; only the cross entropy lets users choose where gradients are summed."""
+    if function is linear_cross_entropy or "accumulate_dtype" not in options:
+        return options
+    return {name: value for name, value in options.items() if name != "accumulate_dtype"}
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _is_floating(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point()
+
+
 class LazyLogits(LazyTensor):
     """The logits ``hidden_states @ weight.T + bias`` of a linear head, computed only where an operation needs them.
 
@@ -100,7 +114,7 @@ class LazyLogits(LazyTensor):
     def at_labels(self, labels: Tensor) -> Tensor:
         """The value of each token's label, differentiable: ``labels`` and the result are ``[...]``."""
         if self.transform.normalized:
-            return -self._linear_cross_entropy(labels, reduction="none", ignore_index=_NO_LABEL).to(self.dtype)
+            return -self._fused(linear_cross_entropy, labels, reduction="none", ignore_index=_NO_LABEL).to(self.dtype)
         self.notice("gather")
         return self.transform.apply_elementwise(self.head.project_to(self.tokens, labels))
 
@@ -119,27 +133,27 @@ class LazyLogits(LazyTensor):
             vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
-        recipe, head, tokens = self.recipe, self.head.cast(), self.tokens
+        head, tokens = self.head.cast(), self.tokens
+        num_tokens = self.recipe.num_tokens
         element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
-        num_tokens = recipe.num_tokens
         chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
+        rows = [tensor.reshape(num_tokens, tensor.shape[-1]) for tensor in token_tensors]
+        parts = over_chunks(function, [self.rows()], rows, chunk_size)
 
-        def of_chunk(hidden_states: Tensor, *rows: Tensor) -> Any:
+        def laid_out(rows: Tensor) -> Tensor:
+            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
+
+        return laid_out(parts) if isinstance(parts, Tensor) else type(parts)([laid_out(part) for part in parts])
+
+    def rows(self) -> Rows:
+        """The values of single tokens, in the order of :attr:`tokens`."""
+        recipe, head = self.recipe, self.head.cast()
+
+        def values(hidden_states: Tensor) -> Tensor:
             recipe.check("backward of a reduction over the vocabulary")  # which calls this again
-            return function(recipe.transform.apply(head.project(hidden_states)), *rows)
+            return recipe.transform.apply(head.project(hidden_states))
 
-        if torch.is_grad_enabled() and self.requires_grad:
-            of_chunk = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-        chunks = (tensor.reshape(num_tokens, tensor.shape[-1]).split(chunk_size) for tensor in (tokens, *token_tensors))
-        parts = [of_chunk(*chunk) for chunk in zip(*chunks, strict=True)]
-
-        def joined(tensors: Any) -> Tensor:
-            rows = torch.cat(tensors)
-            return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, recipe.vocab_dim)
-
-        if isinstance(parts[0], Tensor):
-            return joined(parts)
-        return type(parts[0])([joined(tensors) for tensors in zip(*parts, strict=True)])
+        return Rows((self.tokens.reshape(-1, self.tokens.shape[-1]),), values, self.requires_grad)
 
     def cross_entropy(
         self,
@@ -165,7 +179,8 @@ class LazyLogits(LazyTensor):
             ValueError: As :func:`liger_ops.linear_cross_entropy`.
             RuntimeError: If the tensors that the logits are computed from were modified.
         """
-        result = self._linear_cross_entropy(
+        result = self._fused(
+            linear_cross_entropy,
             target,
             weight=weight,
             reduction=reduction,
@@ -173,28 +188,82 @@ class LazyLogits(LazyTensor):
             label_smoothing=label_smoothing,
             return_stats=return_stats,
         )
-        head, num_tokens = self.head, target.numel()
+        self._count_loss()
+        return result
+
+    def _count_loss(self) -> None:
+        head, num_tokens = self.head, self.recipe.num_tokens
         element_size = head.compute_dtype.itemsize
         tokens_avoided = max(0, num_tokens - head.chunk_size(num_tokens, head.weight.shape[0], element_size))
         head.counters.num_losses += 1
         head.counters.bytes_avoided += tokens_avoided * self.vocab_size * element_size
-        return result
 
-    def _linear_cross_entropy(self, target: Tensor, **options: Any) -> Any:
+    def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A function of ``liger_ops`` of this head, with the head's options where ``options`` have no others."""
         self.notice("a fused loss")
         head = self.head.cast()
         with torch.autocast(self.device.type, enabled=False):
             (hidden_states, weight), *adapters = head.factors(self.tokens)
-            return linear_cross_entropy(
+            return function(
                 hidden_states,
                 weight,
-                target,
+                *arguments,
                 linear_bias=head.bias,
                 adapter=adapters[0] if adapters else None,
-                **options,
                 **self.transform.loss_options(),
-                **head.loss_options(),
+                **{**_taken_by(function, head.loss_options()), **options},
             )
+
+    def log_probs(self, labels: Tensor, *, temperature: float | Tensor = 1.0, ignore_index: int = -100) -> Tensor:
+        """The log-probability of each token's label, differentiable; see :func:`lightning_liger.token_scores`."""
+        scores = self.token_scores(labels, temperature=temperature, ignore_index=ignore_index)
+        assert scores.log_probs is not None
+        return scores.log_probs
+
+    def token_scores(
+        self,
+        labels: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        outputs: Sequence[str] = ("log_probs",),
+        detach: Sequence[str] = (),
+        **options: Any,
+    ) -> TokenScores:
+        """As :func:`lightning_liger.token_scores`."""
+        self._count_loss()
+        shifted = self._shifted(outputs)
+        options = _given(options)
+        scores = self._fused(
+            linear_log_probs, labels, temperature=temperature, outputs=outputs, detach=detach, **options
+        )
+        if shifted:
+            of_normalizer = self._fused(linear_log_probs, labels, outputs=("lse",), detach=detach, **options).lse
+            scores = scores._replace(**{name: getattr(scores, name) - of_normalizer / temperature for name in shifted})
+        dtype = torch.promote_types(self.dtype, torch.float32)  # a float64 head's logits may have been cast
+        return TokenScores(*(score.to(dtype) if _is_floating(score) else score for score in scores))
+
+    def token_loss(
+        self,
+        labels: Tensor,
+        loss: Callable[[TokenScores, Tensor], Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        outputs: Sequence[str] = ("log_probs",),
+        **options: Any,
+    ) -> tuple[Tensor, TokenScores]:
+        """As :func:`lightning_liger.token_loss`."""
+        self._count_loss()
+        options = _given(options)
+        if shifted := self._shifted(outputs):
+            raise ValueError(
+                f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got {outputs!r}; pass the"
+                " logits before their log-softmax"
+            )
+        return self._fused(linear_token_loss, labels, loss, temperature=temperature, outputs=outputs, **options)
+
+    def _shifted(self, outputs: Sequence[str]) -> list[str]:
+        """The outputs on which a log-softmax of the logits has an effect."""
+        return [name for name in outputs if name in ("lse", "mean_logit")] if self.transform.normalized else []
 
     def materialize(self) -> Tensor:
         """As :func:`materialize`."""

@@ -9,7 +9,6 @@ of taking the gradient in forward is from Liger Kernel (arXiv:2410.10989); see :
 the formula and its options.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from liger_ops.arguments import (
     check_bool,
     check_floating,
     check_integer,
-    check_same_device,
     wrong_type,
     wrong_value,
 )
@@ -32,11 +30,10 @@ from liger_ops.loss.chunked_loss import (
     KeptTokens,
     SavedLogits,
     choose_accumulate_dtype,
-    choose_chunk_size,
     chunked_linear_loss,
-    default_chunk_size,
 )
 from liger_ops.loss.cross_entropy import cross_entropy, gradient_in_place, loss_and_gradient_in_place
+from liger_ops.loss.linear_head import NUM_GRADIENTS, check_head
 from liger_ops.loss.options import (
     IGNORE_INDEX,
     Targets,
@@ -93,7 +90,6 @@ class LossArguments(NamedTuple):
 
 
 _ACCUMULATE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
 _NUM_TENSORS = LossArguments._fields.index("chunk_size")
 _FIRST_OPTION = LossArguments._fields.index("ignore_index")
 # Without a reduction the losses of the stats are the loss itself, which an op may return only once.
@@ -281,51 +277,6 @@ def _saved_for_backward(chunks: Sequence[Tensor], values: Sequence[Any]) -> dict
     return {"saved": _SavedChunks(saved, lse, lse_error)}
 
 
-def _autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """The dtype that a linear layer would compute in under autocast, which leaves float64 alone; None without it."""
-    device_type = input.device.type
-    if input.is_meta or input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def _check_dtypes(input: Tensor, **others: Tensor | None) -> None:
-    for name, tensor in others.items():
-        if tensor is not None and tensor.dtype != input.dtype:
-            raise ValueError(f"{name} must have input's dtype {input.dtype}, got {tensor.dtype}")
-
-
-def _check_head(input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None) -> None:
-    vocab_size, hidden_size = linear_weight.shape
-    if input.dim() == 0 or input.shape[-1] != hidden_size:
-        raise ValueError(
-            f"input must end in linear_weight's hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
-        )
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"target must hold one label for each token of input: input has {tuple(input.shape[:-1])} tokens, target"
-            f" has shape {tuple(target.shape)}"
-        )
-    if linear_bias is not None and linear_bias.shape != (vocab_size,):
-        raise ValueError(f"linear_bias must have shape {(vocab_size,)}, got {tuple(linear_bias.shape)}")
-
-
-def _check_adapter(input: Tensor, linear_weight: Tensor, adapter: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(adapter, tuple | list) or len(adapter) != 2:
-        raise wrong_type("adapter", "a pair of tensors or None", adapter)
-    adapter_input, adapter_weight = adapter
-    for name, tensor in (("adapter[0]", adapter_input), ("adapter[1]", adapter_weight)):
-        check_floating(name, tensor)
-        check_same_device("input", input, **{name: tensor})
-    rank = adapter_input.shape[-1] if adapter_input.dim() else 0
-    if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
-        raise ValueError(
-            f"adapter must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
-            f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
-        )
-    return adapter_input, adapter_weight
-
-
 def _check_chunks(
     options: Any, chunk_bytes: int | None, accumulate_dtype: torch.dtype | None, max_valid_tokens: int | None
 ) -> tuple[int | None, torch.dtype | None]:
@@ -444,44 +395,15 @@ def linear_cross_entropy(
             logit_scale=logit_scale, z_loss_weight=z_loss_weight, return_stats=return_stats,
         )  # fmt: skip
     token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
-    _check_head(input, linear_weight, target, linear_bias)
-    vocab_size = linear_weight.shape[0]
-    if vocab_shard is not None:
-        if not isinstance(vocab_shard, VocabShard):
-            raise wrong_type("vocab_shard", "a VocabShard or None", vocab_shard)
-        vocab_shard.check(vocab_size)
-        vocab_size = vocab_shard.vocab_size
-    elif vocab_size == 0:
-        raise ValueError(f"linear_weight must have at least one class, got shape {tuple(linear_weight.shape)}")
+    head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
+    dtype, vocab_size = head.dtype, head.vocab_size
     check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
-
-    low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
-    if adapter is not None:
-        adapter = _check_adapter(input, linear_weight, adapter)
-        low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
-    tensors = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
-    needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
-    dtype, autocast_dtype = input.dtype, _autocast_dtype(input)
-    if autocast_dtype is not None:
-        dtype = autocast_dtype
-        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-    else:
-        names = "linear_weight", "linear_bias", "adapter[0]", "adapter[1]"
-        _check_dtypes(input, **dict(zip(names, tensors[1:], strict=True)))
-
-    # Ranks must cut the same chunks, whose collectives meet, so the size is that of a mean shard.
-    num_columns = vocab_size if vocab_shard is None else -(-vocab_size // vocab_shard.group.size())
-    sizes = target.numel(), num_columns, dtype.itemsize
     if saved_logits_bytes is None:
         chunks_are_chosen = chunk_size is None and chunk_bytes is None
         saved_logits_bytes = MAX_CHUNK_BYTES if input.is_cuda and chunks_are_chosen else 0
-    if chunk_size is None and chunk_bytes is not None:
-        chunk_size = choose_chunk_size(*sizes, chunk_bytes)
-    elif chunk_size is None:
-        hidden_size = linear_weight.shape[1] if needs_gradient[1] else 0
-        chunk_size = default_chunk_size(*sizes, input.device, hidden_size)
-    accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-sizes[0] // chunk_size))
+    chunk_size = head.chunk_size(chunk_bytes) if chunk_size is None else chunk_size
+    accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-target.numel() // chunk_size))
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
     targets = flat_targets(target, weight, token_weight)
@@ -489,13 +411,12 @@ def linear_cross_entropy(
     if reduction == "mean" and token_options.z_loss_weight:
         targets, factor = balance_class_weight(targets, vocab_size, ignore_index, dtype)
     compute = _linear_cross_entropy if vocab_shard is None else partial(_compute_loss, vocab_shard)
-    saved_chunks = 0
-    if vocab_shard is None and reduction == "none" and any(needs_gradient) and backend.runs_directly(*tensors):
-        saved_chunks = saved_logits_bytes // (min(chunk_size, max(1, sizes[0])) * num_columns * dtype.itemsize)
-    with contextlib.nullcontext() if autocast_dtype is None else torch.autocast(input.device.type, enabled=False):
+    keeps_logits = vocab_shard is None and reduction == "none"
+    saved_chunks = head.saved_chunks(saved_logits_bytes, chunk_size) if keeps_logits else 0
+    with head.products_dtype():
         loss, *stats = _LinearCrossEntropyFunction.apply(
-            compute, saved_chunks, *tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens,
-            needs_gradient, reduction, return_stats, *token_options.as_scalars(),
+            compute, saved_chunks, *head.tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens,
+            head.needs_gradient, reduction, return_stats, *token_options.as_scalars(),
         )  # fmt: skip
     if reduction == "none":
         stats = [loss.detach(), *stats]

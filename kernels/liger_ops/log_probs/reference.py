@@ -1,0 +1,58 @@
+"""The scores and losses of a linear head's tokens in plain PyTorch, through materialized logits."""
+
+from collections.abc import Callable, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops.loss.options import IGNORE_INDEX
+from liger_ops.log_probs.scores import OUTPUTS, TokenScores, scores_reference, transform_with_temperature
+
+TokenLoss = Callable[[TokenScores, Tensor], Tensor]
+"""From the scores of some tokens and their indices, ``[n]`` each, to their losses, ``[n]``."""
+
+
+def linear_log_probs_reference(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    adapter: tuple[Tensor, Tensor] | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    outputs: Sequence[str] = ("log_probs",),
+    detach: Sequence[str] = (),
+) -> TokenScores:
+    """Materializes the logits; arguments as for :func:`~liger_ops.linear_log_probs`."""
+    logits = F.linear(input, linear_weight, linear_bias)
+    if adapter is not None:
+        logits = logits + F.linear(*adapter)
+    z = transform_with_temperature(logits, softcap, logit_scale, temperature)
+    scores = scores_reference(z.flatten(0, -2), target.reshape(-1), ignore_index, outputs)._asdict()
+    shaped = {name: score.view(target.shape) for name, score in scores.items() if score is not None}
+    return TokenScores(**{name: score.detach() if name in detach else score for name, score in shaped.items()})
+
+
+def linear_token_loss_reference(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    token_loss: TokenLoss,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    **options: object,
+) -> tuple[Tensor, TokenScores]:
+    """Materializes the logits; arguments as for :func:`~liger_ops.linear_token_loss`."""
+    scores = linear_log_probs_reference(input, linear_weight, target, ignore_index=ignore_index, **options)  # type: ignore[arg-type]
+    index = (target.reshape(-1) != ignore_index).nonzero()[:, 0]
+    losses = token_loss(scores_at(scores, index), index)
+    return losses.sum(), TokenScores(*(None if score is None else score.detach() for score in scores))
+
+
+def scores_at(scores: TokenScores, index: Tensor) -> TokenScores:
+    """The scores of the tokens of ``index``."""
+    assert scores._fields == OUTPUTS
+    return TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))

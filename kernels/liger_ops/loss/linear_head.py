@@ -1,0 +1,135 @@
+"""A linear head's tensors as the chunked ops take them: checked, flat, in the dtype of the products."""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import check_floating, check_same_device, wrong_type
+from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
+from liger_ops.loss.vocab_parallel import VocabShard
+
+NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
+
+
+class LinearHead(NamedTuple):
+    """Hidden states and the head that projects them."""
+
+    input: Tensor
+    """``[num_tokens, hidden_size]``, in ``dtype`` as all tensors."""
+    weight: Tensor
+    """``[vocab_size, hidden_size]``."""
+    bias: Tensor | None
+    """``[vocab_size]``."""
+    adapter_input: Tensor | None
+    """``[num_tokens, rank]``."""
+    adapter_weight: Tensor | None
+    """``[vocab_size, rank]``."""
+    needs_gradient: list[bool]
+    """Of each of these tensors, as the caller passed it."""
+    dtype: torch.dtype
+    vocab_size: int
+    """Classes of all ranks."""
+    num_columns: int
+    """Classes of one rank; the mean, as ranks must cut the same chunks, whose collectives meet."""
+    is_autocast: bool
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """The first ``NUM_GRADIENTS`` fields."""
+        return list(self[:NUM_GRADIENTS])
+
+    def chunk_size(self, chunk_bytes: int | None) -> int:
+        """Tokens a chunk of logits within a budget, by default chosen for the device."""
+        sizes = self.input.shape[0], self.num_columns, self.dtype.itemsize
+        if chunk_bytes is not None:
+            return choose_chunk_size(*sizes, chunk_bytes)
+        return default_chunk_size(*sizes, self.input.device, self.input.shape[1] if self.needs_gradient[1] else 0)
+
+    def saved_chunks(self, saved_logits_bytes: int, chunk_size: int) -> int:
+        """How many chunks of logits fit the budget; none are saved where a tracer must see what an op saves."""
+        if not any(self.needs_gradient) or not backend.runs_directly(*self.tensors):
+            return 0
+        rows = min(chunk_size, max(1, self.input.shape[0]))
+        return saved_logits_bytes // (rows * self.num_columns * self.dtype.itemsize)
+
+    def products_dtype(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which products keep ``dtype``."""
+        return torch.autocast(self.input.device.type, enabled=False) if self.is_autocast else contextlib.nullcontext()
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """The dtype that a linear layer would compute in under autocast, which leaves float64 alone; None without it."""
+    device_type = input.device.type
+    if input.is_meta or input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def check_head(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    adapter: tuple[Tensor, Tensor] | None,
+    vocab_shard: VocabShard | None,
+) -> LinearHead:
+    """The head of ``linear_cross_entropy``'s arguments of these names.
+
+    Raises:
+        TypeError, ValueError: For tensors that do not fit together.
+    """
+    own_size, hidden_size = linear_weight.shape
+    if input.dim() == 0 or input.shape[-1] != hidden_size:
+        raise ValueError(
+            f"input must end in linear_weight's hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target must hold one label for each token of input: input has {tuple(input.shape[:-1])} tokens, target"
+            f" has shape {tuple(target.shape)}"
+        )
+    if linear_bias is not None and linear_bias.shape != (own_size,):
+        raise ValueError(f"linear_bias must have shape {(own_size,)}, got {tuple(linear_bias.shape)}")
+    vocab_size = num_columns = own_size
+    if vocab_shard is not None:
+        if not isinstance(vocab_shard, VocabShard):
+            raise wrong_type("vocab_shard", "a VocabShard or None", vocab_shard)
+        vocab_shard.check(own_size)
+        vocab_size = vocab_shard.vocab_size
+        num_columns = -(-vocab_size // vocab_shard.group.size())
+    elif vocab_size == 0:
+        raise ValueError(f"linear_weight must have at least one class, got shape {tuple(linear_weight.shape)}")
+    low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
+    if adapter is not None:
+        adapter = _check_adapter(input, linear_weight, adapter)
+        low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
+    tensors: list[Any] = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
+    needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    else:
+        names = "linear_weight", "linear_bias", "adapter[0]", "adapter[1]"
+        for name, tensor in zip(names, tensors[1:], strict=True):
+            if tensor is not None and tensor.dtype != input.dtype:
+                raise ValueError(f"{name} must have input's dtype {input.dtype}, got {tensor.dtype}")
+    return LinearHead(*tensors, needs_gradient, dtype or input.dtype, vocab_size, num_columns, dtype is not None)
+
+
+def _check_adapter(input: Tensor, linear_weight: Tensor, adapter: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(adapter, tuple | list) or len(adapter) != 2:
+        raise wrong_type("adapter", "a pair of tensors or None", adapter)
+    adapter_input, adapter_weight = adapter
+    for name, tensor in (("adapter[0]", adapter_input), ("adapter[1]", adapter_weight)):
+        check_floating(name, tensor)
+        check_same_device("input", input, **{name: tensor})
+    rank = adapter_input.shape[-1] if adapter_input.dim() else 0
+    if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
+        raise ValueError(
+            f"adapter must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
+            f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
+        )
+    return adapter_input, adapter_weight

@@ -1,0 +1,356 @@
+"""Scores and losses of a model's logits, lazy or materialized: what losses of post-training are made of.
+
+Lazy logits lead to the fused ops of :mod:`liger_ops.log_probs` and :mod:`liger_ops.divergence`, under every engine.
+Materialized ones (an unpatched model's) are read in chunks of tokens, so that no second tensor of their size is made.
+Both give the same values: in float32, or float64 for float64 logits.
+
+Labels are aligned with the logits: ``labels[..., t]`` is what ``logits[..., t, :]`` predicts, so the caller shifts them.
+Formulas: :mod:`liger_ops.log_probs.scores`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from liger_ops import TokenScores
+from liger_ops.arguments import (
+    check_bool,
+    check_choice,
+    check_floating,
+    check_integer,
+    check_number,
+    check_same_device,
+    check_shape,
+    shown,
+    wrong_type,
+    wrong_value,
+)
+from liger_ops.log_probs.scores import (
+    DIFFERENTIABLE,
+    OUTPUTS,
+    check_outputs,
+    check_temperature,
+    scores_reference,
+    transform_with_temperature,
+)
+from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
+from liger_ops.loss.options import IGNORE_INDEX, check_labels
+from lightning_liger.lazy.chunks import Rows, over_chunks, real_rows
+from lightning_liger.lazy.logits import LazyLogits
+
+_NO_LABEL = -(2**62)
+
+TokenLoss = Callable[[TokenScores, Tensor], Tensor]
+"""From the scores of some tokens and their indices in the flattened labels, ``[n]`` each, to their losses, ``[n]``."""
+
+
+def token_scores(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    outputs: Sequence[str] = ("log_probs",),
+    detach: Sequence[str] = (),
+    ignore_index: int = IGNORE_INDEX,
+    saved_logits_bytes: int | None = None,
+    chunk_bytes: int | None = None,
+) -> TokenScores:
+    """Scores of each token: its label's log-probability, entropy, log-sum-exp, mean logit, prediction.
+
+    Args:
+        logits: ``[..., vocab_size]``, lazy or materialized, any floating-point dtype.
+        labels: Class indices, int64, ``[...]``; those equal to ``ignore_index`` cost nothing with lazy logits.
+        temperature: Divides the logits: a positive number, or a tensor ``[...]`` of one for each token.
+        outputs: The names of the fields of :class:`~liger_ops.TokenScores` that are wanted.
+        detach: Outputs whose gradient is not wanted.
+        ignore_index: Label of tokens whose scores are 0.
+        saved_logits_bytes: Budget for lazy logits that are saved for backward, which computes all others once more. By
+            default the option of the model's head, or 0.
+        chunk_bytes: Budget for one chunk of logits. By default the option of the model's head.
+
+    Returns:
+        The scores in the labels' shape; None where not asked for. ``log_probs``, ``entropy``, ``lse`` and
+        ``mean_logit`` are differentiable.
+
+    Raises:
+        TypeError: For arguments of another type.
+        ValueError: For shapes, devices or options that do not fit, for labels out of range if they are on the CPU.
+        RuntimeError: If the tensors that lazy logits are computed from were modified.
+    """
+    outputs, detach = _check(
+        logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
+    )
+    if (lazy := _lazy(logits)) is not None:
+        return lazy.token_scores(
+            labels, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
+            saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+    return _real_scores(_real(logits), labels, temperature, outputs, detach, ignore_index, chunk_bytes)
+
+
+def token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    loss: TokenLoss,
+    *,
+    temperature: float | Tensor = 1.0,
+    outputs: Sequence[str] = ("log_probs",),
+    detach: Sequence[str] = (),
+    ignore_index: int = IGNORE_INDEX,
+    saved_logits_bytes: int | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, TokenScores]:
+    """The sum of a loss of single tokens over all tokens, and their scores.
+
+    With lazy logits ``loss`` is called for one chunk of tokens after the other, and a step costs three products of the
+    head's size (two if the head is frozen), whatever the loss is.
+
+    Args:
+        logits: As for :func:`token_scores`, like all arguments that are not listed.
+        labels: Class indices, int64, ``[...]``.
+        loss: Gets the scores of n tokens, ``[n]`` each, and the tokens' indices in the flattened labels, ``[n]``;
+            returns their losses, ``[n]``, each a differentiable function of its own token's scores. It may be called
+            more than once, with any of the tokens that are not ignored.
+
+    Returns:
+        The sum of the losses, differentiable; and the scores of all tokens, which are not.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`token_scores`.
+    """
+    outputs, detach = _check(
+        logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
+    )
+    if (lazy := _lazy(logits)) is not None:
+        return lazy.token_loss(
+            labels, loss, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
+            saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+    scores = _real_scores(_real(logits), labels, temperature, outputs, detach, ignore_index, chunk_bytes)
+    index = (labels.reshape(-1) != ignore_index).nonzero()[:, 0]
+    kept = TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))
+    total = loss(kept, index).sum()
+    return total, TokenScores(*(None if score is None else score.detach() for score in scores))
+
+
+def topk_log_probs(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    renormalize: bool = False,
+    mask: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """Log-probabilities of given classes of each token, ``[..., K]``, differentiable.
+
+    Args:
+        logits: ``[..., vocab_size]``, lazy or materialized.
+        ids: Class indices, int64, ``[..., K]``, such as a teacher's largest.
+        temperature: Divides the logits: a positive number, or a tensor ``[...]`` of one for each token.
+        renormalize: Whether the probabilities of a token's K classes add up to 1.
+        mask: ``[...]``, bool: the tokens that are wanted; the others get 0 and cost nothing with lazy logits.
+        chunk_bytes: Budget for one chunk of logits. By default the option of the model's head.
+
+    Returns:
+        Float32, or float64 for float64 logits.
+
+    Raises:
+        TypeError: For arguments of another type.
+        ValueError: For shapes, devices or options that do not fit, for ids out of range if they are on the CPU.
+        RuntimeError: If the tensors that lazy logits are computed from were modified.
+    """
+    check_logits("logits", logits)
+    check_bool("renormalize", renormalize)
+    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    check_same_device("logits", logits, ids=ids, mask=mask)
+    check_shape("ids", ids, (*logits.shape[:-1], ids.shape[-1] if ids.dim() else 1), "one row for each token")
+    check_labels("ids", ids if mask is None else ids[mask], logits.shape[-1], _NO_LABEL)
+    _check_mask(mask, logits)
+    check_temperature(temperature, ids[..., 0] if ids.shape[-1] else ids.sum(-1))
+    if mask is not None:
+        ids = ids.where(mask[..., None], 0)
+    of_tokens = [ids.reshape(-1, ids.shape[-1])]
+    if isinstance(temperature, Tensor):
+        of_tokens.append(temperature.reshape(-1, 1))
+
+    def of_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
+        z = transform_with_temperature(values, None, 1.0, temperatures[0][:, 0] if temperatures else temperature)
+        of_ids = z.gather(-1, ids)
+        return of_ids - (of_ids if renormalize else z).logsumexp(-1, keepdim=True)
+
+    rows, chunk_size = _rows(logits, chunk_bytes)
+    found = over_chunks(of_chunk, [rows], of_tokens, chunk_size).view(ids.shape)
+    return found if mask is None else found.where(mask[..., None], 0.0)
+
+
+def divergence(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    t_squared: bool = False,
+    mask: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    vocab: str = "equal",
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """A divergence of a student's predictions from a teacher's; only the student gets a gradient.
+
+    Args:
+        student_logits: ``[..., vocab_size]``, lazy or materialized.
+        teacher_logits: As the student's, lazy or materialized, of the same tokens.
+        kind: As for :func:`liger_ops.linear_divergence`, like the next five.
+        beta: Of the kinds that have a parameter.
+        temperature: Divides the logits of both.
+        t_squared: Whether the divergence is multiplied by ``temperature ** 2``.
+        mask: ``[...]``, bool: the tokens that count.
+        token_weight: ``[...]``: factors of the tokens' divergences.
+        reduction: ``"mean"`` over the tokens that count, ``"sum"`` or ``"none"``.
+        vocab: How vocabularies of different sizes are compared.
+        chunk_bytes: Budget for one chunk of logits. By default the option of the student's head.
+
+    Raises:
+        TypeError: For arguments of another type.
+        ValueError: For shapes, devices or options that do not fit.
+        RuntimeError: If the tensors that lazy logits are computed from were modified.
+    """
+    check_logits("student_logits", student_logits)
+    check_logits("teacher_logits", teacher_logits)
+    if student_logits.shape[:-1] != teacher_logits.shape[:-1]:
+        expected = f"of the student's tokens {tuple(student_logits.shape[:-1])}"
+        raise wrong_value("teacher_logits", expected, teacher_logits)
+    check_number("temperature", temperature, above=0)
+    check_choice("kind", kind, ("forward_kl", "reverse_kl", "jsd"))
+    check_choice("reduction", reduction, ("none", "mean", "sum"))
+    _check_mask(mask, student_logits)
+
+    def of_chunk(student: Tensor, teacher: Tensor) -> Tensor:
+        s, t = (
+            torch.log_softmax(transform_with_temperature(z, None, 1.0, temperature), -1) for z in (student, teacher)
+        )
+        if kind == "forward_kl":
+            return (t.exp() * (t - s)).sum(-1, keepdim=True)
+        if kind == "reverse_kl":
+            return (s.exp() * (s - t)).sum(-1, keepdim=True)
+        r = -torch.logaddexp(s.new_tensor(1 - beta).log(), s.new_tensor(beta).log() + t - s)
+        return (beta * t.exp() * (t - s + r) + (1 - beta) * s.exp() * r).sum(-1, keepdim=True)
+
+    rows, chunk_size = _rows(student_logits, chunk_bytes)
+    teacher_rows, _ = _rows(teacher_logits.detach(), chunk_bytes)
+    found = over_chunks(of_chunk, [rows, teacher_rows], [], chunk_size).view(student_logits.shape[:-1])
+    found = found * (temperature**2 if t_squared else 1.0)
+    if token_weight is not None:
+        found = found * token_weight
+    if mask is not None:
+        found = found.where(mask, 0.0)
+    if reduction == "none":
+        return found
+    total = found.sum()
+    return total if reduction == "sum" else total / (max(found.numel(), 1) if mask is None else mask.sum().clamp(min=1))
+
+
+def _check_mask(mask: Tensor | None, logits: Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise wrong_type("mask", "a bool tensor or None", mask)
+    check_shape("mask", mask, logits.shape[:-1], "that of the logits without the vocabulary")
+
+
+def _rows(logits: Tensor, chunk_bytes: int | None) -> tuple[Rows, int]:
+    """The rows of logits, lazy or not, and the number of them in a chunk."""
+    lazy = _lazy(logits)
+    if lazy is not None:
+        lazy.notice("a function of logits")
+        return lazy.rows(), _chunk_size(
+            lazy, lazy.head.options.get("chunk_bytes") if chunk_bytes is None else chunk_bytes
+        )
+    logits = _real(logits)
+    return real_rows(logits), _chunk_size(logits, chunk_bytes)
+
+
+def _check(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    outputs: Sequence[str],
+    detach: Sequence[str],
+    ignore_index: int,
+    saved_logits_bytes: int | None,
+    chunk_bytes: int | None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of outputs and of those to detach, in the order of the scores; raises for what does not fit."""
+    check_logits("logits", logits)
+    check_same_device("logits", logits, labels=labels)
+    check_shape("labels", labels, logits.shape[:-1], "that of the logits without the vocabulary")
+    check_temperature(temperature, labels)
+    check_integer("ignore_index", ignore_index)
+    check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
+    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    check_labels("labels", labels, logits.shape[-1], ignore_index)
+    return check_outputs("outputs", outputs, OUTPUTS, at_least=1), check_outputs("detach", detach, DIFFERENTIABLE)
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    """Raises unless these are logits whose vocabulary is the last dimension."""
+    check_floating(name, logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise wrong_value(name, "of shape [..., vocab_size] with at least one class", logits)
+    if isinstance(logits, LazyLogits) and logits.vocab_dim != -1:
+        raise ValueError(
+            f"{name} must have the vocabulary as their last dimension, got {shown(logits)} whose vocabulary is dimension"
+            f" {logits.vocab_dim}; pass {name}.movedim({logits.vocab_dim}, -1)"
+        )
+
+
+def _lazy(logits: Tensor) -> LazyLogits | None:
+    """The logits if they are lazy and their gradient need not pass another function."""
+    return logits if isinstance(logits, LazyLogits) and not logits.is_foreign else None
+
+
+def _real(logits: Tensor) -> Tensor:
+    """The real logits of this process."""
+    if isinstance(logits, LazyLogits):
+        logits = logits.real_values("token_scores")
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def _chunk_size(logits: Tensor, chunk_bytes: int | None) -> int:
+    sizes = (
+        logits.numel() // logits.shape[-1],
+        logits.shape[-1],
+        torch.promote_types(logits.dtype, torch.float32).itemsize,
+    )
+    return default_chunk_size(*sizes, logits.device) if chunk_bytes is None else choose_chunk_size(*sizes, chunk_bytes)
+
+
+def _real_scores(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    outputs: tuple[str, ...],
+    detach: tuple[str, ...],
+    ignore_index: int,
+    chunk_bytes: int | None,
+) -> TokenScores:
+    """:func:`token_scores` of materialized logits."""
+
+    def of_chunk(values: Tensor, labels: Tensor, *temperatures: Tensor) -> tuple[Tensor, ...]:
+        z = transform_with_temperature(values, None, 1.0, temperatures[0][:, 0] if temperatures else temperature)
+        scores = scores_reference(z, labels[:, 0], ignore_index, outputs)
+        return tuple(score for score in scores if score is not None)
+
+    of_tokens = [labels.reshape(-1, 1)]
+    if isinstance(temperature, Tensor):
+        of_tokens.append(temperature.reshape(-1, 1))
+    found = over_chunks(of_chunk, [real_rows(logits)], of_tokens, _chunk_size(logits, chunk_bytes))
+    named = {name: score.view(labels.shape) for name, score in zip(outputs, found, strict=True)}
+    return TokenScores(**{name: score.detach() if name in detach else score for name, score in named.items()})
