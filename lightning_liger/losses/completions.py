@@ -16,7 +16,7 @@ class Completions:
     Args:
         mask: ``[num_rows, seq_len]``, bool: which tokens are scored. Without ``sequence_ids`` each row is a completion.
         sequence_ids: ``[num_rows, seq_len]``, int64: the completion of each token, from 0, for rows that hold several.
-            Those of tokens that are not scored must be in range too, but have no effect.
+            Any number where a token is not scored.
         num_sequences: The number of completions; None takes the number of rows.
 
     Raises:
@@ -42,7 +42,7 @@ class Completions:
             raise wrong_type("sequence_ids", "a tensor of dtype torch.int64", self.sequence_ids)
         check_shape("sequence_ids", self.sequence_ids, self.mask.shape, "that of mask")
         check_same_device("mask", self.mask, sequence_ids=self.sequence_ids)
-        check_integer("num_sequences", self.num_sequences, at_least=0)
+        check_integer("num_sequences", self.num_sequences, at_least=1)
 
     @property
     def count(self) -> int:
@@ -65,4 +65,4 @@ class Completions:
 
     def spread(self, values: Tensor) -> Tensor:
         """``[num_sequences]`` as one value for each token, in a shape that broadcasts with the mask's."""
-        return values[:, None] if self.sequence_ids is None else values[self.sequence_ids]
+        return values[:, None] if self.sequence_ids is None else values[self.sequence_ids.clamp(0, self.count - 1)]

@@ -71,8 +71,8 @@ def policy_metrics(
         low, high = _clipped(details, batch, options)
         for name, clipped in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
             means[f"clip_ratio/{name}"] = _mean(clipped.float(), completions)
-        extremes["clip_ratio/low_min"] = _of_completions(low, completions, math.inf).min()
-        extremes["clip_ratio/high_max"] = _of_completions(high, completions, -math.inf).max()
+        extremes["clip_ratio/low_min"] = _extreme_share(low, completions, math.inf)
+        extremes["clip_ratio/high_max"] = _extreme_share(high, completions, -math.inf)
     if options.loss_type == "cispo":
         ratio, advantages = _broadcast(details.ratio, batch)
         means["cispo_clip_ratio"] = _mean(((ratio > options.bound_high) & (advantages > 0)).float(), completions)
@@ -82,8 +82,8 @@ def policy_metrics(
         _add_sampling(means, extremes, batch, details)
     lengths = completions.lengths
     means["completions/mean_length"] = lengths.sum(), _number(lengths)
-    extremes["completions/min_length"] = lengths.min()
-    extremes["completions/max_length"] = lengths.max()
+    extremes["completions/min_length"] = _extreme(lengths, math.inf)
+    extremes["completions/max_length"] = _extreme(lengths, -math.inf)
     return PolicyMetrics(means, extremes)
 
 
@@ -96,19 +96,21 @@ def _add_sampling(
     known = mask & ~batch.sampling_log_probs.isnan()
     name = "sampling/sampling_logp_difference"
     means[f"{name}/mean"] = torch.where(known, difference, 0.0).sum(), known.sum()
-    extremes[f"{name}/max"] = torch.where(known, difference, -math.inf).max()
+    extremes[f"{name}/max"] = _extreme(difference, -math.inf, known)
     name = "sampling/importance_sampling_ratio"
     means[f"{name}/mean"] = _mean(ratio, batch.completions)
-    extremes[f"{name}/min"] = (ratio if ratio.ndim == 1 else torch.where(mask, ratio, math.inf)).min()
-    extremes[f"{name}/max"] = (ratio if ratio.ndim == 1 else torch.where(mask, ratio, -math.inf)).max()
+    extremes[f"{name}/min"] = _extreme(ratio, math.inf, mask if ratio.ndim > 1 else None)
+    extremes[f"{name}/max"] = _extreme(ratio, -math.inf, mask if ratio.ndim > 1 else None)
 
 
 def _clipped(details: PolicyDetails, batch: PolicyBatch, options: PolicyOptions) -> tuple[Tensor, Tensor]:
     """Where the ratio is below its bound and the advantage negative, and where it is above and the advantage positive."""
-    ratio, advantages = _broadcast(details.ratio, batch)
-    low, high = 1 - options.epsilon_low, 1 + options.bound_high
-    if options.loss_type == "gmpo":
-        low, high = math.exp(-options.epsilon_low), math.exp(options.bound_high)
+    if options.loss_type == "gmpo":  # clips in log space
+        ratio, advantages = _broadcast(details.log_ratio, batch)
+        low, high = -options.epsilon_low, options.bound_high
+    else:
+        ratio, advantages = _broadcast(details.ratio, batch)
+        low, high = 1 - options.epsilon_low, 1 + options.bound_high
     return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
 
@@ -128,12 +130,17 @@ def _mean(values: Tensor, completions: Completions) -> tuple[Tensor, Tensor]:
     return torch.where(completions.mask, values, 0.0).sum(), completions.mask.sum()
 
 
-def _of_completions(clipped: Tensor, completions: Completions, empty: float) -> Tensor:
-    """The share of each completion's tokens, ``empty`` where it has none; with one more ``empty`` for no completions."""
-    shares = clipped.float() if clipped.ndim == 1 else completions.mean(clipped.float())
-    if clipped.ndim > 1:
-        shares = torch.where(completions.lengths > 0, shares, empty)
-    return torch.cat((shares, shares.new_full((1,), empty)))
+def _extreme_share(clipped: Tensor, completions: Completions, start: float) -> Tensor:
+    """The extreme over completions of the share of their tokens; those without tokens do not count."""
+    if clipped.ndim == 1:
+        return _extreme(clipped.float(), start)
+    return _extreme(completions.mean(clipped.float()), start, completions.lengths > 0)
+
+
+def _extreme(values: Tensor, start: float, where: Tensor | None = None) -> Tensor:
+    """The largest value from ``start`` = -inf, the smallest from inf; ``start`` itself without values."""
+    values = values.flatten() if where is None else torch.where(where, values, start).flatten()
+    return (torch.amax if start < 0 else torch.amin)(torch.cat((values, values.new_full((1,), start))), 0)
 
 
 def _number(values: Tensor) -> Tensor:
