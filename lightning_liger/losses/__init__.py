@@ -1,1 +1,1 @@
-"""Losses after pretraining: functions of log-probabilities of tokens or completions, which know nothing of logits."""
+"""Losses as functions of vectors: log-probabilities of tokens and sequences in, losses and metrics out."""

@@ -97,8 +97,9 @@ class LigerStepMixin(_Module):
             return batch
         if stage == "train" and not self._normalizes_steps():
             raise ValueError(
-                f"context_parallel_size needs loss_normalization={self._normalizations[0]!r} and automatic optimization:"
-                " ranks hold pieces with different numbers of labels, got loss_normalization={self.loss_normalization!r} and"
+                f"context_parallel_size needs loss_normalization={self._normalizations[0]!r} and automatic"
+                " optimization: ranks hold pieces with different numbers of labels, got"
+                f" loss_normalization={self.loss_normalization!r} and"
                 f" automatic_optimization={self.automatic_optimization}"
             )
         return context.split(batch)

@@ -56,7 +56,7 @@ class TokenMean:
         added = torch.stack((total.double(), num_tokens.double()))
         self._sum_and_count = added if self._sum_and_count is None else self._sum_and_count + added
         scaled = loss_sum * _SUM_SCALE
-        return scaled + (total / num_tokens.clamp(min=1) - scaled.detach())
+        return scaled + (total / _divisor(num_tokens) - scaled.detach())
 
     def normalize(
         self,
@@ -83,6 +83,11 @@ class TokenMean:
             raise RuntimeError("normalize needs the loss of at least one micro-batch first")
         loss_sum, num_tokens = sum_over_ranks(self._sum_and_count)
         self.reset()
-        factor = num_micro_batches * num_ranks / _SUM_SCALE / num_tokens.clamp(min=1)
+        factor = num_micro_batches * num_ranks / _SUM_SCALE / _divisor(num_tokens)
         scale(parameters, factor)
-        return loss_sum / num_tokens.clamp(min=1)
+        return loss_sum / _divisor(num_tokens)
+
+
+def _divisor(number: Tensor) -> Tensor:
+    """``number``, or 1 where it is 0: a sum over nothing is 0. Ranks that share sequences count fractions of them."""
+    return number.masked_fill(number == 0, 1)

@@ -1,9 +1,34 @@
 """The micro-batches of an optimizer step that are still to come, looked at before the first is trained on."""
 
-import itertools
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import lightning as L
+
+
+class _LookAhead:
+    """An iterator whose next items can be looked at."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._items: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._items.popleft() if self._items else next(self._iterator)
+
+    def peek(self, number: int) -> list[Any]:
+        """The next items, fewer at the end."""
+        while len(self._items) < number:
+            try:
+                self._items.append(next(self._iterator))  # no itertools: Lightning's iterators start again with iter()
+            except StopIteration:
+                break
+        return list(islice(self._items, max(0, number)))
 
 
 def upcoming_batches(trainer: L.Trainer, number: int) -> list[Any]:
@@ -14,8 +39,11 @@ def upcoming_batches(trainer: L.Trainer, number: int) -> list[Any]:
     loop = trainer.fit_loop
     fetcher: Any = loop._data_fetcher
     number = int(min(number, trainer.num_training_batches - loop.epoch_loop.batch_progress.current.ready))
-    fetched = list(getattr(fetcher, "batches", ()))[:number]  # Lightning's, one ahead if the loader has no length
-    pulled = list(itertools.islice(fetcher.iterator, max(0, number - len(fetched))))
-    if pulled:
-        fetcher.iterator = itertools.chain(pulled, fetcher.iterator)
-    return [batch for batch, _, _ in fetched + pulled]
+    if number <= 0:
+        return []
+    found = list(getattr(fetcher, "batches", ()))[:number]  # Lightning fetches one ahead if the loader has no length
+    if len(found) < number:
+        if not isinstance(fetcher.iterator, _LookAhead):
+            fetcher.iterator = _LookAhead(fetcher.iterator)
+        found += fetcher.iterator.peek(number - len(found))
+    return [batch for batch, _, _ in found]

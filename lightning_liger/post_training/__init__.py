@@ -1,0 +1,1 @@
+"""LightningModules of post-training: preference losses, policy gradients, distillation."""

@@ -1,0 +1,332 @@
+"""Base of the mixins of post-training: losses of whole steps whose summands are means over different units."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from liger_ops.arguments import wrong_type
+from lightning_liger.lazy.logits import LazyLogits, lazy_logits
+from lightning_liger.post_training.metrics import (
+    KINDS,
+    MAX_TERMS,
+    Extremum,
+    Mean,
+    Measured,
+    SumOfMeans,
+    Total,
+    make_metric,
+    update_metric,
+)
+from lightning_liger.sequences.context_parallel import ContextParallel
+from lightning_liger.training.language_model import LanguageModel
+from lightning_liger.training.metrics import MeanOverTokens
+from lightning_liger.training.protocol import engine_of
+from lightning_liger.training.steps import STAGES, LigerStepMixin
+from lightning_liger.training.window import upcoming_batches
+
+
+class Term(NamedTuple):
+    """One summand of a loss: a sum over units, to be divided by their number in the whole optimizer step."""
+
+    total: Tensor
+    """The sum over this batch's units, weights included, a differentiable scalar."""
+    count: Tensor | float
+    """The number of units in this batch."""
+    unit: str = "sequences"
+    """The name of the units. A loss with several has to implement ``count_units``."""
+    is_whole: bool = True
+    """With context parallelism: the sum is over whole sequences, the same on all ranks that share them, and not over
+    this rank's tokens."""
+
+
+class StepLoss(NamedTuple):
+    """The loss of one batch and what is measured on it."""
+
+    terms: tuple[Term, ...]
+    """Their means are added. The first one's units weight the model's auxiliary losses."""
+    metrics: Mapping[str, Measured] = {}
+    """The batch's part of each metric in ``metric_kinds``; a missing one is left out."""
+    auxiliary: Tensor | None = None
+    """Losses that the model itself adds, such as a router's, a differentiable scalar."""
+
+
+class LigerPostTrainingMixin(LigerStepMixin):
+    """Training, validation and test steps of a loss that is a sum of means over pairs, sequences or tokens.
+
+    Subclasses implement :meth:`step_loss`. The loss and its gradients are those of the whole optimizer step: a mean
+    over pairs is over the pairs of all its micro-batches and ranks, a mean over tokens over all their tokens, however
+    they were split. With ``loss_normalization = "micro_batch"`` they are means of the micro-batches' means.
+
+    A loss of one unit is divided by the number of units after the last backward pass, as in ``LigerLMMixin``. In a loss
+    of several units, the second and later ones are weighted before backward by the numbers of units in the step, which
+    the ranks add up when its first micro-batch arrives: the batches that follow are looked at ahead of time, see
+    :meth:`count_units`. Under DeepSpeed, a step that ends in the next epoch cannot be looked at as a whole.
+
+    Each stage logs its loss and metrics as ``{train,val,test}_{name}``, exact over batches and ranks, and training
+    steps also as ``train_{name}_step``.
+    """
+
+    loss_normalization: str = "step"
+    _normalizations = ("step", "micro_batch")
+    _units = "sequences"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.step_metrics = nn.ModuleDict()
+        self._other_models: dict[nn.Module, LanguageModel] = {}
+        self._unit_totals: Tensor | None = None
+        self._num_counted = self._position = 0
+        self._step_sums: Tensor | None = None
+
+    # To be implemented
+
+    def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
+        """The loss of a batch.
+
+        Args:
+            stage: ``"train"``, ``"val"`` or ``"test"``.
+            batch: As the data loader gives it, on the module's device.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement step_loss(stage, batch)")
+
+    def metric_kinds(self) -> dict[str, str]:
+        """Each metric of :meth:`step_loss` with its kind: ``"mean"``, ``"max"``, ``"min"`` or ``"sum"``.
+
+        ``loss`` and ``aux_loss`` need not be listed. The same on all ranks, whatever their batches hold.
+        """
+        return {}
+
+    def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+        """The number of units of each name in a batch of the data loader, wherever its tensors are.
+
+        Called for losses of several units only, also for batches that were not moved to the device yet.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement count_units(batch), as its loss has several")
+
+    # For steps
+
+    def call_model(
+        self, inputs: Mapping[str, Any], labels: Tensor, model: nn.Module | None = None
+    ) -> tuple[LazyLogits | Tensor, Tensor | None]:
+        """Calls ``self.model``, or another one.
+
+        Args:
+            inputs: All that the model takes besides labels.
+            labels: The label of each token of the inputs, ``[batch_size, seq_len]``.
+            model: Another model, such as a reference.
+
+        Returns:
+            The logits, lazy if the head was patched, ``[batch_size, seq_len, vocab_size]``, and the sum of the losses
+            that the model adds to cross entropy, None if it adds none.
+        """
+        seen, inputs = self._seen(model), dict(inputs)
+        seen.leave_out_cache(inputs)
+        with lazy_logits():
+            output, auxiliary, _ = seen(inputs, labels)
+            logits = output.logits
+            if not seen.returns_tokens:  # peft's prompt learning adds tokens in front
+                logits = logits[:, -labels.shape[1] :]
+        return logits, auxiliary
+
+    @property
+    def context(self) -> ContextParallel | None:
+        """The group of ranks that share each sequence, None if ranks do not share sequences."""
+        return None if self._trainer is None else engine_of(self.trainer).context_parallel
+
+    def sum_over_context(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that share sequences, differentiable; the tensor itself if ranks do not share any."""
+        return tensor if self.context is None else cast(Tensor, _SumOverRanks.apply(tensor, self.context.group))
+
+    # The steps
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        return self._step("train", batch)
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        return self._step("val", batch)
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        return self._step("test", batch)
+
+    def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
+        self._refuse_replaced_model()
+        if not isinstance(batch, Mapping):
+            raise wrong_type("batch", "a mapping of names to tensors", batch)
+        result = self.step_loss(stage, batch)
+        terms = [
+            Term(
+                term.total / self._num_shares(term),
+                _count(term.count, term.total.device) / self._num_shares(term),
+                term.unit,
+                term.is_whole,
+            )
+            for term in result.terms
+        ]
+        count = cast(Tensor, terms[0].count)
+        if result.auxiliary is not None:
+            terms.append(
+                Term(result.auxiliary * count.to(result.auxiliary.dtype), count, terms[0].unit, terms[0].is_whole)
+            )
+        parts = torch.stack([torch.stack((term.total.detach().double(), cast(Tensor, term.count))) for term in terms])
+        self._measure(stage, result, parts)
+        normalizes = stage == "train" and self._normalizes_steps()
+        totals = self._count_step(parts[:, 1], terms) if normalizes else parts[:, 1]
+        loss_sum = terms[0].total
+        for index, term in enumerate(terms[1:], start=1):
+            if term.unit == terms[0].unit:
+                loss_sum = loss_sum + term.total
+            else:  # a term without units is 0
+                factor = totals[0] / totals[index].masked_fill(totals[index] == 0, 1)
+                loss_sum = loss_sum + term.total * factor.to(term.total.dtype)
+        if normalizes:
+            return self._token_mean.add(loss_sum, count.to(loss_sum.dtype))
+        loss = loss_sum / count.masked_fill(count == 0, 1).to(loss_sum.dtype)
+        if stage == "train":
+            self._log_step(loss.detach())
+        return loss
+
+    def _num_shares(self, term: Term) -> int:
+        """On how many ranks the term is the same, which then count a share of it each."""
+        return 1 if self.context is None or not term.is_whole else self.context.size
+
+    def _count_step(self, own: Tensor, terms: list[Term]) -> Tensor:
+        """The numbers of units of the whole optimizer step, ``[number of terms]``, from those of this batch."""
+        if len({term.unit for term in terms}) == 1:
+            return own
+        if self._token_mean.is_empty:
+            self._unit_totals, self._num_counted, self._position = None, 0, 0
+        self._position += 1
+        if self._num_counted < self._position:
+            ahead = upcoming_batches(self.trainer, self.trainer.accumulate_grad_batches - self._position)
+            counts = [self.count_units(upcoming) for upcoming in ahead]
+            if counts:
+                rows = [[float(each[term.unit]) / self._num_shares(term) for term in terms] for each in counts]
+                own = own + torch.tensor(rows, dtype=torch.float64).sum(0).to(own.device)
+            totals = cast(Tensor, self.trainer.strategy.reduce(own, reduce_op="sum"))
+            self._unit_totals = totals if self._unit_totals is None else self._unit_totals + totals
+            self._num_counted = self._position + len(ahead)
+        return cast(Tensor, self._unit_totals)
+
+    def forget_micro_batches(self) -> None:
+        super().forget_micro_batches()
+        self._step_sums = None
+
+    # Metrics
+
+    def _make_metrics(self) -> None:
+        if self.step_metrics:
+            return
+        kinds = {**self.metric_kinds(), "aux_loss": "mean"}
+        for stage in STAGES:
+            metrics: dict[str, Any] = {name: make_metric(kind) for name, kind in kinds.items()}
+            self.step_metrics[f"{stage}_metrics"] = nn.ModuleDict({"loss": SumOfMeans(), **metrics}).to(self.device)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._make_metrics()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._make_metrics()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._make_metrics()
+
+    def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:
+        """Adds a batch to the stage's metrics and logs them."""
+        if self._trainer is None:
+            return
+        self._make_metrics()
+        measured: dict[str, Measured] = dict(result.metrics)
+        if result.auxiliary is not None:
+            measured["aux_loss"] = Mean(parts[-1, 0], parts[-1, 1])
+        metrics = cast(nn.ModuleDict, self.step_metrics[f"{stage}_metrics"])
+        unknown = sorted(measured.keys() - set(metrics))
+        if unknown or len(parts) > MAX_TERMS:
+            raise ValueError(f"metrics of step_loss must be listed in metric_kinds, got {unknown}")
+        cast(SumOfMeans, metrics["loss"]).update(parts)
+        for name, value in measured.items():
+            update_metric(cast(MeanOverTokens | Extremum, metrics[name]), value)
+        for name, metric in metrics.items():
+            if name != "aux_loss" or result.auxiliary is not None:
+                self.log(
+                    f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss"
+                )
+        if stage == "train":
+            self._add_step_sums(measured, parts.device)
+
+    def _step_names(self) -> list[str]:
+        """The metrics that are logged for each training step."""
+        return [*(name for name, kind in self.metric_kinds().items() if KINDS[kind] in (Mean, Total)), "aux_loss"]
+
+    def _add_step_sums(self, measured: Mapping[str, Measured], device: torch.device) -> None:
+        rows = []
+        for name in self._step_names():
+            value: tuple[Any, ...] = measured.get(name, (0.0, 0.0))
+            row = value if len(value) == 2 else (value[0], 1.0)
+            rows.append(torch.stack([_count(part, device) for part in row]))
+        sums = torch.stack(rows)
+        self._step_sums = sums if self._step_sums is None or self._token_mean.is_empty else self._step_sums + sums
+
+    def _log_step(self, loss: Tensor) -> None:
+        super()._log_step(loss)
+        if self._step_sums is None:
+            return
+        sums, self._step_sums = self._step_sums, None
+        if self._normalizes_steps():
+            sums = cast(Tensor, self.trainer.strategy.reduce(sums, reduce_op="sum"))
+        kinds, has_auxiliary = self.metric_kinds(), bool(sums[-1, 1] > 0)
+        for name, (total, count) in zip(self._step_names(), sums, strict=True):
+            if name != "aux_loss" or has_auxiliary:
+                self.log(f"train_{name}_step", total if kinds.get(name) == "sum" else total / count)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
+        self._make_metrics()
+        metrics = cast(nn.ModuleDict, self.step_metrics["train_metrics"])
+        return {"train_metrics": {name: cast(Any, metric).sums() for name, metric in metrics.items()}}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`rank_state_dict` returned."""
+        self._make_metrics()
+        metrics = cast(nn.ModuleDict, self.step_metrics["train_metrics"])
+        for name, sums in state["train_metrics"].items():
+            if name in metrics:
+                cast(Any, metrics[name]).load_sums(sums)
+
+    def _seen(self, model: nn.Module | None) -> LanguageModel:
+        if model is None or model is self.model:
+            return self._seen_model()
+        if model not in self._other_models:
+            self._other_models[model] = LanguageModel(model)
+        return self._other_models[model]
+
+
+def _count(number: Tensor | float, device: torch.device) -> Tensor:
+    """A number in float64 on the device, which the host does not wait for."""
+    if isinstance(number, Tensor):
+        return number.detach().to(device, torch.float64)
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group; the gradient of each rank's part is the sum of the gradients of all ranks' results."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        grad = grad_output.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None

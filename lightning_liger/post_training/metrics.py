@@ -1,0 +1,141 @@
+"""Metrics of post-training: exact means, largest and smallest values over micro-batches and ranks."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_liger.training.metrics import MeanOverTokens
+
+MAX_TERMS = 8
+"""Summands that a loss may have, the model's auxiliary losses included."""
+
+
+class Mean(NamedTuple):
+    """One batch's part of a mean: a sum over units, and their number."""
+
+    total: Tensor
+    count: Tensor | float
+
+
+class Largest(NamedTuple):
+    """One batch's value of a maximum over batches and ranks; ``-inf`` where the batch has none."""
+
+    value: Tensor
+
+
+class Smallest(NamedTuple):
+    """One batch's value of a minimum over batches and ranks; ``inf`` where the batch has none."""
+
+    value: Tensor
+
+
+class Total(NamedTuple):
+    """One batch's part of a sum over batches and ranks, such as a number of tokens."""
+
+    value: Tensor
+
+
+Measured = Mean | Largest | Smallest | Total
+KINDS = {"mean": Mean, "max": Largest, "min": Smallest, "sum": Total}
+
+
+def mean_of(values: Tensor, where: Tensor | None = None) -> Mean:
+    """The mean of a vector, over the elements where a mask is True if one is given."""
+    values = values.detach()
+    if where is None:
+        return Mean(values.sum(), values.new_full((), values.numel(), dtype=torch.float64))
+    return Mean(torch.where(where, values, 0).sum(), where.sum())
+
+
+class Extremum(Metric):
+    """The largest or smallest of all values. NaN before the first.
+
+    Args:
+        kind: ``"max"`` or ``"min"``.
+    """
+
+    full_state_update = False
+    value: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.sign = 1.0 if kind == "max" else -1.0
+        start = torch.full((), -torch.inf, dtype=torch.float64, device="cpu")  # not on meta, where it has no value
+        self.add_state("value", start, dist_reduce_fx="max")
+
+    def update(self, value: Tensor) -> None:
+        self.value = torch.maximum(self.value, self.sign * value.detach().double())
+
+    def compute(self) -> Tensor:
+        return torch.where(self.value == -torch.inf, torch.nan, self.sign * self.value)
+
+    def sums(self) -> Tensor:
+        """A copy of this rank's state."""
+        return self.value.clone()
+
+    def load_sums(self, state: Tensor) -> None:
+        """Restores what :meth:`sums` returned."""
+        self.value = state.to(self.value.device, copy=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "Extremum":
+        super()._apply(lambda t: fn(t) if t.is_meta else t.to(fn(t.new_empty(0)).device), *args, **kwargs)
+        return self
+
+
+class SumOfMeans(Metric):
+    """A loss whose summands are means over different units: the sum of their exact means."""
+
+    full_state_update = False
+    parts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        zeros = torch.zeros((MAX_TERMS, 2), dtype=torch.float64, device="cpu")
+        self.add_state("parts", zeros, dist_reduce_fx="sum")
+
+    def update(self, parts: Tensor) -> None:
+        """Adds ``[number of terms, 2]``: for each term the sum over units, and their number."""
+        self.parts[: len(parts)] += parts
+
+    def compute(self) -> Tensor:
+        return sum_of_means(self.parts)
+
+    def sums(self) -> Tensor:
+        """A copy of this rank's state."""
+        return self.parts.clone()
+
+    def load_sums(self, state: Tensor) -> None:
+        """Restores what :meth:`sums` returned."""
+        self.parts = state.to(self.parts.device, copy=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "SumOfMeans":
+        super()._apply(lambda t: fn(t) if t.is_meta else t.to(fn(t.new_empty(0)).device), *args, **kwargs)
+        return self
+
+
+def sum_of_means(parts: Tensor) -> Tensor:
+    """Of ``[number of terms, 2]``, sums and numbers of units; a term without units is 0."""
+    return torch.where(parts[:, 1] > 0, parts[:, 0] / parts[:, 1].clamp(min=1e-300), 0.0).sum()
+
+
+class Sum(MeanOverTokens):
+    """A sum over batches and ranks."""
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def make_metric(kind: str) -> MeanOverTokens | Extremum:
+    """The metric of a kind in :data:`KINDS`."""
+    return {"mean": MeanOverTokens, "sum": Sum}[kind]() if kind in ("mean", "sum") else Extremum(kind)
+
+
+def update_metric(metric: MeanOverTokens | Extremum, measured: Measured) -> None:
+    """Adds one batch's part."""
+    if isinstance(metric, Extremum):
+        metric.update(measured[0])
+    else:
+        metric.update_sum(measured[0], measured[1] if isinstance(measured, Mean) else 1)

@@ -1,0 +1,84 @@
+"""Rows of prompts and completions as models and losses take them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops import IGNORE_INDEX
+from liger_ops.arguments import check_integer, check_shape, check_tensor, wrong_type, wrong_value
+from lightning_liger.sequences.context_parallel import ContextParallel
+from lightning_liger.sequences.labels import shift_labels
+
+PACKING = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class Rows(NamedTuple):
+    """Sequences whose completions are scored."""
+
+    inputs: dict[str, Any]
+    """Arguments of the model: ``input_ids`` and, as they are given, ``attention_mask`` and those of packed rows."""
+    labels: Tensor
+    """The label of each token of the inputs, ``[rows, seq_len]``, int64; -100 where none is scored."""
+    sequence_ids: Tensor | None
+    """The sequence of each token, ``[rows, seq_len]``; None if each row is one."""
+    num_sequences: int
+
+    def to_context(self, context: ContextParallel | None) -> "Rows":
+        """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
+        if context is None:
+            return self
+        whole = {key: value for key, value in self.inputs.items() if key not in ("attention_mask", "seq_idx")}
+        shard = context.split({**whole, "shift_labels": self.labels})
+        labels = shard.pop("shift_labels")
+        ids = self.sequence_ids
+        if ids is not None:
+            ids = ids.chunk(context.size, dim=1)[context.rank]
+        return Rows(shard, labels, ids, self.num_sequences)
+
+
+def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
+    """The sequences of a batch.
+
+    Args:
+        batch: ``input_ids`` ``[rows, seq_len]`` int64, ``completion_mask`` of the same shape (True or 1 for tokens of
+            the completion), and ``attention_mask`` where rows are padded. For packed rows also ``position_ids``, which
+            start again with each sequence, ``sequence_ids`` (the number of each token's sequence, from 0; any negative
+            number for padding), and ``num_sequences``, an integer; without it the device is asked for the largest.
+        prefix: Of the names of the keys, such as ``"KL_"``.
+
+    Raises:
+        TypeError: For values that are no tensors of integers.
+        ValueError: For missing keys, and shapes that do not fit.
+    """
+    for key in ("input_ids", "completion_mask"):
+        if batch.get(prefix + key) is None:
+            raise ValueError(f"batch must have the key {prefix + key!r}, got {sorted(map(str, batch))}")
+    input_ids = batch[prefix + "input_ids"]
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        raise wrong_type(f"batch[{prefix + 'input_ids'!r}]", "a tensor of dtype torch.int64", input_ids)
+    if input_ids.ndim != 2:
+        raise wrong_value(f"batch[{prefix + 'input_ids'!r}]", "a tensor of shape [rows, seq_len]", input_ids)
+    inputs: dict[str, Any] = {"input_ids": input_ids}
+    for key in ("completion_mask", "attention_mask", "sequence_ids"):
+        value = batch.get(prefix + key)
+        if value is not None:
+            check_tensor(f"batch[{prefix + key!r}]", value)
+            check_shape(f"batch[{prefix + key!r}]", value, input_ids.shape, "one value for each token")
+    for key in ("attention_mask", *PACKING):
+        if batch.get(prefix + key) is not None:
+            inputs[key] = batch[prefix + key]
+    mask = batch[prefix + "completion_mask"].bool()
+    position_ids, ids = inputs.get("position_ids"), batch.get(prefix + "sequence_ids")
+    labels = shift_labels(input_ids.long().masked_fill(~mask, IGNORE_INDEX), position_ids)
+    if ids is None:
+        return Rows(inputs, labels, None, len(input_ids))
+    # A border is also where the sequence changes, for position_ids of rows that do not start again.
+    changes = F.pad(ids.diff(dim=-1) != 0, (0, 1), value=True)
+    labels = labels.masked_fill(changes | (ids < 0), IGNORE_INDEX)
+    number = batch.get(prefix + "num_sequences")
+    number = int(ids.max()) + 1 if number is None else int(number)
+    check_integer(f"batch[{prefix + 'num_sequences'!r}]", number, at_least=1)
+    return Rows(inputs, labels, ids, number)

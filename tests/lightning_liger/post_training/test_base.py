@@ -1,0 +1,134 @@
+"""Losses of several units do not depend on how a step was split; metrics are exact over micro-batches."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.metrics import Largest, Mean, Smallest, Total
+
+DATA = [torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows)) for rows in (2, 1, 4, 3)]
+"""Micro-batches with unequal numbers of rows (first unit) and of positive values (second unit)."""
+
+
+class TwoUnits(LigerPostTrainingMixin, L.LightningModule):
+    """Mean over rows of the square of a projection + 0.5 * mean over positive values of its cube."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 1)
+        nn.init.constant_(self.model.weight, 0.3)
+        nn.init.constant_(self.model.bias, 0.1)
+        self.steps: list[dict[str, float]] = []
+
+    def step_loss(self, stage: str, batch: dict[str, Tensor]) -> StepLoss:
+        rows = batch["rows"]
+        projected = self.model(rows)[:, 0]
+        cubes = (projected[:, None] ** 3 * rows).masked_fill(rows <= 0, 0).sum()
+        count = (rows > 0).sum()
+        return StepLoss(
+            (Term(projected.square().sum(), len(rows), "rows"), Term(0.5 * cubes, count, "positives")),
+            {
+                "mean/x": Mean(rows.sum(), rows.numel()),
+                "max": Largest(rows.max()),
+                "min": Smallest(rows.min()),
+                "num": Total(count),
+            },
+        )
+
+    def metric_kinds(self) -> dict[str, str]:
+        return {"mean/x": "mean", "max": "max", "min": "min", "num": "sum"}
+
+    def count_units(self, batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
+        return {"rows": len(batch["rows"]), "positives": (batch["rows"] > 0).sum()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+class Unsized(IterableDataset):
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def fit(module: L.LightningModule, batches: list[Tensor], sized: bool = True, **options: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    data: Any = [{"rows": rows} for rows in batches]
+    trainer.fit(module, DataLoader(data if sized else Unsized(data), batch_size=None))
+    return trainer
+
+
+def expected(steps: list[Tensor]) -> TwoUnits:
+    module = TwoUnits()
+    optimizer = module.configure_optimizers()
+    for rows in steps:
+        optimizer.zero_grad()
+        squares, cubes = module.step_loss("train", {"rows": rows}).terms
+        (squares.total / squares.count + cubes.total / cubes.count).backward()
+        optimizer.step()
+    return module
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_loss_of_two_units_does_not_depend_on_the_split_of_a_step(sized: bool) -> None:
+    everything = torch.cat(DATA)
+    splits = {1: [everything], 2: [everything[:3], everything[3:]], 4: DATA}
+    want = expected([everything])
+    for number, batches in splits.items():
+        module = TwoUnits()
+        trainer = fit(module, batches, sized, accumulate_grad_batches=number)
+        torch.testing.assert_close(module.model.weight, want.model.weight, rtol=1e-6, atol=1e-7)
+        squares, cubes = TwoUnits().step_loss("train", {"rows": everything}).terms
+        loss = float(squares.total / squares.count + cubes.total / cubes.count)
+        assert module.steps[-1]["train_loss_step"] == pytest.approx(loss, rel=1e-6)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        assert metrics["train_loss"] == pytest.approx(loss, rel=1e-6)
+        assert metrics["train_mean/x"] == pytest.approx(float(everything.mean()), rel=1e-6)
+        assert metrics["train_mean/x_step"] == pytest.approx(float(everything.mean()), rel=1e-6)
+        assert metrics["train_max"] == float(everything.max())
+        assert metrics["train_min"] == float(everything.min())
+        assert metrics["train_num"] == metrics["train_num_step"] == int((everything > 0).sum())
+        assert "train_aux_loss" not in metrics
+
+
+def test_every_batch_is_trained_on_once_and_short_last_steps_are_exact() -> None:
+    module = TwoUnits()
+    fit(module, DATA[:3], accumulate_grad_batches=2, limit_train_batches=3)
+    want = expected([torch.cat(DATA[:2]), DATA[2]])
+    torch.testing.assert_close(module.model.weight, want.model.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_means_of_micro_batches_can_be_had() -> None:
+    class OfMicroBatches(TwoUnits):
+        loss_normalization = "micro_batch"
+
+    module = OfMicroBatches()
+    fit(module, DATA[:2], accumulate_grad_batches=2)
+    want = TwoUnits()
+    losses = []
+    for rows in DATA[:2]:
+        squares, cubes = want.step_loss("train", {"rows": rows}).terms
+        losses.append(squares.total / squares.count + cubes.total / cubes.count)
+    (sum(losses) / 2).backward()
+    want.configure_optimizers().step()
+    torch.testing.assert_close(module.model.weight, want.model.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_term_without_units_is_zero() -> None:
+    module = TwoUnits()
+    fit(module, [-DATA[0].abs()])
+    assert torch.isfinite(module.model.weight).all()
+    assert module.steps[-1]["train_loss_step"] > 0
