@@ -21,10 +21,10 @@ class PolicyMetrics(NamedTuple):
     """Largest or smallest values, as the last part of the name says; infinite where the batch has none."""
 
 
-def metric_names(options: PolicyOptions) -> dict[str, str]:
-    """Each metric that the loss has with ``"mean"``, ``"max"`` or ``"min"``; those of sampling need such a batch."""
+def metric_names(options: PolicyOptions) -> list[str]:
+    """The metrics that every batch of the loss has."""
     names = ["entropy"]
-    if options.beta or options.loss_type in ("rloo", "async_grpo"):
+    if options.beta or options.loss_type == "async_grpo":
         names.append("kl")
     if options.loss_type == "async_grpo":
         names.append("ratio")
@@ -34,13 +34,11 @@ def metric_names(options: PolicyOptions) -> dict[str, str]:
         names.append("cispo_clip_ratio")
     if options.loss_type == "vespo":
         names.append("vespo/phi_seq_mean")
-    names += [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
-    names += [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
-    names += [f"completions/{name}_length" for name in ("mean", "min", "max")]
-    return {name: _kind(name) for name in names}
+    return names + [f"completions/{name}_length" for name in ("mean", "min", "max")]
 
 
-def _kind(name: str) -> str:
+def metric_kind(name: str) -> str:
+    """How a metric is reduced over batches and ranks: ``"mean"``, ``"max"`` or ``"min"``."""
     last = name.rpartition("/")[2].removesuffix("_length").rpartition("_")[2]
     return last if last in ("min", "max") else "mean"
 
@@ -85,6 +83,28 @@ def policy_metrics(
     extremes["completions/min_length"] = _extreme(lengths, math.inf)
     extremes["completions/max_length"] = _extreme(lengths, -math.inf)
     return PolicyMetrics(means, extremes)
+
+
+def reward_metrics(rewards: Tensor, group_ids: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """The parts of the mean reward, of its standard deviation, and of the share of completions in groups that tie.
+
+    Args:
+        rewards: ``[num_sequences]``.
+        group_ids: ``[num_sequences]``, the same for completions of one prompt; None leaves out ties.
+
+    Returns:
+        ``reward``, ``reward_std`` (of a batch, averaged over batches) and ``frac_reward_zero_std``.
+    """
+    rewards, number = rewards.double(), _number(rewards)
+    means = {"reward": (rewards.sum(), number)}
+    if len(rewards) > 1:
+        means["reward_std"] = (rewards.std() * number, number)
+    if group_ids is not None:
+        # Completions without an equal reward in their group would need a standard deviation: ties have none.
+        is_same = group_ids[:, None] == group_ids
+        ties = torch.isclose(rewards[:, None], rewards) | ~is_same
+        means["frac_reward_zero_std"] = (ties.all(1).sum(), number)
+    return means
 
 
 def _add_sampling(
