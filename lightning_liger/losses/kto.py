@@ -1,0 +1,156 @@
+"""Losses of single completions that are labelled desirable or undesirable: KTO, APO-zero, BCO.
+
+R = log pi(y|x) - log pi_ref(y|x), summed over the completion; s is the logistic function.
+
+=================  ==============================  ==============================  ========================
+type               desirable                       undesirable                     source
+=================  ==============================  ==============================  ========================
+kto                1 - s(beta (R - kl))            1 - s(beta (kl - R))            KTO, arXiv:2402.01306
+apo_zero_unpaired  1 - s(beta R)                   s(beta R)                       APO, arXiv:2408.06266
+bco                -log s(beta R - delta)          -log s(delta - beta R)          BCO
+=================  ==============================  ==============================  ========================
+
+``kl`` is the mean of R over mismatched pairs of prompt and completion, at least 0, and ``delta`` is a running mean of
+beta R (:class:`RunningDelta`). Neither has a gradient. Losses are averaged over all completions.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops.arguments import (
+    check_choice,
+    check_floating_tensors,
+    check_number,
+    check_shape,
+    check_tensor,
+    wrong_type,
+    wrong_value,
+)
+
+LOSS_TYPES = ("kto", "apo_zero_unpaired", "bco")
+
+
+@dataclass(frozen=True)
+class KTOOptions:
+    """Options of :func:`kto_loss`, with the names and defaults of TRL.
+
+    Args:
+        loss_type: ``"kto"``, ``"apo_zero_unpaired"`` or ``"bco"``.
+        beta: Strength of the tie to the reference model; above 0.
+        desirable_weight: Factor of the losses of desirable completions. The KTO paper (equation 8) advises
+            ``desirable_weight * n_desirable / (undesirable_weight * n_undesirable)`` between 1 and 4/3.
+        undesirable_weight: Factor of the losses of undesirable completions.
+
+    Raises:
+        TypeError: For an option of a wrong type.
+        ValueError: For one out of range.
+    """
+
+    loss_type: str = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice("loss_type", self.loss_type, LOSS_TYPES)
+        check_number("beta", self.beta, above=0)
+        check_number("desirable_weight", self.desirable_weight, at_least=0)
+        check_number("undesirable_weight", self.undesirable_weight, at_least=0)
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether the loss needs mismatched pairs."""
+        return self.loss_type == "kto"
+
+
+class KTOLosses(NamedTuple):
+    """Losses of completions before they are averaged."""
+
+    losses: Tensor
+    """Each completion's loss with its weight, ``[B]``, differentiable."""
+    rewards: Tensor
+    """``beta R``, ``[B]``, without gradient."""
+
+
+def kto_loss(
+    log_probs: Tensor, ref_log_probs: Tensor, labels: Tensor, options: KTOOptions, *, baseline: Tensor | float = 0.0
+) -> KTOLosses:
+    """The loss of each completion.
+
+    Args:
+        log_probs: Summed over each completion, ``[B]``, differentiable.
+        ref_log_probs: The reference model's, ``[B]``.
+        labels: Whether each completion is desirable, ``[B]``, bool.
+        options: Of the loss.
+        baseline: ``kl`` of :func:`kl_estimate` for ``"kto"``, ``delta`` for ``"bco"``; a scalar.
+
+    Raises:
+        TypeError: For values of another type.
+        ValueError: For vectors of different lengths.
+    """
+    check_floating_tensors("log_probs", log_probs, ref_log_probs=ref_log_probs, optional=False)
+    if log_probs.ndim != 1:
+        raise wrong_value("log_probs", "a vector with a number for each completion", log_probs)
+    check_shape("ref_log_probs", ref_log_probs, log_probs.shape, "one value for each completion")
+    check_tensor("labels", labels)
+    if labels.dtype != torch.bool:
+        raise wrong_type("labels", "a tensor of dtype torch.bool", labels)
+    check_shape("labels", labels, log_probs.shape, "one value for each completion")
+    ratios = log_probs - ref_log_probs
+    if isinstance(baseline, Tensor):
+        baseline = baseline.detach()
+    sign = torch.where(labels, 1.0, -1.0)
+    if options.loss_type == "kto":
+        losses = torch.sigmoid(-sign * options.beta * (ratios - baseline))
+    elif options.loss_type == "apo_zero_unpaired":
+        losses = torch.sigmoid(-sign * options.beta * ratios)
+    else:
+        losses = -F.logsigmoid(sign * (options.beta * ratios - baseline))
+    weights = torch.where(labels, options.desirable_weight, options.undesirable_weight)
+    return KTOLosses(weights * losses, options.beta * ratios.detach())
+
+
+def kl_estimate(total: Tensor, count: Tensor | float) -> Tensor:
+    """KTO's ``kl``: the mean of the log-ratios of mismatched pairs, at least 0; 0 without any.
+
+    Args:
+        total: The sum of log pi - log pi_ref over the pairs (of all ranks), a scalar.
+        count: Their number.
+    """
+    count = torch.as_tensor(count, device=total.device)
+    return (total.detach() / count.clamp(min=1)).clamp(min=0)
+
+
+class RunningDelta(torch.nn.Module):
+    """BCO's delta: the mean of the running means of desirable and undesirable rewards; saved in checkpoints.
+
+    Each running mean is the mean of all rewards seen so far, weighted equally.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.float64))
+
+    def update(self, sums: Tensor, counts: Tensor) -> None:
+        """Adds the sums of rewards and the numbers of completions, desirable and undesirable, ``[2]`` each."""
+        self.sums += sums.to(self.sums)
+        self.counts += counts.to(self.counts)
+
+    def value(self) -> Tensor:
+        """Delta, a scalar in float32; of one kind only until there is another, 0 before the first."""
+        means = self.sums / self.counts.clamp(min=1)
+        return (means.sum() / (self.counts > 0).sum().clamp(min=1)).float()
+
+
+def reward_sums(rewards: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of rewards and the numbers of completions, desirable and undesirable, ``[2]`` each."""
+    masks = torch.stack((labels, ~labels))
+    return torch.where(masks, rewards.detach(), 0).sum(-1), masks.sum(-1)

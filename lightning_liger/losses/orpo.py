@@ -1,0 +1,81 @@
+"""Odds ratio preference optimization, without a reference model (ORPO, arXiv:2403.07691).
+
+With x the log-probability of a completion averaged over its tokens, the log-odds are x - log(1 - e^x), and the loss of a
+pair is ``-beta log s(log-odds(chosen) - log-odds(rejected))``. The whole loss is the mean over pairs plus the negative
+log-likelihood of the chosen sequences, prompts included, averaged over their tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops.arguments import check_floating, check_number
+from lightning_liger.losses.dpo import PairLogProbs, PairLosses, check_pairs, pair_metrics
+
+_LARGEST = -1e-7
+"""Of log-probabilities: those of certain completions round to 0, whose odds are infinite."""
+
+
+@dataclass(frozen=True)
+class ORPOOptions:
+    """Options of :func:`orpo_loss`, with the names and defaults of TRL.
+
+    Args:
+        beta: Factor of the odds ratio's loss (lambda in the paper); above 0.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, above=0)
+
+    @property
+    def has_nll(self) -> bool:
+        """Whether the loss has a part that is averaged over tokens."""
+        return True
+
+
+def orpo_loss(pairs: PairLogProbs, options: ORPOOptions) -> PairLosses:
+    """The loss of each pair, ``rewards/*``, ``logps/*`` of averaged log-probabilities, and ``log_odds_*``.
+
+    ``pairs.chosen_nll`` is the negative log-likelihood of the chosen sequence with its prompt; without it, of the
+    completion only.
+
+    Raises:
+        TypeError: For log-probabilities that are no floating-point tensors.
+        ValueError: For vectors of different lengths.
+    """
+    check_pairs(pairs)
+    chosen, rejected = pairs.chosen / pairs.num_chosen.clamp(min=1), pairs.rejected / pairs.num_rejected.clamp(min=1)
+    log_odds = log_odds_of(chosen) - log_odds_of(rejected)
+    log_ratio = F.logsigmoid(log_odds)
+    metrics = pair_metrics(options.beta * chosen, options.beta * rejected, chosen, rejected)
+    metrics |= {"log_odds_ratio": log_ratio.detach(), "log_odds_chosen": log_odds.detach()}
+    nll = -pairs.chosen if pairs.chosen_nll is None else pairs.chosen_nll
+    return PairLosses(-options.beta * log_ratio, nll, metrics)
+
+
+def log_odds_of(log_probs: Tensor) -> Tensor:
+    """``x - log(1 - e^x)`` of log-probabilities, which are taken as at most -1e-7; differentiable.
+
+    The derivative, ``1 / (1 - e^x)``, is large near 0, and 0 above -1e-7.
+    """
+    check_floating("log_probs", log_probs)
+    x = log_probs.clamp(max=_LARGEST)
+    return x - log1mexp(x)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """``log(1 - e^x)`` for x < 0, to full precision near 0 and far from it."""
+    near = x > -math.log(2)
+    # Both branches get arguments for which they are finite, so that neither makes the other's gradient NaN.
+    small = torch.where(near, x, -1.0)
+    large = torch.where(near, -1.0, x)
+    return torch.where(near, torch.log(-torch.expm1(small)), torch.log1p(-torch.exp(large)))
