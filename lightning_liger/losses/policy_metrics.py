@@ -37,6 +37,13 @@ def metric_names(options: PolicyOptions) -> list[str]:
     return names + [f"completions/{name}_length" for name in ("mean", "min", "max")]
 
 
+def names_of_data() -> list[str]:
+    """The metrics of batches with rewards, and with log-probabilities of the sampler or of a reference."""
+    names = [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
+    names += [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
+    return [*names, "kl", "reward", "reward_std", "frac_reward_zero_std"]
+
+
 def metric_kind(name: str) -> str:
     """How a metric is reduced over batches and ranks: ``"mean"``, ``"max"`` or ``"min"``."""
     last = name.rpartition("/")[2].removesuffix("_length").rpartition("_")[2]
@@ -100,10 +107,9 @@ def reward_metrics(rewards: Tensor, group_ids: Tensor | None = None) -> dict[str
     if len(rewards) > 1:
         means["reward_std"] = (rewards.std() * number, number)
     if group_ids is not None:
-        # Completions without an equal reward in their group would need a standard deviation: ties have none.
-        is_same = group_ids[:, None] == group_ids
-        ties = torch.isclose(rewards[:, None], rewards) | ~is_same
-        means["frac_reward_zero_std"] = (ties.all(1).sum(), number)
+        # No deviation: all of the group are equal.
+        is_equal = (rewards[:, None] == rewards) | (group_ids[:, None] != group_ids)
+        means["frac_reward_zero_std"] = (is_equal.all(1).sum(), number)
     return means
 
 

@@ -66,7 +66,7 @@ def read_completions(batch: Mapping[str, Any]) -> CompletionRows:
     if "tool_mask" in columns:
         joined["completion_mask"] = joined["completion_mask"].bool() & columns.pop("tool_mask").bool()
     rows = read_rows(joined)
-    check_same_device("input_ids", rows.labels, advantages=advantages, **columns)
+    check_same_device("input_ids", rows.labels, **{"advantages": advantages} | columns)
     if rows.sequence_ids is None:
         completions = Completions(rows.labels != IGNORE_INDEX)
     else:

@@ -1,6 +1,6 @@
 """Mixin for LightningModules that train a policy on given completions: GRPO and its kin, RLOO, PPO's policy loss."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -18,13 +18,13 @@ from lightning_liger.losses.policy_batch import (
     policy_objective,
     token_objective,
 )
-from lightning_liger.losses.policy_metrics import metric_kind, metric_names, policy_metrics, reward_metrics
+from lightning_liger.losses.policy_metrics import metric_kind, metric_names, names_of_data, policy_metrics, reward_metrics
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.policy_reductions import num_units
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.completions import read_completions
 from lightning_liger.post_training.entropy import EntropyCoefficient
-from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total, make_metric
+from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
 from lightning_liger.post_training.rows import Rows
 from lightning_liger.training.protocol import engine_of
 
@@ -70,9 +70,11 @@ class LigerPolicyMixin(LigerPostTrainingMixin):
         check_number("temperature", self.temperature, above=0)
         check_integer("steps_per_generation", self.steps_per_generation, at_least=1, optional=True)
         self._entropy_coefficient = EntropyCoefficient(self.policy_options)
-        self._kinds = {name: metric_kind(name) for name in metric_names(self.policy_options)} | {"num_tokens": "sum"}
-        if self.policy_options.has_entropy_bonus:
-            self._kinds |= {"policy_loss": "mean", "entropy_coef": "mean"}
+        names = metric_names(self.policy_options)
+        names += ["policy_loss", "entropy_coef"] * self.policy_options.has_entropy_bonus
+        self._hidden_metrics = set(names_of_data()) - set(names)
+        self._kinds = {name: metric_kind(name) for name in (*names, *sorted(self._hidden_metrics))}
+        self._kinds["num_tokens"] = "sum"
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.policy_options
@@ -223,19 +225,8 @@ class LigerPolicyMixin(LigerPostTrainingMixin):
         if isinstance(batch.get("rewards"), Tensor):
             means = reward_metrics(batch["rewards"], batch.get("group_ids"))
             measured |= {name: Mean(*parts) for name, parts in means.items()}
-        self._add_metrics(name for name in measured if name not in self._kinds)
+        self._hidden_metrics -= measured.keys()
         return measured
-
-    def _add_metrics(self, names: Iterable[str]) -> None:
-        """Adds metrics that the data turn out to have: those of rewards and of the sampler's log-probabilities."""
-        for name in names:
-            self._kinds[name] = metric_kind(name)
-            for metrics in self.step_metrics.values():
-                cast(nn.ModuleDict, metrics)[name] = make_metric(self._kinds[name]).to(self.device)
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._add_metrics(name for name in state["train_metrics"] if name not in (*self._kinds, "loss", "aux_loss"))
-        super().load_rank_state_dict(state)
 
     def on_after_backward(self) -> None:
         super().on_after_backward()
