@@ -176,7 +176,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
         parts = torch.stack([torch.stack((term.total.detach().double(), cast(Tensor, term.count))) for term in terms])
         self._measure(stage, result, parts)
         normalizes = stage == "train" and self._normalizes_steps()
-        totals = self._count_step(parts[:, 1], terms) if normalizes else parts[:, 1]
+        counts = parts[:, 1].contiguous()  # gloo adds up the wrong elements of a view with strides
+        totals = self._count_step(counts, terms) if normalizes else counts
         loss_sum = terms[0].total
         for index, term in enumerate(terms[1:], start=1):
             if term.unit == terms[0].unit:
