@@ -8,8 +8,15 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
+from lightning_liger.losses.cpo import CPOOptions
+from lightning_liger.losses.dpo import DPOOptions
+from lightning_liger.losses.kto import KTOOptions
+from lightning_liger.losses.orpo import ORPOOptions
+from lightning_liger.losses.tpo import TPOOptions
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerKTO, LigerORPO, LigerTPO
+from lightning_liger.post_training.preference import LigerPreferenceMixin
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels, split_sequence
 from lightning_liger.strategies import (
@@ -40,7 +47,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoLigerModelForCausalLM",
     "AutoLigerModelForImageTextToText",
+    "CPOOptions",
     "ContextParallel",
+    "DPOOptions",
     "FabricLigerDDPStrategy",
     "FabricLigerDeepSpeedStrategy",
     "FabricLigerFSDPStrategy",
@@ -48,18 +57,27 @@ __all__ = [
     "FabricLigerPrecisionPlugin",
     "FabricLigerSingleDeviceStrategy",
     "FabricLigerStrategy",
+    "KTOOptions",
     "LazyLogits",
+    "LigerCPO",
     "LigerCallback",
     "LigerCausalLM",
     "LigerDDPStrategy",
+    "LigerDPO",
     "LigerDeepSpeedStrategy",
     "LigerFSDPStrategy",
+    "LigerKTO",
     "LigerLMMixin",
     "LigerModelParallelStrategy",
+    "LigerORPO",
     "LigerPrecisionPlugin",
+    "LigerPreferenceMixin",
     "LigerSingleDeviceStrategy",
     "LigerStrategy",
+    "LigerTPO",
+    "ORPOOptions",
     "PatchReport",
+    "TPOOptions",
     "TrainingSummary",
     "apply_liger_kernels",
     "divergence",

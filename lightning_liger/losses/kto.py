@@ -125,29 +125,25 @@ def kl_estimate(total: Tensor, count: Tensor | float) -> Tensor:
     return (total.detach() / count.clamp(min=1)).clamp(min=0)
 
 
-class RunningDelta(torch.nn.Module):
-    """BCO's delta: the mean of the running means of desirable and undesirable rewards; saved in checkpoints.
+class RunningDelta:
+    """BCO's delta: the mean of the running means of desirable and undesirable rewards.
 
     Each running mean is the mean of all rewards seen so far, weighted equally.
     """
 
-    sums: Tensor
-    counts: Tensor
-
     def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))
-        self.register_buffer("counts", torch.zeros(2, dtype=torch.float64))
+        self.state = torch.zeros(2, 2, dtype=torch.float64)
+        """Sums of rewards and numbers of completions, ``[2, 2]``; desirable ones first."""
 
     def update(self, sums: Tensor, counts: Tensor) -> None:
         """Adds the sums of rewards and the numbers of completions, desirable and undesirable, ``[2]`` each."""
-        self.sums += sums.to(self.sums)
-        self.counts += counts.to(self.counts)
+        self.state = self.state.to(sums.device) + torch.stack((sums.double(), counts.double()))
 
     def value(self) -> Tensor:
         """Delta, a scalar in float32; of one kind only until there is another, 0 before the first."""
-        means = self.sums / self.counts.clamp(min=1)
-        return (means.sum() / (self.counts > 0).sum().clamp(min=1)).float()
+        sums, counts = self.state
+        means = sums / counts.clamp(min=1)
+        return (means.sum() / (counts > 0).sum().clamp(min=1)).float()
 
 
 def reward_sums(rewards: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Odds ratio preference optimization, without a reference model (ORPO, arXiv:2403.07691).
 
-With x the log-probability of a completion averaged over its tokens, the log-odds are x - log(1 - e^x), and the loss of a
-pair is ``-beta log s(log-odds(chosen) - log-odds(rejected))``. The whole loss is the mean over pairs plus the negative
-log-likelihood of the chosen sequences, prompts included, averaged over their tokens.
+With x the log-probability of a completion averaged over its tokens, the log-odds are x - log(1 - e^x), and the loss of
+a pair is ``-beta log s(log-odds(chosen) - log-odds(rejected))``. The whole loss is the mean over pairs plus the
+negative log-likelihood of the chosen sequences, prompts included, averaged over their tokens.
 """
 
 import math

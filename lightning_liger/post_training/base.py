@@ -71,7 +71,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
     """
 
     loss_normalization: str = "step"
-    _normalizations = ("step", "micro_batch")
+    _normalizations = ("step", "tokens", "micro_batch")  # "tokens" is the name that LigerCausalLM has for it
     _units = "sequences"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

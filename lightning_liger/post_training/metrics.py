@@ -1,7 +1,7 @@
 """Metrics of post-training: exact means, largest and smallest values over micro-batches and ranks."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,8 +38,15 @@ class Total(NamedTuple):
     value: Tensor
 
 
-Measured = Mean | Largest | Smallest | Total
-KINDS = {"mean": Mean, "max": Largest, "min": Smallest, "sum": Total}
+class Difference(NamedTuple):
+    """One batch's part of the difference of two means over different units."""
+
+    first: Mean
+    second: Mean
+
+
+Measured = Mean | Largest | Smallest | Total | Difference
+KINDS = {"mean": Mean, "max": Largest, "min": Smallest, "sum": Total, "difference": Difference}
 
 
 def mean_of(values: Tensor, where: Tensor | None = None) -> Mean:
@@ -128,14 +135,29 @@ class Sum(MeanOverTokens):
         return self.total
 
 
-def make_metric(kind: str) -> MeanOverTokens | Extremum:
+class DifferenceOfMeans(SumOfMeans):
+    """The difference of two means, NaN if one of them is over nothing."""
+
+    def compute(self) -> Tensor:
+        first, second = self.parts[:2, 0] / self.parts[:2, 1]
+        return first - second
+
+
+def make_metric(kind: str) -> MeanOverTokens | Extremum | DifferenceOfMeans:
     """The metric of a kind in :data:`KINDS`."""
+    if kind == "difference":
+        return DifferenceOfMeans()
     return {"mean": MeanOverTokens, "sum": Sum}[kind]() if kind in ("mean", "sum") else Extremum(kind)
 
 
-def update_metric(metric: MeanOverTokens | Extremum, measured: Measured) -> None:
+def update_metric(metric: MeanOverTokens | Extremum | DifferenceOfMeans, measured: Measured) -> None:
     """Adds one batch's part."""
-    if isinstance(metric, Extremum):
-        metric.update(measured[0])
+    if isinstance(measured, Difference):
+        rows = [[torch.as_tensor(x, dtype=torch.float64) for x in mean] for mean in measured]
+        cast(DifferenceOfMeans, metric).update(torch.stack([torch.stack(row) for row in rows]))
+    elif isinstance(metric, Extremum):
+        metric.update(cast(Largest, measured).value)
+    elif isinstance(measured, Mean):
+        cast(MeanOverTokens, metric).update_sum(*measured)
     else:
-        metric.update_sum(measured[0], measured[1] if isinstance(measured, Mean) else 1)
+        cast(MeanOverTokens, metric).update_sum(cast(Total, measured).value, 1)

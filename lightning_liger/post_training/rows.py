@@ -25,6 +25,8 @@ class Rows(NamedTuple):
     sequence_ids: Tensor | None
     """The sequence of each token, ``[rows, seq_len]``; None if each row is one."""
     num_sequences: int
+    extras: Mapping[str, Tensor] = {}
+    """Other values of tokens, ``[rows, seq_len]``, which are split with them."""
 
     def to_context(self, context: ContextParallel | None) -> "Rows":
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
@@ -33,10 +35,9 @@ class Rows(NamedTuple):
         whole = {key: value for key, value in self.inputs.items() if key not in ("attention_mask", "seq_idx")}
         shard = context.split({**whole, "shift_labels": self.labels})
         labels = shard.pop("shift_labels")
-        ids = self.sequence_ids
-        if ids is not None:
-            ids = ids.chunk(context.size, dim=1)[context.rank]
-        return Rows(shard, labels, ids, self.num_sequences)
+        ids = None if self.sequence_ids is None else self.sequence_ids.chunk(context.size, dim=1)[context.rank]
+        extras = {key: value.chunk(context.size, dim=1)[context.rank] for key, value in self.extras.items()}
+        return Rows(shard, labels, ids, self.num_sequences, extras)
 
 
 def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:

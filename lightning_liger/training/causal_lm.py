@@ -123,20 +123,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         """
         if getattr(self, "model", None) is not None:
             return
-        pretrained, strategy = self._settings.pretrained, None if self._trainer is None else self.trainer.strategy
-        device = torch.get_default_device() if strategy is None else strategy.root_device
-        if self._trainer is not None and engine_of(self.trainer).materializes:
-            device = torch.device("meta")
-        settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
-        if self._settings.attn_implementation is not None:
-            settings["attn_implementation"] = self._settings.attn_implementation
-        with device:
-            if pretrained is None or device.type == "meta":
-                self.model = AutoModelForCausalLM.from_config(self.config, **settings)
-            else:
-                self.model = AutoModelForCausalLM.from_pretrained(
-                    pretrained, config=self.config, local_files_only=True, **settings
-                )
+        self.model = self._build_model()
         # Here, because engines leave parameters no shape to tell a vector from a matrix.
         self._undecayed = {
             (module, name)
@@ -144,16 +131,36 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             for name, parameter in module.named_parameters(recurse=False)
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
         }
-        if device.type == "meta":
-            self._leave_weights_to_strategy()
-        if strategy is not None:  # an exported config keeps what it was
+        if self._trainer is not None:  # an exported config keeps what it was
             self.model.config.use_cache = False
         self.model.train()
 
-    def _leave_weights_to_strategy(self) -> None:
+    def _build_model(self) -> PreTrainedModel:
+        """A model with the weights of ``pretrained``, or random ones."""
+        pretrained, strategy = self._settings.pretrained, None if self._trainer is None else self.trainer.strategy
+        device = torch.get_default_device() if strategy is None else strategy.root_device
+        if self._trainer is not None and engine_of(self.trainer).materializes:
+            device = self._device_before_sharding
+        settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
+        if self._settings.attn_implementation is not None:
+            settings["attn_implementation"] = self._settings.attn_implementation
+        with device:
+            if pretrained is not None and device.type != "meta":
+                return AutoModelForCausalLM.from_pretrained(
+                    pretrained, config=self.config, local_files_only=True, **settings
+                )
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, **settings)
+        if device.type == "meta":
+            self._leave_weights_to_strategy(model)
+        return model
+
+    _device_before_sharding = torch.device("meta")
+    """Where models are built for strategies that shard them."""
+
+    def _leave_weights_to_strategy(self, model: PreTrainedModel) -> None:
         if self._settings.pretrained is not None:
-            load_pretrained(self.model, self._settings.pretrained)
-        elif not all(parameter.is_meta for parameter in self.model.parameters()):
+            load_pretrained(model, self._settings.pretrained)
+        elif not all(parameter.is_meta for parameter in model.parameters()):
             # Their constructors ignore torch's device, and their values would never be set.
             raise ValueError(
                 f"model_type={self.config.model_type!r} cannot be built on the meta device with random weights, as"

@@ -1,0 +1,258 @@
+"""Finished LightningModules of preference losses, so that a yaml file is a whole program."""
+
+import os
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from liger_ops.arguments import wrong_value
+from lightning_liger.losses.cpo import CPOOptions
+from lightning_liger.losses.dpo import DPOOptions
+from lightning_liger.losses.kto import KTOOptions
+from lightning_liger.losses.orpo import ORPOOptions
+from lightning_liger.losses.tpo import TPOOptions
+from lightning_liger.post_training.lora import add_adapters, check_lora
+from lightning_liger.post_training.preference import LigerPreferenceMixin
+from lightning_liger.training.causal_lm import LigerCausalLM
+
+
+class PreferenceModule(LigerPreferenceMixin, LigerCausalLM):
+    """A causal language model with a preference loss, its reference model, and adapters if wanted.
+
+    Args:
+        lora: Arguments of peft's ``LoraConfig``, such as ``{"r": 16, "target_modules": "all-linear"}``; None trains all
+            parameters. The whole model is then built in the memory of each host, also for strategies that shard it.
+        reference: Where the reference's log-probabilities come from: ``"model"``, a frozen copy of the model;
+            ``"adapters"``, the model without its adapters; ``"columns"`` of the data; ``"auto"`` for adapters with
+            ``lora``, else the copy, unless the data has columns.
+        precompute_ref_log_probs: Whether they are computed for all data before training. There is no copy of the model
+            then.
+        ref_log_probs_folder: Where they are kept for other runs.
+        disable_dropout: Whether the model is trained without dropout.
+        **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
+    """
+
+    def __init__(
+        self,
+        lora: dict[str, Any] | None = None,
+        reference: str = "auto",
+        precompute_ref_log_probs: bool = False,
+        ref_log_probs_folder: str | None = None,
+        disable_dropout: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.reference = reference
+        self.precompute_ref_log_probs = precompute_ref_log_probs
+        self.ref_log_probs_folder = ref_log_probs_folder
+        self.disable_dropout = disable_dropout
+        check_lora(lora)
+        if lora is None and reference == "adapters":
+            raise wrong_value("reference", "'adapters' only with lora", reference)
+        super().__init__(**kwargs)
+        self._lora = lora
+        if lora is not None:  # peft gives its parameters values as it makes them
+            self._device_before_sharding = torch.device("cpu")
+
+    def configure_model(self) -> None:
+        if getattr(self, "model", None) is not None:
+            return
+        super().configure_model()
+        if self._has_reference_model():
+            self.ref_model = self._build_reference()
+        if self._lora is not None:
+            self.model = add_adapters(self.model, self._lora)
+
+    def _has_reference_model(self) -> bool:
+        if not self.needs_reference or self.precompute_ref_log_probs or self.reference in ("columns", "adapters"):
+            return False
+        return self.reference == "model" or self._lora is None
+
+    def _build_reference(self) -> nn.Module:
+        if self._settings.pretrained is not None:
+            return self._build_model()
+        if any(parameter.is_meta or hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
+            raise wrong_value(
+                "pretrained", "a folder: strategies that shard cannot copy random weights for the reference", None
+            )
+        return deepcopy(self.model)
+
+
+def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as checkpoints keep them: paths as strings."""
+    return {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in kwargs.items()}
+
+
+class LigerDPO(PreferenceModule):
+    """Direct preference optimization of a Hugging Face causal language model.
+
+    Data are pairs, see :class:`~lightning_liger.post_training.preference.LigerPreferenceMixin`. Formulas and papers of
+    the losses: :mod:`lightning_liger.losses.dpo`.
+
+    Args:
+        loss_type: ``"sigmoid"``, ``"hinge"``, ``"ipo"``, ``"exo_pair"``, ``"nca_pair"``, ``"robust"``, ``"bco_pair"``,
+            ``"sppo_hard"``, ``"aot"``, ``"aot_unpaired"``, ``"apo_zero"``, ``"apo_down"``, ``"discopop"``, ``"sft"``
+            or ``"sigmoid_norm"``; or a list of names, whose losses are added.
+        loss_weights: The factor of each loss of a list.
+        beta: Strength of the tie to the reference model.
+        label_smoothing: The probability that a label is wrong, for the losses that use it.
+        f_divergence_type: ``"reverse_kl"``, ``"forward_kl"``, ``"js_divergence"`` or ``"alpha_divergence"``.
+        f_alpha_divergence_coef: Alpha of ``"alpha_divergence"``.
+        ld_alpha: LD-DPO's weight of tokens that only the longer completion of a pair has; None for 1.
+        use_weighting: Whether pairs are weighted by their probability (WPO).
+        discopop_tau: Temperature of ``"discopop"``.
+        **kwargs: ``lora``, ``reference``, ``precompute_ref_log_probs``, ``ref_log_probs_folder``, ``disable_dropout``
+            of :class:`PreferenceModule`; the model, the optimizer and its schedule as in
+            :class:`~lightning_liger.LigerCausalLM`. A usual ``learning_rate`` is 1e-6.
+
+    Raises:
+        FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
+        ModuleNotFoundError: If ``lora`` is given and peft is not installed.
+        TypeError: For an argument of a wrong type.
+        ValueError: For an argument out of its range, and combinations that have no meaning.
+    """
+
+    def __init__(
+        self,
+        loss_type: str | list[str] = "sigmoid",
+        loss_weights: list[float] | None = None,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        f_divergence_type: str = "reverse_kl",
+        f_alpha_divergence_coef: float = 0.5,
+        ld_alpha: float | None = None,
+        use_weighting: bool = False,
+        discopop_tau: float = 0.05,
+        **kwargs: Any,
+    ) -> None:
+        self.preference_loss = DPOOptions(
+            loss_type=cast(Any, tuple(loss_type) if isinstance(loss_type, list) else loss_type),
+            loss_weights=cast(Any, tuple(loss_weights) if isinstance(loss_weights, list) else loss_weights),
+            beta=beta,
+            label_smoothing=label_smoothing,
+            f_divergence_type=f_divergence_type,
+            f_alpha_divergence_coef=f_alpha_divergence_coef,
+            ld_alpha=ld_alpha,
+            use_weighting=use_weighting,
+            discopop_tau=discopop_tau,
+        )
+        kwargs = _plain(kwargs)
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+
+
+class LigerCPO(PreferenceModule):
+    """CPO, SimPO or AlphaPO of a Hugging Face causal language model, without a reference model.
+
+    Data are pairs. Formulas and papers of the losses: :mod:`lightning_liger.losses.cpo`.
+
+    Args:
+        loss_type: ``"sigmoid"``, ``"hinge"``, ``"ipo"``, ``"simpo"`` or ``"alphapo"``.
+        beta: Scale of the rewards.
+        cpo_alpha: Factor of the negative log-likelihood of chosen completions; SimPO needs 0.
+        simpo_gamma: SimPO's target margin.
+        alpha: AlphaPO's alpha; 0 for none.
+        label_smoothing: The probability that a label is wrong.
+        **kwargs: As in :class:`LigerDPO`.
+
+    Raises:
+        FileNotFoundError, ModuleNotFoundError, TypeError, ValueError: As :class:`LigerDPO`.
+    """
+
+    def __init__(
+        self,
+        loss_type: str = "sigmoid",
+        beta: float = 0.1,
+        cpo_alpha: float = 1.0,
+        simpo_gamma: float = 0.5,
+        alpha: float = 0.0,
+        label_smoothing: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        self.preference_loss = CPOOptions(loss_type, beta, cpo_alpha, simpo_gamma, alpha, label_smoothing)
+        kwargs = _plain(kwargs)
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+
+
+class LigerORPO(PreferenceModule):
+    """ORPO of a Hugging Face causal language model, without a reference model.
+
+    Data are pairs. Formula and paper: :mod:`lightning_liger.losses.orpo`.
+
+    Args:
+        beta: Factor of the odds ratio's loss.
+        **kwargs: As in :class:`LigerDPO`.
+
+    Raises:
+        FileNotFoundError, ModuleNotFoundError, TypeError, ValueError: As :class:`LigerDPO`.
+    """
+
+    def __init__(self, beta: float = 0.1, **kwargs: Any) -> None:
+        self.preference_loss = ORPOOptions(beta)
+        kwargs = _plain(kwargs)
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+
+
+class LigerTPO(PreferenceModule):
+    """TPO of a Hugging Face causal language model: pairs and a reference completion, without a reference model.
+
+    Formulas and paper: :mod:`lightning_liger.losses.tpo`.
+
+    Args:
+        loss_type: ``"sigmoid"``, ``"hinge"``, ``"ipo"`` or ``"tpo-l"``.
+        beta: Scale of the rewards.
+        tpo_alpha: Factor of the negative log-likelihood of reference completions; with 0, data are pairs.
+        tpo_l_gamma: Target margin of ``"tpo-l"``.
+        label_smoothing: The probability that a label is wrong.
+        **kwargs: As in :class:`LigerDPO`.
+
+    Raises:
+        FileNotFoundError, ModuleNotFoundError, TypeError, ValueError: As :class:`LigerDPO`.
+    """
+
+    def __init__(
+        self,
+        loss_type: str = "sigmoid",
+        beta: float = 0.01,
+        tpo_alpha: float = 1.0,
+        tpo_l_gamma: float = 0.5,
+        label_smoothing: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        self.preference_loss = TPOOptions(loss_type, beta, tpo_alpha, tpo_l_gamma, label_smoothing)
+        kwargs = _plain(kwargs)
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+
+
+class LigerKTO(PreferenceModule):
+    """KTO, APO-zero or BCO of a Hugging Face causal language model: completions labelled good or bad.
+
+    Formulas and papers: :mod:`lightning_liger.losses.kto`.
+
+    Args:
+        loss_type: ``"kto"``, ``"apo_zero_unpaired"`` or ``"bco"``.
+        beta: Strength of the tie to the reference model.
+        desirable_weight: Factor of the losses of good completions.
+        undesirable_weight: Factor of the losses of bad completions.
+        **kwargs: As in :class:`LigerDPO`.
+
+    Raises:
+        FileNotFoundError, ModuleNotFoundError, TypeError, ValueError: As :class:`LigerDPO`.
+    """
+
+    def __init__(
+        self,
+        loss_type: str = "kto",
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        self.preference_loss = KTOOptions(loss_type, beta, desirable_weight, undesirable_weight)
+        kwargs = _plain(kwargs)
+        super().__init__(**kwargs)
+        self.save_hyperparameters()

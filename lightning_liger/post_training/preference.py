@@ -1,0 +1,481 @@
+"""Mixin of preference losses: pairs, triples, and completions with labels."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from liger_ops import IGNORE_INDEX, TokenScores
+from liger_ops.arguments import check_bool, check_choice, check_path, check_shape, check_tensor, wrong_type, wrong_value
+from lightning_liger.lazy.scores import token_scores
+from lightning_liger.losses.cpo import CPOOptions, cpo_loss
+from lightning_liger.losses.dpo import PAIR_METRICS, DPOOptions, PairLogProbs, PairLosses, dpo_loss, wpo_weights
+from lightning_liger.losses.kto import KTOOptions, RunningDelta, kl_estimate, kto_loss, reward_sums
+from lightning_liger.losses.orpo import ORPOOptions, orpo_loss
+from lightning_liger.losses.sequences import length_desensitized, sequence_sums
+from lightning_liger.losses.tpo import TPOOptions, tpo_loss
+from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.metrics import Difference, Mean, Measured, Total, mean_of
+from lightning_liger.post_training.precompute import every_batch
+from lightning_liger.post_training.reference import (
+    REFERENCES,
+    ReferenceCache,
+    disable_dropout,
+    drop_from_state_dict,
+    evaluating,
+    freeze,
+    has_adapters,
+    sequence_keys,
+    weights_fingerprint,
+    without_adapters,
+)
+from lightning_liger.post_training.rows import Rows, read_rows
+from lightning_liger.sequences.labels import shift_labels
+
+PreferenceOptions = DPOOptions | CPOOptions | ORPOOptions | TPOOptions | KTOOptions
+_FINGERPRINT, _DELTA = "reference_fingerprint", "running_delta"
+_MEASURED = ("entropy", "mean_logit", "correct")
+
+
+class SequenceScores(NamedTuple):
+    """Sums over the scored completion tokens of each sequence, ``[num_sequences]`` each."""
+
+    log_probs: Tensor
+    """Weighted as LD-DPO asks. Differentiable."""
+    nll: Tensor
+    """Negative log-likelihood of all labels: of the completion, for ORPO of the prompt too. Differentiable."""
+    entropy: Tensor
+    mean_logit: Tensor
+    correct: Tensor
+    log_sum_sq_probs: Tensor
+
+
+class LigerPreferenceMixin(LigerPostTrainingMixin):
+    """Training, validation and test steps of preference losses, whose logits are never materialized.
+
+    List it before the base class, set the loss, and put the models into ``self.model`` and ``self.ref_model``::
+
+        class DPO(LigerPreferenceMixin, L.LightningModule):
+            preference_loss = DPOOptions(loss_type="sigmoid", beta=0.1)
+
+            def configure_model(self):
+                if getattr(self, "model", None) is None:
+                    self.model = AutoLigerModelForCausalLM.from_pretrained(folder)
+                    self.ref_model = AutoLigerModelForCausalLM.from_pretrained(folder)
+
+    ``preference_loss`` is one of ``DPOOptions``, ``CPOOptions`` (also SimPO and AlphaPO), ``ORPOOptions``,
+    ``TPOOptions`` and ``KTOOptions`` (also APO-zero for labels and BCO); set it in the class or before
+    ``super().__init__()``.
+
+    Batches of pairs have ``input_ids``, ``completion_mask`` and ``attention_mask``, ``[2B, seq_len]``: B chosen
+    sequences, then the B rejected ones in the same order, then B references for ``TPOOptions``. Packed batches have one
+    or more rows of several sequences, with ``position_ids`` that start again with each, and ``sequence_ids``, which
+    number them in the order above. Batches of ``KTOOptions`` have B sequences and ``label``, ``[B]`` of bool; for
+    ``"kto"`` also mismatched pairs with the prefix ``KL_``. The policy is called once for all sequences of a batch.
+
+    The reference's log-probabilities come from ``ref_model``, which is frozen, in evaluation mode and not in
+    checkpoints (``configure_model`` makes it again); from the policy with its peft adapters off (or with one that is
+    named ``"ref"``); or from the batch: ``ref_chosen_logps`` and ``ref_rejected_logps`` (for KTO ``ref_logps`` and
+    ``ref_KL_logps``), ``[B]``, summed over tokens. ``reference`` chooses one; ``"auto"`` takes the batch's if there are
+    any, then the model, then adapters. With ``precompute_ref_log_probs = True`` all training and validation data are
+    passed through the reference before training, and without ``ref_model`` or adapters it is the policy as it is then.
+    Where ``ref_log_probs_folder`` names a folder they are kept there for runs with the same weights; only new data is
+    computed.
+
+    The loss does not depend on how pairs were split over micro-batches and ranks, see
+    :class:`~lightning_liger.post_training.base.LigerPostTrainingMixin`, except where it is defined by a batch: ``aot``
+    sorts the pairs of a micro-batch, and KTO's ``kl`` is that of the micro-batches of all ranks. Metrics are logged as
+    ``{train,val,test}_{name}`` by the names of TRL: ``loss``, ``rewards/chosen``, ``rewards/rejected``,
+    ``rewards/accuracies``, ``rewards/margins``, ``logps/chosen``, ``logps/rejected``, ``logits/chosen``,
+    ``logits/rejected`` (mean logits of completion tokens), ``entropy``, ``mean_token_accuracy`` (of chosen tokens),
+    ``num_tokens``, and ``nll_loss``, ``log_odds_ratio``, ``log_odds_chosen``, ``kl`` where the loss has them.
+
+    Raises:
+        TypeError: For options of a wrong type, and if the mixin is listed after ``LightningModule``.
+        ValueError: For options that do not fit.
+    """
+
+    preference_loss: PreferenceOptions = DPOOptions()
+    reference: str = "auto"
+    precompute_ref_log_probs: bool = False
+    ref_log_probs_folder: str | None = None
+    disable_dropout: bool = True
+    ref_model: nn.Module | None
+    _units = "pairs"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self.preference_loss, PreferenceOptions):
+            raise wrong_type(
+                "preference_loss", "DPOOptions, CPOOptions, ORPOOptions, TPOOptions or KTOOptions", self.preference_loss
+            )
+        check_choice("reference", self.reference, REFERENCES)
+        check_bool("precompute_ref_log_probs", self.precompute_ref_log_probs)
+        check_path("ref_log_probs_folder", self.ref_log_probs_folder, optional=True)
+        check_bool("disable_dropout", self.disable_dropout)
+        super().__init__(*args, **kwargs)
+        if getattr(self, "ref_model", None) is None:
+            self.ref_model = None
+        drop_from_state_dict(self, "ref_model")
+        self._reference_cache: ReferenceCache | None = None
+        self._reference_fingerprint: str | None = None
+        self._is_precomputing = False
+        self._running_delta = RunningDelta()
+
+    # The reference
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss needs log-probabilities of a reference model."""
+        return isinstance(self.preference_loss, DPOOptions | KTOOptions)
+
+    def _note_replacement(self, before: nn.Module | None) -> None:
+        super()._note_replacement(before)
+        self._freeze_reference()
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self._freeze_reference()
+
+    def _freeze_reference(self) -> None:
+        if self.ref_model is not None:
+            if self.ref_model is getattr(self, "model", None):
+                raise wrong_value("ref_model", "another module than model, as it is frozen", self.ref_model)
+            freeze(self.ref_model)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
+            raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
+        if self.disable_dropout:
+            disable_dropout(self.model)
+        if self.precompute_ref_log_probs and self.needs_reference:
+            self._precompute()
+
+    def _reference_kind(self) -> str:
+        """``"model"``, ``"adapters"`` or ``"policy"``, of the log-probabilities that are computed here."""
+        if self.reference == "model" or (self.reference == "auto" and self.ref_model is not None):
+            if self.ref_model is None:
+                raise wrong_value("reference", "'model' only with self.ref_model", self.reference)
+            return "model"
+        if self.reference == "adapters" or (self.reference == "auto" and has_adapters(self.model)):
+            return "adapters"
+        if self._is_precomputing:
+            return "policy"
+        raise ValueError(
+            f"{type(self).__name__} has no reference: set self.ref_model, train adapters of peft, give batches with"
+            " ref_chosen_logps and ref_rejected_logps (for KTO ref_logps), or set precompute_ref_log_probs=True"
+        )
+
+    @torch.no_grad()
+    def _compute_reference(self, rows: Rows) -> Tensor:
+        """The reference's sums of log-probabilities, ``[num_sequences]``."""
+        kind = self._reference_kind()
+        model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
+        local = rows.to_context(self.context)
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(model))
+            if kind == "adapters":
+                stack.enter_context(without_adapters(model))
+            logits, _ = self.call_model(local.inputs, local.labels, model)
+            log_probs = cast(Tensor, token_scores(logits, local.labels).log_probs)
+        log_probs = log_probs * local.extras["weights"]
+        return self.sum_over_context(sequence_sums(log_probs, local.sequence_ids, local.num_sequences))
+
+    def _reference_of(self, batch: Mapping[str, Any], rows: Rows, columns: Sequence[str]) -> Tensor:
+        """The reference's sums: those of the batch, ``columns`` in order, or computed ones."""
+        given = [key for key in columns if batch.get(key) is not None]
+        if len(given) == len(columns) and self.reference in ("auto", "columns"):
+            size = rows.num_sequences // len(columns)
+            for key in columns:
+                check_tensor(f"batch[{key!r}]", batch[key])
+                check_shape(f"batch[{key!r}]", batch[key], (size,), "one log-probability for each sequence")
+            return torch.cat([batch[key] for key in columns]).float().detach()
+        if given and len(given) < len(columns):
+            raise ValueError(f"batch must have all of {list(columns)} or none, got {given}")
+        if self.reference == "columns":
+            raise ValueError(f"batch must have the keys {list(columns)} for reference='columns', got {sorted(batch)}")
+        return self._compute_reference(rows)
+
+    def _columns(self) -> dict[str, tuple[str, ...]]:
+        """The columns of stored log-probabilities, by the prefix of the keys of their sequences."""
+        if not isinstance(self.preference_loss, KTOOptions):
+            return {"": ("ref_chosen_logps", "ref_rejected_logps")}
+        return {"": ("ref_logps",)} | ({"KL_": ("ref_KL_logps",)} if self.preference_loss.needs_kl else {})
+
+    def _precompute(self) -> None:
+        """Passes all data through the reference, and keeps its log-probabilities."""
+        self._is_precomputing = True
+        try:
+            kind = self._reference_kind()
+            model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
+            is_resumed = self._reference_fingerprint is not None and kind == "policy"
+            if not is_resumed:
+                ld_alpha = getattr(self.preference_loss, "ld_alpha", None)
+                self._reference_fingerprint = weights_fingerprint(
+                    model, (kind, ld_alpha), without_adapters=kind == "adapters"
+                )
+            cache = self._reference_cache
+            if cache is None or cache.fingerprint != self._reference_fingerprint:
+                cache = ReferenceCache(self.ref_log_probs_folder, cast(str, self._reference_fingerprint))
+            strategy = self.trainer.strategy
+            for batch in every_batch(self.trainer):
+                keys = {prefix: sequence_keys(batch, prefix) for prefix in self._columns()}
+                is_new = any(key not in cache for found in keys.values() for key in found)
+                if not strategy.reduce_boolean_decision(is_new, all=False):
+                    continue
+                if is_resumed:
+                    raise ValueError(
+                        "ref_log_probs_folder must be the folder of the run that is resumed, with the same data: the"
+                        f" policy is no longer its own reference, and {cache.path} lacks some sequences"
+                    )
+                moved = strategy.batch_to_device(batch, dataloader_idx=0)
+                # Through the strategy, whose engine must see that its model is called.
+                with torch.no_grad():
+                    found = cast(dict[str, Tensor], strategy.validation_step(moved, 0))
+                for prefix, log_probs in found.items():
+                    cache.add(keys[prefix], log_probs)
+            cache.share()
+            self._reference_cache = cache
+            rank_zero_info(f"Computed the reference log-probabilities of {len(cache)} sequences")
+        finally:
+            self._is_precomputing = False
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> Any:
+        if self._is_precomputing:
+            rows = {prefix: self._rows(batch, prefix) for prefix in self._columns()}
+            return {prefix: self._compute_reference(each) for prefix, each in rows.items()}
+        return super().validation_step(batch, batch_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch = super().on_before_batch_transfer(batch, dataloader_idx)
+        cache = self._reference_cache
+        if cache is None or self._is_precomputing or not isinstance(batch, Mapping):
+            return batch
+        added: dict[str, Any] = {}
+        for prefix, columns in self._columns().items():
+            if batch.get(columns[0]) is not None or batch.get(prefix + "input_ids") is None:
+                continue
+            keys = sequence_keys(batch, prefix)
+            if self.trainer.state.fn != "fit" and any(key not in cache for key in keys):
+                continue  # data for testing, which was not seen before training
+            added |= zip(columns, cache.find(keys).chunk(len(columns)), strict=True)
+        return {**batch, **added}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[_DELTA] = self._running_delta.state
+        if self._reference_fingerprint is not None:
+            checkpoint[_FINGERPRINT] = self._reference_fingerprint
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if _DELTA in checkpoint:
+            self._running_delta.state = checkpoint[_DELTA]
+        self._reference_fingerprint = checkpoint.get(_FINGERPRINT)
+
+    # Sequences
+
+    def _num_parts(self) -> int:
+        """Sequences of one example: 2 of a pair, 3 of a triple."""
+        options = self.preference_loss
+        if isinstance(options, KTOOptions):
+            return 1
+        return 3 if isinstance(options, TPOOptions) and options.has_nll else 2
+
+    def _rows(self, batch: Mapping[str, Any], prefix: str = "") -> Rows:
+        """The sequences of a batch with ``weights``, the weight of each token in its sequence's log-probability."""
+        rows, parts, options = read_rows(batch, prefix), self._num_parts(), self.preference_loss
+        if rows.num_sequences % parts:
+            names = ("", "", "chosen and rejected sequences", "chosen, rejected and reference sequences")[parts]
+            raise ValueError(f"batch must hold as many {names}, got {rows.num_sequences} sequences in all")
+        completion = rows.labels != IGNORE_INDEX
+        weights = completion.float()
+        if isinstance(options, DPOOptions) and options.ld_alpha is not None:
+            weights = length_desensitized(completion, self._num_tokens(rows), options.ld_alpha, rows.sequence_ids)
+        if isinstance(options, ORPOOptions):
+            rows = rows._replace(labels=_with_prompts_of_chosen(rows, batch))
+        return rows._replace(extras={"weights": weights, "completion": completion})
+
+    def _num_tokens(self, rows: Rows) -> Tensor:
+        """The number of scored tokens of each sequence, ``[num_sequences]``."""
+        completion = rows.extras.get("completion", rows.labels != IGNORE_INDEX)
+        return sequence_sums(completion, rows.sequence_ids, rows.num_sequences)
+
+    def _num_nll_tokens(self, rows: Rows) -> Tensor:
+        """The number of tokens over which the negative log-likelihood is averaged."""
+        number = sequence_sums(rows.labels != IGNORE_INDEX, rows.sequence_ids, rows.num_sequences)
+        return number.chunk(self._num_parts())[-1 if isinstance(self.preference_loss, TPOOptions) else 0].sum()
+
+    def _score(self, rows: Rows) -> tuple[SequenceScores, Tensor | None]:
+        """The policy's sums over sequences, and the losses that the model adds."""
+        options = self.preference_loss
+        is_weighted = isinstance(options, DPOOptions) and options.use_weighting
+        outputs = ("log_probs", *_MEASURED, *(("log_sum_sq_probs",) if is_weighted else ()))
+        local = rows.to_context(self.context)
+        logits, auxiliary = self.call_model(local.inputs, local.labels)
+        scores = token_scores(logits, local.labels, outputs=outputs, detach=("entropy", "mean_logit"))
+        return self._sums(scores, local), auxiliary
+
+    def _sums(self, scores: TokenScores, local: Rows) -> SequenceScores:
+        completion = local.extras["completion"]
+        log_probs = cast(Tensor, scores.log_probs)
+        others = (scores.entropy, scores.mean_logit, scores.correct, scores.log_sum_sq_probs)
+        values = [log_probs * local.extras["weights"], -log_probs]
+        values += [log_probs.new_zeros(()) if each is None else each.detach() * completion for each in others]
+        sums = [
+            each.expand(local.num_sequences)
+            if not each.ndim
+            else sequence_sums(each, local.sequence_ids, local.num_sequences)
+            for each in values
+        ]
+        return SequenceScores(*self.sum_over_context(torch.stack(sums)).unbind())
+
+    # The loss
+
+    def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
+        rows = self._rows(batch)
+        if isinstance(self.preference_loss, KTOOptions):
+            return self._labelled_loss(stage, batch, rows)
+        reference = None
+        if self.needs_reference:  # first, when the policy has not stored anything for backward
+            reference = self._reference_of(batch, rows, self._columns()[""])
+        scores, auxiliary = self._score(rows)
+        num_tokens = self._num_tokens(rows)
+        result = self._pair_losses(scores, num_tokens, reference)
+        num_pairs = len(result.losses)
+        terms = [Term(result.losses.sum(), num_pairs, "pairs")]
+        num_nll_tokens = self._num_nll_tokens(rows)
+        if result.nll is not None:
+            terms.append(Term(result.nll.sum(), num_nll_tokens, "tokens"))
+        metrics: dict[str, Measured] = {name: mean_of(vector) for name, vector in result.metrics.items()}
+        is_chosen = torch.arange(rows.num_sequences, device=num_tokens.device) < num_pairs
+        is_rejected = ~is_chosen & (torch.arange(rows.num_sequences, device=num_tokens.device) < 2 * num_pairs)
+        metrics |= self._token_metrics(batch, rows, scores, num_tokens, is_chosen, is_rejected)
+        if "nll_loss" in self.metric_kinds():
+            part = scores.nll.detach().chunk(self._num_parts())[-1 if self._num_parts() == 3 else 0]
+            metrics["nll_loss"] = Mean(part.sum(), num_nll_tokens)
+        return StepLoss(tuple(terms), metrics, auxiliary)
+
+    def _pair_losses(self, scores: SequenceScores, num_tokens: Tensor, reference: Tensor | None) -> PairLosses:
+        options, parts = self.preference_loss, self._num_parts()
+        (chosen, rejected, *gold), (num_chosen, num_rejected, *_) = (
+            scores.log_probs.chunk(parts),
+            num_tokens.chunk(parts),
+        )
+        pairs = PairLogProbs(chosen, rejected, num_chosen, num_rejected, chosen_nll=scores.nll.chunk(parts)[0])
+        if isinstance(options, CPOOptions):
+            return cpo_loss(pairs, options)
+        if isinstance(options, ORPOOptions):
+            return orpo_loss(pairs, options)
+        if isinstance(options, TPOOptions):
+            return tpo_loss(pairs, gold[0] if gold else None, options)
+        ref_chosen, ref_rejected = cast(Tensor, reference).chunk(2)
+        weight = None
+        if cast(DPOOptions, options).use_weighting:
+            weight = wpo_weights(-scores.nll, scores.log_sum_sq_probs, num_chosen, num_rejected)
+        pairs = pairs._replace(ref_chosen=ref_chosen, ref_rejected=ref_rejected, weight=weight)
+        return dpo_loss(pairs, cast(DPOOptions, options))
+
+    def _labelled_loss(self, stage: str, batch: Mapping[str, Any], rows: Rows) -> StepLoss:
+        """The loss of completions with labels."""
+        options = cast(KTOOptions, self.preference_loss)
+        labels = batch.get("label")
+        check_tensor("batch['label']", labels)
+        labels = cast(Tensor, labels)
+        check_shape("batch['label']", labels, (rows.num_sequences,), "one label for each sequence")
+        labels = labels.bool()
+        reference = self._reference_of(batch, rows, ("ref_logps",))
+        baseline = self._kl(batch) if options.needs_kl else torch.zeros((), device=labels.device)
+        scores, auxiliary = self._score(rows)
+        if options.loss_type == "bco":
+            if stage == "train":
+                sums = torch.stack(reward_sums(options.beta * (scores.log_probs - reference), labels))
+                self._running_delta.update(*self._sum_over_ranks(sums))
+            baseline = self._running_delta.value().to(labels.device)
+        result = kto_loss(scores.log_probs, reference, labels, options, baseline=baseline)
+        metrics: dict[str, Measured] = {}
+        for name, mask in (("chosen", labels), ("rejected", ~labels)):
+            metrics[f"rewards/{name}"] = mean_of(result.rewards, mask)
+            metrics[f"logps/{name}"] = mean_of(scores.log_probs, mask)
+        metrics["rewards/margins"] = Difference(
+            cast(Mean, metrics["rewards/chosen"]), cast(Mean, metrics["rewards/rejected"])
+        )
+        if options.needs_kl:
+            metrics["kl"] = mean_of(baseline[None])
+        metrics |= self._token_metrics(batch, rows, scores, self._num_tokens(rows), labels, ~labels)
+        return StepLoss((Term(result.losses.sum(), rows.num_sequences, "sequences"),), metrics, auxiliary)
+
+    @torch.no_grad()
+    def _kl(self, batch: Mapping[str, Any]) -> Tensor:
+        """KTO's estimate of the policy's divergence, from the mismatched pairs of all ranks."""
+        rows = self._rows(batch, "KL_")
+        reference = self._reference_of(batch, rows, ("ref_KL_logps",))
+        local = rows.to_context(self.context)
+        logits, _ = self.call_model(local.inputs, local.labels)
+        log_probs = cast(Tensor, token_scores(logits, local.labels).log_probs)
+        own = self.sum_over_context(sequence_sums(log_probs, local.sequence_ids, local.num_sequences))
+        is_scored = self._num_tokens(rows) > 0
+        total = torch.where(is_scored, own - reference, 0).sum()
+        return kl_estimate(*self._sum_over_ranks(torch.stack((total, is_scored.sum().to(total.dtype)))))
+
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        if self._trainer is None:
+            return tensor
+        return cast(Tensor, self.trainer.strategy.reduce(tensor, reduce_op="sum"))
+
+    def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+        rows = self._rows(batch)
+        return {"pairs": rows.num_sequences / self._num_parts(), "tokens": self._num_nll_tokens(rows)}
+
+    # Metrics
+
+    def metric_kinds(self) -> dict[str, str]:
+        options = self.preference_loss
+        names = [*PAIR_METRICS, "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy"]
+        if isinstance(options, KTOOptions):
+            names.remove("rewards/accuracies")
+            names += ["kl"] if options.needs_kl else []
+        if isinstance(options, CPOOptions | ORPOOptions | TPOOptions):
+            names += ["nll_loss"] if not isinstance(options, TPOOptions) or options.has_nll else []
+        if isinstance(options, ORPOOptions):
+            names += ["log_odds_ratio", "log_odds_chosen"]
+        kinds = dict.fromkeys(names, "mean") | {"num_tokens": "sum"}
+        return kinds | ({"rewards/margins": "difference"} if isinstance(options, KTOOptions) else {})
+
+    def _token_metrics(
+        self,
+        batch: Mapping[str, Any],
+        rows: Rows,
+        scores: SequenceScores,
+        num_tokens: Tensor,
+        is_chosen: Tensor,
+        is_rejected: Tensor,
+    ) -> dict[str, Measured]:
+        def mean(values: Tensor, where: Tensor) -> Mean:
+            return Mean(torch.where(where, values.detach(), 0).sum(), torch.where(where, num_tokens, 0).sum())
+
+        attention = batch.get("attention_mask")
+        number = rows.labels.new_full((), rows.labels.numel()) if attention is None else attention.sum()
+        return {
+            "entropy": mean(scores.entropy, is_chosen | is_rejected),
+            "logits/chosen": mean(scores.mean_logit, is_chosen),
+            "logits/rejected": mean(scores.mean_logit, is_rejected),
+            "mean_token_accuracy": mean(scores.correct, is_chosen),
+            "num_tokens": Total(number / (1 if self.context is None else self.context.size)),
+        }
+
+
+def _with_prompts_of_chosen(rows: Rows, batch: Mapping[str, Any]) -> Tensor:
+    """The labels of all tokens of chosen sequences, prompts included, and of the completions of the others."""
+    ids, attention, numbers = rows.inputs["input_ids"].long(), rows.inputs.get("attention_mask"), rows.sequence_ids
+    if numbers is None:
+        numbers = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+    is_real = ids != IGNORE_INDEX if attention is None else attention.bool()
+    everything = shift_labels(ids.masked_fill(~is_real, IGNORE_INDEX), rows.inputs.get("position_ids"))
+    is_last = torch.ones_like(is_real)
+    is_last[..., :-1] = numbers.diff(dim=-1) != 0
+    is_chosen = (numbers >= 0) & (numbers < rows.num_sequences // 2) & ~is_last
+    return torch.where(is_chosen, everything, rows.labels)

@@ -1,0 +1,212 @@
+"""Log-probabilities of a reference model: a frozen model, the policy without adapters, or stored numbers."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from liger_ops.arguments import wrong_value
+
+REFERENCES = ("auto", "model", "adapters", "columns")
+_REFERENCE_ADAPTER = "ref"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether ``model`` is, or holds, a model with adapters of peft."""
+    return _adapted(model) is not None
+
+
+def _adapted(model: nn.Module) -> Any:
+    return next(
+        (part for part in model.modules() if hasattr(part, "disable_adapter") and hasattr(part, "peft_config")), None
+    )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before it got adapters; if one of them is named ``"ref"``, with this one instead.
+
+    Raises:
+        ValueError: If the model has no adapters.
+    """
+    adapted = _adapted(model)
+    if adapted is None:
+        raise wrong_value("reference", "'adapters' only for a model with adapters of peft", type(model).__name__)
+    # peft changes which parameters are trained when it switches adapters off and on.
+    trained = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
+    try:
+        if _REFERENCE_ADAPTER in adapted.peft_config:
+            active = adapted.active_adapter
+            adapted.set_adapter(_REFERENCE_ADAPTER)
+            try:
+                yield
+            finally:
+                adapted.set_adapter(active)
+        else:
+            with adapted.disable_adapter():
+                yield
+    finally:
+        for parameter, requires_grad in trained:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, without dropout; each module gets its former mode back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets all probabilities of dropout to 0, also those that attention modules of transformers keep as a number."""
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def freeze(model: nn.Module) -> None:
+    """Makes ``model`` a reference: in evaluation mode, without gradients."""
+    model.requires_grad_(False)
+    model.eval()
+
+
+def drop_from_state_dict(module: nn.Module, name: str) -> None:
+    """Keeps the submodule ``name`` out of checkpoints of ``module``, and lets them be loaded without it."""
+
+    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
+            del state[key]
+
+    def allow(_: nn.Module, incompatible: Any) -> None:
+        missing = incompatible.missing_keys
+        missing[:] = [key for key in missing if not key.startswith(f"{name}.") and f".{name}." not in key]
+
+    module.register_state_dict_post_hook(drop)
+    module.register_load_state_dict_post_hook(allow)
+
+
+class ReferenceCache:
+    """Summed log-probabilities of sequences by their tokens, in memory and optionally in a file.
+
+    Args:
+        folder: Where the file is, None for none.
+        fingerprint: Of the reference model's weights, part of the file's name.
+    """
+
+    def __init__(self, folder: str | None, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self.path = None if folder is None else Path(folder) / f"reference-{fingerprint}.safetensors"
+        self._values: dict[bytes, float] = {}
+        if self.path is not None and self.path.is_file():
+            self._load(load_file(self.path))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._values
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        if set(tensors) != {"keys", "log_probs"} or tensors["keys"].shape != (len(tensors["log_probs"]), 16):
+            raise ValueError(
+                f"{self.path} must be a file of reference log-probabilities, got {sorted(tensors)}: delete it"
+            )
+        keys = tensors["keys"].numpy()
+        self._values.update({key.tobytes(): float(x) for key, x in zip(keys, tensors["log_probs"], strict=True)})
+
+    def add(self, keys: Iterable[bytes], log_probs: Tensor) -> None:
+        """Adds sequences with their log-probabilities, ``[n]``."""
+        self._values.update(zip(keys, log_probs.tolist(), strict=True))
+
+    def share(self) -> None:
+        """Gives each rank the sequences of all ranks, and writes the file."""
+        is_parallel = dist.is_available() and dist.is_initialized()
+        if is_parallel:
+            everything: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everything, self._values)
+            for values in everything:
+                self._values.update(values)
+        if self.path is not None and (not is_parallel or dist.get_rank() == 0):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            keys = torch.frombuffer(bytearray(b"".join(self._values)), dtype=torch.uint8).view(-1, 16)
+            written = self.path.with_suffix(".tmp")
+            save_file({"keys": keys, "log_probs": torch.tensor(list(self._values.values()))}, written)
+            written.replace(self.path)
+        if is_parallel:
+            dist.barrier()
+
+    def find(self, keys: list[bytes]) -> Tensor:
+        """The log-probabilities of sequences, ``[n]`` in float32.
+
+        Raises:
+            KeyError: For a sequence that was not seen before training.
+        """
+        missing = [index for index, key in enumerate(keys) if key not in self._values]
+        if missing:
+            raise KeyError(
+                f"the batch must hold sequences whose reference log-probabilities were computed before training, but"
+                f" {len(missing)} of its {len(keys)} are new (the first is number {missing[0]}): the data changed"
+                " since then, or is not the same in each epoch (random truncation, or KTO's mismatched pairs with"
+                " shuffling). Set precompute_ref_log_probs=False for such data"
+            )
+        return torch.tensor([self._values[key] for key in keys])
+
+
+def sequence_keys(batch: Mapping[str, Any], prefix: str = "") -> list[bytes]:
+    """16 bytes for each sequence of a batch: a hash of its tokens and of which of them are the completion's."""
+    pairs = torch.stack([batch[prefix + name].detach().cpu().long() for name in ("input_ids", "completion_mask")], -1)
+    attention, numbers = (
+        None if batch.get(prefix + name) is None else batch[prefix + name].detach().cpu()
+        for name in ("attention_mask", "sequence_ids")
+    )
+    if numbers is not None:
+        number = batch.get(prefix + "num_sequences")
+        count = int(numbers.max()) + 1 if number is None else int(number)
+        parts = [_without_padding(pairs[numbers == index]) for index in range(count)]
+    elif attention is None:
+        parts = list(pairs)
+    else:
+        parts = [row[kept.bool()] for row, kept in zip(pairs, attention, strict=True)]
+    return [hashlib.blake2b(part.contiguous().numpy().tobytes(), digest_size=16).digest() for part in parts]
+
+
+def _without_padding(pairs: Tensor) -> Tensor:
+    """A packed sequence up to its last completion token: padding is part of the last one."""
+    kept = pairs[:, 1].nonzero()
+    return pairs[: int(kept[-1]) + 1] if len(kept) else pairs
+
+
+def weights_fingerprint(model: nn.Module, settings: object, *, without_adapters: bool = False) -> str:
+    """A hash of the weights as they are distributed, and of ``settings``: the same in each run on the same devices."""
+    total = torch.zeros((), dtype=torch.int64)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        if without_adapters and ("lora_" in name or "modules_to_save" in name):
+            continue
+        value = getattr(parameter, "ds_tensor", parameter.detach())
+        value = value.to_local() if isinstance(value, DTensor) else value
+        bits = value.detach().contiguous().view(_BITS[value.element_size()])
+        total += ((index + 1) * bits.sum(dtype=torch.int64)).cpu()
+    if dist.is_available() and dist.is_initialized():
+        everything: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everything, int(total))
+    else:
+        everything = [int(total)]
+    return hashlib.blake2b(repr((everything, settings)).encode(), digest_size=8).hexdigest()
