@@ -12,10 +12,13 @@ from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.orpo import ORPOOptions
+from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.tpo import TPOOptions
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.post_training.grpo import LigerGRPO
 from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerKTO, LigerORPO, LigerTPO
+from lightning_liger.post_training.policy import LigerPolicyMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels, split_sequence
@@ -66,10 +69,12 @@ __all__ = [
     "LigerDPO",
     "LigerDeepSpeedStrategy",
     "LigerFSDPStrategy",
+    "LigerGRPO",
     "LigerKTO",
     "LigerLMMixin",
     "LigerModelParallelStrategy",
     "LigerORPO",
+    "LigerPolicyMixin",
     "LigerPrecisionPlugin",
     "LigerPreferenceMixin",
     "LigerSingleDeviceStrategy",
@@ -77,6 +82,7 @@ __all__ = [
     "LigerTPO",
     "ORPOOptions",
     "PatchReport",
+    "PolicyOptions",
     "TPOOptions",
     "TrainingSummary",
     "apply_liger_kernels",

@@ -61,7 +61,12 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
 
 
 def clipped_loss(
-    ratio: Tensor, advantages: Tensor, *, epsilon: float = 0.2, epsilon_high: float | None = None, delta: float | None = None
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
 ) -> Tensor:
     """PPO's clipped objective, negated; with ``delta`` clipped on both sides (2505.07291).
 

@@ -136,7 +136,10 @@ def token_objective(
     def flat(value: Tensor | None) -> Tensor | None:
         return None if value is None else value.expand(shape).reshape(-1)
 
-    advantages, weights = flat(_of_tokens(batch, batch.advantages)), flat(token_weights(batch.completions, options, dtype))
+    advantages, weights = (
+        flat(_of_tokens(batch, batch.advantages)),
+        flat(token_weights(batch.completions, options, dtype)),
+    )
     old, ref, sampled = map(flat, (batch.old_log_probs, batch.ref_log_probs, batch.sampling_log_probs))
     of_sequences = None
     if _corrects(batch, options) and batch.old_log_probs is not None:
@@ -186,7 +189,9 @@ def policy_objective(
     assert log_probs is not None
     old = log_probs.detach() if old is None else old
     log_ratio = log_probs - old
-    importance = _sampling_ratio(old, batch._replace(sampling_log_probs=sampled), options) if _corrects(batch, options) else None
+    importance = (
+        _sampling_ratio(old, batch._replace(sampling_log_probs=sampled), options) if _corrects(batch, options) else None
+    )
     kept = None
     if options.top_entropy_quantile < 1:
         kept = top_entropy_mask(entropies, completions.mask, quantile=options.top_entropy_quantile, gather=gather)

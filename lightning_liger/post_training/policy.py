@@ -18,18 +18,25 @@ from lightning_liger.losses.policy_batch import (
     policy_objective,
     token_objective,
 )
-from lightning_liger.losses.policy_metrics import metric_kind, metric_names, names_of_data, policy_metrics, reward_metrics
+from lightning_liger.losses.policy_metrics import (
+    metric_kind,
+    metric_names,
+    names_of_data,
+    policy_metrics,
+    reward_metrics,
+)
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.policy_reductions import num_units
-from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.completions import read_completions
 from lightning_liger.post_training.entropy import EntropyCoefficient
 from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
 from lightning_liger.post_training.rows import Rows
+from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.training.protocol import engine_of
 
 
-class LigerPolicyMixin(LigerPostTrainingMixin):
+class LigerPolicyMixin(LigerReferenceMixin):
     """Training, validation and test steps of a policy-gradient loss on completions with advantages.
 
     Completions come with the data: from a file, or from a loop of your own that samples them. List the mixin before the
@@ -40,7 +47,9 @@ class LigerPolicyMixin(LigerPostTrainingMixin):
 
     Batches are those of TRL's ``GRPOTrainer``, padded or packed, see :func:`read_completions`. Without
     ``old_per_token_logps`` the policy is the one that was sampled from. A reference (for ``beta`` above 0) is the
-    column ``ref_per_token_logps``, or :attr:`reference`.
+    column ``ref_per_token_logps``; else ``ref_model``, which is frozen, in evaluation mode and not in checkpoints
+    (``configure_model`` makes it again); else the policy with its peft adapters off (or with one that is named
+    ``"ref"``). ``reference`` chooses one: ``"columns"``, ``"model"``, ``"adapters"``, or ``"auto"`` in this order.
 
     The loss is that of a whole optimizer step, whatever its split over micro-batches and ranks, divided by the number
     of tokens or completions (:mod:`lightning_liger.losses.policy_reductions`). With ``num_items_in_batch``, the number
@@ -61,7 +70,11 @@ class LigerPolicyMixin(LigerPostTrainingMixin):
     steps_per_generation: int | None = None
     """Micro-batches that ``num_items_in_batch`` is spread over; None is the number of an optimizer step."""
 
+    disable_dropout: bool = False
     _units = "tokens or completions"
+    _reference_hint = (
+        "set self.ref_model, train adapters of peft, or give batches with ref_per_token_logps, as beta is above 0"
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,8 +92,11 @@ class LigerPolicyMixin(LigerPostTrainingMixin):
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.policy_options
         rows, policy, _ = read_completions(batch)
-        if options.beta and policy.ref_log_probs is None:
-            policy = policy._replace(ref_log_probs=self._log_probs_of_reference(rows))
+        if options.beta and (policy.ref_log_probs is None or self.reference not in ("auto", "columns")):
+            if self.reference == "columns":
+                raise ValueError("batch must have the key 'ref_per_token_logps' for reference='columns'")
+            with self._reference_model() as model:
+                policy = policy._replace(ref_log_probs=self._log_probs(rows, model))
         check_policy_batch(policy, options)
         device, mask = rows.labels.device, policy.completions.mask
         coefficient = self._entropy_coefficient.applied(device) if options.has_entropy_bonus else None
@@ -204,8 +220,9 @@ class LigerPolicyMixin(LigerPostTrainingMixin):
             logits, _ = self.call_model(local.inputs, local.labels, model)
             return self._whole(token_scores(logits, local.labels, temperature=self.temperature).log_probs)
 
-    def _log_probs_of_reference(self, rows: Rows) -> Tensor:
-        raise NotImplementedError
+    @property
+    def needs_reference(self) -> bool:
+        return self.policy_options.beta > 0
 
     def _measured(
         self,

@@ -99,7 +99,9 @@ def _rows() -> Iterator[BadInput]:
     for loss_type, mode in (("vespo", "sequence_mask"), ("gmpo", "token_mask"), ("rloo", "token_mask")):
         options = {"loss_type": loss_type, "vllm_importance_sampling_mode": mode}
         yield BadInput(
-            f"batch-mode-{loss_type}", _check(options, **sampled), ("vllm_importance_sampling_mode", repr(mode), loss_type)
+            f"batch-mode-{loss_type}",
+            _check(options, **sampled),
+            ("vllm_importance_sampling_mode", repr(mode), loss_type),
         )
     mask = torch.ones(SHAPE, dtype=torch.bool)
     ids = torch.zeros(SHAPE, dtype=torch.int64)
@@ -123,10 +125,14 @@ def _rows() -> Iterator[BadInput]:
         ("completions", "None", "'sequence_mask'"),
     )
     yield BadInput(
-        "sampling_ratio-clip_max", lambda: sampling_ratio(_TOKENS, _TOKENS, clip_max=-1.0), ("clip_max", "-1.0", "at least 0")
+        "sampling_ratio-clip_max",
+        lambda: sampling_ratio(_TOKENS, _TOKENS, clip_max=-1.0),
+        ("clip_max", "-1.0", "at least 0"),
     )
     yield BadInput(
-        "top_entropy_mask-quantile", lambda: top_entropy_mask(_TOKENS, mask, quantile=0.0), ("quantile", "0.0", "above 0")
+        "top_entropy_mask-quantile",
+        lambda: top_entropy_mask(_TOKENS, mask, quantile=0.0),
+        ("quantile", "0.0", "above 0"),
     )
     rewards = torch.zeros(6)
     for function in (group_advantages, leave_one_out_advantages):

@@ -51,9 +51,7 @@ def test_several_rewards_are_added_before_or_after_they_are_normalized() -> None
             group = column[i : i + 3]
             values += [(x - statistics.mean(known(group))) / (spread(known(group)) + 1e-4) for x in group]
         normalized.append(values)
-    sums = [
-        sum(known([a, 0.5 * b])) if known(list(row)) else NAN for a, b, row in zip(*normalized, rows, strict=True)
-    ]
+    sums = [sum(known([a, 0.5 * b])) if known(list(row)) else NAN for a, b, row in zip(*normalized, rows, strict=True)]
     expected = [(x - statistics.mean(known(sums))) / (spread(known(sums)) + 1e-4) for x in sums]
     found = group_advantages(table, 3, reward_weights=weights, multi_objective_aggregation="normalize_then_sum")
     expected = [x if x == x else 0.0 for x in expected]

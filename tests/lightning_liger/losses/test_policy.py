@@ -128,13 +128,17 @@ def test_loss_does_not_depend_on_padding_or_on_the_split_into_micro_batches(loss
         return torch.nn.functional.pad(value, (2, 3), value=0 if value.dtype == torch.bool else math.nan)
 
     padded = PolicyBatch(
-        Completions(wider(batch.completions.mask)), batch.advantages, wider(batch.old_log_probs)  # type: ignore[arg-type]
+        Completions(wider(batch.completions.mask)),
+        batch.advantages,
+        wider(batch.old_log_probs),  # type: ignore[arg-type]
     )
     torch.testing.assert_close(loss_of(wider(log_probs), wider(entropies), padded, options), loss)
     units, total = num_units(batch.completions, options), torch.zeros((), dtype=torch.float64)
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
         part = PolicyBatch(
-            Completions(batch.completions.mask[rows]), batch.advantages[rows], batch.old_log_probs[rows]  # type: ignore[index]
+            Completions(batch.completions.mask[rows]),
+            batch.advantages[rows],
+            batch.old_log_probs[rows],  # type: ignore[index]
         )
         total = total + policy_objective(log_probs[rows], entropies[rows], part, options).total
     torch.testing.assert_close(total / units, loss)
@@ -194,7 +198,9 @@ def test_sequence_mode_of_luspo_weights_each_completion_by_its_scored_tokens() -
     mask = torch.cat((batch.completions.mask, torch.zeros_like(batch.completions.mask)), 1)
     old = torch.cat((batch.old_log_probs, torch.full_like(log_probs, torch.nan)), 1)  # type: ignore[arg-type]
     wider = PolicyBatch(Completions(mask), batch.advantages, old)
-    torch.testing.assert_close(loss_of(doubled, torch.zeros_like(doubled), wider, options), expected, rtol=1e-11, atol=0)
+    torch.testing.assert_close(
+        loss_of(doubled, torch.zeros_like(doubled), wider, options), expected, rtol=1e-11, atol=0
+    )
 
 
 def test_sampling_ratios_of_tokens_and_of_sequences() -> None:
@@ -205,7 +211,12 @@ def test_sampling_ratios_of_tokens_and_of_sequences() -> None:
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
         for low, high in ((None, 1.5), (0.5, None), (0.6, 1.4)):
             ratio = sampling_ratio(
-                log_probs, batch.sampling_log_probs, mode=mode, completions=batch.completions, clip_min=low, clip_max=high
+                log_probs,
+                batch.sampling_log_probs,
+                mode=mode,
+                completions=batch.completions,
+                clip_min=low,
+                clip_max=high,
             )
             for row in range(len(mask)):
                 differences = (log_probs - batch.sampling_log_probs)[row][mask[row]].nan_to_num(nan=0.0)
@@ -241,9 +252,7 @@ def test_entropy_mask_selects_what_is_trained_and_what_the_bonus_counts() -> Non
     kept = top_entropy_mask(entropies, batch.completions.mask, quantile=0.4)
     options = options_for("dapo", top_entropy_quantile=0.4)
     result = policy_objective(log_probs, entropies, batch, options)
-    only = policy_objective(
-        log_probs, entropies, batch._replace(completions=Completions(kept)), options_for("dapo")
-    )
+    only = policy_objective(log_probs, entropies, batch._replace(completions=Completions(kept)), options_for("dapo"))
     torch.testing.assert_close(result.total, only.total)
     torch.testing.assert_close(result.entropy, entropies[kept].sum())
 

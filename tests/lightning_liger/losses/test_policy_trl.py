@@ -22,7 +22,10 @@ from tests.lightning_liger.losses.policy_batches import options_for, padded_batc
 SPEC = importlib.util.find_spec("trl")
 pytestmark = pytest.mark.skipif(SPEC is None, reason="needs the package trl")
 
-TRAINERS = {"gmpo": ("experimental/gmpo/gmpo_trainer.py", "GMPOTrainer"), "rloo": ("trainer/rloo_trainer.py", "RLOOTrainer")}
+TRAINERS = {
+    "gmpo": ("experimental/gmpo/gmpo_trainer.py", "GMPOTrainer"),
+    "rloo": ("trainer/rloo_trainer.py", "RLOOTrainer"),
+}
 GRPO = ("trainer/grpo_trainer.py", "GRPOTrainer")
 
 
@@ -58,7 +61,9 @@ def trl_loss(
     )
     trainer = SimpleNamespace(
         **{name: getattr(options, name) for name in options.__dataclass_fields__},
-        args=SimpleNamespace(**{name: getattr(options, name) for name in options.__dataclass_fields__}, steps_per_generation=1),
+        args=SimpleNamespace(
+            **{name: getattr(options, name) for name in options.__dataclass_fields__}, steps_per_generation=1
+        ),
         accelerator=accelerator,
         current_gradient_accumulation_steps=1,
         use_vllm="importance_sampling_ratio" in inputs,
@@ -105,7 +110,11 @@ def test_loss_gradient_and_metrics_are_trls(loss_type: str, changes: dict[str, A
     inputs: dict[str, Any] = dict.fromkeys(("prompt_ids", "prompt_mask"), mask[:, :0].long())
     inputs |= dict.fromkeys(("completion_ids", "completion_mask"), mask.long())
     inputs |= {"advantages": batch.advantages, "num_items_in_batch": mask.sum()}
-    for name, column in (("old", batch.old_log_probs), ("ref", batch.ref_log_probs), ("sampling", batch.sampling_log_probs)):
+    for name, column in (
+        ("old", batch.old_log_probs),
+        ("ref", batch.ref_log_probs),
+        ("sampling", batch.sampling_log_probs),
+    ):
         if column is not None:
             inputs[f"{name}_per_token_logps"] = column.nan_to_num(nan=0.0)
     if loss_type == "rloo":

@@ -20,7 +20,9 @@ PROMPTS, COMPLETIONS = (3, 1, 4, 2, 5, 2), (4, 6, 1, 0, 5, 3)
 COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 
-def sequences(number: int, *, of_tokens: bool = False, columns: tuple[str, ...] = COLUMNS, seed: int = 0) -> list[Batch]:
+def sequences(
+    number: int, *, of_tokens: bool = False, columns: tuple[str, ...] = COLUMNS, seed: int = 0
+) -> list[Batch]:
     """Single sequences of a batch, each with its values."""
     random = torch.Generator().manual_seed(seed)
     result = []
@@ -140,7 +142,9 @@ def expected_loss(model: torch.nn.Module, examples: list[Batch], options: Policy
     advantages = [example["advantages"].double() for example in examples]
     mask = pad([example["tool_mask"] for example in examples]).bool()
     batch = PolicyBatch(
-        Completions(mask), pad(advantages) if advantages[0].ndim else torch.stack(advantages), *map(columns.get, COLUMNS)
+        Completions(mask),
+        pad(advantages) if advantages[0].ndim else torch.stack(advantages),
+        *map(columns.get, COLUMNS),
     )
     return naive_loss(log_probs, batch, options) - options.entropy_coef * entropies[mask].mean()
 
@@ -161,8 +165,8 @@ def assert_same_weights(model: torch.nn.Module, expected: torch.nn.Module) -> No
     stock = dict(expected.named_parameters())
     moved = 0.0
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, stock[name], rtol=2e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            parameter, stock[name], rtol=2e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
         moved = max(moved, float((stock[name] - dict(tiny_llama().named_parameters())[name]).abs().max().detach()))
     assert moved > 1e-3
-
-

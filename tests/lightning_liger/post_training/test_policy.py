@@ -175,8 +175,11 @@ def test_per_token_log_probs_are_columns_of_the_batch() -> None:
     for form in (joined, packed):
         batch = form(examples)
         column = module.per_token_log_probs(batch)
-        assert column.shape == batch["input_ids"].shape and not column.requires_grad
-        assert module.training_step(batch | {"old_per_token_logps": column}, 0).item() == pytest.approx(on_policy, rel=1e-5)
+        assert column.shape == batch["input_ids"].shape
+        assert not column.requires_grad
+        assert module.training_step(batch | {"old_per_token_logps": column}, 0).item() == pytest.approx(
+            on_policy, rel=1e-5
+        )
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
@@ -231,4 +234,5 @@ def test_lora_trains_adapters_of_the_head_too() -> None:
         torch.testing.assert_close(parameter, expected, rtol=2e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
         if not torch.equal(parameter, before[name]):
             moved.append(name)
-    assert len(moved) == 6 and all("lora" in name for name in moved)
+    assert len(moved) == 6
+    assert all("lora" in name for name in moved)

@@ -69,7 +69,9 @@ def train(run: Run, rank: int, folder: Path) -> dict[str, Any]:
     batches = []
     for slices in run.micro_batches:
         part = examples[slices[rank]]
-        batches.append(apart(part) if run.context_parallel_size == 1 else even((packed if run.is_packed else joined)(part)))
+        batches.append(
+            apart(part) if run.context_parallel_size == 1 else even((packed if run.is_packed else joined)(part))
+        )
     trainer = make_trainer(
         root=folder,
         strategy=LigerDDPStrategy(context_parallel_size=run.context_parallel_size),
