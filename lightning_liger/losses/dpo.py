@@ -46,6 +46,7 @@ from liger_ops.arguments import (
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 _MAX_EXPONENT = 80.0  # whose exponential is a float32
+_MAX_SQUARED = 1e18
 
 
 class PairLogProbs(NamedTuple):
@@ -352,7 +353,8 @@ def _discopop(r: _Ratios) -> Tensor:
 _LOSSES: dict[str, Callable[[_Ratios], Tensor]] = {
     "sigmoid": lambda r: -F.logsigmoid(r.logits),
     "hinge": lambda r: torch.relu(1 - r.logits),
-    "ipo": lambda r: (r.mean_difference - 0.5 / r.options.beta).square(),
+    # Bounded, as the square of an exponential that was is not.
+    "ipo": lambda r: (r.mean_difference - 0.5 / r.options.beta).clamp(-_MAX_SQUARED, _MAX_SQUARED).square(),
     "exo_pair": _exo,
     "nca_pair": _nca,
     "robust": _robust,

@@ -103,15 +103,15 @@ def kto_loss(
     ratios = log_probs - ref_log_probs
     if isinstance(baseline, Tensor):
         baseline = baseline.detach()
-    sign = torch.where(labels, 1.0, -1.0)
+    sign = 2 * labels.to(ratios.dtype) - 1
     if options.loss_type == "kto":
         losses = torch.sigmoid(-sign * options.beta * (ratios - baseline))
     elif options.loss_type == "apo_zero_unpaired":
         losses = torch.sigmoid(-sign * options.beta * ratios)
     else:
         losses = -F.logsigmoid(sign * (options.beta * ratios - baseline))
-    weights = torch.where(labels, options.desirable_weight, options.undesirable_weight)
-    return KTOLosses(weights * losses, options.beta * ratios.detach())
+    weighted = torch.where(labels, options.desirable_weight * losses, options.undesirable_weight * losses)
+    return KTOLosses(weighted, options.beta * ratios.detach())
 
 
 def kl_estimate(total: Tensor, count: Tensor | float) -> Tensor:

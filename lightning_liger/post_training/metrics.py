@@ -128,7 +128,15 @@ def sum_of_means(parts: Tensor) -> Tensor:
     return torch.where(parts[:, 1] > 0, parts[:, 0] / parts[:, 1].clamp(min=1e-300), 0.0).sum()
 
 
-class Sum(MeanOverTokens):
+class MeanOverUnits(MeanOverTokens):
+    """A mean that is updated with sums, and their numbers of units."""
+
+    def update(self, total: Tensor, number: Tensor | float) -> None:
+        self.total += total.detach()
+        self.num_tokens += number
+
+
+class Sum(MeanOverUnits):
     """A sum over batches and ranks."""
 
     def compute(self) -> Tensor:
@@ -143,14 +151,14 @@ class DifferenceOfMeans(SumOfMeans):
         return first - second
 
 
-def make_metric(kind: str) -> MeanOverTokens | Extremum | DifferenceOfMeans:
+def make_metric(kind: str) -> MeanOverUnits | Extremum | DifferenceOfMeans:
     """The metric of a kind in :data:`KINDS`."""
     if kind == "difference":
         return DifferenceOfMeans()
-    return {"mean": MeanOverTokens, "sum": Sum}[kind]() if kind in ("mean", "sum") else Extremum(kind)
+    return {"mean": MeanOverUnits, "sum": Sum}[kind]() if kind in ("mean", "sum") else Extremum(kind)
 
 
-def update_metric(metric: MeanOverTokens | Extremum | DifferenceOfMeans, measured: Measured) -> None:
+def update_metric(metric: MeanOverUnits | Extremum | DifferenceOfMeans, measured: Measured) -> None:
     """Adds one batch's part."""
     if isinstance(measured, Difference):
         rows = [[torch.as_tensor(x, dtype=torch.float64) for x in mean] for mean in measured]
@@ -158,6 +166,6 @@ def update_metric(metric: MeanOverTokens | Extremum | DifferenceOfMeans, measure
     elif isinstance(metric, Extremum):
         metric.update(cast(Largest, measured).value)
     elif isinstance(measured, Mean):
-        cast(MeanOverTokens, metric).update_sum(*measured)
+        cast(MeanOverUnits, metric).update(*measured)
     else:
-        cast(MeanOverTokens, metric).update_sum(cast(Total, measured).value, 1)
+        cast(MeanOverUnits, metric).update(cast(Total, measured).value, 1)

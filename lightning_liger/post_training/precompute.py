@@ -18,12 +18,13 @@ def every_batch(trainer: L.Trainer) -> Iterator[Any]:
         ValueError: For data that has no length, or loaders that are no ``DataLoader``.
     """
     trainer.fit_loop.setup_data()
-    trainer.fit_loop.epoch_loop.val_loop.setup_data()
-    validation = trainer.val_dataloaders or []
-    loaders = [trainer.train_dataloader, *(validation if isinstance(validation, list | tuple) else [validation])]
+    loaders = [trainer.train_dataloader]
+    if trainer.enable_validation:
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        validation = trainer.val_dataloaders
+        loaders += validation if isinstance(validation, list | tuple) else [validation]
     for loader in loaders:
-        if loader is not None:
-            yield from _in_order(loader, trainer)
+        yield from _in_order(loader, trainer)
 
 
 def _in_order(loader: Any, trainer: L.Trainer) -> DataLoader:

@@ -31,11 +31,6 @@ class MeanOverTokens(Metric):
         self.total += mean.double() * num_tokens
         self.num_tokens += num_tokens
 
-    def update_sum(self, total: Tensor, number: Tensor | float) -> None:
-        """Adds a sum over ``number`` units, which may be 0 where the sum is 0."""
-        self.total += total.detach()
-        self.num_tokens += number
-
     def compute(self) -> Tensor:
         return self.total / self.num_tokens
 

@@ -1,0 +1,336 @@
+"""Preference losses against independent float64 expressions written with probabilities, at the edges too."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_liger.losses import cpo, dpo, kto, online_dpo, orpo, tpo
+from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, dpo_loss
+from lightning_liger.losses.sequences import completion_positions, length_desensitized, sequence_sums
+
+B = 5
+sig = torch.sigmoid
+
+
+def random_pairs(dtype: torch.dtype = torch.float64, scale: float = 6.0) -> PairLogProbs:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> Tensor:
+        return -(torch.rand(B, generator=generator, dtype=torch.float64) * scale + 0.5).to(dtype)
+
+    own = [draw().requires_grad_(), draw().requires_grad_()]
+    numbers = [torch.tensor([3.0, 1, 7, 2, 4]), torch.tensor([1.0, 1, 5, 9, 2])]
+    return PairLogProbs(*own, *numbers, draw(), draw(), weight=draw().exp(), chosen_nll=None)
+
+
+def h_of(kind: str, ratio: Tensor, alpha: float) -> Tensor:
+    """f' of the divergence at u = exp(ratio)."""
+    u = ratio.exp()
+    if kind == "forward_kl":
+        return 1 - 1 / u
+    if kind == "js_divergence":
+        return torch.log(2 * u / (1 + u))
+    return (u ** (alpha - 1) - 1) / (alpha - 1) if kind == "alpha_divergence" else torch.log(u)
+
+
+def expected(p: PairLogProbs, o: DPOOptions, kind: str) -> Tensor:
+    rw, rr, b, eps = p.chosen - p.ref_chosen, p.rejected - p.ref_rejected, o.beta, o.label_smoothing
+    hw, hr = (h_of(o.f_divergence_type, r, o.f_alpha_divergence_coef) for r in (rw, rr))
+    d = b * (hw - hr)
+    mean, mix = hw / p.num_chosen - hr / p.num_rejected, sig(d / o.discopop_tau)
+
+    def smooth(x: Tensor) -> Tensor:
+        return -(1 - eps) * torch.log(sig(x)) - eps * torch.log(1 - sig(x))
+
+    def ranked(x: Tensor) -> Tensor:
+        return torch.stack(sorted(x.unbind(), key=float))
+
+    return {
+        "sigmoid": lambda: torch.log(1 + torch.exp(-d)),
+        "hinge": lambda: torch.maximum(1 - d, torch.zeros_like(d)),
+        "ipo": lambda: (mean - 1 / (2 * b)) ** 2,
+        "exo_pair": lambda: sig(d) * torch.log(sig(d) / (1 - eps)) + sig(-d) * torch.log(sig(-d) / eps),
+        "nca_pair": lambda: -torch.log(sig(b * rw)) - torch.log(sig(-b * rw)) / 2 - torch.log(sig(-b * rr)) / 2,
+        "robust": lambda: (-(1 - eps) * torch.log(sig(d)) + eps * torch.log(sig(-d))) / (1 - 2 * eps),
+        "bco_pair": lambda: -torch.log(sig(b * rw)) - torch.log(sig(-b * rr)),
+        "sppo_hard": lambda: (rw - 0.5 / b) ** 2 + (rr + 0.5 / b) ** 2,
+        "aot": lambda: smooth(b * (ranked(p.chosen - p.rejected) - ranked(p.ref_chosen - p.ref_rejected))),
+        "aot_unpaired": lambda: smooth(b * (ranked(rw) - ranked(rr))),
+        "apo_zero": lambda: 1 - sig(b * rw) + sig(b * rr),
+        "apo_down": lambda: sig(b * rw) + 1 - sig(b * (rw - rr)),
+        "discopop": lambda: (1 - mix) * -torch.log(sig(d)) + torch.exp(-d) * mix,
+        "sigmoid_norm": lambda: -torch.log(sig(b * mean)),
+    }[kind]()  # fmt: skip
+
+
+def assert_same_with_gradients(got: Tensor, want: Tensor, inputs: tuple[Tensor, ...], rtol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, want, rtol=rtol, atol=1e-10)
+    upstream = torch.linspace(0.5, 2, len(got), dtype=got.dtype)
+    for own, other in zip(
+        torch.autograd.grad(got, inputs, upstream, allow_unused=True, retain_graph=True),
+        torch.autograd.grad(want, inputs, upstream, allow_unused=True, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other, rtol=rtol * 10, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [each for each in dpo.LOSS_TYPES if each != "sft"])
+def test_dpo_types_and_divergences(kind: str) -> None:
+    divergences = dpo.DIVERGENCES if kind in dpo._OF_DIFFERENCE else ("reverse_kl",)
+    for divergence in divergences:
+        for beta, tau in ((0.1, 0.05), (1.3, 0.7)):
+            for eps in (0.0, 0.1) if kind in dpo._SMOOTHED else (0.0,):
+                if kind == "exo_pair" and not eps:
+                    continue
+                options = DPOOptions(
+                    kind, beta=beta, label_smoothing=eps, f_divergence_type=divergence, discopop_tau=tau
+                )
+                pairs = random_pairs()
+                got = dpo_loss(pairs, options)
+                inputs = (pairs.chosen, pairs.rejected)
+                assert_same_with_gradients(got.losses, expected(pairs, options, kind), inputs)
+                assert got.nll is None
+
+
+def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
+    pairs = random_pairs()
+    options = DPOOptions(("sigmoid", "sft", "apo_zero"), loss_weights=(0.8, 0.3, 2.0), use_weighting=True)
+    got = dpo_loss(pairs, options)
+    want = pairs.weight * (0.8 * expected(pairs, options, "sigmoid") + 2.0 * expected(pairs, options, "apo_zero"))
+    assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected))
+    assert_same_with_gradients(got.nll, 0.3 * pairs.weight * -pairs.chosen, (pairs.chosen,))
+    (2 * got.nll).sum().backward()  # TRL weights the expanded loss in place, which autograd refuses
+    plain = dpo_loss(pairs, DPOOptions(["sigmoid", "apo_zero"]))
+    torch.testing.assert_close(plain.losses, sum(expected(pairs, options, k) for k in ("sigmoid", "apo_zero")))
+
+
+def test_wpo_weights() -> None:
+    probs = torch.rand(4, 3, 7, dtype=torch.float64).softmax(-1)  # 4 sequences of 3 tokens
+    labels = torch.randint(7, (4, 3))
+    p = probs.gather(-1, labels[..., None])[..., 0]
+    mean = (p / probs.square().sum(-1)).log().mean(-1).exp()
+    got = dpo.wpo_weights(
+        p.log().sum(-1), probs.square().sum(-1).log().sum(-1), torch.tensor([3, 3]), torch.tensor([3, 3])
+    )
+    torch.testing.assert_close(got, mean[:2] * mean[2:])
+
+
+def test_metrics_are_those_of_pairs() -> None:
+    pairs = random_pairs()
+    metrics = dpo_loss(pairs, DPOOptions(beta=0.3)).metrics
+    rewards = [0.3 * (pairs.chosen - pairs.ref_chosen), 0.3 * (pairs.rejected - pairs.ref_rejected)]
+    assert tuple(metrics) == dpo.PAIR_METRICS
+    assert not any(value.requires_grad for value in metrics.values())
+    torch.testing.assert_close(metrics["rewards/chosen"], rewards[0].detach())
+    torch.testing.assert_close(metrics["rewards/margins"], (rewards[0] - rewards[1]).detach())
+    assert metrics["rewards/accuracies"].tolist() == [float(w > r) for w, r in zip(*rewards, strict=True)]
+    torch.testing.assert_close(metrics["logps/rejected"], pairs.rejected.detach())
+    equal = pairs._replace(rejected=pairs.chosen, ref_rejected=pairs.ref_chosen)
+    assert dpo_loss(equal, DPOOptions()).metrics["rewards/accuracies"].sum() == 0  # a tie is not accurate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dpo_losses_are_finite_at_the_edges(dtype: torch.dtype) -> None:
+    """Empty completions, and ratios of hundreds of nats, at which exponentials overflow."""
+    values = torch.tensor([0.0, -900.0, -1e4, -1e-9, -50.0], dtype=dtype)
+    for kind in (each for each in dpo.LOSS_TYPES if each != "sft"):
+        for divergence in dpo.DIVERGENCES if kind in dpo._OF_DIFFERENCE else ("reverse_kl",):
+            if kind == "discopop":
+                continue  # exp(-d) is in its definition
+            chosen, rejected = values.clone().requires_grad_(), values.flip(0).requires_grad_()
+            numbers = torch.tensor([0.0, 3, 2, 0, 1])
+            options = DPOOptions(kind, label_smoothing=0.1 if kind in dpo._SMOOTHED else 0.0,
+                                 f_divergence_type=divergence)  # fmt: skip
+            ref = torch.tensor([0.0, -100, -9e3, -3, -500], dtype=dtype)
+            losses = dpo_loss(PairLogProbs(chosen, rejected, numbers, numbers, ref, ref), options).losses
+            losses.sum().backward()
+            assert losses.isfinite().all(), (kind, divergence)
+            assert chosen.grad.isfinite().all(), (kind, divergence)
+            assert rejected.grad.isfinite().all(), (kind, divergence)
+
+
+def test_discopop_does_not_overflow_where_its_mixing_weight_vanishes() -> None:
+    chosen = torch.tensor([-2000.0, 0.0], requires_grad=True)
+    zero = torch.zeros(2)
+    loss = dpo_loss(PairLogProbs(chosen, zero, zero + 1, zero + 1, zero, zero), DPOOptions("discopop", beta=1.0)).losses
+    loss.sum().backward()
+    assert loss[0].item() == pytest.approx(2000.0)
+    assert chosen.grad.tolist()[0] == pytest.approx(-1.0)
+
+
+def cpo_expected(p: PairLogProbs, o: cpo.CPOOptions) -> Tensor:
+    w, r = p.chosen, p.rejected
+    if o.loss_type in ("ipo", "simpo", "alphapo"):
+        w, r = w / p.num_chosen, r / p.num_rejected
+    if o.alpha:
+        w, r = (1 - w.exp() ** -o.alpha) / o.alpha, (1 - r.exp() ** -o.alpha) / o.alpha
+    d, b, eps = w - r, o.beta, o.label_smoothing
+    if o.loss_type == "hinge":
+        return torch.maximum(1 - b * d, torch.zeros_like(d))
+    if o.loss_type == "ipo":
+        return (d - 1 / (2 * b)) ** 2
+    x = b * d - (0 if o.loss_type == "sigmoid" else o.simpo_gamma)
+    return -(1 - eps) * torch.log(sig(x)) - eps * torch.log(sig(-x))
+
+
+@pytest.mark.parametrize("kind", cpo.LOSS_TYPES)
+def test_cpo_types(kind: str) -> None:
+    for beta, gamma, alpha, eps in ((0.1, 0.5, 0.0, 0.0), (2.0, 1.0, 0.25, 0.1), (1.0, 0.2, -0.3, 0.0)):
+        eps = 0.0 if kind in ("hinge", "ipo") else eps
+        options = cpo.CPOOptions(kind, beta, 0.7, gamma, alpha, eps)
+        pairs = random_pairs(scale=2.0)
+        got = cpo.cpo_loss(pairs, options)
+        assert_same_with_gradients(got.losses, cpo_expected(pairs, options), (pairs.chosen, pairs.rejected))
+        if kind == "alphapo":
+            assert got.nll is None
+        else:
+            torch.testing.assert_close(got.nll, -0.7 * pairs.chosen)
+
+
+def test_alphapo_of_improbable_completions_is_finite() -> None:
+    """exp(log p) underflows from -104 nats in float32, for which TRL gets inf - inf."""
+    log_probs = torch.tensor([-200.0, -1000.0, -0.0], requires_grad=True)
+    score = cpo.alphapo_score(log_probs, 0.05)
+    score.sum().backward()
+    torch.testing.assert_close(score.double()[0], (1 - torch.exp(torch.tensor(10.0, dtype=torch.float64))) / 0.05)
+    assert score.isfinite().all()
+    assert log_probs.grad.isfinite().all()
+    assert cpo.alphapo_score(log_probs, 0.0) is log_probs
+
+
+def test_default_simpo_has_no_hidden_term_and_says_what_it_adds() -> None:
+    pairs = random_pairs()
+    assert cpo.cpo_loss(pairs, cpo.CPOOptions("simpo", cpo_alpha=0.0)).nll is None
+    assert cpo.cpo_loss(pairs, cpo.CPOOptions("simpo")).nll is not None  # CPO-SimPO, as in TRL
+
+
+@pytest.mark.parametrize("kind", tpo.LOSS_TYPES)
+def test_tpo_types(kind: str) -> None:
+    pairs, gold = random_pairs(), -torch.rand(B, dtype=torch.float64)
+    options = tpo.TPOOptions(kind, beta=0.4, tpo_alpha=0.6, tpo_l_gamma=0.3)
+    got = tpo.tpo_loss(pairs, gold, options)
+    same = cpo.CPOOptions({"tpo-l": "simpo"}.get(kind, kind), 0.4, 0.0, 0.3)
+    want = cpo_expected(pairs, same)
+    assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected))
+    torch.testing.assert_close(got.nll, -0.6 * gold)
+    assert tpo.tpo_loss(pairs, None, tpo.TPOOptions(kind, tpo_alpha=0.0)).nll is None
+
+
+def test_orpo() -> None:
+    pairs = random_pairs()
+    got = orpo.orpo_loss(pairs, orpo.ORPOOptions(0.3))
+    p, q = ((x / n).exp() for x, n in ((pairs.chosen, pairs.num_chosen), (pairs.rejected, pairs.num_rejected)))
+    log_odds = torch.log(p / (1 - p)) - torch.log(q / (1 - q))
+    want = -0.3 * torch.log(sig(log_odds))
+    assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected), rtol=1e-8)
+    torch.testing.assert_close(got.metrics["log_odds_chosen"], log_odds.detach())
+    torch.testing.assert_close(got.metrics["log_odds_ratio"], torch.log(sig(log_odds)).detach())
+
+
+def test_orpo_of_certain_completions_is_finite() -> None:
+    """log1p(-exp(x)) is -inf where x rounds to 0, and the loss NaN."""
+    x = torch.tensor([0.0, -1e-12, -1e-3, -math.log(2), -20.0, -200.0], requires_grad=True)
+    value = orpo.log_odds_of(x)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert x.grad.isfinite().all()
+    y = x.detach().double()[2:]
+    torch.testing.assert_close(value.detach().double()[2:], y - torch.log(-torch.expm1(y)), rtol=1e-6, atol=1e-7)
+    zero = torch.zeros(2, requires_grad=True)
+    loss = orpo.orpo_loss(PairLogProbs(zero, zero * 1, zero + 1, zero + 1), orpo.ORPOOptions()).losses
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert zero.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", kto.LOSS_TYPES)
+def test_kto_types(kind: str) -> None:
+    pairs = random_pairs()
+    labels = torch.tensor([True, False, True, True, False])
+    options = kto.KTOOptions(kind, 0.7, desirable_weight=1.5, undesirable_weight=0.5)
+    for baseline in (torch.tensor(0.4, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)):
+        got = kto.kto_loss(pairs.chosen, pairs.ref_chosen, labels, options, baseline=baseline)
+        ratio = pairs.chosen - pairs.ref_chosen
+        good, bad = {
+            "kto": (1 - sig(0.7 * (ratio - baseline)), 1 - sig(0.7 * (baseline - ratio))),
+            "apo_zero_unpaired": (1 - sig(0.7 * ratio), sig(0.7 * ratio)),
+            "bco": (-torch.log(sig(0.7 * ratio - baseline)), -torch.log(sig(-(0.7 * ratio - baseline)))),
+        }[kind]
+        want = torch.where(labels, 1.5 * good, 0.5 * bad)
+        assert_same_with_gradients(got.losses, want, (pairs.chosen,))
+        torch.testing.assert_close(got.rewards, 0.7 * ratio.detach())
+
+
+def test_kl_estimate_has_no_gradient_and_is_not_negative() -> None:
+    total = torch.tensor(3.0, requires_grad=True)
+    assert kto.kl_estimate(total, 4).item() == 0.75
+    assert not kto.kl_estimate(total, 4).requires_grad
+    assert kto.kl_estimate(torch.tensor(-3.0), 4).item() == 0.0
+    assert kto.kl_estimate(torch.tensor(0.0), torch.tensor(0.0)).item() == 0.0
+
+
+def test_running_delta_is_the_mean_of_the_means_of_both_kinds() -> None:
+    delta = kto.RunningDelta()
+    assert delta.value().item() == 0.0
+    rewards, labels = torch.tensor([1.0, 3.0, -2.0]), torch.tensor([True, True, False])
+    delta.update(*kto.reward_sums(rewards[:2], labels[:2]))
+    assert delta.value().item() == 2.0
+    delta.update(*kto.reward_sums(rewards[2:], labels[2:]))
+    assert delta.value().item() == 0.0
+    delta.update(*kto.reward_sums(torch.tensor([-4.0]), torch.tensor([False])))
+    assert delta.value().item() == pytest.approx(0.5 * (2.0 - 3.0))
+
+
+def test_online_dpo_is_not_normalised_by_length_and_beta_follows_epochs() -> None:
+    pairs = random_pairs()
+    d = (pairs.chosen - pairs.ref_chosen) - (pairs.rejected - pairs.ref_rejected)
+    options = online_dpo.OnlineDPOOptions("ipo", beta=(0.1, 0.5))
+    for epoch, beta in ((0, 0.1), (1, 0.5), (7, 0.5)):
+        got = online_dpo.online_dpo_loss(pairs, options, epoch=epoch)
+        torch.testing.assert_close(got.losses, (d - 1 / (2 * beta)) ** 2)
+    got = online_dpo.online_dpo_loss(pairs, online_dpo.OnlineDPOOptions())
+    torch.testing.assert_close(got.losses, -torch.log(sig(0.1 * d)))
+    torch.testing.assert_close(online_dpo.xpo_loss(got.losses, pairs.chosen, 0.2), got.losses + 0.2 * pairs.chosen)
+
+
+def test_sums_of_padded_and_packed_rows_are_the_same() -> None:
+    lengths = [3, 1, 4, 2]
+    values = [torch.randn(length) for length in lengths]
+    padded = torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
+    want = torch.tensor([float(each.sum()) for each in values])
+    torch.testing.assert_close(sequence_sums(padded), want)
+    packed = torch.cat([*values, torch.tensor([0.0, 0.0])]).reshape(2, 6)
+    ids = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, -1, -1]).reshape(2, 6)
+    torch.testing.assert_close(sequence_sums(packed, ids, 4), want)
+    torch.testing.assert_close(sequence_sums(packed, ids, 5)[4:], torch.zeros(1))  # a sequence without tokens
+    packed.requires_grad_()
+    sequence_sums(packed, ids, 4)[2].backward()
+    assert packed.grad.flatten().nonzero().flatten().tolist() == [4, 5, 6, 7]
+
+
+def test_positions_and_weights_of_length_desensitized_dpo() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0]]).bool()
+    assert completion_positions(mask).tolist() == [[0, 1, 2, 3, 4, 0], [0, 0, 1, 2, 0, 0]]
+    weights = length_desensitized(mask, mask.sum(-1), 0.25)
+    torch.testing.assert_close(weights[0], torch.tensor([0, 1, 1, 0.25, 0.25, 0]))
+    torch.testing.assert_close(weights[1], torch.tensor([0.0, 0, 1, 1, 0, 0]))
+    packed, ids = mask.reshape(1, -1), torch.arange(2).repeat_interleave(6)[None]
+    assert completion_positions(packed, ids).reshape(2, 6).tolist() == completion_positions(mask).tolist()
+    torch.testing.assert_close(length_desensitized(packed, mask.sum(-1), 0.25, ids).reshape(2, 6), weights)
+
+
+def test_defaults_are_those_of_trl() -> None:
+    defaults: dict[Any, dict[str, Any]] = {
+        DPOOptions(): {"beta": 0.1, "label_smoothing": 0.0, "f_divergence_type": "reverse_kl", "loss_weights": None,
+                       "f_alpha_divergence_coef": 0.5, "ld_alpha": None, "use_weighting": False, "discopop_tau": 0.05},
+        cpo.CPOOptions(): {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "alpha": 0.0},
+        orpo.ORPOOptions(): {"beta": 0.1},
+        kto.KTOOptions(): {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        tpo.TPOOptions(): {"loss_type": "sigmoid", "beta": 0.01, "tpo_alpha": 1.0, "tpo_l_gamma": 0.5},
+    }  # fmt: skip
+    for options, values in defaults.items():
+        assert {name: getattr(options, name) for name in values} == values
+    assert DPOOptions().loss_types == ("sigmoid",)

@@ -1,0 +1,442 @@
+"""Modules of preference losses train as loops over single sequences of the stock model do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_liger import (
+    CPOOptions,
+    DPOOptions,
+    KTOOptions,
+    LigerDPO,
+    LigerKTO,
+    LigerPreferenceMixin,
+    ORPOOptions,
+    TPOOptions,
+)
+from tests.lightning_liger.post_training.preference_data import (
+    Sequences,
+    other_llama,
+    packed,
+    padded,
+    prompt_log_probs,
+    sequences,
+    sums,
+    token_log_probs,
+)
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_llama
+
+BETA = 0.3
+
+
+class Module(LigerPreferenceMixin, L.LightningModule):
+    def __init__(self, loss: Any, with_reference: bool = True, **attributes: Any) -> None:
+        self.preference_loss = loss
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        super().__init__()
+        self.model: nn.Module = tiny_llama()
+        if with_reference and self.needs_reference:
+            self.ref_model = other_llama()
+        self.steps: list[dict[str, float]] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def fit(module: L.LightningModule, data: Any, validation: Any = None, **options: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        **({"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+            "enable_progress_bar": False, "enable_model_summary": False, "strategy": "auto"} | options),
+    )  # fmt: skip
+    loaders = [each if each is None else DataLoader(each, batch_size=None) for each in (data, validation)]
+    trainer.fit(module, *loaders)
+    return trainer
+
+
+def pairs_of(number: int, seed: int, parts: int = 2) -> list[Sequences]:
+    """Of each example its sequences: chosen, rejected, and the reference of triples."""
+    items = sequences(number * parts, seed)
+    return [items[parts * index : parts * (index + 1)] for index in range(number)]
+
+
+def collated(examples: list[Sequences], pack: bool = False) -> dict[str, Tensor]:
+    items = [example[part] for part in range(len(examples[0])) for example in examples]
+    return packed(items, padding=3) if pack else padded(items)
+
+
+def dpo_and_sft(model: nn.Module, examples: list[Sequences]) -> Tensor:
+    reference = other_llama()
+    losses, log_probs = [], []
+    for chosen, rejected in examples:
+        ratios = [sums(model, [each]) - sums(reference, [each]) for each in (chosen, rejected)]
+        losses.append(-F.logsigmoid(BETA * (ratios[0] - ratios[1])))
+        log_probs.append(token_log_probs(model, chosen))
+    return torch.cat(losses).mean() - 0.5 * torch.cat(log_probs).mean()
+
+
+def ld_dpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
+    reference, losses = other_llama(), []
+    for chosen, rejected in examples:
+        shared = min(len(ids) - prompt for ids, prompt in (chosen, rejected))
+        ratios = []
+        for each in (chosen, rejected):
+            ratio = token_log_probs(model, each) - token_log_probs(reference, each)
+            ratios.append(ratio[:shared].sum() + 0.4 * ratio[shared:].sum())
+        losses.append(-F.logsigmoid(BETA * (ratios[0] - ratios[1])))
+    return torch.stack(losses).mean()
+
+
+def wpo_ipo(model: nn.Module, examples: list[Sequences]) -> Tensor:
+    reference, losses = other_llama(), []
+    for pair in examples:
+        means, weight = [], 1.0
+        for each in pair:
+            own, ids, prompt = token_log_probs(model, each), *each
+            means.append((own - token_log_probs(reference, each)).mean())
+            probs = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach().softmax(-1)
+            weight = weight * (own.detach() - probs.square().sum(-1).log()).mean().exp()
+        losses.append(weight * (means[0] - means[1] - 0.5 / BETA) ** 2)
+    return torch.stack(losses).mean()
+
+
+def simpo_and_nll(model: nn.Module, examples: list[Sequences]) -> Tensor:
+    both = [[token_log_probs(model, each) for each in pair] for pair in examples]
+    losses = [-F.logsigmoid(BETA * (chosen.mean() - rejected.mean()) - 0.5) for chosen, rejected in both]
+    return torch.stack(losses).mean() - torch.cat([chosen for chosen, _ in both]).mean()
+
+
+def orpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
+    losses = []
+    for pair in examples:
+        odds = [p / (1 - p) for p in (token_log_probs(model, each).mean().exp() for each in pair)]
+        losses.append(-BETA * F.logsigmoid(torch.log(odds[0] / odds[1])))
+    return torch.stack(losses).mean() - torch.cat([prompt_log_probs(model, chosen) for chosen, _ in examples]).mean()
+
+
+def tpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
+    losses = [-F.logsigmoid(BETA * (sums(model, [c]) - sums(model, [r]))) for c, r, _ in examples]
+    return torch.cat(losses).mean() - torch.cat([token_log_probs(model, gold) for *_, gold in examples]).mean()
+
+
+LOSSES: dict[str, tuple[Any, Callable[[nn.Module, list[Sequences]], Tensor], int]] = {
+    "dpo_and_sft": (DPOOptions(("sigmoid", "sft"), loss_weights=(1.0, 0.5), beta=BETA), dpo_and_sft, 2),
+    "ld_dpo": (DPOOptions(beta=BETA, ld_alpha=0.4), ld_dpo, 2),
+    "wpo_ipo": (DPOOptions("ipo", beta=BETA, use_weighting=True), wpo_ipo, 2),
+    "simpo_and_nll": (CPOOptions("simpo", beta=BETA), simpo_and_nll, 2),
+    "orpo": (ORPOOptions(beta=BETA), orpo, 2),
+    "tpo": (TPOOptions(beta=BETA), tpo, 3),
+}
+
+
+def trained(loss: Callable[[nn.Module], Tensor]) -> tuple[nn.Module, float]:
+    """The tiny model after a step, and the value of the loss before it."""
+    model = tiny_llama()
+    value = loss(model)
+    value.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model, value.item()
+
+
+def assert_trained_as(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> float:
+    model, value = trained(loss)
+    assert_same_parameters(module, model)
+    return value
+
+
+def assert_same_parameters(module: nn.Module, model: nn.Module) -> None:
+    for (name, want), got in zip(model.named_parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_steps_are_those_of_single_sequences_however_they_are_split_and_packed(name: str) -> None:
+    options, by_hand, parts = LOSSES[name]
+    examples = pairs_of(5, seed=3, parts=parts)
+    model, value = trained(lambda model: by_hand(model, examples))
+    splits = {1: [5], 2: [2, 3], 3: [1, 3, 1]}
+    for number, sizes in splits.items():
+        starts = [sum(sizes[:index]) for index in range(number)]
+        pack = number == 3
+        batches = [collated(examples[i : i + n], pack) for i, n in zip(starts, sizes, strict=True)]
+        module = Module(options)
+        trainer = fit(module, batches, accumulate_grad_batches=number, strategy="liger" if pack else "auto")
+        assert_same_parameters(module.model, model)
+        assert module.steps[-1]["train_loss_step"] == pytest.approx(value, rel=1e-5)
+        assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(value, rel=1e-5)
+
+
+def kto_by_hand(model: nn.Module, items: Sequences, labels: list[bool], mismatched: Sequences) -> Tensor:
+    reference = other_llama()
+    kl = (sums(model, mismatched) - sums(reference, mismatched)).mean().detach().clamp(min=0)
+    ratios = sums(model, items) - sums(reference, items)
+    losses = [
+        1.5 * (1 - torch.sigmoid(BETA * (ratio - kl))) if label else 0.5 * (1 - torch.sigmoid(BETA * (kl - ratio)))
+        for ratio, label in zip(ratios, labels, strict=True)
+    ]
+    return torch.stack(losses).mean()
+
+
+def test_kto_weights_classes_and_subtracts_the_divergence_of_mismatched_pairs() -> None:
+    items, labels = sequences(4, seed=1), [True, False, False, True]
+    mismatched = [
+        (torch.cat((ids[:prompt], other[start:])), prompt)
+        for (ids, prompt), (other, start) in zip(items, [items[-1], *items[:-1]], strict=True)
+    ]
+    batch = padded(items) | padded(mismatched, prefix="KL_") | {"label": torch.tensor(labels)}
+    module = Module(KTOOptions(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
+    trainer = fit(module, [batch])
+    value = assert_trained_as(module.model, lambda model: kto_by_hand(model, items, labels, mismatched))
+    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    assert logged["train_loss"] == pytest.approx(value, rel=1e-5)
+    ratios = (sums(tiny_llama(), items) - sums(other_llama(), items)).detach()
+    chosen, rejected = BETA * ratios[[0, 3]].mean(), BETA * ratios[[1, 2]].mean()
+    assert logged["train_rewards/chosen"] == pytest.approx(float(chosen), rel=1e-4)
+    assert logged["train_rewards/margins"] == pytest.approx(float(chosen - rejected), rel=1e-4)
+    kl = (sums(tiny_llama(), mismatched) - sums(other_llama(), mismatched)).mean().clamp(min=0)
+    assert logged["train_kl"] == pytest.approx(float(kl), rel=1e-4, abs=1e-6)
+
+
+def test_labelled_losses_without_mismatched_pairs() -> None:
+    items, labels = sequences(3, seed=2), torch.tensor([True, True, True])
+    for loss_type in ("apo_zero_unpaired", "bco"):
+        module = Module(KTOOptions(loss_type, beta=BETA))
+        trainer = fit(module, [padded(items) | {"label": labels}])
+        ratios = BETA * (sums(tiny_llama(), items) - sums(other_llama(), items)).detach()
+        want = 1 - torch.sigmoid(ratios) if loss_type != "bco" else -F.logsigmoid(ratios - ratios.mean())
+        assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(float(want.mean()), rel=1e-4)
+        assert torch.isnan(trainer.callback_metrics["train_rewards/rejected"])  # of no completion
+        assert torch.isnan(trainer.callback_metrics["train_rewards/margins"])
+        assert module._running_delta.state[1].tolist() == ([3.0, 0.0] if loss_type == "bco" else [0.0, 0.0])
+
+
+def test_metrics_of_pairs_are_those_of_completion_tokens() -> None:
+    """The mean logits of liger-kernel, and of TRL's CPO, are over prompts and padding too."""
+    examples = pairs_of(3, seed=5)
+    model = tiny_llama()
+    logits, entropies, correct = {}, [], []
+    for part, name in enumerate(("chosen", "rejected")):
+        values = []
+        for example in examples:
+            ids, prompt = example[part]
+            found = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach()
+            values += found.mean(-1).tolist()
+            entropies += torch.distributions.Categorical(logits=found).entropy().tolist()
+            correct += (found.argmax(-1) == ids[prompt:]).float().tolist() if name == "chosen" else []
+        logits[name] = sum(values) / len(values)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    module = Module(DPOOptions(beta=BETA))
+    trainer.validate(
+        module, DataLoader([collated(examples[:1]), collated(examples[1:])], batch_size=None), verbose=False
+    )
+    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    assert logged["val_logits/chosen"] == pytest.approx(logits["chosen"], rel=1e-4)
+    assert logged["val_logits/rejected"] == pytest.approx(logits["rejected"], rel=1e-4)
+    assert logged["val_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
+    assert logged["val_mean_token_accuracy"] == pytest.approx(sum(correct) / len(correct))
+    assert logged["val_num_tokens"] == sum(len(ids) for example in examples for ids, _ in example)
+    sizes = sums(model, [chosen for chosen, _ in examples])
+    assert logged["val_logps/chosen"] == pytest.approx(float(sizes.mean()), rel=1e-5)
+
+
+def test_logits_are_never_materialized_and_the_policy_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module(DPOOptions())
+    calls: list[str] = []
+    for name, model in (("policy", module.model), ("reference", module.ref_model)):
+        model.register_forward_hook(lambda *_, name=name: calls.append(f"{name} {torch.is_grad_enabled()}"))
+    monkeypatch.setattr("lightning_liger.lazy.logits.materialize", lambda *_: pytest.fail("logits were materialized"))
+    fit(module, [collated(pairs_of(2, 0))], strategy="liger")
+    assert calls == ["reference False", "policy True"]
+
+
+def test_reference_is_frozen_not_saved_and_made_again(tmp_path: Path) -> None:
+    data = [collated(pairs_of(2, seed)) for seed in range(2)]
+    module = Module(DPOOptions(beta=BETA))
+    module.model.train()
+    trainer = fit(module, data)
+    for got, want in zip(module.ref_model.parameters(), other_llama().parameters(), strict=True):
+        assert torch.equal(got, want)
+        assert got.grad is None
+        assert not got.requires_grad
+    assert not module.ref_model.training
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert {key.split(".")[0] for key in state} == {"model"}
+    resumed = Module(DPOOptions(beta=BETA))
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=2,
+                        enable_model_summary=False, enable_checkpointing=False)  # fmt: skip
+    trainer.fit(resumed, DataLoader(data, batch_size=None), ckpt_path=path)
+    whole = Module(DPOOptions(beta=BETA))
+    fit(whole, data, max_epochs=2)
+    for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_stored_columns_replace_the_reference() -> None:
+    options, by_hand, _ = LOSSES["dpo_and_sft"]
+    examples = pairs_of(3, seed=4)
+    reference = other_llama()
+    columns = {
+        f"ref_{name}_logps": sums(reference, [example[part] for example in examples])
+        for part, name in enumerate(("chosen", "rejected"))
+    }
+    for kind in ("auto", "columns"):
+        module = Module(options, with_reference=False, reference=kind)
+        fit(module, [collated(examples) | columns])
+        assert_trained_as(module.model, lambda model: by_hand(model, examples))
+
+
+def test_adapters_off_are_the_reference() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.5, init_lora_weights=False)
+    examples = pairs_of(2, seed=6)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(tiny_llama(), config)
+    module = Module(DPOOptions(beta=BETA), with_reference=False)
+    module.model = adapted
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    twin = peft.get_peft_model(tiny_llama(), config)
+    twin.load_state_dict(adapted.state_dict())
+    twin.eval()  # without dropout
+    base, losses = tiny_llama(), []
+    for chosen, rejected in examples:
+        ratios = [sums(twin, [each]) - sums(base, [each]).detach() for each in (chosen, rejected)]
+        losses.append(-F.logsigmoid(BETA * (ratios[0] - ratios[1])))
+    torch.cat(losses).mean().backward()
+    torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1).step()
+    fit(module, [collated(examples)])
+    for (name, got), want in zip(adapted.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert [name for name, parameter in adapted.named_parameters() if parameter.requires_grad] == trained
+
+
+def test_reference_is_computed_once_and_kept_for_the_same_weights(tmp_path: Path) -> None:
+    options, by_hand, _ = LOSSES["dpo_and_sft"]
+    examples = pairs_of(5, seed=3)
+    data = [collated(examples[:2]), collated(examples[2:])]
+    calls: list[bool] = []
+
+    def run(data: Any, folder: Path | None = tmp_path, **attributes: Any) -> Module:
+        module = Module(
+            options, precompute_ref_log_probs=True, ref_log_probs_folder=folder and str(folder), **attributes
+        )
+        calls.clear()
+        if module.ref_model is not None:
+            module.ref_model.register_forward_hook(lambda *_: calls.append(True))
+        fit(module, data, [collated(examples[1:4])], accumulate_grad_batches=2)
+        return module
+
+    module = run(data)
+    assert len(calls) == 2  # the validation data have the same sequences
+    assert_trained_as(module.model, lambda model: by_hand(model, examples))
+    assert len(list(tmp_path.iterdir())) == 1
+    module = run([packed([e[part] for part in range(2) for e in examples])])  # in another form, with padding elsewhere
+    assert calls == []
+    more = [*data, collated(pairs_of(1, seed=9))]
+    run(more)
+    assert len(calls) == 1  # what is new
+    module = run(data, folder=None)
+    assert len(calls) == 2
+    without = Module(options, with_reference=False, precompute_ref_log_probs=True)
+    fit(without, data, accumulate_grad_batches=2)  # the policy as it was is the reference
+
+    def against_itself(model: nn.Module) -> Tensor:
+        losses = []
+        for chosen, rejected in examples:
+            d = sums(model, [chosen]) - sums(model, [rejected])
+            losses.append(-F.logsigmoid(BETA * (d - d.detach())))
+        return torch.cat(losses).mean() - 0.5 * torch.cat([token_log_probs(model, c) for c, _ in examples]).mean()
+
+    assert_trained_as(without.model, against_itself)
+
+
+def test_data_that_changes_after_the_reference_was_computed_is_an_error() -> None:
+    class Changing(torch.utils.data.Dataset):
+        reads = 0
+
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            if index >= 1:
+                raise IndexError
+            self.reads += 1
+            return collated(pairs_of(2, seed=self.reads))
+
+    module = Module(DPOOptions(), precompute_ref_log_probs=True)
+    before = [parameter.clone() for parameter in module.model.parameters()]
+    with pytest.raises(KeyError, match=r"4 of its 4 are new .* the data changed"):
+        fit(module, Changing())
+    assert all(torch.equal(*both) for both in zip(before, module.model.parameters(), strict=True))
+
+
+def test_all_masked_batch_gives_zero_gradients() -> None:
+    batch = collated(pairs_of(2, seed=0))
+    batch["completion_mask"].zero_()
+    for options in (DPOOptions(("sigmoid", "sft")), CPOOptions("simpo"), ORPOOptions(), DPOOptions("ipo")):
+        module = Module(options)
+        if isinstance(options, ORPOOptions):
+            batch["attention_mask"][:, 1:] = 0
+        trainer = fit(module, [batch])
+        assert torch.isfinite(trainer.callback_metrics["train_loss"])
+        for got, want in zip(module.model.parameters(), tiny_llama().parameters(), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_finished_modules_train_from_plain_arguments(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = TINY_CONFIG
+    tiny_llama().save_pretrained(tmp_path / "model")
+    data = [collated(pairs_of(2, seed=0))]
+    for arguments in (
+        {"config": config},
+        {"pretrained": tmp_path / "model", "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.1]},
+        {"pretrained": str(tmp_path / "model"), "lora": {"r": 2, "target_modules": ["q_proj"]}},
+        {"config": config, "precompute_ref_log_probs": True},
+    ):
+        module = LigerDPO(**arguments, learning_rate=1e-2)
+        trainer = fit(module, data, data)
+        # The policy starts as its reference.
+        assert module.hparams["loss_type"] == arguments.get("loss_type", "sigmoid")
+        is_alone = "lora" in arguments or "precompute_ref_log_probs" in arguments
+        assert (module.ref_model is None) == is_alone
+        assert abs(float(trainer.callback_metrics["train_rewards/margins"])) < 1e-5
+        assert float(trainer.callback_metrics["val_rewards/margins"]) != 0
+        path = tmp_path / "last.ckpt"
+        trainer.save_checkpoint(path)
+        state = torch.load(path, weights_only=True)
+        json.dumps(dict(state["hyper_parameters"]))
+        assert not any("ref_model" in key for key in state["state_dict"])
+        loaded = LigerDPO.load_from_checkpoint(path)
+        assert loaded.hparams == module.hparams
+    items = sequences(2)
+    fit(
+        LigerKTO(loss_type="apo_zero_unpaired", config=config), [padded(items) | {"label": torch.tensor([True, False])}]
+    )
+
+
+def test_router_losses_are_added() -> None:
+    from tests.lightning_liger.tiny import tiny_model
+
+    module = Module(DPOOptions(), with_reference=False, reference="columns")
+    module.model = tiny_model("mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
+                              router_aux_loss_coef=0.5)  # fmt: skip
+    zeros = {f"ref_{name}_logps": torch.zeros(2) for name in ("chosen", "rejected")}
+    trainer = fit(module, [collated(pairs_of(2, seed=0)) | zeros])
+    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    margins = torch.tensor(logged["train_rewards/margins"])
+    assert logged["train_aux_loss"] > 0.1
+    assert logged["train_loss"] > logged["train_aux_loss"]
+    assert margins.isfinite()
