@@ -5,6 +5,8 @@ Most losses are functions of each token alone and can be computed inside the loo
 computed from all log-probabilities (:func:`policy_objective`).
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ from lightning_liger.losses.policy_weights import off_policy_mask, sampling_rati
 
 
 class PolicyBatch(NamedTuple):
-    """Completions with their advantages and what other policies gave their tokens. Tokens are ``[num_rows, seq_len]``."""
+    """Completions with their advantages and other policies' log-probabilities; tokens are ``[num_rows, seq_len]``."""
 
     completions: Completions
     advantages: Tensor
@@ -180,102 +182,103 @@ def policy_objective(
     Returns:
         Sums, to be divided by :func:`~lightning_liger.losses.policy_reductions.num_units` of the optimizer step.
     """
-    completions, advantages = batch.completions, batch.advantages
+    completions, mask = batch.completions, batch.completions.mask
     # Nothing that is not scored reaches the arithmetic, whose gradient a mask afterwards would not keep from NaN.
-    log_probs, old, ref, sampled = (
-        None if value is None else torch.where(completions.mask, value, 0.0)
-        for value in (log_probs, batch.old_log_probs, batch.ref_log_probs, batch.sampling_log_probs)
-    )
-    assert log_probs is not None
-    old = log_probs.detach() if old is None else old
-    log_ratio = log_probs - old
-    importance = (
-        _sampling_ratio(old, batch._replace(sampling_log_probs=sampled), options) if _corrects(batch, options) else None
-    )
+    log_probs = torch.where(mask, log_probs, 0.0)
+    others = (None if value is None else torch.where(mask, value, 0.0) for value in batch[2:])
+    batch = PolicyBatch(completions, batch.advantages, *others)
+    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    importance = _sampling_ratio(old, batch, options) if _corrects(batch, options) else None
     kept = None
     if options.top_entropy_quantile < 1:
-        kept = top_entropy_mask(entropies, completions.mask, quantile=options.top_entropy_quantile, gather=gather)
-    counted = completions.mask if kept is None else kept
-    entropy = torch.where(counted, entropies, 0.0).sum()
-    of_kept = completions if kept is None else Completions(kept, completions.sequence_ids, completions.num_sequences)
-    if options.loss_type in OF_SEQUENCES:
-        total, ratio, kl = _of_completions(log_probs, log_ratio, ref, batch, of_kept, importance, options)
-        details = PolicyDetails(ratio, log_ratio, old, kl, None, importance)
-    else:
-        is_of_sequence = options.importance_sampling_level == "sequence"
-        log_weights = completions.mean(log_ratio) if is_of_sequence else log_ratio
-        phi, factor = None, None
-        if options.loss_type == "vespo":
-            phi = vespo_weights(
-                log_ratio,
-                advantages,
-                completions,
-                sampling_ratio=importance,
-                k_pos=options.vespo_k_pos,
-                lambda_pos=options.vespo_lambda_pos,
-                k_neg=options.vespo_k_neg,
-                lambda_neg=options.vespo_lambda_neg,
-            )
-        elif importance is not None:
-            factor = _of_tokens(batch, importance)
-        if options.off_policy_mask_threshold is not None:
-            near = off_policy_mask(
-                log_probs,
-                old if sampled is None else sampled,
-                advantages,
-                completions,
-                threshold=options.off_policy_mask_threshold,
-            )
-            factor = _times(factor, _of_tokens(batch, near))
-        factor = factor if kept is None else _times(factor, kept)
-        tokens = PolicyTokens(
-            _of_tokens(batch, advantages),
-            old,
-            ref,
-            _of_tokens(batch, log_weights),
-            factor,
-            None if phi is None else _of_tokens(batch, phi),
-        )
-        terms = policy_terms(log_probs, tokens, options)
-        losses = terms.losses * token_weights(completions, options, log_probs.dtype)
-        total = torch.where(completions.mask, losses, 0.0).sum()
-        ratio = safe_exp(log_weights)
-        details = PolicyDetails(ratio, log_ratio, old, terms.kl, phi, importance)
+        kept = top_entropy_mask(entropies, mask, quantile=options.top_entropy_quantile, gather=gather)
+    loss_of = _loss_of_completions if options.loss_type in OF_SEQUENCES else _loss_of_tokens
+    total, ratio, kl, phi = loss_of(log_probs, old, batch, importance, kept, options)
+    entropy = torch.where(mask if kept is None else kept, entropies, 0.0).sum()
+    details = (ratio, log_probs - old, old, kl, phi, importance)
     return PolicyObjective(total, entropy, PolicyDetails(*(None if x is None else x.detach() for x in details)))  # type: ignore[arg-type]
 
 
-def _of_completions(
+_Loss = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""The weighted sum; the ratio, of tokens or completions; the divergence of tokens; VESPO's weights."""
+
+
+def _loss_of_tokens(
     log_probs: Tensor,
-    log_ratio: Tensor,
-    ref: Tensor | None,
+    old: Tensor,
     batch: PolicyBatch,
-    of_kept: Completions,
     importance: Tensor | None,
+    kept: Tensor | None,
     options: PolicyOptions,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sum over completions of GMPO's or RLOO's loss, the ratio, and the divergence of tokens."""
+) -> _Loss:
+    completions, advantages = batch.completions, batch.advantages
+    log_weights = log_ratio = log_probs - old
+    if options.importance_sampling_level == "sequence":
+        log_weights = completions.mean(log_ratio)
+    phi, factors = None, [] if importance is None else [_of_tokens(batch, importance)]
+    if options.loss_type == "vespo":
+        phi, factors = _vespo_weights(log_ratio, batch, importance, options), []
+    if options.off_policy_mask_threshold is not None:
+        sampled = old if batch.sampling_log_probs is None else batch.sampling_log_probs
+        threshold = options.off_policy_mask_threshold
+        near = off_policy_mask(log_probs, sampled, advantages, completions, threshold=threshold)
+        factors.append(_of_tokens(batch, near))
+    factors += [] if kept is None else [kept]
+    tokens = PolicyTokens(
+        _of_tokens(batch, advantages),
+        old,
+        batch.ref_log_probs,
+        _of_tokens(batch, log_weights),
+        functools.reduce(torch.mul, factors) if factors else None,
+        None if phi is None else _of_tokens(batch, phi),
+    )
+    terms = policy_terms(log_probs, tokens, options)
+    losses = terms.losses * token_weights(completions, options, log_probs.dtype)
+    return torch.where(completions.mask, losses, 0.0).sum(), safe_exp(log_weights), terms.kl, phi
+
+
+def _loss_of_completions(
+    log_probs: Tensor,
+    old: Tensor,
+    batch: PolicyBatch,
+    importance: Tensor | None,
+    kept: Tensor | None,
+    options: PolicyOptions,
+) -> _Loss:
+    """GMPO and RLOO."""
+    completions, log_ratio = batch.completions, log_probs - old
     epsilons = {"epsilon": options.epsilon_low, "epsilon_high": options.bound_high}
     if options.loss_type == "rloo":
-        losses = rloo_losses(log_ratio, batch.advantages, batch.completions, **epsilons)
-        ratio = safe_exp(batch.completions.sum(log_ratio))
+        losses = rloo_losses(log_ratio, batch.advantages, completions, **epsilons)
+        ratio = safe_exp(completions.sum(log_ratio))
     else:
+        of_kept = completions if kept is None else dataclasses.replace(completions, mask=kept)
         losses = gmpo_losses(log_ratio, batch.advantages, of_kept, **epsilons)
         ratio = safe_exp(log_ratio)
     losses = losses if importance is None else losses * importance
     kl = None
-    if options.beta and ref is not None:
-        kl = kl_estimate(log_probs, ref)
-        losses = losses + options.beta * batch.completions.mean(kl)
-    return losses.sum(), ratio, kl
+    if options.beta and batch.ref_log_probs is not None:
+        kl = kl_estimate(log_probs, batch.ref_log_probs)
+        losses = losses + options.beta * completions.mean(kl)
+    return losses.sum(), ratio, kl, None
+
+
+def _vespo_weights(log_ratio: Tensor, batch: PolicyBatch, importance: Tensor | None, options: PolicyOptions) -> Tensor:
+    return vespo_weights(
+        log_ratio,
+        batch.advantages,
+        batch.completions,
+        sampling_ratio=importance,
+        k_pos=options.vespo_k_pos,
+        lambda_pos=options.vespo_lambda_pos,
+        k_neg=options.vespo_k_neg,
+        lambda_neg=options.vespo_lambda_neg,
+    )
 
 
 def _of_tokens(batch: PolicyBatch, value: Tensor) -> Tensor:
     """``[num_sequences]`` as values that broadcast with tokens; values of tokens as they are."""
     return batch.completions.spread(value) if value.ndim == 1 else value
-
-
-def _times(factor: Tensor | None, mask: Tensor) -> Tensor:
-    return mask.float() if factor is None else factor * mask
 
 
 def _sampling_ratio(old: Tensor, batch: PolicyBatch, options: PolicyOptions) -> Tensor:

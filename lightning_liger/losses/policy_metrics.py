@@ -116,7 +116,8 @@ def reward_metrics(rewards: Tensor, group_ids: Tensor | None = None) -> dict[str
 def _add_sampling(
     means: dict[str, tuple[Tensor, Tensor]], extremes: dict[str, Tensor], batch: PolicyBatch, details: PolicyDetails
 ) -> None:
-    assert batch.sampling_log_probs is not None and details.sampling_ratio is not None
+    assert batch.sampling_log_probs is not None
+    assert details.sampling_ratio is not None
     mask, ratio = batch.completions.mask, details.sampling_ratio
     difference = (details.old_log_probs - batch.sampling_log_probs).abs()
     known = mask & ~batch.sampling_log_probs.isnan()
@@ -130,7 +131,7 @@ def _add_sampling(
 
 
 def _clipped(details: PolicyDetails, batch: PolicyBatch, options: PolicyOptions) -> tuple[Tensor, Tensor]:
-    """Where the ratio is below its bound and the advantage negative, and where it is above and the advantage positive."""
+    """Where the ratio is below its bound and A negative, and where it is above its bound and A positive."""
     if options.loss_type == "gmpo":  # clips in log space
         ratio, advantages = _broadcast(details.log_ratio, batch)
         low, high = -options.epsilon_low, options.bound_high

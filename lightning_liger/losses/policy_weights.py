@@ -61,7 +61,7 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Which completions, or tokens, to keep: all but those of negative advantage far from the sampler (2512.02556, eq. 9).
+    """Which completions to keep: not those of negative advantage that are far from the sampler (2512.02556, eq. 9).
 
     Args:
         log_probs: Of the policy, of each token; no gradient is taken.

@@ -131,8 +131,8 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
         kls = []
         if options.beta:
             kls = [
-                torch.exp(batch.ref_log_probs[row, t] - l) - (batch.ref_log_probs[row, t] - l) - 1
-                for t, l in zip(places, current, strict=True)
+                torch.exp(batch.ref_log_probs[row, t] - x) - (batch.ref_log_probs[row, t] - x) - 1
+                for t, x in zip(places, current, strict=True)
             ]
         if options.loss_type == "gmpo":
             a = advantages[0]
@@ -144,12 +144,12 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
         sampling_drift = 0.0
         if options.off_policy_mask_threshold is not None:
             source = old if batch.sampling_log_probs is None else [batch.sampling_log_probs[row, t] for t in places]
-            sampling_drift = sum(float(s - l.detach()) for s, l in zip(source, current, strict=True)) / len(places)
+            sampling_drift = sum(float(s - x.detach()) for s, x in zip(source, current, strict=True)) / len(places)
         losses = []
-        for i, (l, a) in enumerate(zip(current, advantages, strict=True)):
+        for i, (current_log_prob, a) in enumerate(zip(current, advantages, strict=True)):
             rho = torch.exp(mean_log_ratio if options.importance_sampling_level == "sequence" else log_ratios[i])
             if options.loss_type == "cispo":
-                loss = -min(float(rho.detach()), high) * a * l
+                loss = -min(float(rho.detach()), high) * a * current_log_prob
             elif options.loss_type == "sapo":
                 t = options.sapo_temperature_pos if a > 0 else options.sapo_temperature_neg
                 loss = -(4 / t) / (1 + torch.exp(-t * (rho - 1))) * a
@@ -161,7 +161,9 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
                     if a >= 0
                     else (options.vespo_k_neg, options.vespo_lambda_neg)
                 )
-                loss = -math.exp(decay) * math.exp(log_w) ** k * math.exp(-decay * math.exp(log_w)) * a * l
+                loss = (
+                    -math.exp(decay) * math.exp(log_w) ** k * math.exp(-decay * math.exp(log_w)) * a * current_log_prob
+                )
             else:
                 bounded = rho if options.delta is None else rho.clamp(max=options.delta)
                 loss = -torch.min(bounded * a, rho.clamp(1 - low, 1 + high) * a)

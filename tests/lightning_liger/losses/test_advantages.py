@@ -31,7 +31,8 @@ def test_group_advantages_are_relative_to_the_group(scale: str) -> None:
             expected.append(advantage if advantage == advantage else 0.0)
     found = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), 3, scale_rewards=scale)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
-    assert found[7] == 0 and found[9] == 0
+    assert found[7] == 0
+    assert found[9] == 0
     assert group_advantages(torch.tensor([3.0, 5.0]), 1, scale_rewards="group").tolist() == [0, 0]
 
 

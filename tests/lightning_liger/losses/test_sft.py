@@ -69,7 +69,8 @@ def test_dft_trains_like_a_loop_on_a_stock_model(strategy: str) -> None:
     assert metrics["train_perplexity"].item() == pytest.approx(math.exp(cross_entropy), rel=1e-5)
     ignored = [tiny_batch(1, 9, num_ignored=9, seed=3), *batches]
     found = trainer.validate(module, DataLoader(ignored, batch_size=None), verbose=False)[0]  # type: ignore[arg-type]
-    assert math.isfinite(found["val_loss"]) and found["val_loss"] < math.log(found["val_perplexity"])
+    assert math.isfinite(found["val_loss"])
+    assert found["val_loss"] < math.log(found["val_perplexity"])
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
