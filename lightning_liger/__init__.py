@@ -8,6 +8,7 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
+from lightning_liger.losses.advantages import group_advantages, leave_one_out_advantages
 from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
@@ -88,7 +89,9 @@ __all__ = [
     "apply_liger_kernels",
     "divergence",
     "export_pretrained",
+    "group_advantages",
     "lazy_logits",
+    "leave_one_out_advantages",
     "load_pretrained",
     "materialize",
     "shift_labels",

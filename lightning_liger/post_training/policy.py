@@ -237,7 +237,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
         for name, value in found.extremes.items():
             measured[name] = Smallest(value) if metric_kind(name) == "min" else Largest(value)
         mask = rows.inputs.get("attention_mask")
-        number = torch.tensor(rows.labels.numel(), device=rows.labels.device) if mask is None else mask.sum()
+        number = torch.full((), rows.labels.numel(), device=rows.labels.device) if mask is None else mask.sum()
         measured["num_tokens"] = Total(number / (1 if self.context is None else self.context.size))
         if isinstance(batch.get("rewards"), Tensor):
             means = reward_metrics(batch["rewards"], batch.get("group_ids"))
