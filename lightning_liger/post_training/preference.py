@@ -220,7 +220,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint[_DELTA] = self._running_delta.state
+        if isinstance(self.preference_loss, KTOOptions):
+            checkpoint[_DELTA] = self._running_delta.state
         if self._reference_fingerprint is not None:
             checkpoint[_FINGERPRINT] = self._reference_fingerprint
 

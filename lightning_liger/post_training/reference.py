@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from liger_ops.arguments import wrong_value
@@ -89,11 +90,16 @@ def freeze(model: nn.Module) -> None:
 
 
 def drop_from_state_dict(module: nn.Module, name: str) -> None:
-    """Keeps the submodule ``name`` out of checkpoints of ``module``, and lets them be loaded without it."""
+    """Keeps the submodule ``name`` out of state dicts of ``module``, and lets them be loaded without it.
 
-    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
-            del state[key]
+    FSDP insists on what it shards: :func:`drop_reference` takes it out of the finished checkpoint.
+    """
+
+    def drop(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        part = getattr(owner, name, None)
+        if part is not None and not any(isinstance(each, FullyShardedDataParallel) for each in part.modules()):
+            for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
+                del state[key]
 
     def allow(_: nn.Module, incompatible: Any) -> None:
         missing = incompatible.missing_keys
@@ -101,6 +107,13 @@ def drop_from_state_dict(module: nn.Module, name: str) -> None:
 
     module.register_state_dict_post_hook(drop)
     module.register_load_state_dict_post_hook(allow)
+
+
+def drop_reference(state: dict[str, Any], prefix: str) -> None:
+    """Deletes whole tensors whose names start with ``prefix``; FSDP's shards stay, as it loads all that it shards."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        if type(state[key]) in (Tensor, nn.Parameter):
+            del state[key]
 
 
 class ReferenceCache:

@@ -12,6 +12,7 @@ from lightning_liger.post_training.reference import (
     REFERENCES,
     disable_dropout,
     drop_from_state_dict,
+    drop_reference,
     evaluating,
     freeze,
     has_adapters,
@@ -63,6 +64,10 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
             raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
         if self.disable_dropout:
             disable_dropout(self.model)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        drop_reference(checkpoint.get("state_dict", {}), "ref_model.")
 
     def _reference_kind(self) -> str:
         """``"model"`` or ``"adapters"``, of the log-probabilities that are computed here."""
