@@ -247,7 +247,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
 
     def on_after_backward(self) -> None:
         super().on_after_backward()
-        if not engine_of(self.trainer).should_accumulate():
+        if self.policy_options.use_adaptive_entropy and not engine_of(self.trainer).should_accumulate():
             strategy = self.trainer.strategy
             self._entropy_coefficient.step(lambda sums: cast(Tensor, strategy.reduce(sums, reduce_op="sum")))
 
