@@ -7,6 +7,7 @@ averaged over their tokens. There is no reference model.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -76,6 +77,7 @@ def tpo_loss(pairs: PairLogProbs, reference: Tensor | None, options: TPOOptions)
     nll = None
     if options.has_nll:
         check_tensor("reference", reference)
+        reference = cast(Tensor, reference)
         check_shape("reference", reference, chosen.shape, "one value for each triple")
         nll = -options.tpo_alpha * reference
     return PairLosses(losses, nll, pair_metrics(options.beta * chosen, options.beta * rejected, chosen, rejected))

@@ -25,7 +25,7 @@ from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.sequences.labels import shift_labels
 
 PreferenceOptions = DPOOptions | CPOOptions | ORPOOptions | TPOOptions | KTOOptions
-_FINGERPRINT, _DELTA = "reference_fingerprint", "running_delta"
+_FINGERPRINT, _CACHE, _DELTA = "reference_fingerprint", "reference_log_probs", "running_delta"
 _MEASURED = ("entropy", "mean_logit", "correct")
 
 
@@ -71,8 +71,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     ``ref_KL_logps``), ``[B]``, summed over tokens. ``reference`` chooses one; ``"auto"`` takes the batch's if there are
     any, then the model, then adapters. With ``precompute_ref_log_probs = True`` all training and validation data are
     passed through the reference before training, and without ``ref_model`` or adapters it is the policy as it is then.
-    Where ``ref_log_probs_folder`` names a folder they are kept there for runs with the same weights; only new data is
-    computed.
+    Where ``ref_log_probs_folder`` names a folder they are kept there for runs with the same weights, and only new data
+    is computed; else they are in the checkpoint.
 
     The loss does not depend on how pairs were split over micro-batches and ranks, see
     :class:`~lightning_liger.post_training.base.LigerPostTrainingMixin`, except where it is defined by a batch: ``aot``
@@ -182,8 +182,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
                     continue
                 if is_resumed:
                     raise ValueError(
-                        "ref_log_probs_folder must be the folder of the run that is resumed, with the same data: the"
-                        f" policy is no longer its own reference, and {cache.path} lacks some sequences"
+                        "the data, and ref_log_probs_folder, must be those of the run that is resumed: the policy is"
+                        f" no longer its own reference, and {cache.path or 'the checkpoint'} lacks some sequences"
                     )
                 moved = strategy.batch_to_device(batch, dataloader_idx=0)
                 # Through the strategy, whose engine must see that its model is called.
@@ -224,12 +224,17 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             checkpoint[_DELTA] = self._running_delta.state
         if self._reference_fingerprint is not None:
             checkpoint[_FINGERPRINT] = self._reference_fingerprint
+            if self._reference_cache is not None and self.ref_log_probs_folder is None:
+                checkpoint[_CACHE] = self._reference_cache.tensors()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if _DELTA in checkpoint:
             self._running_delta.state = checkpoint[_DELTA]
         self._reference_fingerprint = checkpoint.get(_FINGERPRINT)
+        if _CACHE in checkpoint and self._reference_cache is None:
+            self._reference_cache = ReferenceCache(None, cast(str, self._reference_fingerprint))
+            self._reference_cache.load(checkpoint[_CACHE])
 
     # Sequences
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from liger_ops.arguments import wrong_value
+from lightning_liger.post_training.rows import count_sequences
 
 REFERENCES = ("auto", "model", "adapters", "columns")
 _REFERENCE_ADAPTER = "ref"
@@ -129,7 +130,7 @@ class ReferenceCache:
         self.path = None if folder is None else Path(folder) / f"reference-{fingerprint}.safetensors"
         self._values: dict[bytes, float] = {}
         if self.path is not None and self.path.is_file():
-            self._load(load_file(self.path))
+            self.load(load_file(self.path))
 
     def __len__(self) -> int:
         return len(self._values)
@@ -137,7 +138,17 @@ class ReferenceCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._values
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def tensors(self) -> dict[str, Tensor]:
+        """All sequences: ``keys``, ``[n, 16]`` in uint8, and ``log_probs``, ``[n]`` in float32."""
+        keys = torch.frombuffer(bytearray(b"".join(self._values)), dtype=torch.uint8).view(-1, 16)
+        return {"keys": keys, "log_probs": torch.tensor(list(self._values.values()))}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Adds what :meth:`tensors` returned.
+
+        Raises:
+            ValueError: If it is something else.
+        """
         if set(tensors) != {"keys", "log_probs"} or tensors["keys"].shape != (len(tensors["log_probs"]), 16):
             raise ValueError(
                 f"{self.path} must be a file of reference log-probabilities, got {sorted(tensors)}: delete it"
@@ -159,9 +170,8 @@ class ReferenceCache:
                 self._values.update(values)
         if self.path is not None and (not is_parallel or dist.get_rank() == 0):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            keys = torch.frombuffer(bytearray(b"".join(self._values)), dtype=torch.uint8).view(-1, 16)
             written = self.path.with_suffix(".tmp")
-            save_file({"keys": keys, "log_probs": torch.tensor(list(self._values.values()))}, written)
+            save_file(self.tensors(), written)
             written.replace(self.path)
         if is_parallel:
             dist.barrier()
@@ -191,9 +201,7 @@ def sequence_keys(batch: Mapping[str, Any], prefix: str = "") -> list[bytes]:
         for name in ("attention_mask", "sequence_ids")
     )
     if numbers is not None:
-        number = batch.get(prefix + "num_sequences")
-        count = int(numbers.max()) + 1 if number is None else int(number)
-        parts = [_without_padding(pairs[numbers == index]) for index in range(count)]
+        parts = [_without_padding(pairs[numbers == index]) for index in range(count_sequences(batch, prefix))]
     elif attention is None:
         parts = list(pairs)
     else:

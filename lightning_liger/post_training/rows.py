@@ -47,7 +47,8 @@ def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
         batch: ``input_ids`` ``[rows, seq_len]`` int64, ``completion_mask`` of the same shape (True or 1 for tokens of
             the completion), and ``attention_mask`` where rows are padded. For packed rows also ``position_ids``, which
             start again with each sequence, ``sequence_ids`` (the number of each token's sequence, from 0; any negative
-            number for padding), and ``num_sequences``, an integer; without it the device is asked for the largest.
+            number for padding), and their number: ``num_sequences``, an integer, or ``cu_seq_lens_q``, where they start
+            and the last one ends; without both the device is asked for the largest.
         prefix: Of the names of the keys, such as ``"KL_"``.
 
     Raises:
@@ -79,7 +80,13 @@ def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
     # A border is also where the sequence changes, for position_ids of rows that do not start again.
     changes = F.pad(ids.diff(dim=-1) != 0, (0, 1), value=True)
     labels = labels.masked_fill(changes | (ids < 0), IGNORE_INDEX)
-    number = batch.get(prefix + "num_sequences")
-    number = int(ids.max()) + 1 if number is None else int(number)
+    return Rows(inputs, labels, ids, count_sequences(batch, prefix))
+
+
+def count_sequences(batch: Mapping[str, Any], prefix: str = "") -> int:
+    """The number of sequences in packed rows, for which the host waits for the device if nothing else tells it."""
+    number, ends = batch.get(prefix + "num_sequences"), batch.get(prefix + "cu_seq_lens_q")
+    if number is None:
+        number = int(batch[prefix + "sequence_ids"].max()) + 1 if ends is None else len(ends) - 1
     check_integer(f"batch[{prefix + 'num_sequences'!r}]", number, at_least=1)
-    return Rows(inputs, labels, ids, number)
+    return int(number)

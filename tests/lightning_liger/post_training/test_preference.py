@@ -55,13 +55,15 @@ class Module(LigerPreferenceMixin, L.LightningModule):
         self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
-def fit(module: L.LightningModule, data: Any, validation: Any = None, **options: Any) -> L.Trainer:
+def fit(
+    module: L.LightningModule, data: Any, validation: Any = None, ckpt_path: Path | None = None, **options: Any
+) -> L.Trainer:
     trainer = L.Trainer(
         **({"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False,
             "enable_progress_bar": False, "enable_model_summary": False, "strategy": "auto"} | options),
     )  # fmt: skip
     loaders = [each if each is None else DataLoader(each, batch_size=None) for each in (data, validation)]
-    trainer.fit(module, *loaders)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -350,7 +352,12 @@ def test_reference_is_computed_once_and_kept_for_the_same_weights(tmp_path: Path
     module = run(data, folder=None)
     assert len(calls) == 2
     without = Module(options, with_reference=False, precompute_ref_log_probs=True)
-    fit(without, data, accumulate_grad_batches=2)  # the policy as it was is the reference
+    # The policy as it was is the reference.
+    fit(without, data, accumulate_grad_batches=2).save_checkpoint(tmp_path / "last.ckpt")
+    resumed = Module(options, with_reference=False, precompute_ref_log_probs=True)
+    with pytest.raises(ValueError, match=r"must be those of the run that is resumed.* the checkpoint lacks"):
+        fit(resumed, more, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    fit(resumed, data, max_epochs=1, ckpt_path=tmp_path / "last.ckpt")
 
     def against_itself(model: nn.Module) -> Tensor:
         losses = []
