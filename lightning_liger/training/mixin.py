@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_ops import IGNORE_INDEX
+from liger_ops import IGNORE_INDEX, TokenScores
 from liger_ops.arguments import check_bool, check_choice, check_tensor, wrong_type, wrong_value
 from liger_ops.loss.options import check_labels
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
@@ -137,10 +137,8 @@ class LigerLMMixin(LigerStepMixin):
         targets = labels if shifted else shift_labels(labels, position_ids)
         cross_entropy = None
         if self.loss_type == "dft":
-            loss_sum, scores = token_loss(
-                logits, targets, lambda scores, _: dft_loss(scores.log_probs), outputs=("log_probs", "predictions")
-            )
-            predictions, cross_entropy = scores.predictions, -scores.log_probs.sum()
+            loss_sum, scores = token_loss(logits, targets, _dft_loss, outputs=("log_probs", "predictions"))
+            predictions, cross_entropy = scores.predictions, -cast(Tensor, scores.log_probs).sum()
         elif isinstance(logits, LazyLogits):
             loss_sum, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
             predictions = stats.predictions
@@ -221,3 +219,7 @@ class LigerLMMixin(LigerStepMixin):
             auxiliary = cast(MeanOverTokens, self.auxiliary_metrics[f"{stage}_metrics"])
             auxiliary.update(auxiliary_loss.detach(), result.num_tokens)
             self.log(f"{stage}_aux_loss", auxiliary, on_step=False, on_epoch=True)
+
+
+def _dft_loss(scores: TokenScores, index: Tensor) -> Tensor:
+    return dft_loss(cast(Tensor, scores.log_probs))
