@@ -8,6 +8,7 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
+from lightning_liger.losses.advantages import group_advantages, leave_one_out_advantages
 from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.distillation import (
     IWOPDOptions,
@@ -26,6 +27,7 @@ from lightning_liger.losses.multi_head import (
     targets_ahead,
 )
 from lightning_liger.losses.orpo import ORPOOptions
+from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.tpo import TPOOptions
 from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
 from lightning_liger.patching import PatchReport, apply_liger_kernels
@@ -36,10 +38,12 @@ from lightning_liger.post_training.distillation import (
     LigerDistillation,
     LigerDistillationMixin,
 )
+from lightning_liger.post_training.grpo import LigerGRPO
 from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
 from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerKTO, LigerORPO, LigerTPO
 from lightning_liger.post_training.multi_token import multi_token_loss
+from lightning_liger.post_training.policy import LigerPolicyMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
 from lightning_liger.post_training.teacher_topk import store_teacher_topk, teacher_topk_rows
 from lightning_liger.sequences.context_parallel import ContextParallel
@@ -95,12 +99,14 @@ __all__ = [
     "LigerDistillation",
     "LigerDistillationMixin",
     "LigerFSDPStrategy",
+    "LigerGRPO",
     "LigerKTO",
     "LigerLMMixin",
     "LigerMedusa",
     "LigerMedusaMixin",
     "LigerModelParallelStrategy",
     "LigerORPO",
+    "LigerPolicyMixin",
     "LigerPrecisionPlugin",
     "LigerPreferenceMixin",
     "LigerSingleDeviceStrategy",
@@ -109,6 +115,7 @@ __all__ = [
     "MedusaHeads",
     "ORPOOptions",
     "PatchReport",
+    "PolicyOptions",
     "SampledDistillationOptions",
     "SparseDistillationOptions",
     "TPOOptions",
@@ -118,8 +125,10 @@ __all__ = [
     "deepseek_mtp_weights",
     "divergence",
     "export_pretrained",
+    "group_advantages",
     "iw_opd_loss",
     "lazy_logits",
+    "leave_one_out_advantages",
     "load_medusa_heads",
     "load_pretrained",
     "matched_token_ids",

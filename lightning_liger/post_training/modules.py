@@ -1,82 +1,36 @@
 """Finished LightningModules of preference losses, so that a yaml file is a whole program."""
 
 import os
-from copy import deepcopy
 from typing import Any, cast
 
-import torch
-from torch import nn
-
-from liger_ops.arguments import wrong_value
 from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.tpo import TPOOptions
-from lightning_liger.post_training.lora import add_adapters, check_lora
+from lightning_liger.post_training.causal_lm import ReferenceCausalLM
 from lightning_liger.post_training.preference import LigerPreferenceMixin
-from lightning_liger.training.causal_lm import LigerCausalLM
 
 
-class PreferenceModule(LigerPreferenceMixin, LigerCausalLM):
+class PreferenceModule(LigerPreferenceMixin, ReferenceCausalLM):
     """A causal language model with a preference loss, its reference model, and adapters if wanted.
 
     Args:
-        lora: Arguments of peft's ``LoraConfig``, such as ``{"r": 16, "target_modules": "all-linear"}``; None trains all
-            parameters. The whole model is then built in the memory of each host, also for strategies that shard it.
-        reference: Where the reference's log-probabilities come from: ``"model"``, a frozen copy of the model;
-            ``"adapters"``, the model without its adapters; ``"columns"`` of the data; ``"auto"`` for adapters with
-            ``lora``, else the copy, unless the data has columns.
-        precompute_ref_log_probs: Whether they are computed for all data before training. There is no copy of the model
-            then.
+        precompute_ref_log_probs: Whether the reference's log-probabilities are computed for all data before training.
+            There is no copy of the model then.
         ref_log_probs_folder: Where they are kept for other runs.
-        disable_dropout: Whether the model is trained without dropout.
-        **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
+        **kwargs: See :class:`~lightning_liger.post_training.causal_lm.ReferenceCausalLM`.
     """
 
     def __init__(
-        self,
-        lora: dict[str, Any] | None = None,
-        reference: str = "auto",
-        precompute_ref_log_probs: bool = False,
-        ref_log_probs_folder: str | None = None,
-        disable_dropout: bool = True,
-        **kwargs: Any,
+        self, precompute_ref_log_probs: bool = False, ref_log_probs_folder: str | None = None, **kwargs: Any
     ) -> None:
-        self.reference = reference
         self.precompute_ref_log_probs = precompute_ref_log_probs
         self.ref_log_probs_folder = ref_log_probs_folder
-        self.disable_dropout = disable_dropout
-        check_lora(lora)
-        if lora is None and reference == "adapters":
-            raise wrong_value("reference", "'adapters' only with lora", reference)
         super().__init__(**kwargs)
-        self._lora = lora
-        if lora is not None:  # peft gives its parameters values as it makes them
-            self._device_before_sharding = torch.device("cpu")
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is not None:
-            return
-        super().configure_model()
-        if self._has_reference_model():
-            self.ref_model = self._build_reference()
-        if self._lora is not None:
-            self.model = add_adapters(self.model, self._lora)
 
     def _has_reference_model(self) -> bool:
-        if not self.needs_reference or self.precompute_ref_log_probs or self.reference in ("columns", "adapters"):
-            return False
-        return self.reference == "model" or self._lora is None
-
-    def _build_reference(self) -> nn.Module:
-        if self._settings.pretrained is not None:
-            return self._build_model()
-        if any(parameter.is_meta or hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
-            raise wrong_value(
-                "pretrained", "a folder: strategies that shard cannot copy random weights for the reference", None
-            )
-        return deepcopy(self.model)
+        return not self.precompute_ref_log_probs and super()._has_reference_model()
 
 
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:

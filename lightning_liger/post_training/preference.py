@@ -1,7 +1,6 @@
 """Mixin of preference losses: pairs, triples, and completions with labels."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -9,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from liger_ops import IGNORE_INDEX, TokenScores
-from liger_ops.arguments import check_bool, check_choice, check_path, check_shape, check_tensor, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_path, check_shape, check_tensor, wrong_type
 from lightning_liger.lazy.scores import token_scores
 from lightning_liger.losses.cpo import CPOOptions, cpo_loss
 from lightning_liger.losses.dpo import PAIR_METRICS, DPOOptions, PairLogProbs, PairLosses, dpo_loss, wpo_weights
@@ -17,23 +16,12 @@ from lightning_liger.losses.kto import KTOOptions, RunningDelta, kl_estimate, kt
 from lightning_liger.losses.orpo import ORPOOptions, orpo_loss
 from lightning_liger.losses.sequences import length_desensitized, sequence_sums
 from lightning_liger.losses.tpo import TPOOptions, tpo_loss
-from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.metrics import Difference, Mean, Measured, Total, mean_of
 from lightning_liger.post_training.precompute import every_batch
-from lightning_liger.post_training.reference import (
-    REFERENCES,
-    ReferenceCache,
-    disable_dropout,
-    drop_from_state_dict,
-    drop_reference,
-    evaluating,
-    freeze,
-    has_adapters,
-    sequence_keys,
-    weights_fingerprint,
-    without_adapters,
-)
+from lightning_liger.post_training.reference import ReferenceCache, has_adapters, sequence_keys, weights_fingerprint
 from lightning_liger.post_training.rows import Rows, read_rows
+from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.sequences.labels import shift_labels
 
 PreferenceOptions = DPOOptions | CPOOptions | ORPOOptions | TPOOptions | KTOOptions
@@ -54,7 +42,7 @@ class SequenceScores(NamedTuple):
     log_sum_sq_probs: Tensor
 
 
-class LigerPreferenceMixin(LigerPostTrainingMixin):
+class LigerPreferenceMixin(LigerReferenceMixin):
     """Training, validation and test steps of preference losses, whose logits are never materialized.
 
     List it before the base class, set the loss, and put the models into ``self.model`` and ``self.ref_model``::
@@ -100,26 +88,22 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
     """
 
     preference_loss: PreferenceOptions = DPOOptions()
-    reference: str = "auto"
     precompute_ref_log_probs: bool = False
     ref_log_probs_folder: str | None = None
-    disable_dropout: bool = True
-    ref_model: nn.Module | None
     _units = "pairs"
+    _reference_hint = (
+        "set self.ref_model, train adapters of peft, give batches with ref_chosen_logps and ref_rejected_logps (for KTO"
+        " ref_logps), or set precompute_ref_log_probs=True"
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not isinstance(self.preference_loss, PreferenceOptions):
             raise wrong_type(
                 "preference_loss", "DPOOptions, CPOOptions, ORPOOptions, TPOOptions or KTOOptions", self.preference_loss
             )
-        check_choice("reference", self.reference, REFERENCES)
         check_bool("precompute_ref_log_probs", self.precompute_ref_log_probs)
         check_path("ref_log_probs_folder", self.ref_log_probs_folder, optional=True)
-        check_bool("disable_dropout", self.disable_dropout)
         super().__init__(*args, **kwargs)
-        if getattr(self, "ref_model", None) is None:
-            self.ref_model = None
-        drop_from_state_dict(self, "ref_model")
         self._reference_cache: ReferenceCache | None = None
         self._reference_fingerprint: str | None = None
         self._is_precomputing = False
@@ -132,54 +116,23 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
         """Whether the loss needs log-probabilities of a reference model."""
         return isinstance(self.preference_loss, DPOOptions | KTOOptions)
 
-    def _note_replacement(self, before: nn.Module | None) -> None:
-        super()._note_replacement(before)
-        self._freeze_reference()
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        self._freeze_reference()
-
-    def _freeze_reference(self) -> None:
-        if self.ref_model is not None:
-            if self.ref_model is getattr(self, "model", None):
-                raise wrong_value("ref_model", "another module than model, as it is frozen", self.ref_model)
-            freeze(self.ref_model)
-
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
-            raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
-        if self.disable_dropout:
-            disable_dropout(self.model)
         if self.precompute_ref_log_probs and self.needs_reference:
             self._precompute()
 
     def _reference_kind(self) -> str:
         """``"model"``, ``"adapters"`` or ``"policy"``, of the log-probabilities that are computed here."""
-        if self.reference == "model" or (self.reference == "auto" and self.ref_model is not None):
-            if self.ref_model is None:
-                raise wrong_value("reference", "'model' only with self.ref_model", self.reference)
-            return "model"
-        if self.reference == "adapters" or (self.reference == "auto" and has_adapters(self.model)):
-            return "adapters"
-        if self._is_precomputing:
+        has_other = self.ref_model is not None or has_adapters(self.model)
+        if self._is_precomputing and (self.reference == "columns" or (self.reference == "auto" and not has_other)):
             return "policy"
-        raise ValueError(
-            f"{type(self).__name__} has no reference: set self.ref_model, train adapters of peft, give batches with"
-            " ref_chosen_logps and ref_rejected_logps (for KTO ref_logps), or set precompute_ref_log_probs=True"
-        )
+        return super()._reference_kind()
 
     @torch.no_grad()
     def _compute_reference(self, rows: Rows) -> Tensor:
         """The reference's sums of log-probabilities, ``[num_sequences]``."""
-        kind = self._reference_kind()
-        model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
         local = rows.to_context(self.context)
-        with ExitStack() as stack:
-            stack.enter_context(evaluating(model))
-            if kind == "adapters":
-                stack.enter_context(without_adapters(model))
+        with self._reference_model() as model:
             logits, _ = self.call_model(local.inputs, local.labels, model)
             log_probs = cast(Tensor, token_scores(logits, local.labels).log_probs)
         log_probs = log_probs * local.extras["weights"]
@@ -268,7 +221,6 @@ class LigerPreferenceMixin(LigerPostTrainingMixin):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        drop_reference(checkpoint.get("state_dict", {}), "ref_model.")
         if isinstance(self.preference_loss, KTOOptions):
             checkpoint[_DELTA] = self._running_delta.state
         if self._reference_fingerprint is not None:

@@ -51,6 +51,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             the mean of the micro-batches' means.
         max_new_tokens: Tokens that ``predict`` adds to a prompt.
         temperature: Of sampling in ``predict``; 0 takes the likeliest token.
+        loss_type: ``"nll"``, cross entropy, or ``"dft"``, which weights tokens by their probability: dynamic
+            fine-tuning, 2508.05629.
 
     Raises:
         FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
@@ -76,8 +78,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         max_new_tokens: int = 64,
         temperature: float = 0.8,
         num_training_steps: int | None = None,
+        loss_type: str = "nll",
     ) -> None:
         self.loss_normalization = loss_normalization
+        self.loss_type = loss_type
         super().__init__()
         if isinstance(pretrained, os.PathLike):  # hyperparameters in checkpoints are plain objects
             pretrained = os.fspath(pretrained)

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_bool, check_tensor, wrong_type, wrong_value
+from liger_ops import IGNORE_INDEX, TokenScores
+from liger_ops.arguments import check_bool, check_choice, check_tensor, wrong_type, wrong_value
 from liger_ops.loss.options import check_labels
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
+from lightning_liger.lazy.scores import token_loss
+from lightning_liger.losses.sft import SFT_LOSSES, dft_loss
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
 from lightning_liger.training.metrics import MeanOverTokens, TokenMetrics
@@ -29,6 +31,8 @@ class LMLoss(NamedTuple):
     """Number of tokens that are not ignored."""
     num_correct: Tensor
     """Number of tokens whose label has the largest logit."""
+    cross_entropy: Tensor | None = None
+    """The mean cross entropy where the loss is another one, without gradient."""
 
 
 class LigerLMMixin(LigerStepMixin):
@@ -56,19 +60,25 @@ class LigerLMMixin(LigerStepMixin):
     tokens were split over accumulated micro-batches and ranks. With ``loss_normalization = "micro_batch"`` in the class
     they are the mean of the means of micro-batches, as with a training step of your own.
 
+    With ``loss_type = "dft"`` in the class the loss of each token is its cross entropy times its probability, which has
+    no gradient (dynamic fine-tuning, 2508.05629). Perplexity stays that of the cross entropy.
+
     The loss is fused when the model's head was patched, which the ``liger`` strategies, ``LigerCallback`` and
     :func:`~lightning_liger.apply_liger_kernels` do; otherwise the steps materialize the logits.
 
     Raises:
         TypeError: When a class lists the mixin after ``LightningModule``.
-        ValueError: For an unknown ``loss_normalization``.
+        ValueError: For an unknown ``loss_normalization`` or ``loss_type``.
         RuntimeError: At the start of a stage for which ``configure_model`` replaced the model of an earlier stage,
             unless the new one gets its weights from ``ckpt_path``. ``self.model = None`` before the stage is a fresh
             start.
     """
 
+    loss_type: str = "nll"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_choice("loss_type", self.loss_type, SFT_LOSSES)
         self.token_metrics = nn.ModuleDict({f"{stage}_metrics": TokenMetrics(stage) for stage in STAGES})
         self.auxiliary_metrics = nn.ModuleDict({f"{stage}_metrics": MeanOverTokens() for stage in STAGES})
 
@@ -80,7 +90,7 @@ class LigerLMMixin(LigerStepMixin):
         position_ids: Tensor | None = None,
         shifted: bool = False,
     ) -> Tensor:
-        """Mean cross entropy of predicting each token from those before it.
+        """Mean loss of predicting each token from those before it: cross entropy, or that of ``loss_type``.
 
         Args:
             logits: ``[batch_size, seq_len, vocab_size]``, as the model returns them.
@@ -125,7 +135,11 @@ class LigerLMMixin(LigerStepMixin):
             raise wrong_value("labels", f"on the device of the logits, {logits.device}", labels)
         # Shifting the labels instead of the logits costs nothing, and the last token is ignored, not cut.
         targets = labels if shifted else shift_labels(labels, position_ids)
-        if isinstance(logits, LazyLogits):
+        cross_entropy = None
+        if self.loss_type == "dft":
+            loss_sum, scores = token_loss(logits, targets, _dft_loss, outputs=("log_probs", "predictions"))
+            predictions, cross_entropy = scores.predictions, -cast(Tensor, scores.log_probs).sum()
+        elif isinstance(logits, LazyLogits):
             loss_sum, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
             predictions = stats.predictions
         else:
@@ -135,7 +149,9 @@ class LigerLMMixin(LigerStepMixin):
         kept = targets != IGNORE_INDEX
         num_tokens = kept.sum()
         loss = (loss_sum / num_tokens.clamp(min=1)).masked_fill(num_tokens == 0, math.nan)
-        return LMLoss(loss, loss_sum, num_tokens, ((predictions == targets) & kept).sum())
+        if cross_entropy is not None:
+            cross_entropy = cross_entropy / num_tokens.clamp(min=1)
+        return LMLoss(loss, loss_sum, num_tokens, ((predictions == targets) & kept).sum(), cross_entropy)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         return self._lm_step("train", batch)
@@ -161,7 +177,7 @@ class LigerLMMixin(LigerStepMixin):
             output, auxiliary_loss, own_loss = model(inputs, labels)
             result = self.lm_loss_with_counts(output.logits, labels, position_ids=position_ids, shifted=shifted)
         if own_loss is not None and position_ids is None and not shifted:
-            model.compare(own_loss, result.loss)
+            model.compare(own_loss, result.loss if result.cross_entropy is None else result.cross_entropy)
         self._log_tokens(stage, result, auxiliary_loss)
         if auxiliary_loss is not None:
             # Weighted by tokens as the cross entropy is, in every mean over micro-batches and ranks.
@@ -189,7 +205,12 @@ class LigerLMMixin(LigerStepMixin):
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _log_tokens(self, stage: str, result: LMLoss, auxiliary_loss: Tensor | None) -> None:
         metrics = self._metrics_of(stage)
-        metrics.update_tokens(result.loss, result.num_correct, result.num_tokens, auxiliary_loss)
+        if result.cross_entropy is None:
+            metrics.update_tokens(result.loss, result.num_correct, result.num_tokens, auxiliary_loss)
+        else:  # perplexity is that of the cross entropy
+            further = torch.where(result.num_tokens > 0, result.loss - result.cross_entropy, 0.0)
+            further = further if auxiliary_loss is None else further + auxiliary_loss
+            metrics.update_tokens(result.cross_entropy, result.num_correct, result.num_tokens, further)
         if stage == "train" and not self._normalizes_steps():
             self._log_step((result.loss if auxiliary_loss is None else result.loss + auxiliary_loss).detach())
         for name, metric in metrics.items():
@@ -198,3 +219,7 @@ class LigerLMMixin(LigerStepMixin):
             auxiliary = cast(MeanOverTokens, self.auxiliary_metrics[f"{stage}_metrics"])
             auxiliary.update(auxiliary_loss.detach(), result.num_tokens)
             self.log(f"{stage}_aux_loss", auxiliary, on_step=False, on_epoch=True)
+
+
+def _dft_loss(scores: TokenScores, index: Tensor) -> Tensor:
+    return dft_loss(cast(Tensor, scores.log_probs))

@@ -56,6 +56,7 @@ _CONSTRUCTOR: dict[str, list[tuple[str, Any, str, str]]] = {
         ("number", 0.9, "0.9", "two numbers"),
         ("none", None, "None", "two numbers"),
     ],
+    "loss_type": [("unknown", "mse", "'mse'", "'dft'"), ("none", None, "None", "'nll'")],
     "loss_normalization": [
         ("unknown", "mean", "'mean'", "'micro_batch'"),
         ("none", None, "None", "'tokens'"),

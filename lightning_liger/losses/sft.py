@@ -1,0 +1,20 @@
+"""Losses of supervised fine-tuning, of each token's log-probability l under the model.
+
+=====  ==================  ================================================================
+nll    -l                  cross entropy
+dft    -sg[exp(l)] l       dynamic fine-tuning (2508.05629): tokens weighted by probability
+=====  ==================  ================================================================
+"""
+
+from torch import Tensor
+
+SFT_LOSSES = ("nll", "dft")
+
+
+def dft_loss(log_probs: Tensor) -> Tensor:
+    """Dynamic fine-tuning's loss of each token: its cross entropy times its probability, which has no gradient.
+
+    Args:
+        log_probs: Of the labels, any shape; differentiable.
+    """
+    return -log_probs.detach().exp() * log_probs

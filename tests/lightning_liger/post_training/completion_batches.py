@@ -1,0 +1,172 @@
+"""Completions in every form of batch, a policy that trains on them, and the same training by hand on a stock model."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_liger.losses.completions import Completions
+from lightning_liger.losses.policy_batch import PolicyBatch
+from lightning_liger.losses.policy_options import PolicyOptions
+from lightning_liger.post_training.policy import LigerPolicyMixin
+from tests.lightning_liger.losses.policy_batches import naive_loss
+from tests.lightning_liger.tiny import tiny_llama
+
+Batch = dict[str, Any]
+TEMPERATURE = 1.3
+PROMPTS, COMPLETIONS = (3, 1, 4, 2, 5, 2), (4, 6, 1, 0, 5, 3)
+COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+
+
+def sequences(
+    number: int, *, of_tokens: bool = False, columns: tuple[str, ...] = COLUMNS, seed: int = 0
+) -> list[Batch]:
+    """Single sequences of a batch, each with its values."""
+    random = torch.Generator().manual_seed(seed)
+    result = []
+    for prompt, length in zip(PROMPTS[:number], COMPLETIONS[:number], strict=True):
+        prompt_ids = torch.randint(3, 131, (prompt,), generator=random)
+        completion_ids = torch.randint(3, 131, (length,), generator=random)
+        advantages = torch.randn(length if of_tokens else (), generator=random)
+        values = {key: -torch.rand(length, generator=random) * 2 - 4 for key in COLUMNS}
+        mask = (torch.arange(length) != 2).long()  # a tool's token
+        example = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "advantages": advantages}
+        result.append(example | {"tool_mask": mask} | {key: values[key] for key in columns})
+    return result
+
+
+def pad(rows: list[Tensor], left: bool = False, value: float = 0) -> Tensor:
+    length = max(1, *map(len, rows))
+    sides = [(length - len(row), 0) if left else (0, length - len(row)) for row in rows]
+    padded = [torch.nn.functional.pad(row, side, value=value) for row, side in zip(rows, sides, strict=True)]
+    return torch.stack(padded)
+
+
+def apart(examples: list[Batch]) -> Batch:
+    """As TRL's batches: prompts padded on the left, completions on the right."""
+    columns = {key: [example[key] for example in examples] for key in examples[0]}
+    batch: Batch = {}
+    for name in ("prompt", "completion"):
+        ids = columns.pop(f"{name}_ids")
+        batch[f"{name}_ids"] = pad(ids, left=name == "prompt")
+        batch[f"{name}_mask"] = pad([torch.ones_like(row) for row in ids], left=name == "prompt")
+    for key, values in columns.items():
+        batch[key] = torch.stack(values) if values[0].ndim == 0 else pad(values)
+    return batch
+
+
+def joined(examples: list[Batch]) -> Batch:
+    """Rows of ``input_ids``, padded on the right."""
+    columns = rows_of(examples)
+    batch = {key: torch.stack(values) if values[0].ndim == 0 else pad(values) for key, values in columns.items()}
+    batch["attention_mask"] = pad([torch.ones_like(row) for row in columns["input_ids"]])
+    return batch
+
+
+def packed(examples: list[Batch]) -> Batch:
+    """One row of all sequences."""
+    columns = rows_of(examples)
+    batch = {
+        key: torch.stack(values) if values[0].ndim == 0 else torch.cat(values)[None] for key, values in columns.items()
+    }
+    lengths = [len(row) for row in columns["input_ids"]]
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch["sequence_ids"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    return batch | {"num_sequences": len(lengths)}
+
+
+def rows_of(examples: list[Batch]) -> dict[str, list[Tensor]]:
+    columns: dict[str, list[Tensor]] = {}
+    for example in examples:
+        prompt, completion = example["prompt_ids"], example["completion_ids"]
+        row = {"input_ids": torch.cat((prompt, completion))}
+        row["completion_mask"] = torch.cat((torch.zeros_like(prompt), torch.ones_like(completion)))
+        for key, value in example.items():
+            if not key.endswith("_ids"):
+                at_tokens = value.ndim and torch.cat((torch.zeros(len(prompt), dtype=value.dtype), value))
+                row[key] = at_tokens if value.ndim else value
+        for key, value in row.items():
+            columns.setdefault(key, []).append(value)
+    return columns
+
+
+class Policy(LigerPolicyMixin, L.LightningModule):
+    """A tiny Llama with SGD."""
+
+    temperature = TEMPERATURE
+
+    def __init__(self, options: PolicyOptions, **settings: Any) -> None:
+        self.policy_options = options
+        for name, value in settings.items():
+            setattr(self, name, value)
+        super().__init__()
+        self.steps: list[dict[str, float]] = []
+        self.calls: list[str] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = tiny_llama()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def fit(module: L.LightningModule, batches: list[Batch], strategy: str = "liger", **options: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=False))  # type: ignore[arg-type]
+    return trainer
+
+
+def stock_scores(model: torch.nn.Module, examples: list[Batch]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of completions' tokens, each sequence computed alone."""
+    rows = []
+    for example in examples:
+        ids = torch.cat((example["prompt_ids"], example["completion_ids"]))
+        logits = model(input_ids=ids[None]).logits[0, len(example["prompt_ids"]) - 1 : -1] / TEMPERATURE
+        log_p = logits.double().log_softmax(-1)
+        rows.append((log_p.gather(1, example["completion_ids"][:, None])[:, 0], -(log_p.exp() * log_p).sum(1)))
+    return pad([log_probs for log_probs, _ in rows]), pad([entropy for _, entropy in rows])
+
+
+def expected_loss(model: torch.nn.Module, examples: list[Batch], options: PolicyOptions) -> Tensor:
+    log_probs, entropies = stock_scores(model, examples)
+    columns = {key: pad([example[key] for example in examples]).double() for key in COLUMNS if key in examples[0]}
+    advantages = [example["advantages"].double() for example in examples]
+    mask = pad([example["tool_mask"] for example in examples]).bool()
+    batch = PolicyBatch(
+        Completions(mask),
+        pad(advantages) if advantages[0].ndim else torch.stack(advantages),
+        *map(columns.get, COLUMNS),
+    )
+    return naive_loss(log_probs, batch, options) - options.entropy_coef * entropies[mask].mean()
+
+
+def expected_model(steps: list[list[Batch]], options: PolicyOptions) -> tuple[torch.nn.Module, list[float]]:
+    model, losses = tiny_llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for examples in steps:
+        optimizer.zero_grad()
+        loss = expected_loss(model, examples, options)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model, losses
+
+
+def assert_same_weights(model: torch.nn.Module, expected: torch.nn.Module) -> None:
+    stock = dict(expected.named_parameters())
+    moved = 0.0
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter, stock[name], rtol=2e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+        moved = max(moved, float((stock[name] - dict(tiny_llama().named_parameters())[name]).abs().max().detach()))
+    assert moved > 1e-3

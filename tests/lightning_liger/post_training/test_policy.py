@@ -1,0 +1,239 @@
+"""``LigerPolicyMixin`` against a loop by hand on a stock model, one sequence at a time, without padding."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_liger import apply_liger_kernels
+from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.losses.policy_options import PolicyOptions
+from tests.lightning_liger.post_training.completion_batches import (
+    COLUMNS,
+    COMPLETIONS,
+    PROMPTS,
+    Policy,
+    apart,
+    assert_same_weights,
+    expected_loss,
+    expected_model,
+    fit,
+    joined,
+    packed,
+    pad,
+    sequences,
+    stock_scores,
+)
+from tests.lightning_liger.tiny import tiny_llama
+
+CASES = {
+    "dapo": {"beta": 0.1, "entropy_coef": 0.05, "vllm_importance_sampling_mode": "token_truncate"},
+    "grpo": {"importance_sampling_level": "sequence", "entropy_coef": 0.05, "vllm_importance_sampling_clip_max": 50.0},
+    "sapo": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 5.0},
+    "rloo": {"vllm_importance_sampling_clip_max": 50.0},
+}
+
+
+@pytest.mark.parametrize("loss_type", CASES)
+def test_training_equals_a_loop_on_a_stock_model_however_a_step_is_split(loss_type: str) -> None:
+    options = PolicyOptions(loss_type=loss_type, **CASES[loss_type])  # type: ignore[arg-type]
+    of_tokens = loss_type == "sapo"
+    examples = sequences(6, of_tokens=of_tokens)
+    expected, losses = expected_model([examples, examples], options)
+    # The second of the uneven micro-batches has no tokens at all.
+    splits = {"whole": [examples], "uneven": [examples[:3], examples[3:4], examples[4:]]}
+    for form, split in ((apart, "whole"), (apart, "uneven"), (joined, "uneven"), (packed, "uneven")):
+        batches = [form(part) for part in splits[split]]
+        module = Policy(options)
+        fit(module, batches * 2, accumulate_grad_batches=len(batches))
+        assert_same_weights(module.model, expected)
+        steps = [module.steps[len(batches) - 1]["train_loss_step"], module.steps[-1]["train_loss_step"]]
+        assert steps == pytest.approx(losses, rel=1e-4)
+
+
+def test_metrics_are_exact_over_micro_batches() -> None:
+    options = PolicyOptions(loss_type="dapo", epsilon=0.3, beta=0.1, vllm_importance_sampling_mode="token_truncate")
+    examples = sequences(6)
+    for index, example in enumerate(examples):
+        example["rewards"] = torch.tensor(float(index // 2))
+        example["group_ids"] = torch.tensor(min(index // 2, 1) if index != 4 else 2)
+    module = Policy(options)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
+    trainer = fit(module, [apart(examples[:2]), apart(examples[2:])])
+    found = {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+    with torch.no_grad():
+        log_probs, entropies = stock_scores(tiny_llama(), examples)
+    mask = pad([example["tool_mask"] for example in examples]).bool()
+    old, ref, sampled = (pad([example[key] for example in examples]) for key in COLUMNS)
+    advantages = torch.stack([example["advantages"] for example in examples])[:, None]
+    ratio = (log_probs - old).exp()
+    low, high = (ratio < 0.7) & (advantages < 0), (ratio > 1.3) & (advantages > 0)
+    is_real = mask.any(1)
+    share = [torch.stack([x[row][mask[row]].double().mean() for row in range(6) if is_real[row]]) for x in (low, high)]
+    importance = (old - sampled).exp().clamp(max=3.0)[mask]
+    kl = (((ref - log_probs).exp() - (ref - log_probs) - 1) * ratio)[mask]
+    expected = {
+        "entropy": entropies[mask].mean(),
+        "kl": kl.mean(),
+        "clip_ratio/low_mean": low[mask].double().mean(),
+        "clip_ratio/high_mean": high[mask].double().mean(),
+        "clip_ratio/region_mean": (low | high)[mask].double().mean(),
+        "clip_ratio/low_min": share[0].min(),
+        "clip_ratio/high_max": share[1].max(),
+        "sampling/sampling_logp_difference/mean": (old - sampled).abs()[mask].mean(),
+        "sampling/sampling_logp_difference/max": (old - sampled).abs()[mask].max(),
+        "sampling/importance_sampling_ratio/min": importance.min(),
+        "sampling/importance_sampling_ratio/mean": importance.mean(),
+        "sampling/importance_sampling_ratio/max": importance.max(),
+        "completions/mean_length": mask.sum(1).double().mean(),
+        "completions/min_length": 0,
+        "completions/max_length": mask.sum(1).max(),
+        "num_tokens": sum(PROMPTS) + sum(COMPLETIONS),
+        "reward": 1.0,
+        "frac_reward_zero_std": 3 / 6,  # groups of rewards 0 0, 1 1 2, 2
+    }
+    for name, value in expected.items():
+        assert found[f"train_{name}"] == pytest.approx(float(value), rel=1e-4, abs=1e-7), name
+    assert 0 < found["train_clip_ratio/low_mean"] < 1
+    assert not {name for name in found if "policy_loss" in name or "vespo" in name}
+    module = Policy(options)
+    trainer = fit(module, [apart(sequences(2, columns=COLUMNS[:2]))])
+    assert not [name for name in trainer.callback_metrics if "sampling" in name or "reward" in name]
+
+
+def test_on_policy_batches_and_known_numbers_of_items() -> None:
+    options = PolicyOptions(loss_type="dapo")
+    examples = sequences(6, columns=())
+    expected, losses = expected_model([examples], options)
+    num_tokens = sum(int(example["tool_mask"].sum()) for example in examples)
+    for changes, settings, factor in (
+        ({}, {}, 1.0),
+        ({"num_items_in_batch": torch.tensor(num_tokens)}, {}, 1.0),
+        ({"num_items_in_batch": torch.tensor(2 * num_tokens)}, {"steps_per_generation": 4}, 1.0),
+        ({"num_items_in_batch": torch.tensor(2 * num_tokens)}, {}, 0.5),
+    ):
+        module = Policy(options, **settings)
+        fit(module, [apart(part) | changes for part in (examples[:2], examples[2:])], accumulate_grad_batches=2)
+        assert module.steps[-1]["train_loss_step"] == pytest.approx(factor * losses[0], rel=1e-4)
+        if factor == 1:
+            assert_same_weights(module.model, expected)
+
+
+def test_top_entropy_and_off_policy_masks_train_the_tokens_that_they_keep() -> None:
+    examples = sequences(6, columns=COLUMNS[:1])
+    stock = tiny_llama()
+    log_probs, entropies = stock_scores(stock, examples)
+    mask = pad([example["tool_mask"] for example in examples]).bool()
+    kept = mask & (entropies >= torch.quantile(entropies[mask], 0.5))
+    old = pad([example["old_per_token_logps"] for example in examples]).double()
+    advantages = torch.stack([example["advantages"] for example in examples]).double()
+    of_row = torch.where(mask, old - log_probs.detach(), 0).sum(1) / mask.sum(1).clamp(min=1)
+    near = (advantages >= 0) | (of_row <= -0.3)
+    assert 0 < (~near).sum() < 6
+    kept &= near[:, None]
+    ratio = (log_probs - old).exp()
+    objective = torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    (-objective[kept].sum() / mask.sum()).backward()
+    torch.optim.SGD(stock.parameters(), lr=0.3).step()
+    module = Policy(PolicyOptions(top_entropy_quantile=0.5, off_policy_mask_threshold=-0.3))
+    fit(module, [apart(examples)])
+    assert_same_weights(module.model, stock)
+
+
+def test_adaptive_entropy_coefficient_follows_its_target(tmp_path: Any) -> None:
+    settings: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.04}
+    batches = [apart(sequences(3, columns=(), seed=seed)) for seed in range(3)]
+    high, low = (Policy(PolicyOptions(**settings, entropy_target=target)) for target in (100.0, 0.0))
+    fit(high, batches)
+    fit(low, batches)
+    for module, coefficients in ((high, [0.1, 0.14, 0.18]), (low, [0.1, 0.06, 0.02])):
+        assert [step["train_entropy_coef_step"] for step in module.steps] == pytest.approx(coefficients, rel=1e-5)
+    for module, applied in ((high, [0, 0.14, 0.18]), (low, [0, 0, 0])):  # never in the first step
+        for step, coefficient in zip(module.steps, applied, strict=True):
+            bonus = step["train_policy_loss_step"] - step["train_loss_step"]
+            assert bonus == pytest.approx(coefficient * step["train_entropy_step"], rel=1e-4, abs=1e-6)
+    checkpoint: dict[str, Any] = {}
+    high.on_save_checkpoint(checkpoint)
+    resumed = Policy(high.policy_options)
+    resumed.on_load_checkpoint(checkpoint)
+    assert float(resumed._entropy_coefficient.current(torch.device("cpu"))) == pytest.approx(0.22)
+    assert float(resumed._entropy_coefficient.applied(torch.device("cpu"))) == pytest.approx(0.22)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
+def test_per_token_log_probs_are_columns_of_the_batch() -> None:
+    module = Policy(PolicyOptions())
+    module.configure_model()
+    examples = sequences(6, columns=())
+    expected, _ = stock_scores(tiny_llama(), examples)
+    mask = pad([example["tool_mask"] for example in examples]).bool()
+    batch = apart(examples)
+    found = module.per_token_log_probs({key: value for key, value in batch.items() if key != "advantages"})
+    torch.testing.assert_close(found.double(), expected.where(mask, 0).detach(), rtol=1e-5, atol=1e-5)
+    on_policy = float(module.training_step(batch, 0).detach())
+    assert module.training_step(batch | {"old_per_token_logps": found}, 0).item() == pytest.approx(on_policy, rel=1e-5)
+    for form in (joined, packed):
+        batch = form(examples)
+        column = module.per_token_log_probs(batch)
+        assert column.shape == batch["input_ids"].shape
+        assert not column.requires_grad
+        assert module.training_step(batch | {"old_per_token_logps": column}, 0).item() == pytest.approx(
+            on_policy, rel=1e-5
+        )
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
+def test_losses_of_tokens_are_computed_in_the_loop_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("token_loss", "token_scores"):
+        method = getattr(LazyLogits, name)
+
+        def watched(self: Any, *args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
+            called.append(name)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(LazyLogits, name, watched)
+    batch = apart(sequences(3))
+    for changes, expected in (
+        ({}, "token_loss"),
+        ({"entropy_coef": 0.1}, "token_loss"),
+        ({"loss_type": "grpo", "entropy_coef": 0.1}, "token_scores"),
+        ({"importance_sampling_level": "sequence"}, "token_scores"),
+        ({"top_entropy_quantile": 0.5}, "token_scores"),
+    ):
+        module = Policy(PolicyOptions(**changes))
+        module.configure_model()
+        apply_liger_kernels(module.model)
+        called.clear()
+        module.training_step(batch, 0).backward()
+        assert called == [expected]
+
+
+def test_lora_trains_adapters_of_the_head_too() -> None:
+    peft = pytest.importorskip("peft")
+    options = PolicyOptions(loss_type="grpo", importance_sampling_level="sequence", epsilon=3.0)
+
+    def adapted() -> torch.nn.Module:
+        config = peft.LoraConfig(r=3, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return peft.get_peft_model(tiny_llama(), config)
+
+    examples = sequences(6)
+    for example in examples:
+        del example["sampling_per_token_logps"]
+    stock = adapted()
+    expected_loss(stock, examples, options).backward()
+    torch.optim.SGD(stock.parameters(), lr=0.3).step()
+    module = Policy(options)
+    module.model = adapted()
+    fit(module, [apart(examples[:3]), apart(examples[3:])], accumulate_grad_batches=2)
+    before = dict(adapted().named_parameters())
+    moved = []
+    for (name, parameter), expected in zip(module.model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=2e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+        if not torch.equal(parameter, before[name]):
+            moved.append(name)
+    assert len(moved) == 6
+    assert all("lora" in name for name in moved)
