@@ -76,6 +76,9 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.step_metrics = nn.ModuleDict()
+        self._hidden_metrics: set[str] = set()
+        """Metrics of ``metric_kinds`` that the data do not have, which are not logged; the same on all ranks."""
+        self._has_auxiliary = False
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
         self._num_counted = self._position = 0
@@ -173,7 +176,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
         parts = torch.stack([torch.stack((term.total.detach().double(), cast(Tensor, term.count))) for term in terms])
         self._measure(stage, result, parts)
         normalizes = stage == "train" and self._normalizes_steps()
-        totals = self._count_step(parts[:, 1], terms) if normalizes else parts[:, 1]
+        counts = parts[:, 1].contiguous()  # gloo adds up the wrong elements of a view with strides
+        totals = self._count_step(counts, terms) if normalizes else counts
         loss_sum = terms[0].total
         for index, term in enumerate(terms[1:], start=1):
             if term.unit == terms[0].unit:
@@ -242,6 +246,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
             return
         self._make_metrics()
         measured: dict[str, Measured] = dict(result.metrics)
+        self._has_auxiliary = result.auxiliary is not None
         if result.auxiliary is not None:
             measured["aux_loss"] = Mean(parts[-1, 0], parts[-1, 1])
         metrics = cast(nn.ModuleDict, self.step_metrics[f"{stage}_metrics"])
@@ -252,7 +257,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         for name, value in measured.items():
             update_metric(cast(Any, metrics[name]), value)
         for name, metric in cast(Mapping[str, Metric], metrics).items():
-            if name != "aux_loss" or result.auxiliary is not None:
+            if name not in self._hidden_metrics and (name != "aux_loss" or result.auxiliary is not None):
                 self.log(
                     f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss"
                 )
@@ -279,9 +284,9 @@ class LigerPostTrainingMixin(LigerStepMixin):
         sums, self._step_sums = self._step_sums, None
         if self._normalizes_steps():
             sums = cast(Tensor, self.trainer.strategy.reduce(sums, reduce_op="sum"))
-        kinds, has_auxiliary = self.metric_kinds(), bool(sums[-1, 1] > 0)
+        kinds, has_auxiliary = self.metric_kinds(), self._has_auxiliary
         for name, (total, count) in zip(self._step_names(), sums, strict=True):
-            if name != "aux_loss" or has_auxiliary:
+            if name not in self._hidden_metrics and (name != "aux_loss" or has_auxiliary):
                 self.log(f"train_{name}_step", total if kinds.get(name) == "sum" else total / count)
 
     def rank_state_dict(self) -> dict[str, Any]:
