@@ -78,6 +78,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self.step_metrics = nn.ModuleDict()
         self._hidden_metrics: set[str] = set()
         """Metrics of ``metric_kinds`` that the data do not have, which are not logged; the same on all ranks."""
+        self._has_auxiliary = False
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
         self._num_counted = self._position = 0
@@ -246,6 +247,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
             return
         self._make_metrics()
         measured: dict[str, Measured] = dict(result.metrics)
+        self._has_auxiliary = result.auxiliary is not None
         if result.auxiliary is not None:
             measured["aux_loss"] = Mean(parts[-1, 0], parts[-1, 1])
         metrics = cast(nn.ModuleDict, self.step_metrics[f"{stage}_metrics"])
@@ -283,7 +285,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         sums, self._step_sums = self._step_sums, None
         if self._normalizes_steps():
             sums = cast(Tensor, self.trainer.strategy.reduce(sums, reduce_op="sum"))
-        kinds, has_auxiliary = self.metric_kinds(), bool(sums[-1, 1] > 0)
+        kinds, has_auxiliary = self.metric_kinds(), self._has_auxiliary
         for name, (total, count) in zip(self._step_names(), sums, strict=True):
             if name not in self._hidden_metrics and (name != "aux_loss" or has_auxiliary):
                 self.log(f"train_{name}_step", total if kinds.get(name) == "sum" else total / count)

@@ -27,7 +27,7 @@ from tests.lightning_liger.tiny import tiny_llama
 LOSS = DPOOptions(("sigmoid", "sft"), loss_weights=(1.0, 0.5), beta=0.3)
 SIZES = ((1, 2), (3, 1))
 """Pairs in the micro-batches of each rank; both are one step."""
-NAMES = ("ddp", "fsdp", "model_parallel", "context_parallel", "deepspeed")
+NAMES = ("ddp", "ddp_one_batch", "fsdp", "model_parallel", "context_parallel", "deepspeed")
 
 
 class Module(LigerPreferenceMixin, L.LightningModule):
@@ -66,7 +66,7 @@ def batches_of(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def strategy_of(name: str) -> Any:
-    if name == "ddp":
+    if name.startswith("ddp"):
         return LigerDDPStrategy()
     if name == "fsdp":
         return LigerFSDPStrategy(state_dict_type="full")
@@ -88,11 +88,13 @@ def train(name: str, folder: Path) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     module = WholeAtFirst() if name == "deepspeed" else Module()
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy_of(name), max_epochs=1, accumulate_grad_batches=2,
+        accelerator="cpu", devices=2, strategy=strategy_of(name), max_epochs=1,
+        accumulate_grad_batches=1 if name == "ddp_one_batch" else 2,
         use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     data = batches_of(0 if name == "context_parallel" else rank)
+    data = data[:1] if name == "ddp_one_batch" else data
     trainer.fit(module, DataLoader(data, batch_size=None))
     path = folder / f"{name}.ckpt"
     trainer.save_checkpoint(path)
