@@ -49,10 +49,11 @@ def test_supported_python_is_310_and_later():
 @pytest.mark.parametrize(
     ("extra", "packages"),
     [
-        ("dev", {"pytest", "hypothesis", "ruff", "build"}),
+        ("dev", {"pytest", "hypothesis", "ruff", "build", "trl", "pyarrow"}),
         ("bench", {"liger-kernel", "matplotlib"}),
         ("peft", {"peft"}),
         ("deepspeed", {"deepspeed"}),
+        ("parquet", {"pyarrow"}),
     ],
 )
 def test_extra_asks_for_its_packages(extra, packages):

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -267,7 +268,7 @@ class ExamplesDataModule(TokenizedDataModule):
 
     def _records(self) -> Iterator[Record]:
         records = read_records("data.path", record_files("data.path", self.path))
-        return (record for _, record in zip(range(self.max_records or sys.maxsize), records, strict=False))
+        return islice(records, self.max_records)
 
     def _split(self, split: Split, num_records: int) -> Iterator[Record]:
         if self.validation_path is not None:

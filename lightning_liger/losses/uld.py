@@ -93,7 +93,7 @@ def universal_logit_divergence(
     teacher = _log_softmax(teacher_logits.detach(), options.uld_teacher_temperature)
     if not options.uld_use_hybrid_loss:
         return _sorted_distance(student.exp(), teacher.exp())
-    student_ids, teacher_ids = _check_matched(matched_ids, student, teacher)
+    student_ids, teacher_ids = _check_matched(matched_ids, student)
     of_student, of_teacher = (
         each[..., ids].clamp(min=_ABSENT) for each, ids in ((student, student_ids), (teacher, teacher_ids))
     )
@@ -122,9 +122,7 @@ def _without(probabilities: Tensor, ids: Tensor) -> Tensor:
     return probabilities.index_fill(-1, ids, 0.0)
 
 
-def _check_matched(
-    matched_ids: tuple[Tensor, Tensor] | None, student: Tensor, teacher: Tensor
-) -> tuple[Tensor, Tensor]:
+def _check_matched(matched_ids: tuple[Tensor, Tensor] | None, student: Tensor) -> tuple[Tensor, Tensor]:
     expected = "two int64 tensors of shape [num_matched], with uld_use_hybrid_loss=True"
     if not isinstance(matched_ids, tuple | list) or len(matched_ids) != 2:
         raise wrong_type("matched_ids", expected, matched_ids)

@@ -257,7 +257,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         if isinstance(options, DPOOptions) and options.ld_alpha is not None:
             weights = length_desensitized(completion, self._num_tokens(rows), options.ld_alpha, rows.sequence_ids)
         if isinstance(options, ORPOOptions):
-            rows = rows._replace(labels=_with_prompts_of_chosen(rows, batch))
+            rows = rows._replace(labels=_with_prompts_of_chosen(rows))
         return rows._replace(extras={"weights": weights, "completion": completion})
 
     def _num_tokens(self, rows: Rows) -> Tensor:
@@ -429,7 +429,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         }
 
 
-def _with_prompts_of_chosen(rows: Rows, batch: Mapping[str, Any]) -> Tensor:
+def _with_prompts_of_chosen(rows: Rows) -> Tensor:
     """The labels of all tokens of chosen sequences, prompts included, and of the completions of the others."""
     ids, attention, numbers = rows.inputs["input_ids"].long(), rows.inputs.get("attention_mask"), rows.sequence_ids
     if numbers is None:

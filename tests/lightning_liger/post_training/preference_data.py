@@ -1,7 +1,6 @@
 """Batches of preference data, and losses of whole steps written as loops over sequences of the stock model."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +76,3 @@ def other_llama() -> nn.Module:
 def sums(model: nn.Module, items: Sequence[tuple[Tensor, int]]) -> Tensor:
     """Summed log-probabilities of completions."""
     return torch.stack([token_log_probs(model, item).sum() for item in items])
-
-
-def in_halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    return values[: len(values) // 2], values[len(values) // 2 :]
