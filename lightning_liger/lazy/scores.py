@@ -290,15 +290,20 @@ def _fit_one_op(student: LazyLogits, teacher: LazyLogits, vocab: str, *, of_logi
     return shards == [None, None] or (vocab == "equal" and shards[0] == shards[1])
 
 
-def _rows(logits: Tensor, chunk_bytes: int | None) -> tuple[Rows, int]:
-    """The rows of logits, lazy or not, and the number of them in a chunk."""
+def logit_rows(logits: Tensor) -> Rows:
+    """Logits ``[..., vocab_size]``, lazy or materialized, as rows of tokens whose values are read in chunks."""
     lazy = _lazy(logits)
     if lazy is None:
-        logits = _real(logits)
-        return real_rows(logits), _chunk_size(logits, chunk_bytes)
+        return real_rows(_real(logits))
     lazy.notice("a function of logits")
-    chunk_bytes = lazy.head.options.get("chunk_bytes") if chunk_bytes is None else chunk_bytes
-    return lazy.recipe.rows(), _chunk_size(lazy, chunk_bytes)
+    return lazy.recipe.rows()
+
+
+def _rows(logits: Tensor, chunk_bytes: int | None) -> tuple[Rows, int]:
+    """The rows of logits, lazy or not, and the number of them in a chunk."""
+    if chunk_bytes is None and (lazy := _lazy(logits)) is not None:
+        chunk_bytes = lazy.head.options.get("chunk_bytes")
+    return logit_rows(logits), _chunk_size(logits, chunk_bytes)
 
 
 def _check(

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from liger_ops.arguments import wrong_type
 from liger_ops.loss.chunked_loss import choose_chunk_size
-from lightning_liger.lazy.chunks import Rows, over_chunks, real_rows
-from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.chunks import over_chunks
+from lightning_liger.lazy.scores import logit_rows
 from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
 
 _CHUNK_BYTES = 2**29
@@ -72,10 +72,3 @@ def matched_token_ids(
     ids = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
     return ids[:, 0].contiguous(), ids[:, 1].contiguous()
 
-
-def logit_rows(logits: Tensor) -> Rows:
-    """Logits ``[..., vocab_size]``, lazy or materialized, as rows of tokens whose values are read in chunks."""
-    if not isinstance(logits, LazyLogits):
-        return real_rows(logits)
-    logits.notice("a function of logits")
-    return logits.recipe.rows()

@@ -1,4 +1,4 @@
-"""Frozen models beside the one that is trained: made, sharded, and kept out of checkpoints and optimizers."""
+"""Frozen models next to the one that is trained: made, sharded, and kept out of checkpoints and optimizers."""
 
 from typing import Any
 

@@ -18,8 +18,9 @@ from liger_ops.loss.chunked_loss import choose_chunk_size
 from lightning_liger.data.teacher_topk import write_teacher_topk
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.lazy.scores import logit_rows
 from lightning_liger.losses.distillation import sample_support
-from lightning_liger.post_training.alignment import logit_rows
+from lightning_liger.post_training.reference import evaluating
 from lightning_liger.post_training.tokens import document_positions, read_tokens
 from lightning_liger.training.language_model import LanguageModel
 
@@ -40,7 +41,7 @@ def teacher_topk_rows(
     """Runs a teacher over batches, and yields rows for :func:`lightning_liger.data.write_teacher_topk`.
 
     Padding (by ``attention_mask``) and rows without labels are left out. Packed documents (by ``position_ids``) become
-    rows of their own.
+    separate rows.
 
     Args:
         model: The teacher, whose head is patched if its logits should not be materialized. Its mode is restored.
@@ -84,14 +85,9 @@ def teacher_topk_rows(
 
 def _rows(model: nn.Module, batches: Iterable[Mapping[str, Any]], chosen: Any) -> Iterator[dict[str, Tensor]]:
     seen, device = LanguageModel(model), next(model.parameters()).device
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in batches:
             yield from _rows_of_batch(seen, _moved(batch, device), chosen)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @torch.no_grad()
