@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from liger_ops.arguments import check_path, shown
-from lightning_liger.data.sources import walk
+from liger_ops.arguments import shown
+from lightning_liger.data.sources import decode_json, files_at
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ACCEPTED = f"a file or a folder with files that end in {', '.join(SUFFIXES)}"
@@ -172,22 +172,7 @@ def record_files(setting: str, path: Any) -> list[Path]:
         TypeError: If ``path`` is no path.
         ValueError: If ``path`` is empty, is no such file, or is one that the file system cannot have.
     """
-    check_path(setting, path)
-    try:
-        root = Path(path).expanduser()
-        is_file, is_folder = root.is_file(), root.is_dir()
-    except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
-        raise ValueError(f"{setting} must be a path that can be read, got {shown(str(path))}: {error}") from error
-    if is_file:
-        if root.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"{setting} must be {ACCEPTED}, got {shown(str(path))}")
-        return [root]
-    if not is_folder:
-        raise FileNotFoundError(f"{setting}={str(path)!r} does not exist. Accepted: {ACCEPTED}.")
-    files = walk(root, SUFFIXES)
-    if not files:
-        raise FileNotFoundError(f"{setting}={str(path)!r} is a folder without data. Accepted: {ACCEPTED}.")
-    return files
+    return files_at(setting, path, "files with records", SUFFIXES, ACCEPTED)
 
 
 def read_records(setting: str, files: Sequence[Path]) -> Iterator[Record]:
@@ -221,7 +206,7 @@ def _read_lines(setting: str, file: Path, lines: Any) -> Iterator[Record]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = f"{setting}: {file}, line {number}"
-            yield _checked(_decode(place, line), place, line)
+            yield _checked(decode_json(place, line), place, line)
 
 
 def _read_json(setting: str, file: Path) -> Iterator[Record]:
@@ -254,15 +239,6 @@ def _read_json(setting: str, file: Path) -> Iterator[Record]:
             raise ValueError(f"{place} is JSON that is nested too deeply.") from error
         yield _checked(value, place, text[position:start])
         is_first = False
-
-
-def _decode(place: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:  # JSONDecodeError, or an integer of more than 4300 digits
-        raise ValueError(f"{place} is not JSON: {error}.") from error
-    except RecursionError as error:
-        raise ValueError(f"{place} is JSON that is nested too deeply.") from error
 
 
 def _checked(value: Any, place: str, text: str) -> Record:

@@ -6,8 +6,9 @@ import os
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from liger_ops.arguments import check_path, check_text, shown
+from liger_ops.arguments import check_path, check_text, shown, wrong_value
 
 JSON_LINES_SUFFIX = ".jsonl"
 # Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
@@ -49,19 +50,43 @@ def source_files(path: str | Path | None = None) -> list[Path]:
     check_path("data.path", path, optional=True)
     if path is None:
         return python_library_files()
+    return files_at("data.path", path, "text files", FOLDER_SUFFIXES, ACCEPTED, other_files=True)
+
+
+def files_at(
+    setting: str, path: Any, kind: str, suffixes: tuple[str, ...], accepted: str, *, other_files: bool = False
+) -> list[Path]:
+    """The file at ``path``, or all in the folder that have one of the suffixes, in a fixed order.
+
+    Args:
+        setting: The name of the path in errors.
+        path: A file or a folder, which is searched recursively without hidden names.
+        kind: The files in plural, as errors name them.
+        suffixes: Of the files in folders.
+        accepted: The paths that errors recommend.
+        other_files: Whether a path to a file may have any suffix.
+
+    Raises:
+        FileNotFoundError: If there is nothing at ``path``, or only a folder without such files.
+        TypeError: If ``path`` is no path.
+        ValueError: If ``path`` is empty, is no such file, or is one that the file system cannot have.
+    """
+    check_path(setting, path)
     try:
         root = Path(path).expanduser()
-        if root.is_file():
-            return [root]
-        is_folder = root.is_dir()
+        is_file, is_folder = root.is_file(), root.is_dir()
     except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
-        raise ValueError(f"data.path must be a path that can be read, got {shown(str(path))}: {error}") from error
+        raise ValueError(f"{setting} must be a path that can be read, got {shown(str(path))}: {error}") from error
+    if is_file:
+        if not other_files and root.suffix.lower() not in suffixes:
+            raise wrong_value(setting, accepted, str(path))
+        return [root]
     if not is_folder:
-        raise FileNotFoundError(f"data.path={str(path)!r} does not exist. Accepted: {ACCEPTED}.")
-    files = walk(root, FOLDER_SUFFIXES)
+        raise FileNotFoundError(f"{setting}={str(path)!r} does not exist. Accepted: {accepted}.")
+    files = walk(root, suffixes)
     if not files:
         raise FileNotFoundError(
-            f"data.path={str(path)!r} is a folder without text files (hidden ones are skipped). Accepted: {ACCEPTED}."
+            f"{setting}={str(path)!r} is a folder without {kind} (hidden ones are skipped). Accepted: {accepted}."
         )
     return files
 
@@ -118,17 +143,22 @@ def _without_null(file: Path, text: str) -> str:
     return text
 
 
+def decode_json(place: str, text: str) -> Any:
+    """The value of a JSON text; ValueError that begins with ``place`` if it has none."""
+    try:
+        return json.loads(text)
+    except ValueError as error:  # JSONDecodeError, or an integer of more than 4300 digits
+        raise ValueError(f"{place} is not JSON: {error}.") from error
+    except RecursionError as error:
+        raise ValueError(f"{place} is JSON that is nested too deeply.") from error
+
+
 def _read_json_lines(file: Path, text_field: str) -> Iterator[str]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # JSONDecodeError, or an integer of more than 4300 digits
-                raise ValueError(f"data.path: {file}, line {number} is not JSON: {error}.") from error
-            except RecursionError as error:
-                raise ValueError(f"data.path: {file}, line {number} is JSON that is nested too deeply.") from error
+            record = decode_json(f"data.path: {file}, line {number}", line)
             if not isinstance(record, dict):
                 raise ValueError(
                     f"data.path: {file}, line {number} is a JSON {type(record).__name__}, expected an object with the "

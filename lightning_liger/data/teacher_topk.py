@@ -39,7 +39,7 @@ from liger_ops.arguments import (
 from lightning_liger.data.collate import TRUNCATIONS, Layout, TeacherTopKCollator
 from lightning_liger.data.module import BatchesDataModule, held_out_places
 from lightning_liger.data.ragged import SHARED_OFFSETS, RaggedTable, RaggedWriter
-from lightning_liger.data.sources import walk
+from lightning_liger.data.sources import files_at
 from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
 
 FORMAT = "lightning_liger.teacher_topk"
@@ -341,16 +341,5 @@ class TeacherTopKDataModule(BatchesDataModule):
 
 
 def _topk_files(setting: str, path: Any) -> list[Path]:
-    check_path(setting, path)
     accepted = f"a file that ends in {SUFFIX}, or a folder with such files"
-    try:
-        root = Path(path).expanduser()
-        is_file, is_folder = root.is_file(), root.is_dir()
-    except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
-        raise ValueError(f"{setting} must be a path that can be read, got {shown(str(path))}: {error}") from error
-    if is_file and root.suffix != SUFFIX:
-        raise wrong_value(setting, accepted, str(path))
-    files = [root] if is_file else walk(root, (SUFFIX,)) if is_folder else []
-    if not files:
-        raise FileNotFoundError(f"{setting}={str(path)!r} has no data. Accepted: {accepted}.")
-    return files
+    return files_at(setting, path, "stored teachers", (SUFFIX,), accepted)

@@ -71,4 +71,3 @@ def matched_token_ids(
     pairs = sorted((own[token], other[token]) for token in own.keys() & other.keys())
     ids = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
     return ids[:, 0].contiguous(), ids[:, 1].contiguous()
-
