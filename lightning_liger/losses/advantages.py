@@ -21,7 +21,7 @@ def group_advantages(
     scale_rewards: str = "group",
     multi_objective_aggregation: str = "sum_then_normalize",
 ) -> Tensor:
-    """GRPO's advantages: rewards minus the mean of their group, divided by a standard deviation (2402.03300).
+    """GRPO's advantages: rewards minus the mean of their group, divided by a standard deviation (arXiv:2402.03300).
 
     Args:
         rewards: ``[num_groups * num_generations]``, the completions of a prompt next to each other, or
@@ -29,9 +29,9 @@ def group_advantages(
         num_generations: Completions of each prompt.
         reward_weights: ``[num_rewards]``; None is 1 for each.
         scale_rewards: Divide by the standard deviation of the ``"group"``, of the whole ``"batch"``, or by nothing
-            (``"none"``, Dr. GRPO, 2503.20783). Standard deviations are unbiased, plus 1e-4.
+            (``"none"``, Dr. GRPO, arXiv:2503.20783). Standard deviations are unbiased, plus 1e-4.
         multi_objective_aggregation: ``"sum_then_normalize"``, or ``"normalize_then_sum"``: each reward is normalized in
-            its group, their weighted sum in the batch, whatever ``scale_rewards`` is (GDPO, 2601.05242).
+            its group, their weighted sum in the batch, whatever ``scale_rewards`` is (GDPO, arXiv:2601.05242).
 
     Returns:
         ``[num_groups * num_generations]``, float32 (float64 for float64 rewards).
@@ -69,7 +69,7 @@ def leave_one_out_advantages(
     reward_clip_range: tuple[float, float] | None = None,
     normalize_advantages: bool = False,
 ) -> Tensor:
-    """RLOO's advantages: each reward minus the mean of the others of its group (2402.14740).
+    """RLOO's advantages: each reward minus the mean of the others of its group (arXiv:2402.14740).
 
     Args:
         rewards: As for :func:`group_advantages`.

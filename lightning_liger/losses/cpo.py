@@ -7,7 +7,7 @@ S is the log-probability of a completion, summed over its tokens for ``sigmoid``
 type     loss of a pair                                                     source
 =======  =================================================================  ======================
 sigmoid  -(1 - eps) log s(beta D) - eps log s(-beta D)                      CPO, arXiv:2401.08417
-hinge    max(0, 1 - beta D)                                                 SLiC-HF, 2305.10425
+hinge    max(0, 1 - beta D)                                                 SLiC-HF, arXiv:2305.10425
 ipo      (D - 1 / (2 beta))^2                                               IPO, arXiv:2310.12036
 simpo    as sigmoid, of beta D - simpo_gamma                                SimPO, arXiv:2405.14734
 =======  =================================================================  ======================

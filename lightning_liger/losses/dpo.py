@@ -10,18 +10,18 @@ sigmoid        -log s(d)                                                        
 hinge          max(0, 1 - d)                                                               SLiC-HF, arXiv:2305.10425
 ipo            (h(R_w) / n_w - h(R_r) / n_r - 1 / (2 beta))^2                              IPO, arXiv:2310.12036
 exo_pair       s(d) (log s(d) - log(1 - eps)) + s(-d) (log s(-d) - log eps)                EXO, arXiv:2402.00856
-nca_pair       -log s(beta R_w) - log s(-beta R_w) / 2 - log s(-beta R_r) / 2              NCA
-robust         (-(1 - eps) log s(d) + eps log s(-d)) / (1 - 2 eps)                         Robust DPO
-bco_pair       -log s(beta R_w) - log s(-beta R_r)                                         BCO
+nca_pair       -log s(beta R_w) - log s(-beta R_w) / 2 - log s(-beta R_r) / 2              NCA, arXiv:2402.05369
+robust         (-(1 - eps) log s(d) + eps log s(-d)) / (1 - 2 eps)                         arXiv:2403.00409
+bco_pair       -log s(beta R_w) - log s(-beta R_r)                                         BCO, arXiv:2404.04656
 sppo_hard      (R_w - 1 / (2 beta))^2 + (R_r + 1 / (2 beta))^2                             SPPO, arXiv:2405.00675
-aot            -(1 - eps) log s(beta q) - eps log s(-beta q), q = sort(l_w - l_r)          AOT
+aot            -(1 - eps) log s(beta q) - eps log s(-beta q), q = sort(l_w - l_r)          AOT, arXiv:2406.05882
                - sort(ref_w - ref_r), both over the pairs of the batch
-aot_unpaired   the same with q = sort(R_w) - sort(R_r)                                     AOT
+aot_unpaired   the same with q = sort(R_w) - sort(R_r)                                     AOT, arXiv:2406.05882
 apo_zero       1 - s(beta R_w) + s(beta R_r)                                               APO, arXiv:2408.06266
 apo_down       s(beta R_w) + 1 - s(beta (R_w - R_r))                                       APO, arXiv:2408.06266
 discopop       (1 - m) (-log s(d)) + m exp(-d), m = s(d / tau)                             DiscoPOP, arXiv:2406.08414
 sft            -log pi(y_w|x), averaged over the chosen tokens
-sigmoid_norm   -log s(beta (h(R_w) / n_w - h(R_r) / n_r))                                  Tulu 3
+sigmoid_norm   -log s(beta (h(R_w) / n_w - h(R_r) / n_r))                                  Tulu 3, arXiv:2411.15124
 =============  ==========================================================================  ==========================
 """
 

@@ -7,7 +7,7 @@ type               desirable                       undesirable                  
 =================  ==============================  ==============================  ========================
 kto                1 - s(beta (R - kl))            1 - s(beta (kl - R))            KTO, arXiv:2402.01306
 apo_zero_unpaired  1 - s(beta R)                   s(beta R)                       APO, arXiv:2408.06266
-bco                -log s(beta R - delta)          -log s(delta - beta R)          BCO
+bco                -log s(beta R - delta)          -log s(delta - beta R)          BCO, arXiv:2404.04656
 =================  ==============================  ==============================  ========================
 
 ``kl`` is the mean of R over mismatched pairs of prompt and completion, at least 0, and ``delta`` is a running mean of

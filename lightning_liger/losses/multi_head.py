@@ -12,9 +12,9 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_choice, check_integer, check_number, check_shape, check_tensor, wrong_type
 
-IGNORE_INDEX = -100
 SCHEDULES = ("constant", "linear", "sine")
 
 

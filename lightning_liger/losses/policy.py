@@ -2,16 +2,16 @@
 
 l is the log-probability of a token under the policy, old that at sampling time (l without gradient if there is none),
 ref that under a reference, A the advantage. r = exp(l - old), or for a whole completion the geometric mean of its
-tokens' r (GSPO, 2507.18071). Tensors of tokens have any shape, ``[num_sequences, seq_len]`` or ``[num_tokens]``, and
-all functions are elementwise unless they take :class:`Completions`.
+tokens' r (GSPO, arXiv:2507.18071). Tensors of tokens have any shape, ``[num_sequences, seq_len]`` or ``[num_tokens]``,
+and all functions are elementwise unless they take :class:`Completions`.
 
 =========  ====================================================================================  ===================
-clipped    -min(r A, clamp(r, 1 - epsilon, 1 + epsilon_high) A), r at most delta in the first    PPO, 1707.06347
-cispo      -sg[min(r, epsilon_high)] A l                                                         2506.13585
-sapo       -(4 / t) sigmoid(t (r - 1)) A, t by the sign of A                                     2511.20347
-vespo      -sg[phi(w)] A l, w the product of a completion's r                                    2602.10693
-gmpo       -exp(mean of clipped log r) A, one for each completion                                2507.20673
-rloo       PPO's objective of the product of a completion's r                                    2402.14740
+clipped    -min(r A, clamp(r, 1 - epsilon, 1 + epsilon_high) A), r at most delta in the first    PPO, arXiv:1707.06347
+cispo      -sg[min(r, epsilon_high)] A l                                                         arXiv:2506.13585
+sapo       -(4 / t) sigmoid(t (r - 1)) A, t by the sign of A                                     arXiv:2511.20347
+vespo      -sg[phi(w)] A l, w the product of a completion's r                                    arXiv:2602.10693
+gmpo       -exp(mean of clipped log r) A, one for each completion                                arXiv:2507.20673
+rloo       PPO's objective of the product of a completion's r                                    arXiv:2402.14740
 =========  ====================================================================================  ===================
 
 Log-ratios are clamped to +-40 before ``exp``, far outside any trust region: products of two stay finite in float32.
@@ -68,7 +68,7 @@ def clipped_loss(
     epsilon_high: float | None = None,
     delta: float | None = None,
 ) -> Tensor:
-    """PPO's clipped objective, negated; with ``delta`` clipped on both sides (2505.07291).
+    """PPO's clipped objective, negated; with ``delta`` clipped on both sides (arXiv:2505.07291).
 
     Args:
         ratio: Of policy to old probability, of tokens or completions.
@@ -83,14 +83,14 @@ def clipped_loss(
 
 
 def cispo_loss(ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
-    """CISPO (2506.13585): REINFORCE weighted by the ratio without gradient, at most ``epsilon_high``."""
+    """CISPO (arXiv:2506.13585): REINFORCE weighted by the ratio without gradient, at most ``epsilon_high``."""
     return -ratio.detach().clamp(max=epsilon_high) * advantages * log_probs
 
 
 def sapo_loss(
     ratio: Tensor, advantages: Tensor, *, temperature_pos: float = 1.0, temperature_neg: float = 1.05
 ) -> Tensor:
-    """SAPO (2511.20347): a sigmoid of the ratio in place of clipping, with a temperature for each sign of advantage."""
+    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of clipping, with temperatures by the advantage's sign."""
     temperature = _by_sign(advantages > 0, temperature_pos, temperature_neg, ratio)
     return -(4 / temperature) * torch.sigmoid(temperature * (ratio - 1)) * advantages
 
@@ -106,7 +106,7 @@ def vespo_weights(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    """VESPO's weights (2602.10693), without gradient: phi(w) = exp(lambda + k log w - lambda w).
+    """VESPO's weights (arXiv:2602.10693), without gradient: phi(w) = exp(lambda + k log w - lambda w).
 
     Args:
         log_ratio: l - old of each token; w is the product of the ratios of a completion.
@@ -140,7 +140,7 @@ def gmpo_losses(
     epsilon: float = 0.4,
     epsilon_high: float | None = None,
 ) -> Tensor:
-    """GMPO (2507.20673): the geometric mean of a completion's ratios, each clipped in log space on one side.
+    """GMPO (arXiv:2507.20673): the geometric mean of a completion's ratios, each clipped in log space on one side.
 
     Args:
         log_ratio: l - old of each token.
@@ -166,7 +166,7 @@ def rloo_losses(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> Tensor:
-    """RLOO (2402.14740) as TRL: PPO's objective of the ratio of whole completions, ``[num_sequences]``."""
+    """RLOO (arXiv:2402.14740) as TRL: PPO's objective of the ratio of whole completions, ``[num_sequences]``."""
     ratio = safe_exp(completions.sum(log_ratio))
     return clipped_loss(ratio, advantages, epsilon=epsilon, epsilon_high=epsilon_high)
 
@@ -185,7 +185,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, kind: str = "k3") -
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float = 0.2) -> Tensor:
-    """PPO's clipped loss of a value function, of each token: half the larger squared error (1707.06347, TRL's PPO).
+    """PPO's clipped loss of a value function, of each token: half the larger squared error (arXiv:1707.06347, TRL's PPO).
 
     Args:
         values: Of the value function that is trained.

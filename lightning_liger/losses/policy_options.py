@@ -21,29 +21,31 @@ class PolicyOptions:
     ``importance_sampling_level="sequence"`` with ``loss_type="grpo"``.
 
     Args:
-        loss_type: ``"grpo"`` (2402.03300), ``"bnpo"``, ``"dr_grpo"`` (2503.20783), ``"dapo"`` (2503.14476),
-            ``"async_grpo"``, ``"luspo"`` (2602.05261), ``"cispo"`` (2506.13585), ``"sapo"`` (2511.20347), ``"vespo"``
-            (2602.10693), ``"gmpo"`` (2507.20673) or ``"rloo"`` (2402.14740).
+        loss_type: ``"grpo"`` (arXiv:2402.03300), ``"bnpo"``, ``"dr_grpo"`` (arXiv:2503.20783), ``"dapo"``
+            (arXiv:2503.14476), ``"async_grpo"``, ``"luspo"`` (arXiv:2602.05261), ``"cispo"`` (arXiv:2506.13585),
+            ``"sapo"`` (arXiv:2511.20347), ``"vespo"`` (arXiv:2602.10693), ``"gmpo"`` (arXiv:2507.20673) or ``"rloo"``
+            (arXiv:2402.14740).
         beta: Weight of the divergence from the reference in the loss; 0 needs no reference. RLOO has it in the reward.
         epsilon: The ratio is clipped below 1 - epsilon; for GMPO the log-ratio below -epsilon. None is 0.2, for GMPO
             0.4.
         epsilon_high: The ratio is clipped above 1 + epsilon_high; None is epsilon. For CISPO the bound of the ratio
             itself, such as 5.0, which has no default.
-        delta: Upper bound of the ratio where advantages are negative (two-sided clipping, 2505.07291), above
+        delta: Upper bound of the ratio where advantages are negative (two-sided clipping, arXiv:2505.07291), above
             1 + epsilon_high.
         importance_sampling_level: ``"token"``, or ``"sequence"``: the geometric mean of the ratios of a completion's
-            tokens (GSPO, 2507.18071).
+            tokens (GSPO, arXiv:2507.18071).
         use_bias_correction_kl: Whether the divergence is multiplied by the ratio, gradient included.
-        top_entropy_quantile: Share of tokens, those of the highest entropy, that the policy trains on (2506.01939).
+        top_entropy_quantile: Share of tokens, those of the highest entropy, that the policy trains on
+            (arXiv:2506.01939).
         entropy_coef: Weight of the mean entropy that the loss rewards; with ``use_adaptive_entropy`` at the start.
         use_adaptive_entropy: Whether the coefficient changes by ``entropy_coef_delta`` with each optimizer step, up
-            while the entropy is at most ``entropy_target``, down above it, where it is not applied (2505.22312).
+            while the entropy is at most ``entropy_target``, down above it, where it is not applied (arXiv:2505.22312).
         entropy_coef_min: Its lower bound.
         entropy_coef_max: Its upper bound.
         entropy_coef_delta: Its change in a step.
         entropy_target: In nats.
         off_policy_mask_threshold: Completions of negative advantage are left out if the mean of sampling minus policy
-            log-probability is above it (2512.02556, equation 9). None leaves out none.
+            log-probability is above it (arXiv:2512.02556, equation 9). None leaves out none.
         vllm_importance_sampling_correction: Whether losses are multiplied by the ratio of old to sampling probability
             where the batch has ``sampling_per_token_logps``.
         vllm_importance_sampling_mode: ``"token_truncate"``, ``"token_mask"``, ``"sequence_truncate"`` or

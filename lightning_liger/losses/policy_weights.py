@@ -61,7 +61,9 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Which completions to keep: not those of negative advantage that are far from the sampler (2512.02556, eq. 9).
+    """Which completions to keep: not those of negative advantage that are far from the sampler.
+
+    arXiv:2512.02556, equation 9.
 
     Args:
         log_probs: Of the policy, of each token; no gradient is taken.
@@ -81,7 +83,7 @@ def off_policy_mask(
 def top_entropy_mask(
     entropies: Tensor, mask: Tensor, *, quantile: float, gather: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """The scored tokens of the highest entropy, a share ``quantile`` of them (2506.01939).
+    """The scored tokens of the highest entropy, a share ``quantile`` of them (arXiv:2506.01939).
 
     Args:
         entropies: Of each token, not negative.

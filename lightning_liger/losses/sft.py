@@ -2,7 +2,7 @@
 
 =====  ==================  ================================================================
 nll    -l                  cross entropy
-dft    -sg[exp(l)] l       dynamic fine-tuning (2508.05629): tokens weighted by probability
+dft    -sg[exp(l)] l       dynamic fine-tuning (arXiv:2508.05629): tokens weighted by probability
 =====  ==================  ================================================================
 """
 

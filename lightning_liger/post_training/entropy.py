@@ -1,4 +1,4 @@
-"""The coefficient of an entropy bonus that follows a target (Skywork-OR1, 2505.22312), on the device."""
+"""The coefficient of an entropy bonus that follows a target (Skywork-OR1, arXiv:2505.22312), on the device."""
 
 from collections.abc import Callable
 from typing import Any

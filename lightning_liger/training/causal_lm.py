@@ -52,7 +52,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         max_new_tokens: Tokens that ``predict`` adds to a prompt.
         temperature: Of sampling in ``predict``; 0 takes the likeliest token.
         loss_type: ``"nll"``, cross entropy, or ``"dft"``, which weights tokens by their probability: dynamic
-            fine-tuning, 2508.05629.
+            fine-tuning, arXiv:2508.05629.
 
     Raises:
         FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.

@@ -61,7 +61,7 @@ class LigerLMMixin(LigerStepMixin):
     they are the mean of the means of micro-batches, as with a training step of your own.
 
     With ``loss_type = "dft"`` in the class the loss of each token is its cross entropy times its probability, which has
-    no gradient (dynamic fine-tuning, 2508.05629). Perplexity stays that of the cross entropy.
+    no gradient (dynamic fine-tuning, arXiv:2508.05629). Perplexity stays that of the cross entropy.
 
     The loss is fused when the model's head was patched, which the ``liger`` strategies, ``LigerCallback`` and
     :func:`~lightning_liger.apply_liger_kernels` do; otherwise the steps materialize the logits.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.log_probs.scores import OUTPUTS, TokenScores, scores_reference
+from liger_ops.log_probs.scores import TokenScores, scores_reference
 from liger_ops.loss.cross_entropy import transform_logits
 from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions
 
@@ -58,5 +58,4 @@ def linear_token_loss_reference(
 
 def scores_at(scores: TokenScores, index: Tensor) -> TokenScores:
     """The scores of the tokens of ``index``."""
-    assert scores._fields == OUTPUTS
     return TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))
