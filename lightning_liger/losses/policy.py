@@ -90,7 +90,7 @@ def cispo_loss(ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, epsilon_
 def sapo_loss(
     ratio: Tensor, advantages: Tensor, *, temperature_pos: float = 1.0, temperature_neg: float = 1.05
 ) -> Tensor:
-    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of clipping, with temperatures by the advantage's sign."""
+    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of clipping, its temperature by the advantage's sign."""
     temperature = _by_sign(advantages > 0, temperature_pos, temperature_neg, ratio)
     return -(4 / temperature) * torch.sigmoid(temperature * (ratio - 1)) * advantages
 
@@ -185,7 +185,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, kind: str = "k3") -
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float = 0.2) -> Tensor:
-    """PPO's clipped loss of a value function, of each token: half the larger squared error (arXiv:1707.06347, TRL's PPO).
+    """PPO's clipped loss of a value function, of each token: half the larger squared error.
+
+    As in arXiv:1707.06347 and TRL's PPO.
 
     Args:
         values: Of the value function that is trained.

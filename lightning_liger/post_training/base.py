@@ -231,14 +231,18 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._make_metrics()
+        self._begin_stage()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._make_metrics()
+        self._begin_stage()
 
     def on_test_start(self) -> None:
         super().on_test_start()
+        self._begin_stage()
+
+    def _begin_stage(self) -> None:
+        """Makes what steps need; called when fit, validation or test begins, also again."""
         self._make_metrics()
 
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:

@@ -210,16 +210,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         """The frozen teacher; None if there is none, or if no stage has begun."""
         return self._teacher[0] if self._teacher else None
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self._prepare_teacher()
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._prepare_teacher()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
+    def _begin_stage(self) -> None:
+        super()._begin_stage()
         self._prepare_teacher()
 
     def _prepare_teacher(self) -> None:

@@ -103,16 +103,8 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         """
         return None
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self._prepare_original()
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._prepare_original()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
+    def _begin_stage(self) -> None:
+        super()._begin_stage()
         self._prepare_original()
 
     def _prepare_original(self) -> None:
