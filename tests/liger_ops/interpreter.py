@@ -2,8 +2,11 @@
 
 import functools
 import inspect
+import os
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -31,3 +34,17 @@ def patch_builtins_found_once(package: Any, *arguments: Any) -> None:
         if not tl.core.is_builtin(member):  # nor are the others, as the kernel that calls has replaced them
             return
         interpreter._patch_attr(package, name, member, *arguments)
+
+
+def begin_rank(device: str) -> int:
+    """Makes a process of a distributed test ready for kernels on ``"cpu"`` or ``"cuda"``; returns its rank."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"))
+    interpreter.InterpreterBuilder.create_splat = splat_that_keeps_booleans
+    interpreter._patch_builtin = patch_builtins_found_once
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return rank

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lightning_liger import LazyLogits, materialize
 from lightning_liger.lazy.logits import is_loss_wanted, lazy_logits
 from lightning_liger.patching.rules.head import HeadReplacement
-from tests.lightning_liger.lazy.twin import TOKENS, VOCAB_SIZE, Twin, token_loss
+from tests.lightning_liger.lazy.twin import TOKENS, VOCAB_SIZE, Doubled, Twin, token_loss
 from tests.lightning_liger.tiny import TensorSizes
 
 
@@ -273,20 +273,10 @@ def test_write_to_what_shares_memory_is_seen(share: Callable[[Tensor], Any]) -> 
     torch.testing.assert_close(token_loss(lazy), token_loss(real))
 
 
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 @pytest.mark.filterwarnings("ignore:.* on an LM head's output")
 def test_gradient_passes_functions_that_logits_were_given_to() -> None:
     twin = Twin()
-    twin.assert_same_gradients(token_loss(_Scaled.apply(twin.lazy) * 0.5), token_loss(_Scaled.apply(twin.real) * 0.5))
+    twin.assert_same_gradients(token_loss(Doubled.apply(twin.lazy) * 0.5), token_loss(Doubled.apply(twin.real) * 0.5))
 
 
 @pytest.mark.filterwarnings("ignore:.* on an LM head's output")

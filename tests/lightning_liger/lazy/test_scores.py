@@ -14,7 +14,17 @@ from liger_ops.divergence.options import KINDS
 from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS
 from lightning_liger import LazyLogits, divergence, lazy_logits, token_loss, token_scores, topk_log_probs
 from lightning_liger.patching.rules.head import HeadReplacement
-from tests.lightning_liger.lazy.twin import BATCH_SIZE, LABELS, MASK, SEQ_LEN, TOKENS, VOCAB_SIZE, Logits, Twin
+from tests.lightning_liger.lazy.twin import (
+    BATCH_SIZE,
+    LABELS,
+    MASK,
+    SEQ_LEN,
+    TOKENS,
+    VOCAB_SIZE,
+    Doubled,
+    Logits,
+    Twin,
+)
 from tests.lightning_liger.tiny import TensorSizes
 
 IGNORED = LABELS.where(MASK, -100)
@@ -221,20 +231,10 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     assert sizes.largest < TOKENS * VOCAB_SIZE
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 @pytest.mark.filterwarnings("ignore:.* on an LM head's output")
 def test_gradient_of_scores_passes_functions_that_logits_were_given_to() -> None:
     twin = Twin()
-    lazy, real = (token_scores(_Doubled.apply(x), LABELS).log_probs for x in (twin.lazy, twin.real))
+    lazy, real = (token_scores(Doubled.apply(x), LABELS).log_probs for x in (twin.lazy, twin.real))
     assert_same(twin, lazy, real)
 
 

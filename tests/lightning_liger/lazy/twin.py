@@ -65,3 +65,15 @@ def token_loss(logits: Logits, **kwargs: Any) -> Tensor:
     num_tokens = logits.numel() // logits.shape[-1]
     labels = LABELS.flatten()[torch.arange(num_tokens) % TOKENS] % logits.shape[-1]
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, **kwargs)
+
+
+class Doubled(torch.autograd.Function):
+    """A function that returns its input, and doubles the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2

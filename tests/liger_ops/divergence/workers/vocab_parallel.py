@@ -3,7 +3,6 @@
 ``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from triton.runtime import interpreter
 
 from liger_ops import VocabShard, backend
 from tests.liger_ops.divergence.cases import EVERYTHING, KINDS
@@ -23,7 +21,7 @@ from tests.liger_ops.divergence.test_linear_divergence import (
     make_tokens,
     with_gradients,
 )
-from tests.liger_ops.interpreter import patch_builtins_found_once, splat_that_keeps_booleans
+from tests.liger_ops.interpreter import begin_rank
 
 
 class Run(NamedTuple):
@@ -88,15 +86,7 @@ def _run(name: str, device: str) -> list[Tensor]:
 
 
 def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"))
-    interpreter.InterpreterBuilder.create_splat = splat_that_keeps_booleans
-    interpreter._patch_builtin = patch_builtins_found_once
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    rank = begin_rank(device)
     results = {}
     for name, run in RUNS.items():
         backend.use_triton = lambda tensor, by_kernels=run.by_kernels: by_kernels

@@ -3,7 +3,6 @@
 ``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
 """
 
-import os
 import sys
 import zlib
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from triton.runtime import interpreter
 
 from liger_ops import VocabShard, backend, linear_cross_entropy
-from tests.liger_ops.interpreter import patch_builtins_found_once, splat_that_keeps_booleans
+from tests.liger_ops.interpreter import begin_rank
 from tests.liger_ops.loss.test_cross_entropy import OPTIONS, make_options
 
 HIDDEN = 16
@@ -135,15 +133,7 @@ def _run_case(name: str, device: str, group: dist.ProcessGroup, sums_input_gradi
 
 
 def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"))
-    interpreter.InterpreterBuilder.create_splat = splat_that_keeps_booleans
-    interpreter._patch_builtin = patch_builtins_found_once
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    rank = begin_rank(device)
     pairs = [dist.new_group([0, 1]), *(dist.new_group([other]) for other in range(2, dist.get_world_size()))]
     pair = pairs[max(0, rank - 1)]
     results = {}

@@ -15,13 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_liger import (
     DPOOptions,
-    LigerDDPStrategy,
-    LigerDeepSpeedStrategy,
-    LigerFSDPStrategy,
-    LigerModelParallelStrategy,
     LigerPreferenceMixin,
 )
 from tests.lightning_liger.post_training.preference_data import other_llama, padded, sequences
+from tests.lightning_liger.post_training.workers.strategies import strategy_of
 from tests.lightning_liger.tiny import tiny_llama
 
 LOSS = DPOOptions(("sigmoid", "sft"), loss_weights=(1.0, 0.5), beta=0.3)
@@ -63,25 +60,6 @@ class WholeAtFirst(Module):
 def batches_of(rank: int) -> list[dict[str, torch.Tensor]]:
     """Micro-batches of a rank, of unequal sizes and widths."""
     return [padded(sequences(2 * size, seed=10 * rank + index), width=16) for index, size in enumerate(SIZES[rank])]
-
-
-def strategy_of(name: str) -> Any:
-    if name.startswith("ddp"):
-        return LigerDDPStrategy()
-    if name == "fsdp":
-        return LigerFSDPStrategy(state_dict_type="full")
-    if name == "model_parallel":
-        return LigerModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
-    if name == "context_parallel":
-        return LigerDDPStrategy(context_parallel_size=2)
-    return LigerDeepSpeedStrategy(
-        config={
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        },
-    )
 
 
 def train(name: str, folder: Path) -> dict[str, Any]:

@@ -16,14 +16,11 @@ from transformers import LlamaForCausalLM
 
 from lightning_liger import (
     DistillationOptions,
-    LigerDDPStrategy,
-    LigerDeepSpeedStrategy,
     LigerDistillationMixin,
-    LigerFSDPStrategy,
     LigerMedusaMixin,
-    LigerModelParallelStrategy,
     MedusaHeads,
 )
+from tests.lightning_liger.post_training.workers.strategies import strategy_of
 from tests.lightning_liger.tiny import tiny_batch, tiny_model
 
 RUNS = {
@@ -81,22 +78,6 @@ def module_of(name: str, strategy: str, folder: Path) -> Any:
 
 def batches_of(rank: int) -> list[dict[str, Tensor]]:
     return [tiny_batch(2, 12, num_ignored, seed=10 * rank + i) for i, num_ignored in enumerate(IGNORED[rank])]
-
-
-def strategy_of(name: str) -> Any:
-    if name == "ddp":
-        return LigerDDPStrategy()
-    if name == "fsdp":
-        return LigerFSDPStrategy(state_dict_type="full")
-    if name == "model_parallel":
-        return LigerModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
-    if name == "context_parallel":
-        return LigerDDPStrategy(context_parallel_size=2)
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    config = {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
-    return LigerDeepSpeedStrategy(config=config)
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
