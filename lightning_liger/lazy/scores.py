@@ -84,6 +84,7 @@ def token_scores(
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
+    temperature = _of_kept(temperature, labels, ignore_index)
     if (lazy := _of_head(logits)) is not None:
         return lazy.token_scores(
             labels, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
@@ -126,6 +127,7 @@ def token_loss(
     outputs, detach = _check(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
+    temperature = _of_kept(temperature, labels, ignore_index)
     if (lazy := _of_head(logits)) is not None and not lazy.shifted(outputs):
         return lazy.token_loss(
             labels, loss, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
@@ -192,8 +194,10 @@ def topk_log_probs(
 
     def of_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
         z = _tempered(values, temperatures[0] if temperatures else temperature)
-        of_ids = z.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
-        return of_ids - (of_ids if renormalize else z).logsumexp(-1, keepdim=True)
+        is_padding = ids < 0
+        of_ids = z.gather(-1, ids.clamp(min=0)).masked_fill(is_padding, -torch.inf)
+        lse = (of_ids if renormalize else z).logsumexp(-1, keepdim=True)
+        return (of_ids - lse).masked_fill(is_padding, -torch.inf)  # once more, as lse gets no gradient from it
 
     rows, chunk_size = _rows(logits, chunk_bytes)
     found = over_chunks(of_chunk, [rows], of_tokens, chunk_size).view(ids.shape)
@@ -263,15 +267,16 @@ def divergence(
             reduction=reduction, vocab=vocab,
         )  # fmt: skip
 
-    def of_chunk(student: Tensor, teacher: Tensor) -> Tensor:
-        return divergence_of_logits(student, teacher, **options, reduction="none", vocab=vocab)
+    def of_chunk(student: Tensor, teacher: Tensor, *masks: Tensor) -> Tensor:
+        kept = masks[0][:, 0] if masks else None
+        return divergence_of_logits(student, teacher, **options, mask=kept, reduction="none", vocab=vocab)
 
     rows, chunk_size = _rows(student_logits, chunk_bytes)
     teacher_rows, teacher_chunk_size = _rows(teacher_logits.detach(), chunk_bytes)
-    losses = over_chunks(of_chunk, [rows, teacher_rows], [], min(chunk_size, teacher_chunk_size)).view(tokens)
+    masks = [] if mask is None else [mask.reshape(-1, 1)]
+    losses = over_chunks(of_chunk, [rows, teacher_rows], masks, min(chunk_size, teacher_chunk_size)).view(tokens)
     weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
-    if mask is not None:
-        weights, losses = weights.where(mask, 0.0), losses.where(mask, 0.0)
+    weights = weights if mask is None else weights.where(mask, 0.0)
     losses = losses * weights
     if reduction == "none":
         return losses
@@ -326,6 +331,11 @@ def _check(
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     check_labels("labels", labels, logits.shape[-1], ignore_index)
     return check_outputs("outputs", outputs, OUTPUTS, at_least=1), check_outputs("detach", detach, DIFFERENTIABLE)
+
+
+def _of_kept(temperature: float | Tensor, labels: Tensor, ignore_index: int) -> float | Tensor:
+    """The temperature, 1 at ignored tokens, where it may be anything."""
+    return temperature.where(labels != ignore_index, 1.0) if isinstance(temperature, Tensor) else temperature
 
 
 def check_logits(name: str, logits: Tensor) -> None:

@@ -185,27 +185,29 @@ class _DivergenceFunction(torch.autograd.Function):
     """The divergence of logits, whose gradient is that of forward times the upstream gradient of each token."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, *arguments: Any) -> Tensor:
-        loss, gradient = _divergence(student, *arguments)
-        ctx.save_for_backward(gradient)
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, labels: Tensor, *arguments: Any) -> Tensor:
+        loss, gradient = _divergence(student, teacher, labels, *arguments)
+        ctx.save_for_backward(gradient, labels)
         ctx.num_arguments = len(arguments)
         return loss
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
+        gradient, labels = ctx.saved_tensors
         in_place = backend.graph_ends()
-        return scale_rows(gradient, grad_loss, in_place=in_place), *[None] * ctx.num_arguments
+        return scale_rows(gradient, grad_loss, labels, in_place=in_place), None, None, *[None] * ctx.num_arguments
 
 
-def scale_rows(gradient: Tensor, factor: Tensor, *, in_place: bool) -> Tensor:
-    """``[num_rows, ...]`` times a factor, ``[]`` or ``[num_rows]``, multiplied in the factor's dtype."""
+def scale_rows(gradient: Tensor, factor: Tensor, labels: Tensor, *, in_place: bool) -> Tensor:
+    """``[num_rows, ...]`` times a factor, ``[]`` or ``[num_rows]``, multiplied in the factor's dtype.
+
+    The factors of ignored rows, which ``labels`` tells, may be NaN.
+    """
     if factor.dim() == 0:
         return scale_gradient(gradient, factor, gradient.dtype, in_place=in_place)
-    if in_place:
-        return gradient.mul_(factor[:, None])
-    return (gradient * factor[:, None]).to(gradient.dtype)
+    factor = factor.where(labels != IGNORED, 0.0)[:, None]
+    return gradient.mul_(factor) if in_place else (gradient * factor).to(gradient.dtype)
 
 
 def divergence(

@@ -200,7 +200,7 @@ class _LinearDivergenceFunction(torch.autograd.Function):
         ctx.waits = arguments.reduction == "none" and is_trained(arguments.needs_gradient)
         needs_gradient = [False] * NUM_GRADIENTS if ctx.waits else arguments.needs_gradient
         loss, mean_scale, *gradients = compute(*_changed(values, needs_gradient=needs_gradient))
-        ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if ctx.waits else (mean_scale, *gradients)))
+        ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if ctx.waits else (arguments.labels, mean_scale, *gradients)))
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
         ctx.needs_gradient, ctx.reduction = arguments.needs_gradient, arguments.reduction
         ctx.compute, ctx.settings = compute, values[_NUM_TENSORS:]
@@ -215,7 +215,7 @@ class _LinearDivergenceFunction(torch.autograd.Function):
             gradients = ctx.compute(*values)[2:]
             scaled = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
         else:
-            mean_scale, *gradients = ctx.saved_tensors
+            labels, mean_scale, *gradients = ctx.saved_tensors
             if ctx.reduction == "mean" and not _is_mean_in_gradient(ctx.reduction, ctx.dtypes[0]):
                 grad_loss = grad_loss * mean_scale
             in_place = backend.graph_ends()  # no second buffer of the head's size
@@ -224,7 +224,7 @@ class _LinearDivergenceFunction(torch.autograd.Function):
                 zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
             ):
                 if needed and ctx.reduction == "none":
-                    scaled[place] = scale_rows(gradient, grad_loss, in_place=in_place)
+                    scaled[place] = scale_rows(gradient, grad_loss, labels, in_place=in_place)
                 elif needed:
                     scaled[place] = scale_gradient(gradient, grad_loss, dtype, in_place=in_place)
         needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))

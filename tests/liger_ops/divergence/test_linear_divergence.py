@@ -453,6 +453,23 @@ def test_logits_give_what_the_definition_gives(function: Callable[..., Tensor], 
             assert_same(with_gradients(found, [student]), expected, (kind, beta, reduction))
 
 
+def test_upstream_gradients_of_masked_tokens_may_be_nan() -> None:
+    mask = make_tokens()["mask"]
+    for trained in (("x",), ("x", "weight")):
+        models = make_models(trained=trained)
+        student, teacher = (each.detach() for each in models.logits())
+        student.requires_grad_()
+        for losses, leaves in (
+            (models.run(mask=mask, reduction="none"), leaves_of(models)),
+            (divergence(student, teacher, mask=mask, reduction="none"), [student]),
+        ):
+            ones = torch.ones(TOKENS)
+            want = torch.autograd.grad(losses, leaves, ones, retain_graph=True)
+            for retain_graph in (True, False):
+                got = torch.autograd.grad(losses, leaves, ones.where(mask, torch.nan), retain_graph=retain_graph)
+                assert_same(got, want, trained, 1e-6)
+
+
 def test_backward_can_run_twice() -> None:
     for reduction in ("mean", "none"):
         models = make_models(trained=("x",))

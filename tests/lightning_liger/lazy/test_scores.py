@@ -144,6 +144,27 @@ def test_negative_classes_are_padding() -> None:
             assert (log_probs[..., 1] == -torch.inf).all()
 
 
+def test_gradient_at_padding_reaches_no_class() -> None:
+    ids = torch.stack([LABELS, torch.where(MASK, -1, (LABELS + 5) % VOCAB_SIZE)], -1)
+    for renormalize in (False, True):
+        twin = Twin()
+        assert_same(twin, *(topk_log_probs(x, ids, renormalize=renormalize) for x in (twin.lazy, twin.real)))
+
+
+def test_temperature_of_ignored_tokens_may_be_zero() -> None:
+    zero = TEMPERATURES.where(MASK, 0.0)
+
+    def loss_of(logits: Logits, temperature: Tensor) -> Tensor:
+        found = token_scores(logits, IGNORED, temperature=temperature, outputs=("log_probs", "lse"))
+        total = token_loss(logits, IGNORED, lambda scores, _: scores.log_probs, temperature=temperature)[0]
+        return found.log_probs + 2 * found.lse + total
+
+    for change in (CHANGES["none"], CHANGES["log_softmax"]):
+        for of_lazy, of_real in ((zero, TEMPERATURES), (TEMPERATURES, zero)):
+            twin = Twin()
+            assert_same(twin, loss_of(change(twin.lazy), of_lazy), loss_of(change(twin.real), of_real))
+
+
 class Teacher(Twin):
     """A head with another hidden size."""
 
@@ -190,6 +211,14 @@ def test_divergence_of_two_models(lazy_student: bool, lazy_teacher: bool) -> Non
         for gradient, each in zip(torch.autograd.grad(got, leaves, upstream), wanted, strict=True):
             torch.testing.assert_close(gradient, each, rtol=1e-4, atol=1e-4 * float(each.abs().max()))
         assert not lazy_student or twin.counters.num_materialized == 0
+
+
+def test_masked_tokens_of_the_teacher_may_be_nan() -> None:
+    teacher = teacher_logits(False)
+    for reduction in ("mean", "none"):
+        twin = Twin()
+        got = divergence(twin.lazy, teacher.masked_fill(~MASK[..., None], torch.nan), mask=MASK, reduction=reduction)
+        assert_same(twin, got, divergence_reference(twin.real, teacher, mask=MASK, reduction=reduction))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
