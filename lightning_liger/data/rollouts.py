@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from liger_ops.arguments import check_choice, shown
@@ -13,8 +14,7 @@ from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
 from lightning_liger.data.ragged import RaggedTable
 from lightning_liger.data.records import Record
-
-_EPS = 1e-4  # as TRL divides
+from lightning_liger.losses.advantages import group_advantages
 
 
 class RolloutDataModule(ExamplesDataModule):
@@ -69,8 +69,9 @@ class RolloutDataModule(ExamplesDataModule):
             else:
                 example["advantages"] = floats(record.numbers("advantages", len(completions)))
         else:
-            rewards = np.array(record.numbers("rewards", len(completions)))
-            example["advantages"] = floats(group_advantages(rewards, self.scale_rewards == "group"))
+            rewards = torch.tensor(record.numbers("rewards", len(completions)), dtype=torch.float64)
+            advantages = group_advantages(rewards, len(rewards), scale_rewards=self.scale_rewards)
+            example["advantages"] = floats(advantages.tolist())
         if record.has("tool_mask"):
             mask = _of_tokens(record, "tool_mask", lengths)
             if not np.isin(mask, (0, 1)).all():
@@ -101,12 +102,6 @@ class RolloutDataModule(ExamplesDataModule):
     @override
     def _collator(self) -> RolloutCollator:
         return RolloutCollator(self.layout)
-
-
-def group_advantages(rewards: np.ndarray, scaled: bool) -> np.ndarray:
-    """Rewards of a group minus their mean, divided by their standard deviation + 1e-4 if ``scaled``."""
-    centered = rewards - rewards.mean()
-    return centered / (rewards.std(ddof=1) + _EPS) if scaled and len(rewards) > 1 else centered
 
 
 def _of_tokens(record: Record, key: str, lengths: list[int]) -> np.ndarray:

@@ -229,9 +229,20 @@ class LigerPostTrainingMixin(LigerStepMixin):
                 metrics: dict[str, Any] = {name: make_metric(kind) for name, kind in kinds.items()}
                 self.step_metrics[f"{stage}_metrics"] = nn.ModuleDict({"loss": SumOfMeans(), **metrics}).to(self.device)
 
+    def _frozen_models(self) -> list[nn.Module]:
+        """The submodules that are in evaluation mode on purpose."""
+        return []
+
     def on_fit_start(self) -> None:
         super().on_fit_start()
+        for model in self._frozen_models():  # Lightning warns of evaluation mode before on_train_start
+            model.train()
         self._begin_stage()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for model in self._frozen_models():
+            model.eval()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

@@ -4,12 +4,16 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from liger_ops.arguments import wrong_value
 from lightning_liger.post_training.lora import add_adapters, check_lora
+from lightning_liger.post_training.reference import sum_of_bits
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.training.causal_lm import LigerCausalLM
+
+_RANDOM_REFERENCE = "random_reference_fingerprint"
 
 
 class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
@@ -39,6 +43,7 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
             raise wrong_value("reference", "'adapters' only with lora", reference)
         super().__init__(**kwargs)
         self._lora = lora
+        self._random_reference: int | None = None
         if lora is not None:  # peft gives its parameters values as it makes them
             self._device_before_sharding = torch.device("cpu")
 
@@ -50,6 +55,22 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
             self.ref_model = self._build_reference()
         if self._lora is not None:
             self.model = add_adapters(self.model, self._lora)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self._random_reference is not None:
+            checkpoint[_RANDOM_REFERENCE] = self._random_reference
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self._random_reference is not None and checkpoint.get(_RANDOM_REFERENCE) not in (
+            None,
+            self._random_reference,
+        ):
+            rank_zero_warn(
+                "The reference model has other random weights than that of the checkpoint, so losses and rewards are"
+                " not comparable: use the seed of that run (seed_everything), or start from a folder (pretrained)."
+            )
 
     def _has_reference_model(self) -> bool:
         if not self.needs_reference or self.reference in ("columns", "adapters"):
@@ -63,4 +84,6 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
             raise wrong_value(
                 "pretrained", "a folder: strategies that shard cannot copy random weights for the reference", None
             )
-        return deepcopy(self.model)
+        reference = deepcopy(self.model)
+        self._random_reference = sum_of_bits(reference)
+        return reference

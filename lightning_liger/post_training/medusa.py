@@ -115,6 +115,9 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
             raise wrong_type("configure_original_model()", "a module, for a model without adapters", original)
         self._original = (prepare_frozen(original, self.device, context=self.context),)
 
+    def _frozen_models(self) -> list[nn.Module]:
+        return [self.model] if self.medusa_only_heads else []
+
     def train(self, mode: bool = True) -> Self:
         """As of any module; a frozen model stays in evaluation mode."""
         super().train(mode)
@@ -183,7 +186,8 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         return total, measured
 
     def _coefficient(self) -> float:
-        if self.medusa_scheduler == "constant" or self._trainer is None:
+        # Only training has steps: without them the weight is the one after the schedule.
+        if self.medusa_scheduler == "constant" or self._trainer is None or self.trainer.state.fn != "fit":
             return self.medusa_heads_coefficient
         num_steps: float = self.medusa_scheduler_steps or self.trainer.estimated_stepping_batches
         if not 1 <= num_steps < math.inf:  # Lightning's words for unknown

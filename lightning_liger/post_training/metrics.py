@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -105,7 +106,8 @@ class SumOfMeans(Metric):
 
     def update(self, parts: Tensor) -> None:
         """Adds ``[number of terms, 2]``: for each term the sum over units, and their number."""
-        self.parts[: len(parts)] += parts
+        # Not in place, as MeanOverTokens.
+        self.parts = self.parts + F.pad(parts, (0, 0, 0, MAX_TERMS - len(parts)))
 
     def compute(self) -> Tensor:
         return sum_of_means(self.parts)
@@ -132,8 +134,7 @@ class MeanOverUnits(MeanOverTokens):
     """A mean that is updated with sums, and their numbers of units."""
 
     def update(self, total: Tensor, number: Tensor | float) -> None:
-        self.total += total.detach()
-        self.num_tokens += number
+        self._add(total.detach(), number)
 
 
 class Sum(MeanOverUnits):

@@ -1,5 +1,6 @@
 """Mixin of preference losses: pairs, triples, and completions with labels."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -116,6 +117,11 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         """Whether the loss needs log-probabilities of a reference model."""
         return isinstance(self.preference_loss, DPOOptions | KTOOptions)
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        # Lightning takes the hook for a mistake next to a LightningDataModule without one.
+        warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in `LightningModule`")
+
     def on_fit_start(self) -> None:
         super().on_fit_start()
         if self.precompute_ref_log_probs and self.needs_reference:
@@ -126,6 +132,12 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         has_other = self.ref_model is not None or has_adapters(self.model)
         if self._is_precomputing and (self.reference == "columns" or (self.reference == "auto" and not has_other)):
             return "policy"
+        if self.precompute_ref_log_probs and self.reference in ("auto", "columns") and not has_other:
+            raise ValueError(
+                f"{type(self).__name__} has no reference for this batch: precompute_ref_log_probs=True computes the"
+                " log-probabilities of the training and validation data when fit begins, from the policy as it is then."
+                " Call fit before validate and test, with all their data, or set precompute_ref_log_probs=False"
+            )
         return super()._reference_kind()
 
     @torch.no_grad()
@@ -438,5 +450,5 @@ def _with_prompts_of_chosen(rows: Rows) -> Tensor:
     everything = shift_labels(ids.masked_fill(~is_real, IGNORE_INDEX), rows.inputs.get("position_ids"))
     is_last = torch.ones_like(is_real)
     is_last[..., :-1] = numbers.diff(dim=-1) != 0
-    is_chosen = (numbers >= 0) & (numbers < rows.num_sequences // 2) & ~is_last
+    is_chosen = is_real & (numbers >= 0) & (numbers < rows.num_sequences // 2) & ~is_last
     return torch.where(is_chosen, everything, rows.labels)

@@ -215,8 +215,8 @@ def _without_padding(pairs: Tensor) -> Tensor:
     return pairs[: int(kept[-1]) + 1] if len(kept) else pairs
 
 
-def weights_fingerprint(model: nn.Module, settings: object, *, without_adapters: bool = False) -> str:
-    """A hash of the weights as they are distributed, and of ``settings``: the same in each run on the same devices."""
+def sum_of_bits(model: nn.Module, *, without_adapters: bool = False) -> int:
+    """A number that depends on all weights of this rank, and on which parameter has which."""
     total = torch.zeros((), dtype=torch.int64)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if without_adapters and ("lora_" in name or "modules_to_save" in name):
@@ -225,9 +225,15 @@ def weights_fingerprint(model: nn.Module, settings: object, *, without_adapters:
         value = value.to_local() if isinstance(value, DTensor) else value
         bits = value.detach().contiguous().view(_BITS[value.element_size()])
         total += ((index + 1) * bits.sum(dtype=torch.int64)).cpu()
+    return int(total)
+
+
+def weights_fingerprint(model: nn.Module, settings: object, *, without_adapters: bool = False) -> str:
+    """A hash of the weights as they are distributed, and of ``settings``: the same in each run on the same devices."""
+    total = sum_of_bits(model, without_adapters=without_adapters)
     if dist.is_available() and dist.is_initialized():
         everything: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everything, int(total))
+        dist.all_gather_object(everything, total)
     else:
-        everything = [int(total)]
+        everything = [total]
     return hashlib.blake2b(repr((everything, settings)).encode(), digest_size=8).hexdigest()

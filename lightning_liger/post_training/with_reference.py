@@ -58,6 +58,9 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
                 raise wrong_value("ref_model", "another module than model, as it is frozen", self.ref_model)
             freeze(self.ref_model)
 
+    def _frozen_models(self) -> list[nn.Module]:
+        return [] if self.ref_model is None else [self.ref_model]
+
     def on_fit_start(self) -> None:
         super().on_fit_start()
         if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):

@@ -28,8 +28,12 @@ class MeanOverTokens(Metric):
             self.add_state(name, zero, dist_reduce_fx="sum")
 
     def update(self, mean: Tensor, num_tokens: Tensor) -> None:
-        self.total += mean.double() * num_tokens
-        self.num_tokens += num_tokens
+        self._add(mean.double() * num_tokens, num_tokens)
+
+    def _add(self, total: Tensor, num_tokens: Tensor | float) -> None:
+        # Not in place: `trainer.validate` leaves tensors of inference mode, and validation in `fit` is outside of it.
+        self.total = self.total + total
+        self.num_tokens = self.num_tokens + num_tokens
 
     def compute(self) -> Tensor:
         return self.total / self.num_tokens

@@ -111,6 +111,18 @@ def test_every_batch_is_trained_on_once_and_short_last_steps_are_exact() -> None
     torch.testing.assert_close(module.model.weight, want.model.weight, rtol=1e-6, atol=1e-7)
 
 
+def test_validation_before_and_during_training_has_the_same_metrics() -> None:
+    module, loader = TwoUnits(), DataLoader([{"rows": rows} for rows in DATA], batch_size=None)  # type: ignore[arg-type]
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"accelerator": "cpu", "devices": 1, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    (before,) = L.Trainer(**quiet).validate(module, loader, verbose=False)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
+    trainer = L.Trainer(max_epochs=1, val_check_interval=2, accumulate_grad_batches=3, **quiet)
+    trainer.fit(module, loader, loader)
+    during = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
+    assert during == pytest.approx(before, rel=1e-12)
+
+
 def test_means_of_micro_batches_can_be_had() -> None:
     class OfMicroBatches(TwoUnits):
         loss_normalization = "micro_batch"

@@ -246,6 +246,18 @@ def test_finished_module_trains_heads_at_their_own_rate(only_heads: bool, tmp_pa
     assert trainer.callback_metrics["train_loss"] > 0
 
 
+def test_heads_weight_without_training_is_that_after_the_schedule() -> None:
+    losses = []
+    for scheduler in ("constant", "linear"):
+        torch.manual_seed(0)
+        module = LigerMedusa(
+            medusa_num_heads=2, medusa_only_heads=False, medusa_scheduler=scheduler, config=TINY_CONFIG
+        )
+        trainer = make_trainer(strategy="liger")
+        losses += trainer.validate(module, DataLoader([tiny_batch()], batch_size=None), verbose=False)
+    assert losses[0] == losses[1]
+
+
 def test_heads_of_models_on_the_meta_device_start_as_the_lm_head(tmp_path: Path) -> None:
     for tied in (False, True):
         folder = tmp_path / str(tied)

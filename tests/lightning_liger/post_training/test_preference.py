@@ -1,6 +1,7 @@
 """Modules of preference losses train as loops over single sequences of the stock model do."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ class Module(LigerPreferenceMixin, L.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def quiet_trainer(**options: Any) -> L.Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **options)
 
 
 def fit(
@@ -447,3 +453,58 @@ def test_router_losses_are_added() -> None:
     assert logged["train_aux_loss"] > 0.1
     assert logged["train_loss"] > logged["train_aux_loss"]
     assert margins.isfinite()
+
+
+class Pairs(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader([collated(pairs_of(2, seed=1))] * 2, batch_size=None)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def tiny_dpo(**arguments: Any) -> LigerDPO:
+    return LigerDPO(config=TINY_CONFIG, min_lr_ratio=1.0, **arguments)
+
+
+def test_training_with_a_data_module_warns_of_neither_reference_nor_hook() -> None:
+    module = tiny_dpo()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(max_epochs=1).fit(module, datamodule=Pairs())
+    text = " ".join(str(each.message) for each in caught)
+    assert "eval mode" not in text
+    assert "on_before_batch_transfer" not in text
+    assert not any(part.training for part in module.ref_model.modules())
+
+
+def test_other_random_reference_than_that_of_the_checkpoint_is_noticed(tmp_path: Path) -> None:
+    path, data = tmp_path / "a.ckpt", Pairs()
+    torch.manual_seed(0)
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(tiny_dpo(), datamodule=data)
+    trainer.save_checkpoint(path)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quiet_trainer().validate(tiny_dpo(), datamodule=data, ckpt_path=path, verbose=False, weights_only=False)
+        assert any("other random weights" in str(each.message) for each in caught) == (seed == 1)
+
+
+def test_validation_before_the_reference_was_computed_says_so() -> None:
+    with pytest.raises(ValueError, match="has no reference for this batch: precompute_ref_log_probs=True computes"):
+        quiet_trainer().validate(tiny_dpo(precompute_ref_log_probs=True), datamodule=Pairs(), verbose=False)
+
+
+def test_prompts_padded_on_the_left_are_not_predicted_from_padding() -> None:
+    items = [(ids, prompt) for ids, prompt in sequences(2, seed=4)]
+    width = max(len(ids) for ids, _ in items)
+    batch = {key: torch.zeros(2, width + 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")}
+    batch["completion_mask"] = torch.zeros(2, width + 2, dtype=torch.int64)
+    for row, (ids, prompt) in enumerate(items):
+        batch["input_ids"][row, -len(ids) :] = ids
+        batch["attention_mask"][row, -len(ids) :] = 1
+        batch["completion_mask"][row, prompt - len(ids) :] = 1
+    found = Module(ORPOOptions()).count_units(batch)
+    assert found["tokens"] == len(items[0][0]) - 1

@@ -82,3 +82,12 @@ def test_metrics_keep_no_graph() -> None:
     loss = torch.tensor(2.0, requires_grad=True) * 1.0
     metrics.update_tokens(loss, torch.tensor(1), torch.tensor(2))
     assert not any(value.requires_grad for value in metrics.compute().values())
+
+
+def test_metrics_that_inference_mode_has_reset_go_on_outside_of_it() -> None:
+    metrics = TokenMetrics("val")
+    with torch.inference_mode():  # of trainer.validate; validation in fit runs in no_grad
+        update(metrics, 2.0, 1, 3)
+        metrics.reset()
+    update(metrics, 2.0, 1, 3)
+    assert computed(metrics)["val_loss"] == 2.0
