@@ -292,8 +292,9 @@ class LazyLogits(LazyTensor):
             linear_log_probs, labels, temperature=temperature, outputs=outputs, detach=detach, **options
         )
         if shifted:
-            of_normalizer = self._fused(linear_log_probs, labels, outputs=("lse",), detach=detach, **options).lse
-            scores = scores._replace(**{name: getattr(scores, name) - of_normalizer / temperature for name in shifted})
+            shift = self._fused(linear_log_probs, labels, outputs=("lse",), **options).lse / temperature
+            moved = {name: getattr(scores, name) - (shift.detach() if name in detach else shift) for name in shifted}
+            scores = scores._replace(**moved)
         dtype = torch.promote_types(self.dtype, torch.float32)  # a float64 head's logits may have been cast
         return TokenScores(*(score.to(dtype) if _is_floating(score) else score for score in scores))
 

@@ -95,6 +95,17 @@ def test_detached_outputs_get_no_gradient() -> None:
         assert (scores.log_probs.requires_grad, scores.entropy.requires_grad) == (True, False)
 
 
+def test_detached_scores_of_a_log_softmax_are_apart_from_the_others() -> None:
+    outputs = ("log_probs", "lse", "mean_logit")
+    for detach in (("lse",), ("mean_logit",), ("lse", "mean_logit")):
+        twin = Twin()
+        options: dict[str, Any] = {"temperature": 0.7, "outputs": outputs, "detach": detach}
+        lazy, real = (token_scores(x.log_softmax(-1), LABELS, **options) for x in (twin.lazy, twin.real))
+        for name in outputs:
+            assert getattr(lazy, name).requires_grad == getattr(real, name).requires_grad == (name not in detach)
+        assert_same(twin, *(sum(getattr(scores, name) for name in outputs) for scores in (lazy, real)))
+
+
 @pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy", "lse")], ids=len)
 @pytest.mark.parametrize("change", [CHANGES[name] for name in ("none", "softcap", "log_softmax", "function")])
 def test_token_loss_of_lazy_logits_is_that_of_real_ones(
