@@ -252,6 +252,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         super().on_test_start()
         self._make_metrics()
 
+    @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:
         """Adds a batch to the stage's metrics and logs them."""
         if self._trainer is None:
