@@ -256,6 +256,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         """Makes what steps need; called when fit, validation or test begins, also again."""
         self._make_metrics()
 
+    @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:
         """Adds a batch to the stage's metrics and logs them."""
         if self._trainer is None:

@@ -22,7 +22,7 @@ from liger_ops.arguments import (
     wrong_type,
     wrong_value,
 )
-from liger_ops.divergence.options import KINDS, VOCAB_RULES
+from liger_ops.divergence.options import KINDS, VOCAB_RULES, num_common_columns
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.losses.distillation import (
     SUPPORT_MODES,
@@ -199,6 +199,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             raise wrong_type("distillation", "DistillationOptions", self.distillation)
         check_bool("shard_teacher", self.shard_teacher)
         super().__init__(*args, **kwargs)
+        self._hidden_metrics = {"importance_weight"}  # until data have old_per_token_logps
         self._teacher: tuple[nn.Module, ...] = ()  # in a tuple, so that no engine and no checkpoint sees it
 
     def configure_teacher(self) -> nn.Module | None:
@@ -290,9 +291,12 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             teacher_logits, temperature = self._teacher_logits(rows), options.temperature
             with torch.no_grad():
                 ids = _support(logits.detach(), teacher_logits, options.distillation_topk, options.distillation_support)
+                is_common = ids < num_common_columns(logits.shape[-1], teacher_logits.shape[-1], options.vocab)
+                ids = ids.masked_fill(~is_common, 0)
                 log_probs = topk_log_probs(teacher_logits, ids, temperature=temperature, mask=kept)
+            support = support & is_common
             if options.distillation_support == "union":
-                support = support & first_occurrences(ids)
+                support = support & first_occurrences(ids.masked_fill(~is_common, -1))
         of_student = topk_log_probs(
             logits, ids, temperature=options.temperature, renormalize=options.support_mode == "renormalize", mask=kept
         )
@@ -325,6 +329,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         )
         kept, count = targets >= 0, num_kept(targets)
         measured = {name: Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()}
+        self._hidden_metrics -= measured.keys()
         return total, count, measured | _of_labels(scores, targets)
 
     def _iw_opd_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:

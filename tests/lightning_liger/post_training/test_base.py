@@ -123,6 +123,12 @@ def test_validation_before_and_during_training_has_the_same_metrics() -> None:
     assert during == pytest.approx(before, rel=1e-12)
 
 
+def test_compiled_modules_train_as_others() -> None:
+    module = TwoUnits()
+    fit(torch.compile(module, backend="eager"), DATA[:2], accumulate_grad_batches=2)  # type: ignore[arg-type]
+    torch.testing.assert_close(module.model.weight, expected([torch.cat(DATA[:2])]).model.weight, rtol=1e-6, atol=1e-7)
+
+
 def test_means_of_micro_batches_can_be_had() -> None:
     class OfMicroBatches(TwoUnits):
         loss_normalization = "micro_batch"

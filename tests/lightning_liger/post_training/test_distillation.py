@@ -1,5 +1,6 @@
 """Distillation of a tiny student: losses and gradients against whole logits, the teacher's state, accumulation."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,29 @@ def test_rows_of_completions_and_rollouts_are_taken() -> None:
     terms = [module.step_loss("train", each).terms[0] for each in ({**batch, **extra}, tiny_batch(2, 9, 3))]
     torch.testing.assert_close(terms[0].total, terms[1].total)
     assert float(terms[0].count) == float(terms[1].count)
+
+
+def test_topk_of_a_larger_vocabulary_learns_the_ids_that_both_have() -> None:
+    """Ids that the student lacks are part of the tail."""
+    batch, teacher = tiny_batch(), tiny_teacher(vocab_size=VOCAB_SIZE + 30)
+    for support in ("teacher", "union"):
+        settings: dict[str, Any] = {"distillation_mode": "topk_logits", "distillation_support": support}
+        module = Student(teacher, vocab="common", distillation_topk=VOCAB_SIZE + 30, **settings)
+        found = module.step_loss("train", batch).terms[0]
+        student, other, _ = whole(module, batch)
+        seen = other[:, :VOCAB_SIZE]
+        tail = 1 - seen.exp().sum(-1)  # of the student it is taken as 1e-6
+        expected = (seen.exp() * (seen - student)).sum(-1) + tail * (tail.log() - math.log(1e-6))
+        torch.testing.assert_close(found.total, expected.sum(), rtol=1e-3, atol=0.0)
+        with pytest.raises(ValueError, match="vocab must be 'common'"):
+            Student(teacher, **settings).step_loss("train", batch)
+
+
+def test_importance_weights_are_logged_where_there_are_any() -> None:
+    batch = tiny_batch()
+    shape = batch["input_ids"].shape
+    for old in ({}, {"old_per_token_logps": torch.full(shape, -2.0)}):
+        trainer = make_trainer(max_steps=1)
+        trainer.fit(Student(distillation_mode="sampled_token"), DataLoader([{**batch, **old}], batch_size=None))
+        assert ("train_importance_weight" in trainer.callback_metrics) == bool(old)
+        assert all(value.isfinite() for value in trainer.callback_metrics.values())
