@@ -10,6 +10,10 @@ if not torch.cuda.is_available():
     # Read by Triton when its functions are decorated, so it has to be set before liger_ops is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores, or more: further threads only get in the way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
