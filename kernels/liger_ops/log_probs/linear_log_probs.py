@@ -16,8 +16,8 @@ backward
 token's own scores.
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from liger_ops.log_probs.scores import (
     check_transform,
 )
 from liger_ops.loss.chunked_loss import SavedLogits, choose_accumulate_dtype
-from liger_ops.loss.groups import is_grouped, join_groups, join_values
+from liger_ops.loss.groups import Groups, is_grouped, join_groups, join_values
 from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head
 from liger_ops.loss.options import IGNORE_INDEX, check_labels, check_tensors
 from liger_ops.loss.vocab_parallel import VocabShard
@@ -224,12 +224,21 @@ def prepare(
     chunk_bytes: int | None,
     saved_logits_bytes: int,
     max_valid_tokens: int | None,
-) -> tuple[LinearHead, ScoreArguments, tuple[str, ...]]:
-    """The head, the arguments of the op, and which outputs are differentiable, of checked arguments.
+) -> tuple[LinearHead, ScoreArguments, tuple[str, ...], Callable[[Sequence[Tensor]], Any]]:
+    """Checks the arguments and joins groups of tokens.
+
+    Returns:
+        The head, the arguments of the op, which outputs are differentiable, and a function that makes the result of the
+        outputs, ``[num_tokens]`` each: their scores in the target's shape, or a tuple of those of each group.
 
     Raises:
         TypeError, ValueError: As :func:`linear_log_probs`.
     """
+    groups: Groups | None = None
+    if is_grouped(input):
+        groups, input, target, adapter = join_groups(input, target, adapter)
+        if isinstance(temperature, list | tuple):
+            temperature = join_values("temperature", temperature, groups, input)
     check_floating("input", input)
     check_floating("linear_weight", linear_weight)
     check_floating("linear_bias", linear_bias, optional=True)
@@ -260,7 +269,12 @@ def prepare(
         )
     )  # fmt: skip
     differentiable = [name for name in names if name in DIFFERENTIABLE and name not in detached]
-    return head, arguments, tuple(differentiable) if any(head.needs_gradient) else ()
+
+    def restore(found: Sequence[Tensor]) -> Any:
+        scores = TokenScores(**{name: score.view(target.shape) for name, score in zip(names, found, strict=True)})
+        return scores if groups is None else groups.split_fields(scores)
+
+    return head, arguments, tuple(differentiable) if any(head.needs_gradient) else (), restore
 
 
 def linear_log_probs(
@@ -318,24 +332,12 @@ def linear_log_probs(
         ValueError: For shapes, dtypes, devices, names or options that do not fit; for a temperature that requires a
             gradient; for labels out of range if they are on the CPU (on the GPU their log-probability is NaN instead).
     """
-    if is_grouped(input):
-        groups, states, labels, adapter = join_groups(input, target, adapter)
-        if isinstance(temperature, list | tuple):
-            temperature = join_values("temperature", temperature, groups, states)
-        scores = linear_log_probs(
-            states, linear_weight, labels, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
-            logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index,
-            outputs=outputs, detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
-            max_valid_tokens=max_valid_tokens,
-        )  # fmt: skip
-        return groups.split_fields(scores)
-    head, arguments, differentiable = prepare(
+    head, arguments, differentiable, restore = prepare(
         input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index, outputs=outputs,
         detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
         max_valid_tokens=max_valid_tokens,
     )  # fmt: skip
-    names = arguments.outputs.split(",")
     is_frozen = not any(needed for index, needed in enumerate(head.needs_gradient) if index not in (0, 3))
     follows_from_weight = softcap is None or not {"lse", "mean_logit"}.intersection(differentiable)
     with head.products_dtype():
@@ -350,5 +352,4 @@ def linear_log_probs(
         else:
             saved = head.saved_chunks(saved_logits_bytes, arguments.chunk_size) if vocab_shard is None else 0
             scores = _LinearLogProbsFunction.apply(vocab_shard, saved, head.needs_gradient, differentiable, *arguments)
-    shape = cast(Tensor, target).shape
-    return TokenScores(**{name: score.view(shape) for name, score in zip(names, scores, strict=False)})
+    return restore(scores[: len(arguments.outputs.split(","))])

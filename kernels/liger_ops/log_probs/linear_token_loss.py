@@ -7,7 +7,7 @@ the size ``num_tokens * hidden_size * vocab_size``, two with a frozen head, and 
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from liger_ops.log_probs.reference import TokenLoss
 from liger_ops.log_probs.rows import Coefficients
 from liger_ops.log_probs.scores import TokenScores
 from liger_ops.loss.chunked_loss import KeptTokens, choose_accumulate_dtype, chunked_linear_loss
-from liger_ops.loss.groups import is_grouped, join_groups, join_values
 from liger_ops.loss.linear_head import NUM_GRADIENTS
 from liger_ops.loss.options import IGNORE_INDEX
 from liger_ops.loss.scale_gradient import scale_gradient
@@ -199,18 +198,7 @@ def linear_token_loss(
     """
     if not callable(token_loss):
         raise wrong_type("token_loss", "a function of scores and indices", token_loss)
-    if is_grouped(input):
-        groups, states, labels, adapter = join_groups(input, target, adapter)
-        if isinstance(temperature, list | tuple):
-            temperature = join_values("temperature", temperature, groups, states)
-        loss, found = linear_token_loss(
-            states, linear_weight, labels, token_loss, linear_bias=linear_bias, temperature=temperature,
-            softcap=softcap, logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard,
-            ignore_index=ignore_index, outputs=outputs, detach=detach, chunk_bytes=chunk_bytes,
-            saved_logits_bytes=saved_logits_bytes, max_valid_tokens=max_valid_tokens,
-        )  # fmt: skip
-        return loss, groups.split_fields(found)
-    head, arguments, differentiable = prepare(
+    head, arguments, differentiable, restore = prepare(
         input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index, outputs=outputs,
         detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
@@ -220,6 +208,4 @@ def linear_token_loss(
         loss, *scores = _LinearTokenLossFunction.apply(
             vocab_shard, token_loss, head.needs_gradient, differentiable, *arguments
         )
-    names = arguments.outputs.split(",")
-    shape = cast(Tensor, target).shape
-    return loss, TokenScores(**{name: score.view(shape) for name, score in zip(names, scores, strict=True)})
+    return loss, restore(scores)
