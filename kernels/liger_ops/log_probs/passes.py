@@ -20,6 +20,7 @@ from liger_ops.loss.chunked_loss import (
     KeptTokens,
     OtherGradient,
     SavedLogits,
+    adapter_pair,
     chunked_linear_loss,
 )
 from liger_ops.loss.options import Targets, TokenLossOptions
@@ -59,9 +60,7 @@ class ScoreArguments(NamedTuple):
     @property
     def adapter(self) -> tuple[Tensor, Tensor] | None:
         """The adapter's tensors."""
-        if self.adapter_input is None or self.adapter_weight is None:
-            return None
-        return self.adapter_input, self.adapter_weight
+        return adapter_pair(self.adapter_input, self.adapter_weight)
 
 
 _FAKE_DTYPES = {"predictions": torch.int64, "correct": torch.bool}
@@ -216,7 +215,6 @@ def token_gradients(shard: VocabShard | None, *values: Any, saved: SavedLogits |
     def to_gradient(logits: Tensor, index: Tensor | None) -> None:
         gradient_of_rows_in_place(logits, rows_at(rows, index), None, row_options)
 
-    adapter_input, adapter_weight = arguments.adapter_input, arguments.adapter_weight
     gradients = chunked_linear_loss(
         input,
         arguments.weight,
@@ -226,7 +224,7 @@ def token_gradients(shard: VocabShard | None, *values: Any, saved: SavedLogits |
         chunk_size=chunk_size,
         accumulate_dtype=arguments.accumulate_dtype,
         needs_gradient=arguments.needs_gradient,
-        adapter=None if adapter_input is None or adapter_weight is None else (adapter_input, adapter_weight),
+        adapter=adapter_pair(arguments.adapter_input, arguments.adapter_weight),
         saved=None if saved is None else dataclasses.replace(saved, to_gradient=to_gradient),
     )
     if shard is not None:

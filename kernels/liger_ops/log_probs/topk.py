@@ -30,7 +30,13 @@ from liger_ops.arguments import (
     wrong_value,
 )
 from liger_ops.log_probs.given_classes import given_logits, rows_sum
-from liger_ops.loss.chunked_loss import KeptTokens, SavedLogits, choose_accumulate_dtype, chunked_linear_loss
+from liger_ops.loss.chunked_loss import (
+    KeptTokens,
+    SavedLogits,
+    adapter_pair,
+    choose_accumulate_dtype,
+    chunked_linear_loss,
+)
 from liger_ops.loss.launch import GradientRows, launch_loss, launch_shard_gradient
 from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head, is_trained
 from liger_ops.loss.options import Targets, TokenLossOptions
@@ -159,7 +165,6 @@ def _compute(*values: Any, saved: SavedLogits | None = None) -> TopkResults:
 
     if saved is not None and saved.chunks:
         saved.to_gradient = chunk_loss
-    adapter_input, adapter_weight = arguments.adapter_input, arguments.adapter_weight
     gradients = chunked_linear_loss(
         input,
         arguments.weight,
@@ -169,7 +174,7 @@ def _compute(*values: Any, saved: SavedLogits | None = None) -> TopkResults:
         chunk_size=chunk_size,
         accumulate_dtype=arguments.accumulate_dtype,
         needs_gradient=arguments.needs_gradient,
-        adapter=None if adapter_input is None or adapter_weight is None else (adapter_input, adapter_weight),
+        adapter=adapter_pair(arguments.adapter_input, arguments.adapter_weight),
         saved=saved,
     )
     return TopkResults(log_probs, lse, share, slope, *gradients)

@@ -29,6 +29,7 @@ from liger_ops.loss.chunked_loss import (
     MAX_CHUNK_BYTES,
     KeptTokens,
     SavedLogits,
+    adapter_pair,
     choose_accumulate_dtype,
     chunked_linear_loss,
 )
@@ -173,7 +174,6 @@ def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | 
             stats=stats,
         )
 
-    adapter_input, adapter_weight = arguments.adapter_input, arguments.adapter_weight
     gradients = chunked_linear_loss(
         input,
         arguments.weight,
@@ -183,7 +183,7 @@ def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | 
         chunk_size=chunk_size,
         accumulate_dtype=arguments.accumulate_dtype,
         needs_gradient=arguments.needs_gradient,
-        adapter=None if adapter_input is None or adapter_weight is None else (adapter_input, adapter_weight),
+        adapter=adapter_pair(arguments.adapter_input, arguments.adapter_weight),
         saved=None if saved is None else saved.logits,
     )
     if saved is not None and stats is not None:
