@@ -19,7 +19,8 @@ from liger_ops import backend
 
 GATHERED_BYTES = 64 * 2**20
 """Default budget for the rows of the head that are gathered at once, in plain PyTorch."""
-_PLACES, _COLUMNS = 16, 256
+_PLACES, _DOT_COLUMNS = 16, 256  # of a block that a program multiplies
+_ENTRIES, _SUM_COLUMNS = 8, 1024  # of a block that a program adds up; a thread has all entries of its columns
 _NUM_WARPS = 4
 
 
@@ -42,7 +43,7 @@ def _given_logits_kernel(
     places = tl.program_id(0) % blocks_per_token * PLACES + tl.arange(0, PLACES)
     exists = places < num_ids
     classes = tl.load(ids_ptr + token * num_ids + places, mask=exists, other=0)
-    total = tl.zeros([PLACES], dtype=tl.float32)
+    products = tl.zeros([PLACES, COLUMNS], dtype=tl.float32)
     for start in range(0, width, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         in_row = columns < width
@@ -52,8 +53,8 @@ def _given_logits_kernel(
             mask=exists[:, None] & in_row[None, :],
             other=0.0,
         ).to(tl.float32)
-        total += tl.sum(rows * x[None, :], axis=1)
-    tl.store(logits_ptr + token * num_ids + places, total, mask=exists)
+        products += rows * x[None, :]
+    tl.store(logits_ptr + token * num_ids + places, tl.sum(products, axis=1), mask=exists)
 
 
 @backend.Kernel
@@ -95,7 +96,7 @@ def _launch_sums(rows: Tensor, index: Tensor, factors: Tensor, starts: Tensor) -
     sums = rows.new_empty(len(starts) - 1, rows.shape[1])
     if sums.numel():
         _sum_rows_kernel.launch(
-            len(sums) * -(-sums.shape[1] // _COLUMNS),
+            len(sums) * -(-sums.shape[1] // _SUM_COLUMNS),
             rows_ptr=rows,
             index_ptr=index.contiguous(),
             factors_ptr=factors.float().contiguous(),
@@ -103,8 +104,8 @@ def _launch_sums(rows: Tensor, index: Tensor, factors: Tensor, starts: Tensor) -
             sums_ptr=sums,
             row_stride=rows.stride(0),
             width=sums.shape[1],
-            ENTRIES=_PLACES,
-            COLUMNS=_COLUMNS,
+            ENTRIES=_ENTRIES,
+            COLUMNS=_SUM_COLUMNS,
             num_warps=_NUM_WARPS,
         )
     return sums
@@ -153,7 +154,7 @@ def _given_logits(input: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -
             num_ids=ids.shape[1],
             width=input.shape[1],
             PLACES=_PLACES,
-            COLUMNS=_COLUMNS,
+            COLUMNS=_DOT_COLUMNS,
             num_warps=_NUM_WARPS,
         )
         return logits
