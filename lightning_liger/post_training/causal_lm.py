@@ -1,7 +1,9 @@
 """A finished causal language model with a reference model, which post-training modules are made of."""
 
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -12,6 +14,15 @@ from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.training.causal_lm import LigerCausalLM
 
 _RANDOM_REFERENCE = "random_reference_fingerprint"
+Options = TypeVar("Options")
+
+
+def options_of(kind: type[Options], arguments: Mapping[str, Any]) -> Options:
+    """A dataclass of options from the arguments of ``__init__`` that have the names of its fields, lists as tuples."""
+    given = {
+        each.name: arguments[each.name] for each in fields(cast(Any, kind)) if each.init and each.name in arguments
+    }
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
@@ -22,12 +33,26 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
             ``"adapters"``, the model without its adapters; ``"columns"`` of the data; ``"auto"`` for adapters with
             ``lora``, else the copy, unless the data has columns.
         disable_dropout: Whether the model is trained without dropout.
+        sync_ref_model: Whether the frozen copy follows the model (TR-DPO, arXiv:2404.09656). It is in checkpoints then.
+        ref_model_mixup_alpha: The weight of the model in the copy's new parameters.
+        ref_model_sync_steps: Optimizer steps from one update of the copy to the next.
         **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
     """
 
-    def __init__(self, reference: str = "auto", disable_dropout: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        reference: str = "auto",
+        disable_dropout: bool = True,
+        sync_ref_model: bool = False,
+        ref_model_mixup_alpha: float = 0.6,
+        ref_model_sync_steps: int = 512,
+        **kwargs: Any,
+    ) -> None:
         self.reference = reference
         self.disable_dropout = disable_dropout
+        self.sync_ref_model = sync_ref_model
+        self.ref_model_mixup_alpha = ref_model_mixup_alpha
+        self.ref_model_sync_steps = ref_model_sync_steps
         super().__init__(**kwargs)
         if self._settings.lora is None and reference == "adapters":
             raise wrong_value("reference", "'adapters' only with lora", reference)
@@ -45,6 +70,8 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
+        if self.sync_ref_model:  # it is in the checkpoint
+            return
         if self._random_reference is not None and checkpoint.get(_RANDOM_REFERENCE) not in (
             None,
             self._random_reference,

@@ -37,6 +37,7 @@ from lightning_liger.losses.distillation import (
 from lightning_liger.losses.uld import ULDOptions
 from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.causal_lm import options_of
 from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
 from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
@@ -537,24 +538,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         log_entropy: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.distillation = DistillationOptions(
-            distillation_mode=distillation_mode,
-            divergence=divergence,
-            beta=beta,
-            temperature=distillation_temperature,
-            teacher_temperature=teacher_temperature,
-            t_squared=t_squared,
-            vocab=vocab,
-            support_mode=support_mode,
-            distillation_topk=distillation_topk,
-            distillation_support=distillation_support,
-            estimator=estimator,
-            distillation_is_clip=distillation_is_clip,
-            iw_opd_gamma=iw_opd_gamma,
-            crossentropy_weight=crossentropy_weight,
-            distillation_weight=distillation_weight,
-            log_entropy=log_entropy,
-        )
+        self.distillation = options_of(DistillationOptions, {**locals(), "temperature": distillation_temperature})
         self.shard_teacher = shard_teacher
         check_choice("teacher_dtype", teacher_dtype, (None, *_DTYPES))
         check_path("teacher", teacher, optional=True)
