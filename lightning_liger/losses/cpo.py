@@ -22,14 +22,22 @@ import torch
 from torch import Tensor
 
 from liger_ops.arguments import check_choice, check_number, wrong_value
-from lightning_liger.losses.dpo import PairLogProbs, PairLosses, check_pairs, pair_metrics, smoothed_sigmoid
+from lightning_liger.losses.dpo import (
+    PAIR_METRICS,
+    PairLogProbs,
+    PairLosses,
+    PreferenceOptions,
+    check_pairs,
+    pair_metrics,
+    smoothed_sigmoid,
+)
 
 LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
 _AVERAGED = ("ipo", "simpo", "alphapo")
 
 
 @dataclass(frozen=True)
-class CPOOptions:
+class CPOOptions(PreferenceOptions):
     """Options of :func:`cpo_loss`, with the names and defaults of TRL.
 
     Args:
@@ -73,6 +81,14 @@ class CPOOptions:
     def has_nll(self) -> bool:
         """Whether the loss has a part that is averaged over tokens."""
         return self.nll_weight > 0
+
+    @property
+    def nll_part(self) -> int:
+        return 0
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return (*PAIR_METRICS, "nll_loss")
 
 
 def cpo_loss(pairs: PairLogProbs, options: CPOOptions) -> PairLosses:

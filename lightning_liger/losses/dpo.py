@@ -28,7 +28,7 @@ sigmoid_norm   -log s(beta (h(R_w) / n_w - h(R_r) / n_r))                       
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,34 @@ class PairLosses(NamedTuple):
     """Detached vectors, ``[B]`` each, to be averaged over pairs; by the names that TRL uses."""
 
 
+class PreferenceOptions:
+    """What the options of a preference loss say about it, whatever its formula."""
+
+    needs_reference: ClassVar[bool] = False
+    """Whether the loss needs log-probabilities of a reference model."""
+    is_labelled: ClassVar[bool] = False
+    """Whether its data are single completions with labels."""
+    scores_prompts: ClassVar[bool] = False
+    """Whether the negative log-likelihood of chosen sequences includes their prompts."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one example: 2 of a pair, 3 of a triple."""
+        return 2
+
+    @property
+    def nll_part(self) -> int | None:
+        """Which sequence of an example the metric ``nll_loss`` is of, None if there is none."""
+        return None
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that the loss itself computes."""
+        return PAIR_METRICS
+
+
 @dataclass(frozen=True)
-class DPOOptions:
+class DPOOptions(PreferenceOptions):
     """Options of :func:`dpo_loss`, with the names and defaults of TRL.
 
     Args:
@@ -106,6 +132,7 @@ class DPOOptions:
         ValueError: For one out of range, and combinations that have no meaning.
     """
 
+    needs_reference = True
     loss_type: str | tuple[str, ...] = "sigmoid"
     loss_weights: tuple[float, ...] | None = None
     beta: float = 0.1

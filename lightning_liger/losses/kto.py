@@ -30,12 +30,13 @@ from liger_ops.arguments import (
     wrong_type,
     wrong_value,
 )
+from lightning_liger.losses.dpo import PAIR_METRICS, PreferenceOptions
 
 LOSS_TYPES = ("kto", "apo_zero_unpaired", "bco")
 
 
 @dataclass(frozen=True)
-class KTOOptions:
+class KTOOptions(PreferenceOptions):
     """Options of :func:`kto_loss`, with the names and defaults of TRL.
 
     Args:
@@ -50,6 +51,8 @@ class KTOOptions:
         ValueError: For one out of range.
     """
 
+    needs_reference = True
+    is_labelled = True
     loss_type: str = "kto"
     beta: float = 0.1
     desirable_weight: float = 1.0
@@ -65,6 +68,15 @@ class KTOOptions:
     def needs_kl(self) -> bool:
         """Whether the loss needs mismatched pairs."""
         return self.loss_type == "kto"
+
+    @property
+    def num_sequences(self) -> int:
+        return 1
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        names = tuple(name for name in PAIR_METRICS if name != "rewards/accuracies")
+        return (*names, "kl") if self.needs_kl else names
 
 
 class KTOLosses(NamedTuple):

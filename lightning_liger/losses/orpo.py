@@ -13,14 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops.arguments import check_floating, check_number
-from lightning_liger.losses.dpo import PairLogProbs, PairLosses, check_pairs, pair_metrics
+from lightning_liger.losses.dpo import (
+    PAIR_METRICS,
+    PairLogProbs,
+    PairLosses,
+    PreferenceOptions,
+    check_pairs,
+    pair_metrics,
+)
 
 _LARGEST = -1e-7
 """Of log-probabilities: those of certain completions round to 0, whose odds are infinite."""
 
 
 @dataclass(frozen=True)
-class ORPOOptions:
+class ORPOOptions(PreferenceOptions):
     """Options of :func:`orpo_loss`, with the names and defaults of TRL.
 
     Args:
@@ -31,6 +38,7 @@ class ORPOOptions:
         ValueError: If it is out of range.
     """
 
+    scores_prompts = True
     beta: float = 0.1
 
     def __post_init__(self) -> None:
@@ -40,6 +48,14 @@ class ORPOOptions:
     def has_nll(self) -> bool:
         """Whether the loss has a part that is averaged over tokens."""
         return True
+
+    @property
+    def nll_part(self) -> int:
+        return 0
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
 
 def orpo_loss(pairs: PairLogProbs, options: ORPOOptions) -> PairLosses:

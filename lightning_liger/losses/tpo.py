@@ -13,13 +13,20 @@ from torch import Tensor
 
 from liger_ops.arguments import check_choice, check_number, check_shape, check_tensor, wrong_value
 from lightning_liger.losses.cpo import contrastive_loss
-from lightning_liger.losses.dpo import PairLogProbs, PairLosses, check_pairs, pair_metrics
+from lightning_liger.losses.dpo import (
+    PAIR_METRICS,
+    PairLogProbs,
+    PairLosses,
+    PreferenceOptions,
+    check_pairs,
+    pair_metrics,
+)
 
 LOSS_TYPES = ("sigmoid", "hinge", "ipo", "tpo-l")
 
 
 @dataclass(frozen=True)
-class TPOOptions:
+class TPOOptions(PreferenceOptions):
     """Options of :func:`tpo_loss`, with the names and defaults of TRL.
 
     Args:
@@ -53,6 +60,18 @@ class TPOOptions:
     def has_nll(self) -> bool:
         """Whether the loss has a part that is averaged over tokens."""
         return self.tpo_alpha > 0
+
+    @property
+    def num_sequences(self) -> int:
+        return 3 if self.has_nll else 2
+
+    @property
+    def nll_part(self) -> int | None:
+        return 2 if self.has_nll else None
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return (*PAIR_METRICS, *(("nll_loss",) if self.has_nll else ()))
 
 
 def tpo_loss(pairs: PairLogProbs, reference: Tensor | None, options: TPOOptions) -> PairLosses:

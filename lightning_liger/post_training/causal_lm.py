@@ -1,60 +1,67 @@
-"""A finished causal language model with adapters and a reference model, which post-training modules are made of."""
+"""A finished causal language model with a reference model, which post-training modules are made of."""
 
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from liger_ops.arguments import wrong_value
-from lightning_liger.post_training.lora import add_adapters, check_lora
 from lightning_liger.post_training.reference import sum_of_bits
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.training.causal_lm import LigerCausalLM
 
 _RANDOM_REFERENCE = "random_reference_fingerprint"
+Options = TypeVar("Options")
+
+
+def options_of(kind: type[Options], arguments: Mapping[str, Any]) -> Options:
+    """A dataclass of options from the arguments of ``__init__`` that have the names of its fields, lists as tuples."""
+    given = {
+        each.name: arguments[each.name] for each in fields(cast(Any, kind)) if each.init and each.name in arguments
+    }
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
-    """A causal language model with its reference model, and adapters if wanted.
+    """A causal language model with its reference model.
 
     Args:
-        lora: Arguments of peft's ``LoraConfig``, such as ``{"r": 16, "target_modules": "all-linear"}``; None trains all
-            parameters. The whole model is then built in the memory of each host, also for strategies that shard it.
         reference: Where the reference's log-probabilities come from: ``"model"``, a frozen copy of the model;
             ``"adapters"``, the model without its adapters; ``"columns"`` of the data; ``"auto"`` for adapters with
             ``lora``, else the copy, unless the data has columns.
         disable_dropout: Whether the model is trained without dropout.
+        sync_ref_model: Whether the frozen copy follows the model (TR-DPO, arXiv:2404.09656). It is in checkpoints then.
+        ref_model_mixup_alpha: The weight of the model in the copy's new parameters.
+        ref_model_sync_steps: Optimizer steps from one update of the copy to the next.
         **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
     """
 
     def __init__(
         self,
-        lora: dict[str, Any] | None = None,
         reference: str = "auto",
         disable_dropout: bool = True,
+        sync_ref_model: bool = False,
+        ref_model_mixup_alpha: float = 0.6,
+        ref_model_sync_steps: int = 512,
         **kwargs: Any,
     ) -> None:
         self.reference = reference
         self.disable_dropout = disable_dropout
-        check_lora(lora)
-        if lora is None and reference == "adapters":
-            raise wrong_value("reference", "'adapters' only with lora", reference)
+        self.sync_ref_model = sync_ref_model
+        self.ref_model_mixup_alpha = ref_model_mixup_alpha
+        self.ref_model_sync_steps = ref_model_sync_steps
         super().__init__(**kwargs)
-        self._lora = lora
+        if self._settings.lora is None and reference == "adapters":
+            raise wrong_value("reference", "'adapters' only with lora", reference)
         self._random_reference: int | None = None
-        if lora is not None:  # peft gives its parameters values as it makes them
-            self._device_before_sharding = torch.device("cpu")
 
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is not None:
-            return
-        super().configure_model()
+    def _configure_other_models(self) -> None:
+        super()._configure_other_models()
         if self._has_reference_model():
             self.ref_model = self._build_reference()
-        if self._lora is not None:
-            self.model = add_adapters(self.model, self._lora)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -63,6 +70,8 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
+        if self.sync_ref_model:  # it is in the checkpoint
+            return
         if self._random_reference is not None and checkpoint.get(_RANDOM_REFERENCE) not in (
             None,
             self._random_reference,
@@ -75,7 +84,7 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
     def _has_reference_model(self) -> bool:
         if not self.needs_reference or self.reference in ("columns", "adapters"):
             return False
-        return self.reference == "model" or self._lora is None
+        return self.reference == "model" or self._settings.lora is None
 
     def _build_reference(self) -> nn.Module:
         if self._settings.pretrained is not None:

@@ -37,10 +37,10 @@ from lightning_liger.losses.distillation import (
 from lightning_liger.losses.uld import ULDOptions
 from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from lightning_liger.post_training.lora import add_adapters, check_lora
+from lightning_liger.post_training.causal_lm import options_of
 from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
-from lightning_liger.post_training.tokens import TokenRows, num_kept, read_tokens
+from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
 from lightning_liger.training.architecture import build_config
 from lightning_liger.training.causal_lm import LigerCausalLM
 
@@ -334,8 +334,10 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     def _iw_opd_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:
         options, targets = self.distillation, rows.targets
-        if "position_ids" in rows.inputs:
-            raise wrong_value("batch['position_ids']", "missing for 'iw_opd', which takes one sequence a row", ...)
+        if self.context is not None:
+            raise ValueError("context_parallel_size must be 1 for 'iw_opd', whose weights are those of whole sequences")
+        positions = document_positions(rows.inputs)
+        ids = None if positions is None else (positions == 0).cumsum(-1).clamp(min=1) - 1
         scores = token_scores(
             logits, targets, temperature=options.temperature, outputs=("log_probs", "entropy", "correct"),
             detach=("entropy",),
@@ -345,6 +347,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         losses, metrics = iw_opd_loss(
             scores.log_probs, self._teacher_log_probs(rows), kept, options.iw_opd,
             rollout_log_probs=None if old is None else _next(old),
+            sequence_ids=None if ids is None else ids.expand_as(targets),
         )  # fmt: skip
         measured = {
             _IW_OPD.get(name, "iw_opd/mean_weight"): Mean(torch.where(kept, each, 0.0).sum(), count)
@@ -385,7 +388,17 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     @torch.no_grad()
     def _teacher_logits(self, rows: TokenRows) -> Tensor:
-        logits, _ = self.call_model(rows.inputs, rows.targets, self._required_teacher())
+        teacher = self._required_teacher()
+        size = _vocab_size(teacher)
+        if size is not None and size < (_vocab_size(self.model) or size + 1):
+            found = int(torch.maximum(rows.inputs["input_ids"].max(), rows.targets.max()))  # the host waits
+            if found >= size:
+                raise ValueError(
+                    f"batch must have token ids below {size}, the size of the teacher's vocabulary, got {found}: a"
+                    " teacher with a smaller vocabulary has to know all tokens of the text. For one with another"
+                    " tokenizer use distillation_mode='uld' and teacher_input_ids"
+                )
+        logits, _ = self.call_model(rows.inputs, rows.targets, teacher)
         return logits
 
     @torch.no_grad()
@@ -422,6 +435,14 @@ def _checked(rows: TokenRows) -> TokenRows:
     if ids is not None and log_probs is not None:
         check_shape(f"batch[{TOPK_LOG_PROBS!r}]", log_probs, ids.shape, f"as {TOPK_IDS}")
     return rows
+
+
+def _vocab_size(model: nn.Module) -> int | None:
+    """The number of ids that a Hugging Face model knows, None for other models."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _next(values: Tensor) -> Tensor:
@@ -484,8 +505,6 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         crossentropy_weight: See :class:`~lightning_liger.DistillationOptions`.
         distillation_weight: See :class:`~lightning_liger.DistillationOptions`.
         log_entropy: See :class:`~lightning_liger.DistillationOptions`.
-        lora: Arguments of peft's ``LoraConfig`` for the student, such as ``{"r": 16, "target_modules": "all-linear"}``;
-            None trains all parameters.
         **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
 
     Raises:
@@ -517,27 +536,9 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         crossentropy_weight: float = 0.0,
         distillation_weight: float = 1.0,
         log_entropy: bool = False,
-        lora: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.distillation = DistillationOptions(
-            distillation_mode=distillation_mode,
-            divergence=divergence,
-            beta=beta,
-            temperature=distillation_temperature,
-            teacher_temperature=teacher_temperature,
-            t_squared=t_squared,
-            vocab=vocab,
-            support_mode=support_mode,
-            distillation_topk=distillation_topk,
-            distillation_support=distillation_support,
-            estimator=estimator,
-            distillation_is_clip=distillation_is_clip,
-            iw_opd_gamma=iw_opd_gamma,
-            crossentropy_weight=crossentropy_weight,
-            distillation_weight=distillation_weight,
-            log_entropy=log_entropy,
-        )
+        self.distillation = options_of(DistillationOptions, {**locals(), "temperature": distillation_temperature})
         self.shard_teacher = shard_teacher
         check_choice("teacher_dtype", teacher_dtype, (None, *_DTYPES))
         check_path("teacher", teacher, optional=True)
@@ -549,17 +550,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
             _config_of_teacher(None, teacher_model_type, teacher_config)
         if isinstance(teacher, os.PathLike):  # hyperparameters in checkpoints are plain objects
             teacher = os.fspath(teacher)
-        check_lora(lora)
         super().__init__(**kwargs)
-        if lora is not None:  # peft gives its parameters values as it makes them
-            self._device_before_sharding = torch.device("cpu")
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is not None:
-            return
-        super().configure_model()
-        if self._settings.lora is not None:
-            self.model = add_adapters(self.model, self._settings.lora)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

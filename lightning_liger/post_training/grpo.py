@@ -1,11 +1,10 @@
 """A finished LightningModule of policy gradients on given completions, so that a yaml file is a whole program."""
 
 import os
-from dataclasses import fields
 from typing import Any
 
 from lightning_liger.losses.policy_options import PolicyOptions
-from lightning_liger.post_training.causal_lm import ReferenceCausalLM
+from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of
 from lightning_liger.post_training.policy import LigerPolicyMixin
 
 
@@ -95,10 +94,7 @@ class LigerGRPO(LigerPolicyMixin, ReferenceCausalLM):
         disable_dropout: bool = False,
         **kwargs: Any,
     ) -> None:
-        given = locals()
-        self.policy_options = PolicyOptions(
-            **{each.name: given[each.name] for each in fields(PolicyOptions) if each.init}
-        )
+        self.policy_options = options_of(PolicyOptions, locals())
         self.steps_per_generation = steps_per_generation
         self.temperature = temperature
         kwargs = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in kwargs.items()}

@@ -1,14 +1,14 @@
 """Finished LightningModules of preference losses, so that a yaml file is a whole program."""
 
 import os
-from typing import Any, cast
+from typing import Any
 
 from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.tpo import TPOOptions
-from lightning_liger.post_training.causal_lm import ReferenceCausalLM
+from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of
 from lightning_liger.post_training.preference import LigerPreferenceMixin
 
 
@@ -56,9 +56,9 @@ class LigerDPO(PreferenceModule):
         ld_alpha: LD-DPO's weight of tokens that only the longer completion of a pair has; None for 1.
         use_weighting: Whether pairs are weighted by their probability (WPO).
         discopop_tau: Temperature of ``"discopop"``.
-        **kwargs: ``lora``, ``reference``, ``precompute_ref_log_probs``, ``ref_log_probs_folder``, ``disable_dropout``
-            of :class:`PreferenceModule`; the model, the optimizer and its schedule as in
-            :class:`~lightning_liger.LigerCausalLM`. A usual ``learning_rate`` is 1e-6.
+        **kwargs: ``reference``, ``sync_ref_model``, ``precompute_ref_log_probs``, ``ref_log_probs_folder``,
+            ``disable_dropout`` and others of :class:`PreferenceModule`; ``lora``, the model, the optimizer and its
+            schedule as in :class:`~lightning_liger.LigerCausalLM`. A usual ``learning_rate`` is 1e-6.
 
     Raises:
         FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
@@ -80,17 +80,7 @@ class LigerDPO(PreferenceModule):
         discopop_tau: float = 0.05,
         **kwargs: Any,
     ) -> None:
-        self.preference_loss = DPOOptions(
-            loss_type=cast(Any, tuple(loss_type) if isinstance(loss_type, list) else loss_type),
-            loss_weights=cast(Any, tuple(loss_weights) if isinstance(loss_weights, list) else loss_weights),
-            beta=beta,
-            label_smoothing=label_smoothing,
-            f_divergence_type=f_divergence_type,
-            f_alpha_divergence_coef=f_alpha_divergence_coef,
-            ld_alpha=ld_alpha,
-            use_weighting=use_weighting,
-            discopop_tau=discopop_tau,
-        )
+        self.preference_loss = options_of(DPOOptions, locals())
         kwargs = _plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
@@ -124,7 +114,7 @@ class LigerCPO(PreferenceModule):
         label_smoothing: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        self.preference_loss = CPOOptions(loss_type, beta, cpo_alpha, simpo_gamma, alpha, label_smoothing)
+        self.preference_loss = options_of(CPOOptions, locals())
         kwargs = _plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
@@ -144,7 +134,7 @@ class LigerORPO(PreferenceModule):
     """
 
     def __init__(self, beta: float = 0.1, **kwargs: Any) -> None:
-        self.preference_loss = ORPOOptions(beta)
+        self.preference_loss = options_of(ORPOOptions, locals())
         kwargs = _plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
@@ -176,7 +166,7 @@ class LigerTPO(PreferenceModule):
         label_smoothing: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        self.preference_loss = TPOOptions(loss_type, beta, tpo_alpha, tpo_l_gamma, label_smoothing)
+        self.preference_loss = options_of(TPOOptions, locals())
         kwargs = _plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
@@ -206,7 +196,7 @@ class LigerKTO(PreferenceModule):
         undesirable_weight: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        self.preference_loss = KTOOptions(loss_type, beta, desirable_weight, undesirable_weight)
+        self.preference_loss = options_of(KTOOptions, locals())
         kwargs = _plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()

@@ -9,10 +9,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from liger_ops import IGNORE_INDEX, TokenScores
-from liger_ops.arguments import check_bool, check_path, check_shape, check_tensor, wrong_type
+from liger_ops.arguments import check_bool, check_path, check_shape, check_tensor, wrong_type, wrong_value
 from lightning_liger.lazy.scores import token_scores
 from lightning_liger.losses.cpo import CPOOptions, cpo_loss
-from lightning_liger.losses.dpo import PAIR_METRICS, DPOOptions, PairLogProbs, PairLosses, dpo_loss, wpo_weights
+from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, PairLosses, PreferenceOptions, dpo_loss, wpo_weights
 from lightning_liger.losses.kto import KTOOptions, RunningDelta, kl_estimate, kto_loss, reward_sums
 from lightning_liger.losses.orpo import ORPOOptions, orpo_loss
 from lightning_liger.losses.sequences import length_desensitized, sequence_sums
@@ -25,7 +25,6 @@ from lightning_liger.post_training.rows import Rows, read_rows
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.sequences.labels import shift_labels
 
-PreferenceOptions = DPOOptions | CPOOptions | ORPOOptions | TPOOptions | KTOOptions
 _FINGERPRINT, _CACHE, _DELTA = "reference_fingerprint", "reference_log_probs", "running_delta"
 _MEASURED = ("entropy", "mean_logit", "correct")
 
@@ -105,6 +104,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         check_bool("precompute_ref_log_probs", self.precompute_ref_log_probs)
         check_path("ref_log_probs_folder", self.ref_log_probs_folder, optional=True)
         super().__init__(*args, **kwargs)
+        if self.precompute_ref_log_probs and self.sync_ref_model:
+            raise wrong_value("sync_ref_model", "False with precompute_ref_log_probs=True", True)
         self._reference_cache: ReferenceCache | None = None
         self._reference_fingerprint: str | None = None
         self._is_precomputing = False
@@ -115,7 +116,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss needs log-probabilities of a reference model."""
-        return isinstance(self.preference_loss, DPOOptions | KTOOptions)
+        return self.preference_loss.needs_reference
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -167,10 +168,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def _columns(self) -> dict[str, tuple[str, ...]]:
         """The columns of stored log-probabilities, by the prefix of the keys of their sequences."""
-        if not isinstance(self.preference_loss, KTOOptions):
+        if not self.preference_loss.is_labelled:
             return {"": ("ref_chosen_logps", "ref_rejected_logps")}
         columns: dict[str, tuple[str, ...]] = {"": ("ref_logps",)}
-        return columns | ({"KL_": ("ref_KL_logps",)} if self.preference_loss.needs_kl else {})
+        return columns | ({"KL_": ("ref_KL_logps",)} if cast(KTOOptions, self.preference_loss).needs_kl else {})
 
     def _precompute(self) -> None:
         """Passes all data through the reference, and keeps its log-probabilities."""
@@ -233,7 +234,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        if isinstance(self.preference_loss, KTOOptions):
+        if self.preference_loss.is_labelled:
             checkpoint[_DELTA] = self._running_delta.state
         if self._reference_fingerprint is not None:
             checkpoint[_FINGERPRINT] = self._reference_fingerprint
@@ -251,24 +252,18 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     # Sequences
 
-    def _num_parts(self) -> int:
-        """Sequences of one example: 2 of a pair, 3 of a triple."""
-        options = self.preference_loss
-        if isinstance(options, KTOOptions):
-            return 1
-        return 3 if isinstance(options, TPOOptions) and options.has_nll else 2
-
     def _rows(self, batch: Mapping[str, Any], prefix: str = "") -> Rows:
         """The sequences of a batch with ``weights``, the weight of each token in its sequence's log-probability."""
-        rows, parts, options = read_rows(batch, prefix), self._num_parts(), self.preference_loss
+        rows, options = read_rows(batch, prefix), self.preference_loss
+        parts = options.num_sequences
         if rows.num_sequences % parts:
             names = ("", "", "chosen and rejected sequences", "chosen, rejected and reference sequences")[parts]
             raise ValueError(f"batch must hold as many {names}, got {rows.num_sequences} sequences in all")
         completion = rows.labels != IGNORE_INDEX
         weights = completion.float()
-        if isinstance(options, DPOOptions) and options.ld_alpha is not None:
-            weights = length_desensitized(completion, self._num_tokens(rows), options.ld_alpha, rows.sequence_ids)
-        if isinstance(options, ORPOOptions):
+        if (ld_alpha := getattr(options, "ld_alpha", None)) is not None:
+            weights = length_desensitized(completion, self._num_tokens(rows), ld_alpha, rows.sequence_ids)
+        if options.scores_prompts:
             rows = rows._replace(labels=_with_prompts_of_chosen(rows))
         return rows._replace(extras={"weights": weights, "completion": completion})
 
@@ -280,12 +275,11 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def _num_nll_tokens(self, rows: Rows) -> Tensor:
         """The number of tokens over which the negative log-likelihood is averaged."""
         number = sequence_sums(rows.labels != IGNORE_INDEX, rows.sequence_ids, rows.num_sequences)
-        return number.chunk(self._num_parts())[-1 if isinstance(self.preference_loss, TPOOptions) else 0].sum()
+        return number.chunk(self.preference_loss.num_sequences)[self.preference_loss.nll_part or 0].sum()
 
     def _score(self, rows: Rows) -> tuple[SequenceScores, Tensor | None]:
         """The policy's sums over sequences, and the losses that the model adds."""
-        options = self.preference_loss
-        is_weighted = isinstance(options, DPOOptions) and options.use_weighting
+        is_weighted = getattr(self.preference_loss, "use_weighting", False)
         outputs = ("log_probs", *_MEASURED, *(("log_sum_sq_probs",) if is_weighted else ()))
         local = rows.to_context(self.context)
         logits, auxiliary = self.call_model(local.inputs, local.labels)
@@ -310,7 +304,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         rows = self._rows(batch)
-        if isinstance(self.preference_loss, KTOOptions):
+        if self.preference_loss.is_labelled:
             return self._labelled_loss(stage, batch, rows)
         reference = None
         if self.needs_reference:  # first, when the policy has not stored anything for backward
@@ -327,13 +321,13 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         is_chosen = torch.arange(rows.num_sequences, device=num_tokens.device) < num_pairs
         is_rejected = ~is_chosen & (torch.arange(rows.num_sequences, device=num_tokens.device) < 2 * num_pairs)
         metrics |= self._token_metrics(batch, rows, scores, num_tokens, is_chosen, is_rejected)
-        if "nll_loss" in self.metric_kinds():
-            part = scores.nll.detach().chunk(self._num_parts())[-1 if self._num_parts() == 3 else 0]
-            metrics["nll_loss"] = Mean(part.sum(), num_nll_tokens)
+        if (part := self.preference_loss.nll_part) is not None:
+            nll = scores.nll.detach().chunk(self.preference_loss.num_sequences)[part]
+            metrics["nll_loss"] = Mean(nll.sum(), num_nll_tokens)
         return StepLoss(tuple(terms), metrics, auxiliary)
 
     def _pair_losses(self, scores: SequenceScores, num_tokens: Tensor, reference: Tensor | None) -> PairLosses:
-        options, parts = self.preference_loss, self._num_parts()
+        options, parts = self.preference_loss, self.preference_loss.num_sequences
         (chosen, rejected, *gold), (num_chosen, num_rejected, *_) = (
             scores.log_probs.chunk(parts),
             num_tokens.chunk(parts),
@@ -401,22 +395,15 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
         rows = self._rows(batch)
-        return {"pairs": rows.num_sequences / self._num_parts(), "tokens": self._num_nll_tokens(rows)}
+        return {"pairs": rows.num_sequences / self.preference_loss.num_sequences, "tokens": self._num_nll_tokens(rows)}
 
     # Metrics
 
     def metric_kinds(self) -> dict[str, str]:
         options = self.preference_loss
-        names = [*PAIR_METRICS, "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy"]
-        if isinstance(options, KTOOptions):
-            names.remove("rewards/accuracies")
-            names += ["kl"] if options.needs_kl else []
-        if isinstance(options, CPOOptions | ORPOOptions | TPOOptions):
-            names += ["nll_loss"] if not isinstance(options, TPOOptions) or options.has_nll else []
-        if isinstance(options, ORPOOptions):
-            names += ["log_odds_ratio", "log_odds_chosen"]
+        names = (*options.metric_names, "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy")
         kinds = dict.fromkeys(names, "mean") | {"num_tokens": "sum"}
-        return kinds | ({"rewards/margins": "difference"} if isinstance(options, KTOOptions) else {})
+        return kinds | ({"rewards/margins": "difference"} if options.is_labelled else {})
 
     def _token_metrics(
         self,
@@ -437,7 +424,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             "logits/chosen": mean(scores.mean_logit, is_chosen),
             "logits/rejected": mean(scores.mean_logit, is_rejected),
             "mean_token_accuracy": mean(scores.correct, is_chosen),
-            "num_tokens": Total(number / (1 if self.context is None else self.context.size)),
+            "num_tokens": Total(number / self._ranks_per_batch),
         }
 
 

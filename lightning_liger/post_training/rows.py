@@ -12,6 +12,7 @@ from liger_ops.arguments import check_integer, check_shape, check_tensor, wrong_
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
 
+_SEQUENCES = "sequence_ids"
 PACKING = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -32,12 +33,27 @@ class Rows(NamedTuple):
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
         if context is None:
             return self
-        whole = {key: value for key, value in self.inputs.items() if key not in ("attention_mask", "seq_idx")}
-        shard = context.split({**whole, "shift_labels": self.labels})
-        labels = shard.pop("shift_labels")
-        ids = None if self.sequence_ids is None else self.sequence_ids.chunk(context.size, dim=1)[context.rank]
-        extras = {key: value.chunk(context.size, dim=1)[context.rank] for key, value in self.extras.items()}
-        return Rows(shard, labels, ids, self.num_sequences, extras)
+        columns = {**self.extras, _SEQUENCES: self.sequence_ids}
+        inputs, labels, columns = split_rows(context, self.inputs, self.labels, columns)
+        return Rows(inputs, labels, columns.pop(_SEQUENCES), self.num_sequences, columns)
+
+
+def split_rows(
+    context: ContextParallel, inputs: Mapping[str, Any], labels: Tensor, columns: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
+    """This rank's part of each row: of a model's arguments, of labels ``[rows, seq_len]``, and of further values.
+
+    Right padding needs no attention mask. Of ``columns``, those ``[rows, seq_len, ...]`` are split.
+    """
+    whole = {key: value for key, value in inputs.items() if key not in ("attention_mask", "seq_idx")}
+    shard = dict(context.split({**whole, "shift_labels": labels}))
+    parts = {
+        name: value.chunk(context.size, dim=1)[context.rank]
+        if isinstance(value, Tensor) and value.shape[:2] == labels.shape
+        else value
+        for name, value in columns.items()
+    }
+    return shard, shard.pop("shift_labels"), parts
 
 
 def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:

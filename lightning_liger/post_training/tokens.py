@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_shape, check_tensor
+from lightning_liger.post_training.rows import split_rows
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
@@ -33,18 +34,7 @@ class TokenRows(NamedTuple):
 
     def to_context(self, context: ContextParallel | None) -> "TokenRows":
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
-        if context is None:
-            return self
-        whole = {key: value for key, value in self.inputs.items() if key not in ("attention_mask", "seq_idx")}
-        shard = dict(context.split({**whole, "shift_labels": self.targets}))
-        targets, shape = shard.pop("shift_labels"), self.targets.shape
-        columns = {
-            name: value.chunk(context.size, dim=1)[context.rank]
-            if isinstance(value, Tensor) and value.shape[:2] == shape
-            else value
-            for name, value in self.columns.items()
-        }
-        return TokenRows(shard, targets, columns)
+        return self if context is None else TokenRows(*split_rows(context, self.inputs, self.targets, self.columns))
 
 
 def read_tokens(

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from liger_ops.arguments import check_bool, check_choice, wrong_value
+from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, wrong_value
 from lightning_liger.post_training.base import LigerPostTrainingMixin
 from lightning_liger.post_training.reference import (
     REFERENCES,
@@ -18,26 +20,38 @@ from lightning_liger.post_training.reference import (
     has_adapters,
     without_adapters,
 )
+from lightning_liger.training.protocol import engine_of
 
 
 class LigerReferenceMixin(LigerPostTrainingMixin):
     """A reference model next to the policy: ``ref_model``, or the policy with its adapters off.
 
     ``ref_model`` is frozen, in evaluation mode and not in checkpoints: ``configure_model`` makes it again.
+
+    With ``sync_ref_model = True`` it follows the policy, and is in checkpoints (TR-DPO, arXiv:2404.09656): after every
+    ``ref_model_sync_steps`` optimizer steps each of its parameters becomes ``ref_model_mixup_alpha`` times the policy's
+    plus ``1 - ref_model_mixup_alpha`` times its own. Names and defaults are TRL's. Not under FSDP1 and DeepSpeed.
     """
 
     reference: str = "auto"
     disable_dropout: bool = True
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
     ref_model: nn.Module | None
     _reference_hint = "set self.ref_model or train adapters of peft"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_choice("reference", self.reference, REFERENCES)
         check_bool("disable_dropout", self.disable_dropout)
+        check_bool("sync_ref_model", self.sync_ref_model)
+        check_number("ref_model_mixup_alpha", self.ref_model_mixup_alpha, at_least=0, at_most=1)
+        check_integer("ref_model_sync_steps", self.ref_model_sync_steps, at_least=1)
         super().__init__(*args, **kwargs)
         if getattr(self, "ref_model", None) is None:
             self.ref_model = None
-        drop_from_state_dict(self, "ref_model")
+        if not self.sync_ref_model:
+            drop_from_state_dict(self, "ref_model")
 
     @property
     def needs_reference(self) -> bool:
@@ -65,12 +79,44 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         super().on_fit_start()
         if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
             raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
+        if self.sync_ref_model:
+            self._check_sync()
         if self.disable_dropout:
             disable_dropout(self.model)
 
+    def _check_sync(self) -> None:
+        if self.ref_model is None or not self.needs_reference or self.reference not in ("auto", "model"):
+            raise wrong_value("sync_ref_model", "False without a ref_model that the loss uses", True)
+        shards = any(isinstance(unit, FullyShardedDataParallel) for unit in self.trainer.strategy.model.modules())  # type: ignore[union-attr]
+        if shards or engine_of(self.trainer).handles_gradient_accumulation:
+            name = type(self.trainer.strategy).__name__
+            raise ValueError(
+                f"sync_ref_model must be False under {name}, whose shards of the two models differ, got True: use"
+                " strategy='liger_model_parallel' (FSDP2), 'liger_ddp' or 'liger'"
+            )
+        pair = [{name: each.shape for name, each in model.named_parameters()} for model in (self.model, self.ref_model)]
+        if pair[0] != pair[1]:
+            raise wrong_value("sync_ref_model", "False for a ref_model with other parameters than the model", True)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        # Here, as callbacks that save checkpoints run before on_train_batch_end.
+        if self.sync_ref_model and (self.trainer.global_step + 1) % self.ref_model_sync_steps == 0:
+            self._sync_reference()
+
+    @torch.no_grad()
+    def _sync_reference(self) -> None:
+        alpha, reference = self.ref_model_mixup_alpha, cast(nn.Module, self.ref_model)
+        for module in reference.modules():
+            if isinstance(module, FSDPModule):  # without a backward pass, whole copies stay after forward
+                module.reshard()
+        for own, other in zip(self.model.parameters(), reference.parameters(), strict=True):
+            other.mul_(1 - alpha).add_(own, alpha=alpha)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        drop_reference(checkpoint.get("state_dict", {}), "ref_model.")
+        if not self.sync_ref_model:
+            drop_reference(checkpoint.get("state_dict", {}), "ref_model.")
 
     def _reference_kind(self) -> str:
         """``"model"`` or ``"adapters"``, of the log-probabilities that are computed here."""

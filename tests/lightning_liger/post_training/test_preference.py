@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_liger import (
@@ -19,6 +20,7 @@ from lightning_liger import (
     KTOOptions,
     LigerDPO,
     LigerKTO,
+    LigerModelParallelStrategy,
     LigerPreferenceMixin,
     ORPOOptions,
     TPOOptions,
@@ -406,6 +408,51 @@ def test_all_masked_batch_gives_zero_gradients() -> None:
         assert torch.isfinite(trainer.callback_metrics["train_loss"])
         for got, want in zip(module.model.parameters(), tiny_llama().parameters(), strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("engine", ["one_device", "fsdp2"])
+def test_reference_follows_the_policy_also_after_resuming(tmp_path: Path, engine: str) -> None:
+    def make() -> Any:
+        return "liger" if engine == "one_device" else LigerModelParallelStrategy(save_distributed_checkpoint=False)
+
+    def train(steps: int, checkpoint: Path | None = None) -> dict[str, Tensor]:
+        arguments: dict[str, Any] = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 2}
+        module = LigerDPO(pretrained=str(tmp_path / "model"), learning_rate=1e-2, num_training_steps=6, **arguments)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, max_steps=steps, strategy=make(), logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False, callbacks=[Keep()],
+        )  # fmt: skip
+        data = [collated(pairs_of(2, seed=seed)) for seed in range(6)]
+        trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=checkpoint)
+        state: dict[str, Tensor] = torch.load(tmp_path / f"{steps}.ckpt", weights_only=True)["state_dict"]
+        return state
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            head: Any = pl_module.model.lm_head.weight.detach()  # type: ignore[union-attr]
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+            heads.append((head.full_tensor() if isinstance(head, DTensor) else head).clone())
+
+    tiny_llama().save_pretrained(tmp_path / "model")
+    heads: list[Tensor] = []
+    straight = train(5)
+    expected = tiny_llama().lm_head.weight.detach()
+    for policy in (heads[1], heads[3]):
+        expected = 0.75 * expected + 0.25 * policy
+    torch.testing.assert_close(straight["ref_model.lm_head.weight"], expected)
+    torch.testing.assert_close(train(5, tmp_path / "3.ckpt"), straight)
+
+
+def test_reference_that_cannot_follow_the_policy_is_refused(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sync_ref_model must be False with precompute_ref_log_probs=True"):
+        LigerDPO(config=TINY_CONFIG, sync_ref_model=True, precompute_ref_log_probs=True)
+    for module, strategy in (
+        (LigerDPO(config=TINY_CONFIG, sync_ref_model=True, reference="columns"), "liger"),
+        (LigerDPO(pretrained=str(tmp_path), sync_ref_model=True), "liger_fsdp"),
+    ):
+        with pytest.raises(ValueError, match=r"sync_ref_model must be False (without a ref_model|under Liger|for a)"):
+            fit(module, [collated(pairs_of(2, seed=0))], strategy=strategy)
 
 
 def test_finished_modules_train_from_plain_arguments(tmp_path: Path) -> None:
