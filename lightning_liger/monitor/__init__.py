@@ -1,0 +1,1 @@
+"""Speed, utilisation, memory and data of a training, in the progress bar, in loggers and as a page at the end."""
