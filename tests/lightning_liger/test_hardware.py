@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lightning_liger.hardware import GPUS, find_gpu, get_gpu, measure_matmul_flops
+from lightning_liger.hardware import GPUS, _measured, find_gpu, get_gpu, measure_matmul_flops
 
 GIB = 2**30
 
@@ -58,13 +58,15 @@ def test_rates_are_dense_and_in_one_unit():
 
 
 def test_an_unknown_name_lists_the_keys_with_the_most_similar_first():
-    with pytest.raises(ValueError, match="gpu must be one of h100-80gb, .*a100-80gb.*, got 'h100-80'"):
+    with pytest.raises(ValueError, match=r"gpu must be one of h100-80gb, .*a100-80gb.*, got 'h100-80'"):
         get_gpu("h100-80")
 
 
 def test_rate_of_matrix_products_is_measured_once(monkeypatch):
     monkeypatch.setattr("lightning_liger.hardware._MATMUL_SECONDS", 0.001)
     monkeypatch.setattr("lightning_liger.hardware._MATMUL_SIZE", {"cpu": 64})
+    _measured.cache_clear()
     rate = measure_matmul_flops("cpu", torch.float32)
     assert 1e6 < rate < 1e15
     assert measure_matmul_flops(torch.device("cpu"), torch.float32) == rate
+    _measured.cache_clear()
