@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_ops import IGNORE_INDEX
 from lightning_liger.monitor.clock import size_of, tokens_of
 
-LENGTH_EDGES = (1, *(edge for power in range(1, 24) for edge in (2**power, 3 * 2 ** (power - 1))))
+LENGTH_EDGES = (1, 2, *(edge for power in range(1, 24) for edge in (3 * 2 ** (power - 1), 2 ** (power + 1))))
 """The largest length of each class of the histogram: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
 _MAX_PENDING = 2**20
 """Tokens whose labels and masks are kept before they are counted: 24 MB at most."""

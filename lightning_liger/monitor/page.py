@@ -21,16 +21,18 @@ body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sa
 h1 { font-size: 1.4em; } h2 { font-size: 1.05em; margin: 1.6em 0 0.3em; }
 table { border-collapse: collapse; width: 100%; } td { padding: 0.25em 0.8em 0.25em 0; vertical-align: top;
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; } td:first-child { white-space: nowrap; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 13px; }
+figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 560px; height: auto; }
+svg text { fill: var(--ink); font-size: 13px; }
 .grid { stroke: var(--faint); } .line { stroke: var(--mark); stroke-width: 2; fill: none; } .bar { fill: var(--mark); }
 """.strip()
 _PLOTS = (
-    ("loss", "Loss"),
-    ("tokens_per_second", "Tokens per second"),
-    ("rows_per_second", "Rows per second"),
-    ("model_flops_utilization", "Model FLOPs utilisation"),
-    ("gradient_norm", "Gradient norm"),
+    ("loss", "Loss", 1, False),
+    ("tokens_per_second", "Tokens per second", 1, True),
+    ("rows_per_second", "Rows per second", 1, True),
+    ("model_flops_utilization", "Model FLOPs utilisation (%)", 100, True),
+    ("gradient_norm", "Gradient norm", 1, False),
 )
+"""Name, heading, factor, and whether the axis starts at 0."""
 
 
 def table(title: str, rows: Mapping[str, str]) -> Table:
@@ -54,10 +56,10 @@ def page(
     """
     cells = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
     parts = [f"<h1>{escape(title)}</h1>", f"<table>\n{cells}\n</table>"]
-    for name, heading in _PLOTS:
-        line = [(point["step"], point[name]) for point in points if math.isfinite(point.get(name, math.nan))]
+    for name, heading, factor, from_zero in _PLOTS:
+        line = [(point["step"], point[name] * factor) for point in points if math.isfinite(point.get(name, math.nan))]
         if line:
-            parts += [f"<h2>{escape(heading)}</h2>", _line_plot(heading, line)]
+            parts += [f"<h2>{escape(heading)}</h2>", _line_plot(heading, line, from_zero)]
     if any(lengths):
         parts += ["<h2>Lengths of sequences (tokens)</h2>", _histogram(lengths)]
     return (
@@ -67,9 +69,9 @@ def page(
     )
 
 
-def _line_plot(heading: str, points: Sequence[tuple[float, float]]) -> str:
+def _line_plot(heading: str, points: Sequence[tuple[float, float]], from_zero: bool) -> str:
     steps, values = zip(*points, strict=True)
-    x_ticks, y_ticks = _ticks(min(steps), max(steps)), _ticks(min(values), max(values))
+    x_ticks, y_ticks = _ticks(min(steps), max(steps)), _ticks(0.0 if from_zero else min(values), max(values))
     x_range, y_range = (min(steps), max(steps)), (y_ticks[0], y_ticks[-1])
     if len(points) == 1:  # a dot
         points = [points[0], points[0]]
@@ -103,7 +105,8 @@ def _histogram(lengths: Sequence[float]) -> str:
 
 
 def _svg(description: str, body: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(description)}">{body}</svg>'
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(description)}">{body}</svg>'
+    return f"<figure>{drawing}</figure>"
 
 
 def _grid(ticks: Sequence[float], y_range: tuple[float, float]) -> str:

@@ -4,6 +4,7 @@ import functools
 
 from torch import nn
 
+from lightning_liger import LigerMonitor
 from lightning_liger.monitor.flops import count_flops
 from tests.bad_inputs import BadInput
 
@@ -13,5 +14,15 @@ BAD_INPUTS: list[BadInput] = [
         ("model", ("llama", 10), ("model", "torch.nn.Module", "'llama'")),
         ("seq_len", (nn.Linear(1, 1), 0), ("seq_len", "at least 1", "0")),
         ("batch_size", (nn.Linear(1, 1), 1, 1.5), ("batch_size", "an integer", "1.5")),
+    )
+] + [
+    BadInput(f"LigerMonitor-{argument}-{value!r}", functools.partial(LigerMonitor, **{argument: value}), mentions)
+    for argument, value, mentions in (
+        ("every_n_steps", 0, ("every_n_steps", "at least 1", "0")),
+        ("every_n_steps", 2.5, ("every_n_steps", "an integer", "2.5")),
+        ("skip_steps", -1, ("skip_steps", "at least 0", "-1")),
+        ("gradient_norm", "no", ("gradient_norm", "True or False", "'no'")),
+        ("page", "", ("page", "a path", "''")),
+        ("page", True, ("page", "a path", "True")),
     )
 ]
