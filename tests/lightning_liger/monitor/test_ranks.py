@@ -29,7 +29,7 @@ def test_counts_are_exact_over_ranks_and_accumulated_batches(found, name):
         assert run["traced"] == flops
         assert run["flops"] == pytest.approx(flops.of(sum(rows), [(length, 1) for length in rows]))
         assert results["tokens_per_second"] == pytest.approx(2 * results["tokens_per_second_per_device"])
-        assert run["page"]
+        assert run["page"] or rank == 1  # which rank 0 writes
 
 
 @pytest.mark.parametrize("name", ranks.RUNS)
