@@ -41,7 +41,7 @@ class _Module(LigerLMMixin, L.LightningModule):
 class _Quiet(LigerMonitor):
     """Prints no table after each fit."""
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         pass
 
 

@@ -35,12 +35,16 @@ class BatchTotals:
     @staticmethod
     def from_list(values: Sequence[float], num_windows: int) -> "BatchTotals":
         """The totals of which :meth:`BatchCounter.take` returned the numbers."""
-        first, rest = values[:5], values[5:]
-        return BatchTotals(*first, list(rest[:num_windows]), list(rest[num_windows:]))
+        rows, tokens, padding, labels, ignored, *rest = values
+        return BatchTotals(rows, tokens, padding, labels, ignored, rest[:num_windows], rest[num_windows:])
 
     def __add__(self, other: "BatchTotals") -> "BatchTotals":
         return BatchTotals(
-            *(getattr(self, name) + getattr(other, name) for name in list(vars(self))[:5]),
+            self.num_rows + other.num_rows,
+            self.num_tokens + other.num_tokens,
+            self.num_padding + other.num_padding,
+            self.num_labels + other.num_labels,
+            self.num_ignored + other.num_ignored,
             _added(self.pairs, other.pairs),
             _added(self.lengths, other.lengths),
         )
@@ -48,7 +52,11 @@ class BatchTotals:
     def times(self, factor: float) -> "BatchTotals":
         """All numbers multiplied by a factor."""
         return BatchTotals(
-            *(getattr(self, name) * factor for name in list(vars(self))[:5]),
+            self.num_rows * factor,
+            self.num_tokens * factor,
+            self.num_padding * factor,
+            self.num_labels * factor,
+            self.num_ignored * factor,
             [each * factor for each in self.pairs],
             [each * factor for each in self.lengths],
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -137,10 +137,10 @@ class LigerMonitor(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        device = trainer.strategy.root_device
+        device, untyped = trainer.strategy.root_device, cast(Any, trainer)  # Lightning sets some attributes elsewhere
         if trainer.global_step == 0:  # else it goes on
             self._totals, self._points = Totals(), []
-        self._every = self.every_n_steps or trainer.log_every_n_steps or 1
+        self._every = self.every_n_steps or untyped.log_every_n_steps or 1
         if self.every_n_steps is None:
             self._every = int(max(1, min(self._every, _planned_steps(trainer) / _MIN_POINTS)))
         self._clock.fit_starts()
@@ -151,7 +151,7 @@ class LigerMonitor(L.Callback):
         self._flops = model_flops(trainer.strategy.model or pl_module)  # on all ranks, whose pairs are summed up
         self._device_name, self._peak_flops = _device(trainer)
         self._counter = BatchCounter(device, [window for _, window in self._flops.attention])
-        trainer.profiler = self._fetches = FetchTimer(trainer.profiler)
+        untyped.profiler = self._fetches = FetchTimer(untyped.profiler)
         bar: Any = trainer.progress_bar_callback
         if bar is not None and trainer.is_global_zero:
             bar.get_metrics = partial(_metrics_of_bar, type(bar).get_metrics, bar, self._shown)
@@ -333,8 +333,9 @@ class LigerMonitor(L.Callback):
             self._end(trainer, folder or trainer.default_root_dir)
 
     def _end(self, trainer: L.Trainer, folder: str) -> None:
-        if isinstance(trainer.profiler, FetchTimer):
-            trainer.profiler = trainer.profiler.profiler
+        untyped = cast(Any, trainer)
+        if isinstance(untyped.profiler, FetchTimer):
+            untyped.profiler = untyped.profiler.profiler
         bar = trainer.progress_bar_callback
         if bar is not None:
             vars(bar).pop("get_metrics", None)

@@ -37,7 +37,7 @@ class Moment:
 
     def seconds_since(self, earlier: "Moment") -> float:
         """The seconds between an earlier moment of the same device and this one, for which the host waits."""
-        if self._event is None:
+        if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000

@@ -305,9 +305,9 @@ def _with_plain_implementations(model: nn.Module) -> nn.Module:
     """``model`` with attention and experts that run on meta: each token runs through its own experts by batched
     products, whatever the router says."""
     for module in model.modules():
-        config = vars(module).get("config")
+        config: Any = vars(module).get("config")
         if hasattr(config, "_attn_implementation"):
-            module.__dict__["config"] = own = copy.copy(config)
-            own._attn_implementation = "eager"
-            own._experts_implementation = "batched_mm"
+            config = copy.copy(config)
+            config._attn_implementation, config._experts_implementation = "eager", "batched_mm"
+            module.__dict__["config"] = config
     return model
