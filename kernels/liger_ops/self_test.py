@@ -1,10 +1,11 @@
 """Self-tests of the public ops: forward and backward against plain PyTorch in float64, on this machine.
 
-``python -m liger_ops.self_test [--device cuda:0] [op ...]`` prints a line of JSON for each op. Sizes are small: a GPU
+``python -m liger_ops.self_test [--device cuda:0] [op ...]`` prints lines of JSON, one for each op and GPU. Sizes are small: a GPU
 spends its time in compiling kernels, which Triton caches on disk. Needs torch and Triton only.
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -49,11 +50,12 @@ class Result:
         device: Where it ran.
         dtype: Of its arguments.
         path: ``"triton"`` or ``"pytorch"``, the reference that ops run elsewhere.
-        error: Largest difference from float64 among outputs and gradients, of the one that is furthest over what it
-            may be; NaN if the op raised an error.
+        error: Largest difference from float64, of the output or gradient where it is the largest part of ``allowed``;
+            NaN if there is no result to compare.
         allowed: What that difference may be.
         seconds: Time of the test, with the compilation of kernels.
         message: What is wrong; empty if nothing is.
+        is_error: Whether the op raised an error.
     """
 
     op: str
@@ -64,11 +66,7 @@ class Result:
     allowed: float
     seconds: float
     message: str = ""
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the op ran, and was as accurate as it should be."""
-        return not self.message
+    is_error: bool = False
 
 
 def _rows(*shape: int) -> Tensor:
@@ -255,14 +253,15 @@ def run_self_tests(
     for name in names:
         test = tests[name]
         start = time.perf_counter()
-        message, error, allowed = "", float("nan"), float("nan")
+        error, allowed, is_error = float("nan"), float("nan"), False
         try:
             message, error, allowed = _compare(test, device, dtype)
         except Exception as raised:  # a row of the results: the other ops may be right
+            is_error = True
             message = f"{type(raised).__name__}: {next(iter(str(raised).strip().splitlines()), '')}"
         seconds = time.perf_counter() - start
         kind = str(dtype).removeprefix("torch.")
-        yield Result(name, str(device), kind, path, error, allowed, seconds, message)
+        yield Result(name, str(device), kind, path, error, allowed, seconds, message, is_error)
 
 
 def _compare(test: SelfTest, device: torch.device, dtype: torch.dtype) -> tuple[str, float, float]:
@@ -299,20 +298,25 @@ def _compare(test: SelfTest, device: torch.device, dtype: torch.dtype) -> tuple[
 
 
 def main() -> None:
-    """Prints a line of JSON for each op; ends after the first error, which may have spoilt the device."""
-    parser = argparse.ArgumentParser(prog="python -m liger_ops.self_test", description=__doc__)
-    parser.add_argument("ops", nargs="*", choices=[[], *NAMES], metavar="op", help="by default all")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    """Prints the names of the ops, then a line for each op and device; ends after an op that raises an error."""
+    parser = argparse.ArgumentParser(prog="python -m liger_ops.self_test", description="Test ops on this machine.")
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"by default all: {', '.join(NAMES)}")
+    parser.add_argument("--device", help="by default all GPUs, or the CPU")
+    parser.add_argument("--part", metavar="I/N", default="0/1", help="every N-th op, from number I on")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    if unknown := set(arguments.ops) - set(NAMES):
+        parser.error(f"op must be one of {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
+    first, step = map(int, arguments.part.split("/"))
+    ops = (arguments.ops or NAMES)[first::step]
+    print(json.dumps({"ops": ops}), flush=True)
+    devices = [arguments.device] if arguments.device else [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     torch.set_num_threads(1)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
-    for result in run_self_tests(arguments.ops or NAMES, device, dtype):
+    for op, name in itertools.product(ops, devices or ["cpu"]):
+        device = torch.device(name)
+        has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        (result,) = run_self_tests([op], device, torch.bfloat16 if has_bfloat16 else torch.float32)
         print(json.dumps(asdict(result)), flush=True)
-        if result.error != result.error and device.type == "cuda":
+        if result.is_error:  # which may have spoilt the GPU for this process
             break
 
 
