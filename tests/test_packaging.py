@@ -38,7 +38,6 @@ def test_version_is_in_one_place_and_in_the_changelog():
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", version)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## [{version}]" in changelog
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
