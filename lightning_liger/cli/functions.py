@@ -26,7 +26,24 @@ def run_function(name: str, target: str, args: Sequence[str]) -> int:
     """Runs the function ``target``, ``module:function``, with its arguments parsed from ``args``."""
     module, _, attribute = target.partition(":")
     function: Callable[..., int] = getattr(importlib.import_module(module), attribute)
-    return function(**parser_of(name, function).parse_args(list(args)).as_dict())
+    own, others = _split(function, args)
+    return function(*others, **parser_of(name, function).parse_args(own).as_dict())
+
+
+def _split(function: Callable[..., int], args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command line of ``function``, and what it passes on to another command: it has a parameter ``*options``."""
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return list(args), []
+    names = {"-h", "--help", *(f"--{parameter.name}" for parameter in parameters)}
+    own: list[str] = []
+    others: list[str] = []
+    chosen = others
+    for arg in args:
+        if arg.startswith("-"):
+            chosen = own if arg.partition("=")[0] in names else others
+        chosen.append(arg)
+    return own, others
 
 
 def parser_of(name: str, function: Callable[..., Any]) -> ArgumentParser:
@@ -37,6 +54,8 @@ def parser_of(name: str, function: Callable[..., Any]) -> ArgumentParser:
     parser = _Parser(prog=f"{PROGRAM} {name}", description="\n\n".join(filter(None, paragraphs)))
     types = get_type_hints(function)
     for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
         kind, default, text = types[parameter.name], parameter.default, helps.get(parameter.name)
         if default is inspect.Parameter.empty:
             parser.add_argument(parameter.name, type=kind, help=text)
