@@ -103,7 +103,7 @@ def check_packages(end: float) -> Iterator[Check]:
     else:
         yield Check("Packages", "python", "wrong", f"{version}; needs {versions}", is_broken=True)
     if error := errors["lightning_liger"]:
-        yield Check("Packages", _DISTRIBUTION, "wrong", f"import fails: {error}", "see the rows below", is_broken=True)
+        yield Check("Packages", _DISTRIBUTION, "wrong", error.text, error.hint(), is_broken=True)
     else:
         yield Check("Packages", _DISTRIBUTION, "ok", _version(_DISTRIBUTION))
     for each in packages:
@@ -117,9 +117,8 @@ def check_packages(end: float) -> Iterator[Check]:
             detail = f"{each.installed}; needs {each.versions}"
             yield Check("Packages", name, "wrong", detail, f"pip install '{target}'", is_broken=True)
         elif error := errors[each.module]:
-            detail = f"{each.installed}; import fails: {error}"
-            hint = f"pip install --force-reinstall --no-deps '{each.name}{each.versions}'"
-            yield Check("Packages", name, "wrong", detail, hint, is_broken=True)
+            hint = error.hint(f"pip install --force-reinstall --no-deps '{each.name}{each.versions}'")
+            yield Check("Packages", name, "wrong", f"{each.installed}; {error.text}", hint, is_broken=True)
         else:
             yield Check("Packages", name, "ok", each.installed)
 
@@ -136,14 +135,34 @@ def _version(name: str) -> str:
         return ""
 
 
-def _import_errors(modules: Sequence[str], end: float) -> dict[str, str]:
-    """By module the error of its import, empty if there was none."""
-    errors: dict[str, str] = {}
+class _ImportError(NamedTuple):
+    """Why a module cannot be imported."""
+
+    module: str
+    culprit: str
+    """The package that raised the error, maybe the module itself; empty if that is not known."""
+    error: str
+
+    @property
+    def text(self) -> str:
+        return f"import fails: {self.error}"
+
+    def hint(self, own: str = "") -> str:
+        """What to do: ``own`` if no other package is at fault."""
+        return own if self.culprit in ("", self.module) else f"{self.culprit} is at fault"
+
+
+def _import_errors(modules: Sequence[str], end: float) -> dict[str, _ImportError | None]:
+    """By module why it cannot be imported, None if it can be."""
+    errors: dict[str, _ImportError | None] = {}
     while remaining := [module for module in modules if module not in errors]:
         rows, failure = run_probe("imports", *remaining, end=end)
-        errors |= {row["name"]: row["detail"] for row in rows}
+        for row in rows:
+            found = _ImportError(row["name"], row["culprit"], row["detail"])
+            errors[found.module] = found if found.error else None
         if len(rows) < len(remaining):  # the process died in the next one
-            errors[remaining[len(rows)]] = failure or "no result"
+            name = remaining[len(rows)]
+            errors[name] = _ImportError(name, "", failure or "no result")
     return errors
 
 
@@ -201,7 +220,7 @@ def check_hardware(end: float) -> Iterator[Check]:
 
 
 def check_ops(end: float) -> list[Check]:
-    """Self-tests of all ops; on a GPU several processes share them, because compilation takes most of the time."""
+    """Self-checks of all ops; on a GPU several processes share them, because compilation takes most of the time."""
     count = min(_MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2)) if Path("/dev/nvidiactl").exists() else 1
     with ThreadPoolExecutor(count) as threads:
         parts = list(threads.map(lambda part: list(_test_ops(f"{part}/{count}", end)), range(count)))
@@ -213,10 +232,10 @@ def _test_ops(part: str, end: float) -> Iterator[Check]:
     """The rows of some ops; a process that ends early is followed by one for the ops after the one that it ended in."""
     names = ["--part", part]
     while names:
-        rows, failure = run([sys.executable, "-m", "liger_ops.self_test", *names], end)
+        rows, failure = run([sys.executable, "-m", "liger_ops.self_check", *names], end)
         if not rows:
             hint = "see the rows of packages"
-            yield Check("Ops", "self-tests", "wrong", failure or "no result", hint, is_broken=True)
+            yield Check("Ops", "self-checks", "wrong", failure or "no result", hint, is_broken=True)
             return
         first, *results = rows
         ops: list[str] = first["ops"]

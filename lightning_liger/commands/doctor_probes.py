@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,17 +21,20 @@ _GIB = 2**30
 
 
 def probe_imports(*modules: str) -> Rows:
-    """Whether modules can be imported, one after another; the process may die in one of them."""
+    """The error of each module's import and the package that raised it; the process may die in one of them."""
     for module in modules:
         # The doctor runs without this package's __init__.
         for name in [name for name in sys.modules if name.partition(".")[0] == module == "lightning_liger"]:
             del sys.modules[name]
-        error = ""
+        error = culprit = ""
         try:
             importlib.import_module(module)
         except Exception as raised:  # whatever a broken package raises
+            frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(raised.__traceback__)]
+            packages = [name.partition(".")[0] for name in frames if name]
+            culprit = next((name for name in reversed(packages) if name != "importlib"), "")
             error = _one_line(raised)
-        yield {"name": module, "detail": error}
+        yield {"name": module, "detail": error, "culprit": culprit}
 
 
 def probe_gpus() -> Rows:

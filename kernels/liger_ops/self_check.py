@@ -1,6 +1,6 @@
-"""Self-tests of the public ops: forward and backward against plain PyTorch in float64, on this machine.
+"""Self-checks of the public ops: forward and backward against plain PyTorch in float64, on this machine.
 
-``python -m liger_ops.self_test [--device cuda:0] [op ...]`` prints lines of JSON, one for each op and GPU. Sizes are small: a GPU
+``python -m liger_ops.self_check [--device cuda:0] [op ...]`` prints lines of JSON, one for each op and GPU. Sizes are small: a GPU
 spends its time in compiling kernels, which Triton caches on disk. Needs torch and Triton only.
 """
 
@@ -23,7 +23,7 @@ _EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class SelfTest:
+class SelfCheck:
     """One op, the same in plain PyTorch, and arguments.
 
     Attributes:
@@ -43,7 +43,7 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Result:
-    """What a self-test found.
+    """What a self-check found.
 
     Attributes:
         op: Name of the op in ``liger_ops``.
@@ -129,54 +129,54 @@ def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _gated(op: Callable[..., Tensor], activation: Callable[[Tensor], Tensor], **options: Any) -> SelfTest:
-    return SelfTest(
+def _gated(op: Callable[..., Tensor], activation: Callable[[Tensor], Tensor], **options: Any) -> SelfCheck:
+    return SelfCheck(
         lambda gate, up: op(gate, up, **options),
         lambda gate, up: activation(gate) * up,
         lambda: [_rows(_WIDTH), _rows(_WIDTH)],
     )
 
 
-def _self_tests() -> dict[str, SelfTest]:
+def _self_checks() -> dict[str, SelfCheck]:
     """By names of ops; made anew for each run, of the functions that ``liger_ops`` has then."""
     ops = liger_ops
     return {
-        "linear_cross_entropy": SelfTest(
+        "linear_cross_entropy": SelfCheck(
             lambda x, weight, labels: ops.linear_cross_entropy(x, weight, labels),
             lambda x, weight, labels: F.cross_entropy(_wide(F.linear(x, weight)).flatten(0, 1), labels.flatten()),
             _head,
             lambda: [_labels()],
             magnitude=1.0,
         ),
-        "cross_entropy": SelfTest(
+        "cross_entropy": SelfCheck(
             lambda logits, labels: ops.cross_entropy(logits, labels.flatten()),
             lambda logits, labels: F.cross_entropy(_wide(logits), labels.flatten()),
             lambda: [_rows(_VOCAB_SIZE).flatten(0, 1)],
             lambda: [_labels()],
             magnitude=1.0,
         ),
-        "linear_divergence": SelfTest(
+        "linear_divergence": SelfCheck(
             lambda x, weight, *teacher: ops.linear_divergence(x, weight, *teacher),
             lambda x, weight, *teacher: _kl(_log_softmax(x, weight), _log_softmax(*teacher)),
             _head,
             lambda: _head(_WIDTH // 2),
             magnitude=4.0,
         ),
-        "divergence": SelfTest(
+        "divergence": SelfCheck(
             lambda student, teacher: ops.divergence(student, teacher),
             lambda student, teacher: _kl(_wide(student).log_softmax(-1), _wide(teacher).log_softmax(-1)),
             lambda: [_rows(_VOCAB_SIZE)],
             lambda: [_rows(_VOCAB_SIZE)],
             magnitude=4.0,
         ),
-        "linear_log_probs": SelfTest(
+        "linear_log_probs": SelfCheck(
             lambda x, weight, labels: ops.linear_log_probs(x, weight, labels).log_probs,
             _label_log_probs,
             _head,
             lambda: [_labels()],
             magnitude=1.0,
         ),
-        "linear_token_loss": SelfTest(
+        "linear_token_loss": SelfCheck(
             lambda x, weight, labels: ops.linear_token_loss(
                 x, weight, labels, lambda scores, index: -scores.log_probs.exp()
             )[0],
@@ -187,34 +187,34 @@ def _self_tests() -> dict[str, SelfTest]:
             lambda: [_labels()],
             magnitude=1.0,
         ),
-        "linear_topk_log_probs": SelfTest(
+        "linear_topk_log_probs": SelfCheck(
             lambda x, weight, ids: ops.linear_topk_log_probs(x, weight, ids),
             lambda x, weight, ids: _log_softmax(x, weight).gather(-1, ids),
             _head,
             lambda: [torch.randint(_VOCAB_SIZE, (_BATCH_SIZE, _SEQ_LEN, 5))],
             magnitude=4.0,
         ),
-        "rms_norm": SelfTest(
+        "rms_norm": SelfCheck(
             lambda x, weight: ops.rms_norm(x, weight.shape, weight, _EPS),
             lambda x, weight: F.rms_norm(x, weight.shape, weight, _EPS),
             lambda: [_rows(_WIDTH), _scale()],
         ),
-        "add_rms_norm": SelfTest(
+        "add_rms_norm": SelfCheck(
             lambda x, residual, weight: ops.add_rms_norm(x, residual, weight.shape, weight, _EPS),
             lambda x, residual, weight: (F.rms_norm(x + residual, weight.shape, weight, _EPS), x + residual),
             lambda: [_rows(_WIDTH), _rows(_WIDTH), _scale()],
         ),
-        "layer_norm": SelfTest(
+        "layer_norm": SelfCheck(
             lambda x, weight, bias: ops.layer_norm(x, weight.shape, weight, bias, _EPS),
             lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, _EPS),
             lambda: [_rows(_WIDTH), _scale(), _scale()],
         ),
-        "group_norm": SelfTest(
+        "group_norm": SelfCheck(
             lambda x, weight, bias: ops.group_norm(x, 4, weight, bias, _EPS),
             lambda x, weight, bias: F.group_norm(x, 4, weight, bias, _EPS),
             lambda: [_rows(_WIDTH), torch.randn(_SEQ_LEN), torch.randn(_SEQ_LEN)],
         ),
-        "apply_rotary": SelfTest(
+        "apply_rotary": SelfCheck(
             lambda q, k, cos, sin: ops.apply_rotary(q, k, cos, sin),
             lambda q, k, cos, sin: (_rotate(q, cos, sin), _rotate(k, cos, sin)),
             lambda: [torch.randn(_BATCH_SIZE, heads, _SEQ_LEN, _WIDTH) for heads in (4, 2)],
@@ -223,18 +223,18 @@ def _self_tests() -> dict[str, SelfTest]:
         "silu_mul": _gated(ops.silu_mul, F.silu),
         "gelu_mul": _gated(ops.gelu_mul, _gelu, approximate="tanh"),
         "relu_squared_mul": _gated(ops.relu_squared_mul, _relu_squared),
-        "relu_squared": SelfTest(lambda x: ops.relu_squared(x), _relu_squared, lambda: [_rows(_WIDTH)]),
+        "relu_squared": SelfCheck(lambda x: ops.relu_squared(x), _relu_squared, lambda: [_rows(_WIDTH)]),
     }
 
 
-NAMES = tuple(_self_tests())
-"""The ops that have a self-test, those first whose kernels compile for longest."""
+NAMES = tuple(_self_checks())
+"""The ops that have a self-check, those first whose kernels compile for longest."""
 
 
-def run_self_tests(
+def run_self_checks(
     names: Iterable[str] = NAMES, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterable[Result]:
-    """Runs self-tests one after another.
+    """Runs self-checks one after another.
 
     Args:
         names: The ops.
@@ -245,10 +245,10 @@ def run_self_tests(
         The result of each op, also if it raises an error.
 
     Raises:
-        KeyError: For an op without a self-test.
+        KeyError: For an op without a self-check.
     """
     device = torch.device(device)
-    tests = _self_tests()
+    tests = _self_checks()
     path = "triton" if liger_ops.backend.use_triton(torch.empty(1, device=device, dtype=dtype)) else "pytorch"
     for name in names:
         test = tests[name]
@@ -264,7 +264,7 @@ def run_self_tests(
         yield Result(name, str(device), kind, path, error, allowed, seconds, message, is_error)
 
 
-def _compare(test: SelfTest, device: torch.device, dtype: torch.dtype) -> tuple[str, float, float]:
+def _compare(test: SelfCheck, device: torch.device, dtype: torch.dtype) -> tuple[str, float, float]:
     """What is wrong with the worst of all outputs and gradients, its error and what is allowed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -299,7 +299,7 @@ def _compare(test: SelfTest, device: torch.device, dtype: torch.dtype) -> tuple[
 
 def main() -> None:
     """Prints the names of the ops, then a line for each op and device; ends after an op that raises an error."""
-    parser = argparse.ArgumentParser(prog="python -m liger_ops.self_test", description="Test ops on this machine.")
+    parser = argparse.ArgumentParser(prog="python -m liger_ops.self_check", description="Test ops on this machine.")
     parser.add_argument("ops", nargs="*", metavar="op", help=f"by default all: {', '.join(NAMES)}")
     parser.add_argument("--device", help="by default all GPUs, or the CPU")
     parser.add_argument("--part", metavar="I/N", default="0/1", help="every N-th op, from number I on")
@@ -314,7 +314,7 @@ def main() -> None:
     for op, name in itertools.product(ops, devices or ["cpu"]):
         device = torch.device(name)
         has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        (result,) = run_self_tests([op], device, torch.bfloat16 if has_bfloat16 else torch.float32)
+        (result,) = run_self_checks([op], device, torch.bfloat16 if has_bfloat16 else torch.float32)
         print(json.dumps(asdict(result)), flush=True)
         if result.is_error:  # which may have spoilt the GPU for this process
             break

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import liger_ops
-from liger_ops.self_test import NAMES, run_self_tests
+from liger_ops.self_check import NAMES, run_self_checks
 
 
 def test_every_public_op_has_a_self_test() -> None:
@@ -22,7 +22,7 @@ def test_every_public_op_has_a_self_test() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_all_ops_pass(device: str, dtype: torch.dtype) -> None:
-    results = list(run_self_tests(device=device, dtype=dtype))
+    results = list(run_self_checks(device=device, dtype=dtype))
     assert [result.op for result in results] == list(NAMES)
     assert [result for result in results if result.message] == []
     assert all(result.error <= result.allowed for result in results)
@@ -31,7 +31,7 @@ def test_all_ops_pass(device: str, dtype: torch.dtype) -> None:
 
 def test_kernels_pass(triton_device: torch.device) -> None:
     names = ("rms_norm", "silu_mul", "apply_rotary")  # that the interpreter runs fast
-    results = list(run_self_tests(names, triton_device, torch.bfloat16))
+    results = list(run_self_checks(names, triton_device, torch.bfloat16))
     assert [(result.path, result.message) for result in results] == 3 * [("triton", "")]
 
 
@@ -59,7 +59,7 @@ def _spoilt(op: Any, what: str) -> Any:
 def test_an_op_that_is_wrong_is_found_and_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("silu_mul", "cross_entropy", "rms_norm"):
         monkeypatch.setattr(liger_ops, name, _spoilt(getattr(liger_ops, name), what))
-    wrong = {result.op: result for result in run_self_tests() if result.message}
+    wrong = {result.op: result for result in run_self_checks() if result.message}
     assert set(wrong) == {"silu_mul", "cross_entropy", "rms_norm"}
     where = {"output": "output 0 is wrong", "error": "RuntimeError: no kernel image is available"}
     for result in wrong.values():
@@ -69,7 +69,7 @@ def test_an_op_that_is_wrong_is_found_and_named(what: str, monkeypatch: pytest.M
 
 
 def test_command_prints_a_line_for_each_op() -> None:
-    command = [sys.executable, "-m", "liger_ops.self_test", "--device", "cpu", "rms_norm", "silu_mul"]
+    command = [sys.executable, "-m", "liger_ops.self_check", "--device", "cpu", "rms_norm", "silu_mul"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     results = [json.loads(line) for line in lines]
