@@ -9,6 +9,7 @@ import docstring_parser
 from jsonargparse import ArgumentParser
 from typing_extensions import override
 
+from lightning_liger.cli.help import Formatter, plain
 from lightning_liger.cli.messages import PROGRAM, end, shortened
 
 
@@ -51,7 +52,8 @@ def parser_of(name: str, function: Callable[..., Any]) -> ArgumentParser:
     documentation = docstring_parser.parse(inspect.getdoc(function) or "")
     helps = {parameter.arg_name: parameter.description for parameter in documentation.params}
     paragraphs = (documentation.short_description, documentation.long_description)
-    parser = _Parser(prog=f"{PROGRAM} {name}", description="\n\n".join(filter(None, paragraphs)))
+    description = plain("\n\n".join(filter(None, paragraphs)))
+    parser = _Parser(prog=f"{PROGRAM} {name}", description=description, formatter_class=Formatter)
     types = get_type_hints(function)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:

@@ -1,8 +1,10 @@
 """Mistakes of users in one paragraph on stderr, and the exit code 2."""
 
+import difflib
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import NoReturn
 
 PROGRAM = "lightning-liger"
@@ -23,6 +25,12 @@ def end(message: str) -> NoReturn:
     rank = _rank()  # several processes may find the same mistake
     print(f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}", file=sys.stderr)
     sys.exit(2)
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """`` (did you mean ...?)`` with the most similar names, or nothing if none is similar."""
+    close = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
 def _rank() -> int:

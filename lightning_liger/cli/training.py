@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -15,6 +16,7 @@ from typing_extensions import override
 from liger_ops.arguments import shown, wrong_value
 from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
+from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, end, message_of, shortened
 from lightning_liger.post_training.teacher import prepare_frozen
 from lightning_liger.post_training.teacher_topk import store_teacher_topk
@@ -31,7 +33,7 @@ _CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning lo
 
 
 class _Trainer(L.Trainer):
-    """Lightning's Trainer with the subcommands ``export`` and ``teacher_topk``."""
+    """Trainer of Lightning, with ``export`` and ``teacher_topk``."""
 
     def export(
         self,
@@ -133,6 +135,23 @@ def _require_weights(model: L.LightningModule, ckpt_path: Any) -> None:
         raise wrong_value("ckpt_path", expected, ckpt_path)
 
 
+_TITLES = {
+    "trainer": "Trainer: devices, strategy, precision, how long to train, callbacks, logging",
+    "model": "Model: options of a class are listed by --model.help CLASS, such as LigerCausalLM",
+    "data": "Data: options of a class are listed by --data.help CLASS, such as TextDataModule",
+    "summary": "Summary at the end of training",
+    "optimizer": "Optimizer, in place of the module's own",
+    "lr_scheduler": "Schedule of the learning rate, in place of the module's own",
+}
+"""The groups of options in the help."""
+
+
+def _described(subcommand: str) -> dict[str, Any]:
+    (text,) = (names[subcommand] for names in SUBCOMMANDS.values() if subcommand in names)
+    usage = f"{PROGRAM} {subcommand} --config FILE [--config FILE ...] [options]"
+    return {"description": f"{text} Later files and options win over earlier ones.", "usage": usage}
+
+
 class LigerCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` for any LightningModule and data module, named in the yaml.
 
@@ -142,6 +161,10 @@ class LigerCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+        first, *_ = [*(sys.argv[1:] if args is None else args), ""]
+        named = {name: skip for name, skip in self.subcommands().items() if name == first}
+        if named:  # each parser takes a second
+            self.subcommands = lambda: named  # type: ignore[method-assign]
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
@@ -151,18 +174,31 @@ class LigerCLI(LightningCLI):
             parser_class=_Parser,
             seed_everything_default=42,
             save_config_kwargs={"overwrite": True},
+            parser_kwargs={name: _described(name) for name in self.subcommands()},
             args=args,
             **kwargs,
         )
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        return super().init_parser(**{"prog": PROGRAM, **kwargs})
+        return super().init_parser(**{"prog": PROGRAM, "formatter_class": Formatter, **kwargs})
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(TrainingSummary, "summary")
         parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
+
+    @override
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        text = "Seed of all random numbers; true draws one, false leaves them as they are."
+        parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=text)
+
+    @staticmethod
+    @override
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        LightningCLI.link_optimizers_and_lr_schedulers(parser)
+        for key, title in _TITLES.items():  # all groups are there now
+            parser.groups[key].title = title
 
     @staticmethod
     @override
