@@ -221,11 +221,16 @@ def check_hardware(end: float) -> Iterator[Check]:
 
 def check_ops(end: float) -> list[Check]:
     """Self-checks of all ops; on a GPU several processes share them, because compilation takes most of the time."""
-    count = min(_MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2)) if Path("/dev/nvidiactl").exists() else 1
+    count = _num_processes()
     with ThreadPoolExecutor(count) as threads:
         parts = list(threads.map(lambda part: list(_test_ops(f"{part}/{count}", end)), range(count)))
     # Each part has every count-th op.
     return [check for group in itertools.zip_longest(*parts) for check in group if check is not None]
+
+
+def _num_processes() -> int:
+    has_gpu = Path("/dev/nvidiactl").exists()
+    return min(_MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2)) if has_gpu else 1
 
 
 def _test_ops(part: str, end: float) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""The self-tests that users run: they cover every public op, pass, and find ops that are wrong."""
+"""The self-checks that users run: they cover every public op, pass, and find ops that are wrong."""
 
 import inspect
 import json
@@ -15,7 +15,7 @@ import liger_ops
 from liger_ops.self_check import NAMES, run_self_checks
 
 
-def test_every_public_op_has_a_self_test() -> None:
+def test_every_public_op_has_a_self_check() -> None:
     assert set(NAMES) == {name for name in liger_ops.__all__ if inspect.isfunction(getattr(liger_ops, name))}
 
 
@@ -72,7 +72,8 @@ def test_command_prints_a_line_for_each_op() -> None:
     command = [sys.executable, "-m", "liger_ops.self_check", "--device", "cpu", "rms_norm", "silu_mul"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     lines = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
-    results = [json.loads(line) for line in lines]
+    first, *results = [json.loads(line) for line in lines]
+    assert first == {"ops": ["rms_norm", "silu_mul"]}
     assert [(result["op"], result["path"], result["message"]) for result in results] == [
         ("rms_norm", "pytorch", ""),
         ("silu_mul", "pytorch", ""),
