@@ -5,6 +5,7 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 :class:`lightning.Trainer` and :class:`lightning.Fabric`.
 """
 
+# ruff: noqa: E402
 from lightning_liger.early import run_doctor_early
 
 run_doctor_early()

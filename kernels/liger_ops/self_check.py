@@ -1,7 +1,7 @@
 """Self-checks of the public ops: forward and backward against plain PyTorch in float64, on this machine.
 
-``python -m liger_ops.self_check [--device cuda:0] [op ...]`` prints lines of JSON, one for each op and GPU. Sizes are small: a GPU
-spends its time in compiling kernels, which Triton caches on disk. Needs torch and Triton only.
+``python -m liger_ops.self_check [--device cuda:0] [op ...]`` prints lines of JSON, one for each op and GPU. Sizes are
+small: a GPU spends its time in compiling kernels, which Triton caches on disk. Needs torch and Triton only.
 """
 
 import argparse

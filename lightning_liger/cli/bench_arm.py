@@ -20,7 +20,7 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
@@ -40,6 +40,9 @@ _OURS = {name: (of_trainer, options) for name, of_trainer, _, _, options in REGI
 
 class _BenchCLI(LigerCLI):
     """``fit`` with the strategy's kernels and memory budget replaced, and without callbacks that write."""
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(args, save_config_callback=None)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -261,7 +264,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def main() -> None:
     """Trains and measures, by the options of the command line."""
     try:
-        _BenchCLI(save_config_callback=None)
+        _BenchCLI()
     except Exception as error:
         message = message_of(error)
         if message is None:

@@ -1,5 +1,6 @@
 """``lightning-liger bench``: a yaml file, trained for some steps with and without kernels on this machine."""
 
+import contextlib
 import json as json_module
 import os
 import signal
@@ -109,8 +110,8 @@ def run_bench(
 
     Args:
         arms: Kernels "off" (no kernel, whole logits), "on" (the settings as they are), or "off,on".
-        memory_budget: Further arms with kernels on, one for each budget: "auto", a share of the GPU's memory up to 1, or
-            GiB above 1, such as "auto,0.5,60".
+        memory_budget: Further arms with kernels on, one for each budget: "auto", a share of the GPU's memory up to 1,
+            or GiB above 1, such as "auto,0.5,60".
         steps: Optimizer steps that are measured.
         warm_up: Optimizer steps before them; kernels compile and memory budgets are planned in the first ones.
         output: The folder to write to.
@@ -172,9 +173,7 @@ def _is_positive(word: str) -> bool:
         return False
 
 
-def measure(
-    arm: Arm, fit_options: Sequence[str], folder: Path, *, steps: int, warm_up: int, time_limit: float
-) -> Row:
+def measure(arm: Arm, fit_options: Sequence[str], folder: Path, *, steps: int, warm_up: int, time_limit: float) -> Row:
     """Trains an arm in a new process, which starts those of further devices; the processes end before this returns.
 
     Raises:
@@ -193,7 +192,7 @@ def measure(
         **({} if arm.memory_budget is None else {"bench.memory_budget": arm.memory_budget}),
     }
     command = [*_WORKER, *fit_options, *(f"--{name}={value}" for name, value in settings.items())]
-    log = output.with_suffix(".log")
+    log = folder / f"{output.name}.log"
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, env=_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -220,10 +219,8 @@ def _environment() -> dict[str, str]:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Ends the process and those that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # they have ended
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # they have ended
-        pass
     process.wait()
 
 
@@ -262,10 +259,14 @@ def compare_losses(rows: Sequence[Row]) -> tuple[str, bool]:
         return "", True
     precision = next(row.precision for row in rows if row.loss is not None)
     tolerance = _TOLERANCES.get(precision.partition("-")[0], _TOLERANCE)
-    difference = max(abs(loss - losses[0]) for loss in losses) / max(abs(losses[0]), 1e-12)
-    agrees = difference <= tolerance  # not if one is NaN
+    differences = [abs(loss - losses[0]) / max(abs(losses[0]), 1e-12) for loss in losses]
+    agrees = all(difference <= tolerance for difference in differences)  # not if one is NaN
+    difference = next((each for each in differences if each != each), max(differences))
     word = "agree" if agrees else "DIFFER"
-    return f"The losses of the last step {word}: {difference:.2g} relative, {tolerance:.2g} allowed ({precision}).", agrees
+    return (
+        f"The losses of the last step {word}: {difference:.2g} relative, {tolerance:.2g} allowed ({precision}).",
+        agrees,
+    )
 
 
 def _print(rows: Sequence[Row], agreement: str, more: str) -> None:

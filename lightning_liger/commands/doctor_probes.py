@@ -146,9 +146,7 @@ def main() -> None:
     os._exit(0)  # some packages take long to shut down
 
 
-def _row(
-    group: str, name: str, status: str, detail: str, hint: str = "", *, is_broken: bool = False
-) -> dict[str, Any]:
+def _row(group: str, name: str, status: str, detail: str, hint: str = "", *, is_broken: bool = False) -> dict[str, Any]:
     return {
         "group": group,
         "name": name,
