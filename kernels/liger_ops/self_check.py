@@ -272,7 +272,7 @@ def _compare(test: SelfCheck, device: torch.device, dtype: torch.dtype) -> tuple
 
     def run(function: Callable[..., Any], in_dtype: torch.dtype) -> list[Tensor]:
         """Outputs and gradients, of the same values rounded to ``dtype``."""
-        leaves = [x.to(device, dtype).to(in_dtype).requires_grad_() for x in inputs]
+        leaves = [x.to(device, dtype, copy=True).to(in_dtype).requires_grad_() for x in inputs]
         others = [x.to(device, dtype).to(in_dtype) if x.is_floating_point() else x.to(device) for x in constants]
         result = function(*leaves, *others)
         outputs = result if isinstance(result, tuple) else (result,)

@@ -255,7 +255,7 @@ def fail(output: str, error: BaseException) -> None:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is that memory ran out."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower():
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -97,13 +97,13 @@ def check_packages(end: float) -> Iterator[Check]:
     errors = _import_errors([each.module for each in packages if each.installed] + ["lightning_liger"], end)
 
     version = ".".join(map(str, sys.version_info[:3]))
-    versions = metadata.metadata(_DISTRIBUTION).get("Requires-Python") or ""
+    versions = str(metadata.metadata(_DISTRIBUTION).json.get("requires_python", ""))
     if SpecifierSet(versions).contains(version):
         yield Check("Packages", "python", "ok", version)
     else:
         yield Check("Packages", "python", "wrong", f"{version}; needs {versions}", is_broken=True)
-    if error := errors["lightning_liger"]:
-        yield Check("Packages", _DISTRIBUTION, "wrong", error.text, error.hint(), is_broken=True)
+    if problem := errors["lightning_liger"]:
+        yield Check("Packages", _DISTRIBUTION, "wrong", problem.text, problem.hint(), is_broken=True)
     else:
         yield Check("Packages", _DISTRIBUTION, "ok", _version(_DISTRIBUTION))
     for each in packages:
@@ -116,9 +116,9 @@ def check_packages(end: float) -> Iterator[Check]:
         elif not SpecifierSet(each.versions).contains(each.installed, prereleases=True):
             detail = f"{each.installed}; needs {each.versions}"
             yield Check("Packages", name, "wrong", detail, f"pip install '{target}'", is_broken=True)
-        elif error := errors[each.module]:
-            hint = error.hint(f"pip install --force-reinstall --no-deps '{each.name}{each.versions}'")
-            yield Check("Packages", name, "wrong", f"{each.installed}; {error.text}", hint, is_broken=True)
+        elif problem := errors[each.module]:
+            hint = problem.hint(f"pip install --force-reinstall --no-deps '{each.name}{each.versions}'")
+            yield Check("Packages", name, "wrong", f"{each.installed}; {problem.text}", hint, is_broken=True)
         else:
             yield Check("Packages", name, "ok", each.installed)
 

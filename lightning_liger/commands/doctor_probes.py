@@ -117,19 +117,29 @@ def probe_triton() -> Rows:
 
 
 def probe_deepspeed() -> Rows:
-    """Whether DeepSpeed can build the optimizers of its strategies."""
+    """Whether DeepSpeed can build the optimizers of its strategies, which it does at their first use."""
+    import torch
     from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops import op_builder
+    from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
+    from torch.utils.cpp_extension import is_ninja_available
 
-    wanted = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
-    for name, builder in wanted.items():
-        if installed_ops.get(name):
-            yield _row("Distributed", f"DeepSpeed {name}", "ok", "built with DeepSpeed")
-        elif getattr(op_builder, builder)().is_compatible(verbose=False):
-            yield _row("Distributed", f"DeepSpeed {name}", "ok", "can be built, at its first use")
+    for name, use in {"cpu_adam": "offload_optimizer", "fused_adam": "FusedAdam"}.items():
+        problem = ""
+        if not installed_ops.get(name):
+            if not is_ninja_available():
+                problem = "ninja is missing"
+            elif shutil.which(os.environ.get("CXX", "c++")) is None:
+                problem = "a C++ compiler is missing"
+            elif torch.cuda.is_available():
+                try:
+                    assert_no_cuda_mismatch(name)
+                except Exception as raised:  # of DeepSpeed: no CUDA toolkit, or one of another version
+                    problem = _one_line(raised)
+        if problem:
+            hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version"
+            yield _row("Distributed", f"DeepSpeed {name}", "missing", f"{problem}; for {use}", hint)
         else:
-            hint = "install a compiler (g++), ninja and the CUDA toolkit (nvcc) of torch's CUDA version"
-            yield _row("Distributed", f"DeepSpeed {name}", "missing", "cannot be built", hint)
+            yield _row("Distributed", f"DeepSpeed {name}", "ok", f"can be built; for {use}")
 
 
 PROBES = {"imports": probe_imports, "gpus": probe_gpus, "triton": probe_triton, "deepspeed": probe_deepspeed}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def test_whole_command_on_this_machine_with_a_broken_package_and_a_wrong_op(tmp_
     assert "SIGABRT" in checks["torchmetrics"].detail
     assert "output 0 is wrong: error" in checks["silu_mul"].detail
     assert checks["rms_norm"].status == "ok"
+    if find_spec("deepspeed") is not None:
+        assert {"DeepSpeed cpu_adam", "DeepSpeed fused_adam"} <= checks.keys()
     if "peft (optional)" in checks and checks["peft (optional)"].status != "missing":
         assert "OSError: libcuda.so.1: cannot open" in checks["peft (optional)"].detail
 
