@@ -8,7 +8,9 @@ import json as json_module
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from typing import Any
 
 from lightning_liger.commands.doctor_checks import (
     GROUPS,
@@ -37,7 +39,8 @@ def run_doctor(*, json: bool = False) -> int:
         json: Print one JSON object instead of a table.
     """
     start = time.perf_counter()
-    checks = examine()
+    with _waiting():
+        checks = examine()
     seconds = time.perf_counter() - start
     status = int(any(check.is_broken for check in checks))
     if json:
@@ -62,6 +65,16 @@ def examine(time_limit: float = TIME_LIMIT) -> list[Check]:
             parts.append(threads.submit(lambda: list(check_probe("deepspeed", end))))
         checks = [check for part in parts for check in part.result()]
     return sorted(checks, key=lambda check: GROUPS.index(check.group))
+
+
+def _waiting() -> AbstractContextManager[Any]:
+    """Shows on a terminal that something happens."""
+    try:
+        from rich.console import Console
+    except ImportError:  # its row says so
+        return nullcontext()
+    console = Console(stderr=True)
+    return console.status("Looking at this machine, for up to a minute ...") if console.is_terminal else nullcontext()
 
 
 def _print(checks: Sequence[Check], seconds: float) -> None:
