@@ -110,7 +110,9 @@ def test_wheel_holds_both_packages_and_nothing_else(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
         described = {name.split(".dist-info/")[1] for name in archive.namelist() if ".dist-info/" in name}
-        entry_points = archive.read(f"lightning_liger-{lightning_liger.__version__}.dist-info/entry_points.txt").decode()
+        entry_points = archive.read(
+            f"lightning_liger-{lightning_liger.__version__}.dist-info/entry_points.txt"
+        ).decode()
     expected = {
         str(file.relative_to(root))
         for root, package in ((ROOT, "lightning_liger"), (ROOT / "kernels", "liger_ops"))

@@ -40,8 +40,7 @@ def first_level() -> str:
     return "\n\n".join(
         [
             f"usage: {PROGRAM} SUBCOMMAND [options]",
-            "Train language models with fused kernels and losses that never materialize the\n"
-            "logits, from a yaml file.",
+            "Train language models with fused kernels and losses that never materialize the\nlogits, from a yaml file.",
             *groups,
             f"Options of each: {PROGRAM} SUBCOMMAND --help",
             f"First steps:\n  {PROGRAM} init                     # lists the stories\n"
@@ -71,7 +70,9 @@ class Formatter(DefaultHelpFormatter):
 
     @override
     def start_section(self, heading: str | None) -> None:
-        super().start_section(next((ours for text, ours in _HEADINGS.items() if (heading or "").startswith(text)), heading))
+        super().start_section(
+            next((ours for text, ours in _HEADINGS.items() if (heading or "").startswith(text)), heading)
+        )
 
     @override
     def _get_help_string(self, action: Action) -> str:

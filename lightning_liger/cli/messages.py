@@ -1,9 +1,13 @@
 """Mistakes of users in one paragraph on stderr, and the exit code 2."""
 
 import difflib
+import logging
 import re
+import shutil
 import sys
+import textwrap
 import traceback
+import warnings
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -20,17 +24,42 @@ _NOISE = re.compile(
 )
 
 
+_OF_OTHERS = (
+    r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6 calls torch so
+)
+"""Warnings that other packages raise about their own code: users cannot act on them."""
+
+
+def silence() -> None:
+    """Leaves out what other packages say about their own code."""
+    for message in _OF_OTHERS:
+        warnings.filterwarnings("ignore", message=message)
+    # DeepSpeed, where it is installed, prints to stdout that there is no GPU, whatever the command.
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in record.getMessage()
+
+
 def end(message: str) -> NoReturn:
     """Prints the message and ends the command with the exit code 2."""
     rank = _rank()  # several processes may find the same mistake
-    print(f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}", file=sys.stderr)
+    text = f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+        ]
+        text = "\n".join(lines)
+    print(text, file=sys.stderr)
     sys.exit(2)
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """`` (did you mean ...?)`` with the most similar names, or nothing if none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    """`` (did you mean ...?)`` with the most similar name, or nothing if none is similar."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _rank() -> int:
