@@ -24,22 +24,26 @@ _NOISE = re.compile(
 )
 
 
-_OF_OTHERS = (
+_WARNINGS = (
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6 calls torch so
 )
-"""Warnings that other packages raise about their own code: users cannot act on them."""
+_LOGGED = {
+    "lightning.pytorch.utilities.rank_zero": ("litlogger", "TPU available: False"),
+    "DeepSpeed": ("Setting accelerator to CPU",),  # where it is installed, whatever the command
+}
+"""By logger, parts of messages. Of these and the warnings, users can do nothing about any."""
 
 
 def silence() -> None:
-    """Leaves out what other packages say about their own code."""
-    for message in _OF_OTHERS:
+    """Leaves out what other packages say about themselves."""
+    for message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # DeepSpeed, where it is installed, prints to stdout that there is no GPU, whatever the command.
-    logging.getLogger("DeepSpeed").addFilter(_is_news)
+    for name in _LOGGED:
+        logging.getLogger(name).addFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return "Setting accelerator to CPU" not in record.getMessage()
+    return not any(part in record.getMessage() for part in _LOGGED[record.name])
 
 
 def end(message: str) -> NoReturn:
@@ -73,7 +77,7 @@ def message_of(error: BaseException) -> str | None:
     It is about their input if a ``raise`` statement or a file made it, either while the objects that the settings
     describe are made, or in code that no code of users called.
     """
-    text = shortened(str(error))
+    text = one_sentence(shortened(str(error)))
     while error.__cause__ is not None and _callers(error)[-1] == "jsonargparse":  # which adds all settings to the text
         error = error.__cause__
         if _callers(error)[-1] != "jsonargparse":
@@ -98,3 +102,10 @@ def shortened(message: str) -> str:
     """A message of jsonargparse without the types that it tried and the values of all other settings."""
     lines = [line for line in message.splitlines() if not _NOISE.match(line)]
     return re.sub(r"a <class '(\w+)'>", r"\1", "\n".join(lines))
+
+
+def one_sentence(text: str) -> str:
+    """The parts of a message of jsonargparse in one line, without types that a value was not meant to be."""
+    parts = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
+    others = [part for part in parts if not re.fullmatch(r"Expected \w+", part)]
+    return "; ".join(others or parts).replace(":; ", ": ")

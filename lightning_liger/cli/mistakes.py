@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_liger.cli.messages import PROGRAM, closest, end, shortened
+from lightning_liger.cli.messages import PROGRAM, closest, end, one_sentence, shortened
 
 CLASSES = {
     "model": ("lightning_liger",),
@@ -43,7 +43,7 @@ def explained(message: str, parser: ArgumentParser) -> str:
     if match := re.search(r"does not accept option '([\w.]+)'", text):
         return f"{text}{_closest_option(match[1], parser)}"
     if not (keys := re.findall(r'(?:Parser key|option) "([\w.]+)":', text)):
-        return _joined(text)
+        return one_sentence(text)
     key, value = ".".join(keys), _value(text)
     if match := re.search(r"Option '([\w.]+)' is not accepted", text):
         class_path = (re.findall(r"class_path '([^']+)'", text[: match.start()]) or [""])[-1]
@@ -62,17 +62,13 @@ def explained(message: str, parser: ArgumentParser) -> str:
     if choices := re.findall(r"'([\w.-]+)'", "".join(re.findall(r"Literal\[(.*?)\]", text))):
         return f"{key} must be one of {', '.join(map(repr, choices))}, got {value}{closest(value, choices)}"
     text = re.sub(r'Parser key "[\w.]+":|- Problem with given class_path \'[^\']+\':', "", text)
-    return f"{key}: {_joined(text)}"
+    return f"{key}: {one_sentence(text)}"
 
 
 def _closest_option(name: str, parser: ArgumentParser) -> str:
     """The option that is closest to the whole of ``name`` or, for options of classes, to its first part."""
     names = list(parser.get_defaults().keys())
     return closest(name, names) or closest(name.partition(".")[0], {each.partition(".")[0] for each in names})
-
-
-def _joined(text: str) -> str:
-    return re.sub(r": ; ", ": ", "; ".join(filter(None, (line.strip(" -") for line in text.splitlines()))))
 
 
 def _value(text: str) -> str:
@@ -115,5 +111,5 @@ def _check_yaml(path: Path) -> None:
         end(f"parsing config {path}{where}: {problem}")
     if not isinstance(content, dict):
         kind = "nothing" if content is None else f"a {type(content).__name__}"
-        end(f"config must be a yaml file of settings such as `trainer:`, got {path}, which holds {kind}. {PROGRAM} init "
-            "writes one")  # fmt: skip
+        expected = "a yaml file with settings such as `trainer:`"
+        end(f"config must be {expected}, got {path}, which holds {kind}: `{PROGRAM} init` writes one")

@@ -285,8 +285,8 @@ def _check_engine(trainer: Namespace) -> None:
         )
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available() and not MPSAccelerator.is_available():
         raise ValueError(
-            f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says what is "
-            "missing, and --trainer.accelerator=cpu does without one"
+            f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "
+            "and --trainer.accelerator=cpu does without one"
         )
 
 

@@ -18,7 +18,7 @@ from lightning_liger.cli.help import plain
 from lightning_liger.cli.mistakes import CLASSES
 from lightning_liger.cli.training import LigerCLI
 
-_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_DRAFT = "http://json-schema.org/draft-07/schema#"  # which all editors know
 _SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", Path: "string"}
 _MODULES = dict.fromkeys(name for names in CLASSES.values() for name in names)
 """The modules whose classes are known to the schema."""
@@ -43,7 +43,7 @@ def run_schema(*, output: str | None = None) -> int:
 
 
 def make_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of the yaml files of all subcommands.
+    """The JSON schema (draft 7) of the yaml files of all subcommands.
 
     Nothing is required, because several files may be given together. Known classes accept their own options only; other
     classes accept any.
@@ -54,7 +54,7 @@ def make_schema() -> dict[str, Any]:
         parser = ArgumentParser()
         parser.add_method_arguments(LigerCLI.trainer_type, subcommand, skip=skipped, fail_untyped=False)
         found |= schema.properties_of(parser)
-    return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "$defs": schema.definitions}
+    return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}
 
 
 class _Schema:
@@ -111,11 +111,11 @@ class _Schema:
         known = {cls: path for cls, path in self._paths.items() if issubclass(cls, base)} if base is not object else {}
         if not known:
             return {}
-        name = f"any {base.__name__}"
+        name = f"any_{base.__name__}"
         if name not in self.definitions:
             self.definitions[name] = {}  # classes may refer to their own base
             self.definitions[name] = self._any_of(known)
-        return {"$ref": f"#/$defs/{name}"}
+        return {"$ref": f"#/definitions/{name}"}
 
     def _any_of(self, known: dict[type, str]) -> dict[str, Any]:
         paths: list[str] = []
@@ -128,7 +128,7 @@ class _Schema:
                 self.definitions[path] = self._of_class(cls)
             options |= self.definitions[path]["properties"].keys()
             paths += names
-            rules.append(_if_class({"enum": names}, {"$ref": f"#/$defs/{path}"}))
+            rules.append(_if_class({"enum": names}, {"$ref": f"#/definitions/{path}"}))
         # An addition to another file, which names the class.
         addition = {"properties": {"init_args": {"propertyNames": {"enum": sorted(options)}}}}
         rules.append({"if": {"not": {"required": ["class_path"]}}, "then": addition})
