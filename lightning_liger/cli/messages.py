@@ -25,7 +25,14 @@ _NOISE = re.compile(
 
 
 _WARNINGS = (
-    r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6 calls torch so
+    # What Lightning calls in torch:
+    r".*isinstance\(treespec, LeafSpec\).*",
+    r"CUDA is not available or torch_xla is imported\. Disabling autocast",  # FSDP on CPUs
+    # What torch calls in itself, when FSDP saves shards or gathers:
+    r"`_get_pg_default_device` will be deprecated",
+    r"Multiple backends are registered with this ProcessGroup",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    r"`torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+` instead",
 )
 _LOGGED = {
     "lightning.pytorch.utilities.rank_zero": ("litlogger", "TPU available: False"),

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -213,6 +214,8 @@ class LigerCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if self.subcommand in _WITHOUT_TRAINER:  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+        if _overwrites_checkpoints(self._get(self.config, "trainer")):  # as the shipped yaml files do
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         trainer = super().instantiate_trainer(**kwargs)
         cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
         return trainer
@@ -272,6 +275,13 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
     if any((Path(pretrained) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         rank_zero_info(f"data.tokenizer is that of model.pretrained={pretrained!r}.")
         data.tokenizer = pretrained
+
+
+def _overwrites_checkpoints(trainer: Namespace) -> bool:
+    """Whether the settings say that checkpoints of an earlier run are written again."""
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+    given = [each.get("init_args") or Namespace() for each in callbacks if isinstance(each, Namespace)]
+    return any(each.get("enable_version_counter") is False for each in given)
 
 
 def _check_engine(trainer: Namespace) -> None:

@@ -80,7 +80,9 @@ class _Schema:
                 properties = properties.setdefault(parent, _object({}))["properties"]
             described = {"description": " ".join(plain(action.help).split())} if action.help else {}
             default = {"default": action.default} if isinstance(action.default, bool | int | float | str) else {}
-            properties[name] = {**self.of_type(action._typehint), **described, **default}
+            # Without `| None` in the signature, as in some of Lightning, None is written to yaml files too.
+            hint = action._typehint if action.required or action.default is not None else action._typehint | None
+            properties[name] = {**self.of_type(hint), **described, **default}
         return found
 
     def of_type(self, hint: Any) -> dict[str, Any]:

@@ -37,7 +37,11 @@ COMMAND_LINES = [
     ((*FIT, "--trainer.strategy=liger_fdsp"), "trainer.strategy must be auto, one of liger, ", "mean 'liger_fsdp'?)"),
     ((*FIT, "--trainer.strategy=liger_fsdp", "--trainer.strategy.kernels=[]"), "'liger_fsdp': with options", FSDP),
     ((*FIT, f"--trainer.strategy={FSDP}", "--trainer.strategy.memory_budge=2"), "(did you mean 'memory_budget'?)"),
-    ((*FIT, f"--trainer.strategy={FSDP}", "--trainer.strategy.memory_budget=-1"), "memory_budget must be 'auto'", "got -1"),
+    (
+        (*FIT, f"--trainer.strategy={FSDP}", "--trainer.strategy.memory_budget=-1"),
+        "memory_budget must be 'auto'",
+        "got -1",
+    ),
     ((*FIT, "--trainer.accelerator=gpu"), "trainer.accelerator is 'gpu', and PyTorch finds no GPU", "doctor` says why"),
     ((*FIT, "--model=LigerCasualLM"), "got 'LigerCasualLM' (did you mean 'LigerCausalLM'?)"),
     ((*FIT, "--model=torch.nn.Linear"), "model must be a subclass of LightningModule, got torch.nn.Linear"),
@@ -54,7 +58,10 @@ COMMAND_LINES = [
 """Arguments, and parts of the message."""
 
 FILES = [
-    ("seed_everything: 1\ntrainer: {a: [1\nmodel: 2\n", "parsing config a.yaml, line 3, column 6: while parsing a flow"),
+    (
+        "seed_everything: 1\ntrainer: {a: [1\nmodel: 2\n",
+        "parsing config a.yaml, line 3, column 6: while parsing a flow",
+    ),
     ("trainer:\n\tmax_steps: 1\n", "parsing config a.yaml, line 2, column 1: ", "cannot start any token"),
     ("- 1\n", "config must be a yaml file with settings such as `trainer:`, got a.yaml, which holds a list"),
     ("", "got a.yaml, which holds nothing: `lightning-liger init` writes one"),

@@ -93,7 +93,8 @@ def test_schema_has_options_with_descriptions_of_all_subcommands(schema):
     assert undescribed == []
 
 
-def test_schema_is_written_to_a_file(tmp_path, capsys):
+def test_schema_is_written_to_a_file(tmp_path, capsys, monkeypatch, schema):
+    monkeypatch.setattr("lightning_liger.commands.schema.make_schema", lambda: schema)
     assert main(["schema", f"--output={tmp_path / 's.json'}"]) == 0
     assert json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["title"] == "lightning-liger"
     assert f"# yaml-language-server: $schema={tmp_path / 's.json'}" in capsys.readouterr().out.replace("\n", "")
