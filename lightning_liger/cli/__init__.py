@@ -6,12 +6,12 @@ others are bugs and keep their traceback.
 
 import os
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from lightning_liger.cli.functions import run_function
 from lightning_liger.cli.help import SUBCOMMANDS, first_level
-from lightning_liger.cli.messages import PROGRAM, closest, end, message_of
+from lightning_liger.cli.messages import PROGRAM, closest, end, message_of, silence
+from lightning_liger.cli.mistakes import check_yaml_files
 from lightning_liger.commands import COMMANDS
 
 if TYPE_CHECKING:
@@ -26,12 +26,14 @@ INTERRUPTED = 130
 def main(args: list[str] | None = None) -> int:
     """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``; returns the exit status."""
     given = sys.argv[1:] if args is None else args
+    silence()
     try:
         if not given or given[0] in ("-h", "--help", "--version"):
             return _without_subcommand(given)
         if given[0] in COMMANDS:
             return run_function(given[0], COMMANDS[given[0]], given[1:])
         _check_subcommand(given[0])
+        check_yaml_files(given)
         _train(args)
     except KeyboardInterrupt:
         return _interrupted()
@@ -70,8 +72,6 @@ def _check_subcommand(name: str) -> None:
 
 
 def _train(args: list[str] | None) -> None:
-    # Raised by Lightning 2.6 itself: users cannot act on it.
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     if os.getcwd() not in sys.path:  # modules of users in this folder, as with `python -m`; names of packages win
         sys.path.append(os.getcwd())
     from lightning_liger.cli.training import LigerCLI  # it imports much, which other commands do not need

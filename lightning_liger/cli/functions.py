@@ -10,7 +10,8 @@ from jsonargparse import ArgumentParser
 from typing_extensions import override
 
 from lightning_liger.cli.help import Formatter, plain
-from lightning_liger.cli.messages import PROGRAM, end, shortened
+from lightning_liger.cli.messages import PROGRAM
+from lightning_liger.cli.mistakes import refuse
 
 
 class _Parser(ArgumentParser):
@@ -20,7 +21,7 @@ class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        end(f"{shortened(message)}\nOptions: {self.prog} --help")
+        refuse(self, message)
 
 
 def run_function(name: str, target: str, args: Sequence[str]) -> int:

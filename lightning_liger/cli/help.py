@@ -53,7 +53,7 @@ def first_level() -> str:
 def plain(text: str) -> str:
     """A text of a docstring without markup: roles and double backticks."""
     text = re.sub(r":\w+:`~?(?:[^`]*\.)?(\w+)`", r"\1", text)
-    return re.sub(r"``(.*?)``", r"\1", text)
+    return re.sub(r"``(.*?)``", r"\1", text, flags=re.DOTALL)
 
 
 _HEADINGS = {

@@ -1,9 +1,13 @@
 """Mistakes of users in one paragraph on stderr, and the exit code 2."""
 
 import difflib
+import logging
 import re
+import shutil
 import sys
+import textwrap
 import traceback
+import warnings
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -20,17 +24,53 @@ _NOISE = re.compile(
 )
 
 
+_WARNINGS = (
+    # What Lightning calls in torch:
+    r".*isinstance\(treespec, LeafSpec\).*",
+    r"CUDA is not available or torch_xla is imported\. Disabling autocast",  # FSDP on CPUs
+    # What torch calls in itself, when FSDP saves shards or gathers:
+    r"`_get_pg_default_device` will be deprecated",
+    r"Multiple backends are registered with this ProcessGroup",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    r"`torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+` instead",
+)
+_LOGGED = {
+    "lightning.pytorch.utilities.rank_zero": ("litlogger", "TPU available: False"),
+    "DeepSpeed": ("Setting accelerator to CPU",),  # where it is installed, whatever the command
+}
+"""By logger, parts of messages. Of these and the warnings, users can do nothing about any."""
+
+
+def silence() -> None:
+    """Leaves out what other packages say about themselves."""
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in _LOGGED:
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not any(part in record.getMessage() for part in _LOGGED[record.name])
+
+
 def end(message: str) -> NoReturn:
     """Prints the message and ends the command with the exit code 2."""
     rank = _rank()  # several processes may find the same mistake
-    print(f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}", file=sys.stderr)
+    text = f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
+        ]
+        text = "\n".join(lines)
+    print(text, file=sys.stderr)
     sys.exit(2)
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """`` (did you mean ...?)`` with the most similar names, or nothing if none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    """`` (did you mean ...?)`` with the most similar name, or nothing if none is similar."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _rank() -> int:
@@ -44,7 +84,7 @@ def message_of(error: BaseException) -> str | None:
     It is about their input if a ``raise`` statement or a file made it, either while the objects that the settings
     describe are made, or in code that no code of users called.
     """
-    text = shortened(str(error))
+    text = one_sentence(shortened(str(error)))
     while error.__cause__ is not None and _callers(error)[-1] == "jsonargparse":  # which adds all settings to the text
         error = error.__cause__
         if _callers(error)[-1] != "jsonargparse":
@@ -69,3 +109,10 @@ def shortened(message: str) -> str:
     """A message of jsonargparse without the types that it tried and the values of all other settings."""
     lines = [line for line in message.splitlines() if not _NOISE.match(line)]
     return re.sub(r"a <class '(\w+)'>", r"\1", "\n".join(lines))
+
+
+def one_sentence(text: str) -> str:
+    """The parts of a message of jsonargparse in one line, without types that a value was not meant to be."""
+    parts = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
+    others = [part for part in parts if not re.fullmatch(r"Expected \w+", part)]
+    return "; ".join(others or parts).replace(":; ", ": ")

@@ -3,13 +3,16 @@
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 import lightning as L
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -17,7 +20,8 @@ from liger_ops.arguments import shown, wrong_value
 from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
-from lightning_liger.cli.messages import PROGRAM, end, message_of, shortened
+from lightning_liger.cli.messages import PROGRAM, closest, message_of
+from lightning_liger.cli.mistakes import refuse
 from lightning_liger.post_training.teacher import prepare_frozen
 from lightning_liger.post_training.teacher_topk import store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
@@ -111,8 +115,7 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # it is called by another parser, which may try something else
             super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        end(f"{shortened(message)}\nOptions: {parser.prog.replace(' [options]', '')} --help")
+        refuse(getattr(ex, "subcommand_parser", None) or self, message)
 
 
 class _Guard(L.Callback):
@@ -160,6 +163,8 @@ class LigerCLI(LightningCLI):
     checkpoint to a Hugging Face folder, on any machine, and ``teacher_topk`` a teacher's likeliest tokens to a file.
     """
 
+    trainer_type = _Trainer
+
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         first, *_ = [*(sys.argv[1:] if args is None else args), ""]
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
@@ -170,7 +175,7 @@ class LigerCLI(LightningCLI):
             L.LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            trainer_class=_Trainer,
+            trainer_class=self.trainer_type,
             parser_class=_Parser,
             seed_everything_default=42,
             save_config_kwargs={"overwrite": True},
@@ -209,6 +214,8 @@ class LigerCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if self.subcommand in _WITHOUT_TRAINER:  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+        if _overwrites_checkpoints(self._get(self.config, "trainer")):  # as the shipped yaml files do
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         trainer = super().instantiate_trainer(**kwargs)
         cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
         return trainer
@@ -246,6 +253,7 @@ class LigerCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         _take_tokenizer_of_pretrained(config)
         trainer = config.trainer
+        _check_engine(trainer)
         if trainer.devices != "auto" or self.subcommand in _WITHOUT_TRAINER:
             return
         if self.subcommand == "predict" or _is_for_one_device(trainer.strategy):
@@ -267,6 +275,29 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
     if any((Path(pretrained) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         rank_zero_info(f"data.tokenizer is that of model.pretrained={pretrained!r}.")
         data.tokenizer = pretrained
+
+
+def _overwrites_checkpoints(trainer: Namespace) -> bool:
+    """Whether the settings say that checkpoints of an earlier run are written again."""
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+    given = [each.get("init_args") or Namespace() for each in callbacks if isinstance(each, Namespace)]
+    return any(each.get("enable_version_counter") is False for each in given)
+
+
+def _check_engine(trainer: Namespace) -> None:
+    """Refuses a strategy and an accelerator that are not there, before anything is made."""
+    names = ["auto", *StrategyRegistry.available_strategies()]
+    if isinstance(trainer.strategy, str) and trainer.strategy not in names:
+        ours = ", ".join(name for name in names if name.startswith("liger"))
+        expected = f"auto, one of {ours}, or a name or class of Lightning"
+        raise ValueError(
+            f"trainer.strategy must be {expected}, got {trainer.strategy!r}{closest(trainer.strategy, names)}"
+        )
+    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available() and not MPSAccelerator.is_available():
+        raise ValueError(
+            f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "
+            "and --trainer.accelerator=cpu does without one"
+        )
 
 
 def _is_for_one_device(strategy: Any) -> bool:
