@@ -67,16 +67,14 @@ class _BenchCLI(LigerCLI):
         budget = bench.memory_budget
         if budget is not None and budget != "auto":
             budget = float(budget)
+        own = [each for each in callbacks if _name_of(each) == "LigerCallback"]
+        others = [each for each in callbacks if _name_of(each) != "LigerCallback"]
         if _takes_kernels(trainer.strategy):
             trainer.strategy = choose(trainer.strategy, bench.kernels, budget)
-        else:  # a strategy of others, whose kernels come with a callback
-            own = [each for each in callbacks if _name_of(each) == "LigerCallback"]
-            callbacks = [each for each in callbacks if _name_of(each) != "LigerCallback"]
-            if bench.kernels:
-                path = f"{LigerCallback.__module__}.{LigerCallback.__qualname__}"
-                given = own[0] if own else Namespace(class_path=path, init_args=Namespace())
-                callbacks.append(_with_budget(given, budget))
-        trainer.callbacks = callbacks
+        elif bench.kernels:  # a strategy of others, whose kernels come with a callback
+            path = f"{LigerCallback.__module__}.{LigerCallback.__qualname__}"
+            own = [_with_budget(own[0] if own else Namespace(class_path=path, init_args=Namespace()), budget)]
+        trainer.callbacks = [*others, *(own if bench.kernels else [])]
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

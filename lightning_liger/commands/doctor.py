@@ -21,6 +21,7 @@ from lightning_liger.commands.doctor_checks import (
     check_probe,
     is_installed,
 )
+from lightning_liger.commands.doctor_processes import stop
 
 TIME_LIMIT = 55.0
 """Seconds after which processes that are not done are ended."""
@@ -63,7 +64,11 @@ def examine(time_limit: float = TIME_LIMIT) -> list[Check]:
         ]
         if is_installed("deepspeed"):
             parts.append(threads.submit(lambda: list(check_probe("deepspeed", end))))
-        checks = [check for part in parts for check in part.result()]
+        try:
+            checks = [check for part in parts for check in part.result()]
+        except KeyboardInterrupt:
+            stop()
+            raise
     return sorted(checks, key=lambda check: GROUPS.index(check.group))
 
 

@@ -1,11 +1,13 @@
 """Processes in which ``lightning-liger doctor`` runs what may crash or hang; imports the standard library only."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,6 +20,23 @@ _WITHOUT_INIT = (
     "from lightning_liger.commands.doctor_probes import main; main()"
 )
 """The probes without the package's __init__, which imports most packages."""
+
+
+_running: set["subprocess.Popen[str]"] = set()
+_stopped = threading.Event()
+
+
+def stop() -> None:
+    """Ends all processes, and makes :func:`run` start no more."""
+    _stopped.set()
+    for process in tuple(_running):
+        _kill(process)
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    """Ends a process and those that it started, such as compilers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_probe(name: str, *arguments: str, end: float) -> tuple[list[dict[str, Any]], str]:
@@ -35,17 +54,28 @@ def run(command: Sequence[str], end: float) -> tuple[list[dict[str, Any]], str]:
     Returns:
         The objects that it printed, and why it failed: its last words, or its signal; empty if it did not.
     """
+    if _stopped.is_set():
+        return [], "interrupted"
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, env=_environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
         )
+        _running.add(process)
         try:
             process.wait(max(0.0, end - time.monotonic()))
             failure = ""
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
+            _kill(process)
             process.wait()
             failure = "no result in time"
+        finally:
+            _running.discard(process)
         output.seek(0)
         errors.seek(0)
         rows = [json.loads(line) for line in output if line.startswith("{") and line.endswith("}\n")]
