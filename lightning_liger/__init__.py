@@ -5,6 +5,11 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 :class:`lightning.Trainer` and :class:`lightning.Fabric`.
 """
 
+# ruff: noqa: E402
+from lightning_liger.early import run_doctor_early
+
+run_doctor_early()
+
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
