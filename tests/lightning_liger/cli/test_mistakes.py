@@ -22,7 +22,7 @@ def yaml_of(**values: str) -> str:
 
 
 COMMAND_LINES = [
-    ((), "subcommand is required, one of fit,validate,test,predict,inspect,export,"),
+    ((), "subcommand is required, one of fit,validate,test,predict,export,teacher_topk,inspect,"),
     (("fti",), "subcommand must be one of 'fit',", "got 'fti' (did you mean 'fit'?)"),
     (("fit",), "data and model are required: give a yaml file with --config"),
     (("fit", "--config"), "argument -c/--config: expected one argument"),
