@@ -62,7 +62,8 @@ def _without_subcommand(args: list[str]) -> int:
 
 
 def _names() -> list[str]:
-    return [name for group in SUBCOMMANDS.values() for name in group]
+    names = [name for group in SUBCOMMANDS.values() for name in group]
+    return sorted(names, key=lambda name: name in COMMANDS)
 
 
 def _check_subcommand(name: str) -> None:

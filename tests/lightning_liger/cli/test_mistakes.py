@@ -22,7 +22,7 @@ def yaml_of(**values: str) -> str:
 
 
 COMMAND_LINES = [
-    ((), "subcommand is required, one of fit,validate,test,predict,inspect,export,"),
+    ((), "subcommand is required, one of fit,validate,test,predict,export,teacher_topk,inspect,"),
     (("fti",), "subcommand must be one of 'fit',", "got 'fti' (did you mean 'fit'?)"),
     (("fit",), "data and model are required: give a yaml file with --config"),
     (("fit", "--config"), "argument -c/--config: expected one argument"),
@@ -60,7 +60,7 @@ COMMAND_LINES = [
 FILES = [
     (
         "seed_everything: 1\ntrainer: {a: [1\nmodel: 2\n",
-        "parsing config a.yaml, line 3, column 6: while parsing a flow",
+        "parsing config a.yaml, line 3, column 6: while parsing",
     ),
     ("trainer:\n\tmax_steps: 1\n", "parsing config a.yaml, line 2, column 1: ", "cannot start any token"),
     ("- 1\n", "config must be a yaml file with settings such as `trainer:`, got a.yaml, which holds a list"),
