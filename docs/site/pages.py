@@ -16,6 +16,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = {
@@ -90,6 +91,7 @@ def on_config(config: MkDocsConfig) -> None:
         "api/": [{title: _api_page(folder)} for folder, title in API.items() if folder in exported_names()],
     }
     config.nav = _expanded(config.nav, pages)
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")  # anchors as the forge makes them
 
 
 def _expanded(nav: Any, pages: dict[str, list[Any]]) -> Any:
@@ -144,6 +146,6 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def inlined(match: re.Match[str]) -> str:
         drawing = (ROOT / "docs" / match[2]).read_text(encoding="utf-8")
-        return re.sub(r"^<\?xml.*?\?>\s*", "", drawing)
+        return f'<div class="drawn">{drawing}</div>'
 
     return _DRAWING.sub(inlined, html)
