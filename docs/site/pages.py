@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
@@ -45,7 +46,9 @@ API = {
 """The pages of the API: the folder that public names are imported from, and the title."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]+`(?!\]))", flags=re.DOTALL | re.MULTILINE)
-_DRAWING = re.compile(r'<img alt="([^"]*)" src="[^"]*?(images/\w+\.svg)"\s*/?>')
+_FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="https?://[^>]*>')
+_DRAWING = re.compile(r'<img alt="[^"]*" src="[^"]*?(images/\w+\.svg)"\s*/?>')
+_PLOT = re.compile(r'<img alt="[^"]*" src="[^"]*\.png"\s*/?>')
 
 
 def exported_names() -> dict[str, list[str]]:
@@ -78,8 +81,15 @@ def exported_names() -> dict[str, list[str]]:
             page = max((each for each in API if f"{origin}.".startswith(f"{each}.")), key=len, default=None)
             if page is None:
                 raise ValueError(f"{package}.{name} is from {origin}, which has no page in API of {__file__}")
-            pages[page].append(f"{package}.{name}")
-    return {page: names for page, names in pages.items() if names}
+            hidden = (ROOT / path).parent.joinpath(name).is_dir()  # a folder of the same name would be shown
+            pages[page].append(f"{sources[name] if hidden else package}.{name}")
+    return {page: sorted(names, key=_place) for page, names in pages.items() if names}
+
+
+def _place(path: str) -> tuple[bool, ...]:
+    """Functions of liger_ops come before what they return, classes of the Trainer before those of Fabric."""
+    name = path.rpartition(".")[2]
+    return name.startswith("Fabric"), name.isupper(), path.startswith("liger_ops.") and name[0].isupper()
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -118,6 +128,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turns links of the repository into links of the site."""
+    if page.parent is None:  # nothing to list in a bar of the section
+        page.meta["hide"] = ["navigation"]
     origins = {uri: path for path, uri in ROOT_PAGES.items() if uri != "index.md"}
     origin = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -134,6 +146,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = ROOT_PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}")
         if files.get_file_from_path(uri) is None:
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+        if text.endswith(".md"):
+            text = _title(ROOT / path)
         relative = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
         return f"{image}[{text}]({relative}{'#' if anchor else ''}{anchor})"
 
@@ -141,11 +155,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(part if index % 2 else _LINK.sub(of_site, part) for index, part in enumerate(parts))
 
 
+def _title(page: Path) -> str:
+    """The first heading of a page, which says more to a reader of the site than the name of its file."""
+    return next((line[2:] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# ")), page.name)
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Puts drawings into the page."""
 
     def inlined(match: re.Match[str]) -> str:
-        drawing = (ROOT / "docs" / match[2]).read_text(encoding="utf-8")
+        drawing = (ROOT / "docs" / match[1]).read_text(encoding="utf-8")
         return f'<div class="drawn">{drawing}</div>'
 
-    return _DRAWING.sub(inlined, html)
+    return _PLOT.sub(r'<div class="drawn">\g<0></div>', _DRAWING.sub(inlined, html))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> None:
+    """Refuses what a browser would fetch from elsewhere.
+
+    Raises:
+        PluginError: For a script, style or picture of another host.
+    """
+    if (fetched := _FETCHED.search(output)) is not None:
+        raise PluginError(f"{page.file.src_uri} fetches {fetched[0]}")
