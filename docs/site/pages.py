@@ -157,7 +157,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _title(page: Path) -> str:
     """The first heading of a page, which says more to a reader of the site than the name of its file."""
-    return next((line[2:] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# ")), page.name)
+    return next(
+        (line[2:] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# ")), page.name
+    )
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
