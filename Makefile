@@ -45,7 +45,7 @@ docs: $(VENV)/.complete
 	$(BIN)/python -m tests.docs_sections
 
 site: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(VENV)/.complete
 	rm -rf dist && mkdir dist
