@@ -23,11 +23,11 @@ $(VENV)/.docs: $(VENV)/.complete
 
 demo: $(VENV)/.complete
 	$(BIN)/lightning-liger fit --config examples/tiny.yaml
-	@printf '\nWhat to try next:\n\n'
-	@printf '  %-58s %s\n' \
-	  'make predict' 'the model continues a prompt' \
-	  '$(BIN)/lightning-liger fit --config examples/sft.yaml' 'instruction tuning, in seconds' \
-	  '$(BIN)/lightning-liger inspect llama --gpu h100-80gb' 'memory of a larger model, and what fits'
+	@printf '\nWhat to try next:\n'
+	@printf '\n  # %s\n  %s\n' \
+	  'the model continues a prompt' 'make predict' \
+	  'instruction tuning, in seconds' '$(BIN)/lightning-liger fit --config examples/sft.yaml' \
+	  'the memory of a larger model, and what fits' '$(BIN)/lightning-liger inspect llama --gpu h100-80gb'
 
 predict: $(VENV)/.complete
 	$(BIN)/lightning-liger predict --config examples/tiny.yaml --ckpt_path runs/tiny/checkpoints/last.ckpt --data.prompt "import os"
