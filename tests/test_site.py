@@ -39,6 +39,13 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(pages - set(named)) == []
 
 
+def test_results_that_the_page_on_measurements_names_exist() -> None:
+    page = (DOCS / "measured.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+(?:\.jsonl|/))`", page)
+    assert len(named) > 8
+    assert [name for name in named if not (ROOT / "benchmarks" / "results" / name).exists()] == []
+
+
 def _tiny_model(folder: Path, vocab_size: int = VOCAB_SIZE) -> str:
     tiny_llama(vocab_size=vocab_size, num_hidden_layers=1, max_position_embeddings=256).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "examples" / "data" / "tokenizer").save_pretrained(folder)
@@ -88,7 +95,7 @@ def _messages() -> Iterator[str]:
 
 def test_messages_on_the_page_of_troubleshooting_are_those_of_the_package() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    printed = re.findall(r"^ *```text\n(.*?)^ *```", page, flags=re.DOTALL | re.MULTILINE)
+    printed = re.findall(r"^ *```output\n(.*?)^ *```", page, flags=re.DOTALL | re.MULTILINE)
     assert len(printed) > 20
     messages = [message.replace("\0", "...") for message in _messages() if len(message) > 15]
     unknown = []

@@ -44,6 +44,15 @@ API = {
     "liger_ops.nn": "liger_ops.nn: modules",
 }
 """The pages of the API: the folder that public names are imported from, and the title."""
+PACKAGES = {
+    "lightning_liger": "lightning_liger/__init__.py",
+    "lightning_liger.data": "lightning_liger/data/__init__.py",
+    "lightning_liger.estimate": "lightning_liger/estimate/__init__.py",
+    "lightning_liger.monitor": "lightning_liger/monitor/__init__.py",
+    "liger_ops": "kernels/liger_ops/__init__.py",
+    "liger_ops.nn": "kernels/liger_ops/nn.py",
+}
+"""Packages and modules with public names, and their files."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]+`(?!\]))", flags=re.DOTALL | re.MULTILINE)
 _FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="https?://[^>]*>')
@@ -58,32 +67,38 @@ def exported_names() -> dict[str, list[str]]:
         ValueError: For a name that belongs to no page: a folder is missing in ``API``.
     """
     pages: dict[str, list[str]] = {folder: [] for folder in API}
-    for package, path in (
-        ("lightning_liger", "lightning_liger/__init__.py"),
-        ("lightning_liger.data", "lightning_liger/data/__init__.py"),
-        ("liger_ops", "kernels/liger_ops/__init__.py"),
-        ("liger_ops.nn", "kernels/liger_ops/nn.py"),
-    ):
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-        sources = {
-            alias.asname or alias.name: str(node.module)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        }
-        (names,) = (
-            ast.literal_eval(node.value)
-            for node in tree.body
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-        )
-        for name in names:
-            origin = package if package in API else sources[name]
+    of_all = _exports("lightning_liger")
+    for package, path in PACKAGES.items():
+        for name, source in _exports(package).items():
+            if package.startswith("lightning_liger.") and name in of_all:
+                continue
+            origin = package if package in API else source
             page = max((each for each in API if f"{origin}.".startswith(f"{each}.")), key=len, default=None)
             if page is None:
                 raise ValueError(f"{package}.{name} is from {origin}, which has no page in API of {__file__}")
             hidden = (ROOT / path).parent.joinpath(name).is_dir()  # a folder of the same name would be shown
-            pages[page].append(f"{sources[name] if hidden else package}.{name}")
+            pages[page].append(f"{source if hidden else package}.{name}")
     return {page: sorted(names, key=_place) for page, names in pages.items() if names}
+
+
+def _exports(package: str) -> dict[str, str]:
+    """The names in ``__all__`` of a package, each with the module that it is imported from."""
+    path = ROOT / PACKAGES[package]
+    if not path.exists():
+        return {}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    sources = {
+        alias.asname or alias.name: str(node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lists = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    ]
+    return {name: sources.get(name, package) for names in lists for name in names}
 
 
 def _place(path: str) -> tuple[bool, ...]:
