@@ -83,11 +83,12 @@ def _problems() -> dict[str, Problem]:
             loop | _with_log_probs(formulas.weighted_sum, trained),
             compiled=trained,
         )
+        loop = {IN_LOOP: ours.dpo_in_loop} if trained else {}
         found[f"dpo{suffix}"] = Problem(
             f"DPO with reference, {words}",
             data.with_reference,
             trained,
-            _with_log_probs(formulas.dpo, trained) | {"liger": others.liger_dpo},
+            loop | _with_log_probs(formulas.dpo, trained) | {"liger": others.liger_dpo},
         )
         loop = {IN_LOOP: ours.grpo_in_loop} if trained else {}
         found[f"grpo{suffix}"] = Problem(
@@ -105,6 +106,7 @@ def _problems() -> dict[str, Problem]:
     found["dpo_pair"] = dataclasses.replace(
         found["dpo"],
         title="DPO with reference, one pair, head trained",
+        calls={name: call for name, call in found["dpo"].calls.items() if name != IN_LOOP},  # its chunk is the pair
         sizes=PAIR,
         check_sizes=Sizes(2, 1024, 4096, 128256),
     )

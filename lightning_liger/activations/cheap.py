@@ -127,6 +127,8 @@ class CheapTensors:
     def __init__(self, device_type: str, drops: bool = True) -> None:
         self.dropped_bytes = 0
         """Bytes of the outputs that were not kept, or need not be, so far."""
+        self.largest_bytes = 0
+        """Of the largest of these outputs."""
         self._made: dict[int, _Made] = {}
         # By autograd's node and its number among the node's outputs.
         self._by_node: dict[tuple[Any, int], _Made] | None = {} if torch.is_autocast_enabled(device_type) else None
@@ -194,6 +196,7 @@ class CheapTensors:
         if made.storage.cdata not in self._dropped:
             self._dropped.add(made.storage.cdata)
             self.dropped_bytes += made.num_bytes
+            self.largest_bytes = max(self.largest_bytes, made.num_bytes)
         return Recomputed(made.recipe, made.index, _view(tensor)) if self._drops else _keep(tensor)
 
     def close(self) -> None:

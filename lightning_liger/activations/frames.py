@@ -26,11 +26,11 @@ class Waiting(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told when a frame runs again; ``dropped_bytes`` of it are cheap."""
+    """Is told when a frame runs again; ``dropped_bytes`` of it are cheap, ``largest_bytes`` in one tensor."""
 
     def recompute_starts(self) -> None: ...
 
-    def recompute_ends(self, dropped_bytes: int) -> None: ...
+    def recompute_ends(self, dropped_bytes: int, largest_bytes: int) -> None: ...
 
 
 class _Slot:
@@ -157,7 +157,7 @@ class Frame:
                 " recomputed: activation checkpointing needs a forward that does the same each time it runs"
             )
         if self._watcher is not None:
-            self._watcher.recompute_ends(cheap.dropped_bytes)
+            self._watcher.recompute_ends(cheap.dropped_bytes, cheap.largest_bytes)
 
     def _fill(self, tensor: Tensor, cheap: CheapTensors) -> None:
         reference, self._num_seen = self._slots[self._num_seen], self._num_seen + 1

@@ -61,6 +61,7 @@ class ControlledLayers:
         observer: Is told what layers do, or None.
         attention: Sets the order of attention backends in each run of a layer, the second one too; None leaves it.
         dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
+        remade_bytes: Of each layer, the largest of these tensors, in its last recomputation.
         input_bytes: Of each layer, the inputs that "offload" moves to host memory, when the layer last ran under an
             observer.
         tiled_bytes: Of each layer, what it would keep besides if parts of it did not run in tiles in its last
@@ -75,6 +76,7 @@ class ControlledLayers:
         self.observer: Observer | None = None
         self.attention: AttentionBackend | None = None
         self.dropped_bytes = [0] * len(layers)
+        self.remade_bytes = [0] * len(layers)
         self.input_bytes = [0] * len(layers)
         self.tiled_bytes = [0] * len(layers)
         self.tiled_cheap_bytes = [0] * len(layers)
@@ -157,8 +159,9 @@ class _LayerWatcher:
             self._control.observer.recompute_starts(self._index)
         self._control.tiled_bytes[self._index] = self._control.tiled_cheap_bytes[self._index] = 0
 
-    def recompute_ends(self, dropped_bytes: int) -> None:
+    def recompute_ends(self, dropped_bytes: int, largest_bytes: int) -> None:
         self._control.dropped_bytes[self._index] = dropped_bytes
+        self._control.remade_bytes[self._index] = largest_bytes
         if self._control.observer is not None:
             self._control.observer.recompute_ends(self._index)
 

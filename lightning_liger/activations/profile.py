@@ -95,6 +95,7 @@ class Profile:
         tiled_cheap_bytes: The same of cheap tensors.
         input_bytes: What each layer's inputs take.
         seconds: The time that each layer's recomputation takes.
+        remade_bytes: What each layer's largest cheap tensor takes, which is there again where its backward peaks.
     """
 
     num_tokens: int
@@ -106,6 +107,7 @@ class Profile:
     tiled_cheap_bytes: tuple[int, ...]
     input_bytes: tuple[int, ...]
     seconds: tuple[float, ...]
+    remade_bytes: tuple[int, ...]
 
     def kept_bytes(self, index: int) -> int:
         """What a layer allocates for backward if it is not recomputed, without cheap tensors."""
@@ -116,8 +118,9 @@ class Profile:
         if mode == "recompute":
             return 0
         num_live, cheap = segment.live[index], self.cheap_bytes[index]
-        if mode == "offload":  # which drops what is cheap in backward
-            return -num_live * self.input_bytes[index] - (cheap if segment.recomputed == index else 0)
+        if mode == "offload":  # which drops what is cheap in backward, but makes one tensor after the other again
+            spared = max(0, cheap - self.remade_bytes[index]) if segment.recomputed == index else 0
+            return -num_live * self.input_bytes[index] - spared
         tiled, tiled_cheap = self.tiled_bytes[index], self.tiled_cheap_bytes[index]
         kept = self.kept_bytes(index) + (cheap + tiled_cheap if mode == "store" else 0)
         # Its own backward was measured in tiles, without these tensors and the gradient of each.
@@ -149,6 +152,7 @@ def merge(profiles: Sequence[Profile]) -> Profile:
         # What offloading frees on every rank.
         input_bytes=tuple(map(min, zip(*(profile.input_bytes for profile in profiles), strict=True))),
         seconds=largest("seconds"),
+        remade_bytes=largest("remade_bytes"),
     )
 
 
@@ -240,6 +244,7 @@ class Recorder:
             tiled_cheap_bytes=tuple(layer.tiled_cheap_bytes for layer in self._layers),
             input_bytes=tuple(inputs),
             seconds=tuple(map(self._seconds, self._layers)),
+            remade_bytes=tuple(self._controlled.remade_bytes),
         )
         peaks = {
             segment: peak - sum(measured.added_bytes(segment, index, mode) for index, mode in enumerate(modes))

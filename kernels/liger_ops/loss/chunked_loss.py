@@ -4,7 +4,7 @@ Chunks are projected one at a time into one buffer, so logits never exist for mo
 sorted to the end and left out of the matrix products.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,10 +120,14 @@ class KeptTokens:
         max_kept: An upper bound of the number that the host knows already. Without one the number is copied to the host
             in the background: :meth:`count` waits for it, which the loop does only once the first chunk's work is
             queued, so that the device is never idle.
+        chunks: Where chunks of the order start and end, in place of chunks of one size.
     """
 
-    def __init__(self, plan: TokenPlan, max_kept: int | None = None) -> None:
+    def __init__(
+        self, plan: TokenPlan, max_kept: int | None = None, chunks: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         self.order = plan.order
+        self._chunks = chunks
         self._ready: torch.cuda.Event | None = None
         self._count = plan.num_kept if max_kept is None else max_kept
         if isinstance(self._count, Tensor) and self._count.is_cuda:
@@ -138,6 +142,23 @@ class KeptTokens:
             self._ready.synchronize()
         assert self._count is not None  # a plan with an order has a number
         return int(self._count)
+
+    def chunks(self, num_tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
+        """Where each chunk starts and ends: the first one at once, the others after :meth:`count`."""
+        if self._chunks is not None:
+            yield from self._chunks
+            return
+        for start in range(0, num_tokens, chunk_size):
+            stop = min(start + chunk_size, num_tokens, self.count() if start > 0 else num_tokens)
+            if start >= stop:
+                return
+            yield start, stop
+
+    def max_rows(self, num_tokens: int, chunk_size: int) -> int:
+        """Tokens of the largest chunk."""
+        if self._chunks is None:
+            return min(chunk_size, num_tokens)
+        return max(stop - start for start, stop in self._chunks)
 
 
 ChunkLoss = Callable[[Tensor, Tensor | None], Tensor | None]
@@ -226,7 +247,7 @@ def chunked_linear_loss(
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
-    rows = min(chunk_size, num_tokens)
+    rows = tokens.max_rows(num_tokens, chunk_size)
     factors = [_Factor(hidden_states, weight, tokens, rows, accumulate_dtype, needs_hidden, needs_weight)]
     if adapter is not None:
         factors.append(_Factor(*adapter, tokens, rows, accumulate_dtype, *needs_adapter))
@@ -235,10 +256,7 @@ def chunked_linear_loss(
     buffer = copy = None
     parts = _fast_parts(weight, vocab_size)
 
-    for number, start in enumerate(range(0, num_tokens, chunk_size)):
-        stop = min(start + chunk_size, num_tokens, tokens.count() if start > 0 else num_tokens)
-        if start >= stop:
-            break
+    for number, (start, stop) in enumerate(tokens.chunks(num_tokens, chunk_size)):
         index = None if tokens.order is None else tokens.order[start:stop]
         for factor in factors:
             factor.gather(index)

@@ -386,7 +386,8 @@ def test_half_precision_is_no_less_accurate_than_plain_pytorch(dtype: torch.dtyp
             )
             assert [each.dtype for each in found] == [torch.float32] + 5 * [dtype]
             for place, (one, other, exact) in enumerate(zip(found, eager, true, strict=True)):
-                allowed = 2 * (other - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+                # A divergence that is 0 by definition has the rounding of sums of probabilities.
+                allowed = 2 * (other - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max() + 1e-6
                 assert (one - exact).abs().max() <= allowed, (kind, beta, reduction, place)
 
 
@@ -504,7 +505,9 @@ def test_large_heads_on_the_gpu(kind: str) -> None:
         part.float() @ weight.detach().float().T, teacher_x[some].float() @ teacher_weight.float().T, kind, 0.3
     )
     (expected,) = torch.autograd.grad(losses.sum() / tokens, part)
-    assert (found[0][some] - expected).norm() <= 0.02 * expected.norm()
+    # Where two probabilities are nearly equal, rounded logits change the sign in the total variation's gradient.
+    bound = 0.05 if kind == "total_variation" else 0.02
+    assert (found[0][some] - expected).norm() <= bound * expected.norm()
     alone = linear_divergence(x[some], weight, teacher_x[some], teacher_weight, kind=kind, beta=0.3, reduction="none")
     torch.testing.assert_close(alone.detach(), losses.detach(), rtol=0.02, atol=1e-3)
 

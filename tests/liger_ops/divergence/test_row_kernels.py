@@ -94,7 +94,9 @@ def test_equal_models_have_divergence_and_gradient_zero(kind: str, device: torch
         losses, gradient = run(logits, logits.clone(), None, kind, 0.1)
         tolerance = 1e-6 if kind == "cosine" else 2e-7
         assert losses.abs().max() <= tolerance
-        assert gradient.abs().max() <= tolerance
+        # Of logits in half precision exponents are rounded at the size of the logits, here up to 150.
+        of_gradient = tolerance if dtype == torch.float32 else max(tolerance, 1e-5)
+        assert gradient.abs().max() <= of_gradient
 
 
 def test_rows_are_read_by_index_weight_and_scale(device: torch.device) -> None:

@@ -54,6 +54,7 @@ class Layer:
     inputs: int = 2
     stored: int = 20
     cheap: int = 10
+    remade: int = 6  # of the cheap ones, at once in backward
     in_forward: int = 6
     in_backward: int = 8
     parameters: int = 40
@@ -108,7 +109,7 @@ class SimulatedModel:
             observer.forward_ends(index)
         memory.transient(self.logits * num_tokens)
         for index, layer in reversed(list(enumerate(self.layers))):
-            mode, kept = ran[index], self._kept(layer, ran[index])
+            mode, kept, in_backward = ran[index], self._kept(layer, ran[index]), layer.in_backward
             if mode in ("recompute", "offload"):
                 observer.recompute_starts(index)
                 self.num_recomputed += 1
@@ -116,12 +117,14 @@ class SimulatedModel:
                 kept = layer.stored + (0 if mode == "offload" else layer.cheap)
                 memory.add(kept * num_tokens)
                 control.dropped_bytes[index] = layer.cheap * num_tokens
+                control.remade_bytes[index] = layer.remade * num_tokens
                 observer.recompute_ends(index)
                 if mode == "offload":
                     memory.add(layer.inputs * num_tokens)
+                    in_backward += layer.remade
             if not self.has_gradients:
                 memory.add(layer.parameters)
-            memory.transient(layer.in_backward * num_tokens)
+            memory.transient(in_backward * num_tokens)
             memory.add(-(kept + layer.inputs) * num_tokens)
         self.has_gradients = True
 
