@@ -55,6 +55,7 @@ PACKAGES = {
 """Packages and modules with public names, and their files."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]+`(?!\]))", flags=re.DOTALL | re.MULTILINE)
+_EXAMPLE = re.compile(r"examples/[\w/]+\.(?:yaml|py)")
 _FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="https?://[^>]*>')
 _DRAWING = re.compile(r'<img alt="[^"]*" src="[^"]*?(images/\w+\.svg)"\s*/?>')
 _PLOT = re.compile(r'<img alt="[^"]*" src="[^"]*\.png"\s*/?>')
@@ -148,26 +149,30 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     origins = {uri: path for path, uri in ROOT_PAGES.items() if uri != "index.md"}
     origin = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def of_site(match: re.Match[str]) -> str:
-        image, text, link = match.groups()
-        target, _, anchor = link.partition("#")
-        if "://" in link or not target or link.startswith("mailto:"):
-            return match[0]
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
-        if not (ROOT / path).exists():
-            return match[0]  # a page made here, or an error that mkdocs reports
-        if (ROOT / path).is_dir():
-            return text
+    def of_site(path: str) -> str:
         uri = ROOT_PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}")
         if files.get_file_from_path(uri) is None:
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+        return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
+
+    def link(match: re.Match[str]) -> str:
+        image, text, address = match.groups()
+        target, _, anchor = address.partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
+        if "://" in address or not target or not (ROOT / path).exists():
+            return match[0]  # another host, this page, or an error that mkdocs reports
+        if (ROOT / path).is_dir():
+            return text
         if text.endswith(".md"):
             text = _title(ROOT / path)
-        relative = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
-        return f"{image}[{text}]({relative}{'#' if anchor else ''}{anchor})"
+        return f"{image}[{text}]({of_site(path)}{'#' if anchor else ''}{anchor})"
+
+    def code(part: str) -> str:
+        path = part.strip("`")
+        return f"[{part}]({of_site(path)})" if _EXAMPLE.fullmatch(path) and (ROOT / path).exists() else part
 
     parts = _CODE.split(markdown)
-    return "".join(part if index % 2 else _LINK.sub(of_site, part) for index, part in enumerate(parts))
+    return "".join(code(part) if index % 2 else _LINK.sub(link, part) for index, part in enumerate(parts))
 
 
 def _title(page: Path) -> str:

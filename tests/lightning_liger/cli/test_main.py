@@ -1,0 +1,117 @@
+"""Configurations compose and come back from ``--print_config``, and Ctrl-C ends the command in one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_liger.cli import main
+from lightning_liger.cli.training import LigerCLI
+
+ROOT = Path(__file__).parents[3]
+STORIES = sorted((ROOT / "examples").glob("*.yaml"))
+STRATEGIES = sorted((ROOT / "examples" / "strategies").glob("*.yaml"))
+SFT = ROOT / "examples" / "sft.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+
+
+@pytest.fixture
+def printed(capsys):
+    """Calls the command with ``--print_config``, and returns what it prints."""
+
+    def call(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--print_config"])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def contains(config, part) -> bool:
+    if isinstance(part, dict):
+        return all(key in config and contains(config[key], value) for key, value in part.items())
+    if isinstance(part, list):
+        return len(config) == len(part) and all(map(contains, config, part))
+    return config == part
+
+
+CASES = [
+    *(("fit", path) for path in STORIES),
+    *(("fit", ROOT / "examples" / "tiny.yaml", path) for path in STRATEGIES if "deepspeed" not in path.name),
+    ("validate", SFT),
+    ("test", SFT),
+    ("predict", SFT),
+    ("export", SFT, "--ckpt_path=a.ckpt", "--output=b"),
+    ("teacher_topk", SFT, "--output=a.safetensors"),
+]
+
+
+def test_printed_config_is_the_same_when_it_is_read_again(printed):
+    for subcommand, *given in CASES:
+        arguments = [f"--config={each}" if isinstance(each, Path) else each for each in given]
+        text = printed(subcommand, *arguments)
+        Path("printed.yaml").write_text(text, encoding="utf-8")
+        assert printed(subcommand, "--config=printed.yaml") == text, given
+        last = [yaml.safe_load(each.read_text(encoding="utf-8")) for each in given if isinstance(each, Path)][-1]
+        last.get("trainer", {}).pop("max_time", None)
+        assert contains(yaml.safe_load(text), last), given
+
+
+def test_later_files_and_options_win(printed):
+    def config(*arguments: str):
+        return yaml.safe_load(printed("fit", f"--config={SFT}", *arguments))
+
+    Path("a.yaml").write_text(
+        "trainer: {max_steps: 3, callbacks: [lightning.pytorch.callbacks.LearningRateMonitor]}\n"
+        "model: {init_args: {learning_rate: 0.5, config: {hidden_size: 32}}}\n",
+        encoding="utf-8",
+    )
+    before, after = config(), config("--config=a.yaml", "--trainer.max_steps=4")
+    assert (before["trainer"]["max_steps"], after["trainer"]["max_steps"]) == (-1, 4)
+    assert after["trainer"]["max_epochs"] == before["trainer"]["max_epochs"]
+    assert after["model"]["class_path"] == before["model"]["class_path"]
+    assert after["model"]["init_args"]["learning_rate"] == 0.5
+    # Lists and dictionaries are replaced; an option with the name of a key changes this one, and + appends.
+    assert [each["class_path"].rpartition(".")[2] for each in after["trainer"]["callbacks"]] == ["LearningRateMonitor"]
+    assert after["model"]["init_args"]["config"] == {"hidden_size": 32}
+    one_key = config("--model.config.hidden_size=32", "--trainer.callbacks+=LearningRateMonitor")
+    assert one_key["model"]["init_args"]["config"] == before["model"]["init_args"]["config"] | {"hidden_size": 32}
+    assert len(one_key["trainer"]["callbacks"]) == len(before["trainer"]["callbacks"]) + 1
+
+
+def test_another_class_keeps_the_options_that_it_has_too(printed):
+    text = printed("fit", f"--config={SFT}", "--model=lightning_liger.LigerMedusa")
+    model = yaml.safe_load(text)["model"]
+    assert model["class_path"] == "lightning_liger.LigerMedusa"
+    assert model["init_args"]["learning_rate"] == 3.0e-3
+
+
+@pytest.mark.parametrize("by_lightning", [False, True], ids=["here", "in Lightning"])
+def test_interrupt_ends_in_one_line(monkeypatch, capsys, by_lightning):
+    def interrupted(*args, **kwargs):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if not by_lightning:
+                raise
+            sys.exit(1)  # as Lightning's Trainer does
+
+    monkeypatch.setattr(LigerCLI, "__init__", interrupted)
+    assert main(["fit"]) == 130
+    assert capsys.readouterr().err == "lightning-liger: interrupted\n"
+
+
+def test_modules_in_this_folder_can_be_named(printed, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("my_model_of_this_test.py").write_text(
+        "from lightning_liger import LigerCausalLM\n\nclass MyModel(LigerCausalLM): ...\n", encoding="utf-8"
+    )
+    text = printed("fit", f"--config={SFT}", "--model=my_model_of_this_test.MyModel")
+    assert "class_path: my_model_of_this_test.MyModel" in text

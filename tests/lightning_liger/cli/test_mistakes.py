@@ -1,0 +1,110 @@
+"""Mistakes of users end the command with one sentence that names the place, the value and the closest name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_liger.cli import main
+from lightning_liger.cli.messages import closest
+
+ROOT = Path(__file__).parents[3]
+FIT = ("fit", f"--config={ROOT / 'examples' / 'sft.yaml'}", "--trainer.accelerator=cpu")
+FSDP = "lightning_liger.LigerFSDPStrategy"
+CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
+
+
+def yaml_of(**values: str) -> str:
+    """A yaml file with one value at a path of keys that are joined by two underscores."""
+    ((path, value),) = values.items()
+    keys = path.split("__")
+    return "\n".join(f"{'  ' * depth}{key}:" for depth, key in enumerate(keys)) + f" {value}\n"
+
+
+COMMAND_LINES = [
+    ((), "subcommand is required, one of fit,validate,test,predict,inspect,export,"),
+    (("fti",), "subcommand must be one of 'fit',", "got 'fti' (did you mean 'fit'?)"),
+    (("fit",), "data and model are required: give a yaml file with --config"),
+    (("fit", "--config"), "argument -c/--config: expected one argument"),
+    (("fit", "--config", "no.yaml"), "config: File does not exist: ", "no.yaml"),
+    (("fit", "--config", "."), "config: Path is not a file: "),
+    (("export", *FIT[1:]), "ckpt_path and output are required"),
+    ((*FIT, "more"), "unrecognized arguments: more"),
+    ((*FIT, "--trainer.max_stepz=1"), "--trainer.max_stepz=1 (did you mean 'trainer.max_steps'?)"),
+    ((*FIT, "--modle.learning_rate=1"), "--modle.learning_rate=1 (did you mean 'model'?)"),
+    ((*FIT, "--trainer.max_steps=ten"), "trainer.max_steps: Expected int. Got value: ten"),
+    ((*FIT, "--trainer.precision=bf17"), "'bf16-mixed'", "got bf17 (did you mean 'bf16'?)"),
+    ((*FIT, "--trainer.strategy=liger_fdsp"), "trainer.strategy must be auto, one of liger, ", "mean 'liger_fsdp'?)"),
+    ((*FIT, "--trainer.strategy=liger_fsdp", "--trainer.strategy.kernels=[]"), "'liger_fsdp': with options", FSDP),
+    ((*FIT, f"--trainer.strategy={FSDP}", "--trainer.strategy.memory_budge=2"), "(did you mean 'memory_budget'?)"),
+    (
+        (*FIT, f"--trainer.strategy={FSDP}", "--trainer.strategy.memory_budget=-1"),
+        "memory_budget must be 'auto'",
+        "got -1",
+    ),
+    ((*FIT, "--trainer.accelerator=gpu"), "trainer.accelerator is 'gpu', and PyTorch finds no GPU", "doctor` says why"),
+    ((*FIT, "--model=LigerCasualLM"), "got 'LigerCasualLM' (did you mean 'LigerCausalLM'?)"),
+    ((*FIT, "--model=torch.nn.Linear"), "model must be a subclass of LightningModule, got torch.nn.Linear"),
+    ((*FIT, "--model.learning_rat=1"), "model: lightning_liger.LigerCausalLM: ", "(did you mean 'learning_rate'?)"),
+    ((*FIT, "--model.learning_rate=fast"), "model.learning_rate: Expected float. Got value: fast"),
+    ((*FIT, "--data.batch_siz=1"), "option 'batch_siz' is not accepted (did you mean 'batch_size'?)"),
+    ((*FIT, "--optimizer=Adamm"), "optimizer must be ", "got 'Adamm' (did you mean 'Adam'?)"),
+    ((*FIT, "--print_config=all"), 'Invalid option "all" for --print_config'),
+    ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path must be the path of a checkpoint that exists, got 'no.ckpt'"),
+    (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
+    (("init", "sft", "--outptu=a.yaml"), "unrecognized arguments: --outptu=a.yaml (did you mean 'output'?)"),
+    (("schema", "--output=no/folder.json"), "output must be in a folder that exists, got 'no/folder.json'"),
+]
+"""Arguments, and parts of the message."""
+
+FILES = [
+    (
+        "seed_everything: 1\ntrainer: {a: [1\nmodel: 2\n",
+        "parsing config a.yaml, line 3, column 6: while parsing a flow",
+    ),
+    ("trainer:\n\tmax_steps: 1\n", "parsing config a.yaml, line 2, column 1: ", "cannot start any token"),
+    ("- 1\n", "config must be a yaml file with settings such as `trainer:`, got a.yaml, which holds a list"),
+    ("", "got a.yaml, which holds nothing: `lightning-liger init` writes one"),
+    (yaml_of(trainr__max_steps="1"), "does not accept option 'trainr.max_steps' (did you mean 'trainer.max_steps'?)"),
+    (yaml_of(trainer__max_stepz="1"), "does not accept option 'trainer.max_stepz' (did you mean 'trainer.max_steps'?)"),
+    (yaml_of(model__init_args__learning_rat="1"), "model: lightning_liger.LigerCausalLM: ", "mean 'learning_rate'?)"),
+    (yaml_of(model__class_path="lightning_liger.LigerCasualLM"), "'LigerCasualLM' (did you mean 'LigerCausalLM'?)"),
+    (yaml_of(model__class_path="no_such.Model"), "class_path 'no_such.Model': No module named 'no_such'"),
+    (
+        yaml_of(trainer__callbacks=f"[{{class_path: {CHECKPOINT}, init_args: {{dirpat: a}}}}]"),
+        f"trainer.callbacks: {CHECKPOINT}: option 'dirpat' is not accepted (did you mean 'dirpath'?)",
+    ),
+    (yaml_of(trainer__callbacks="[{class_path: EarlyStoping}]"), "'EarlyStoping' (did you mean 'EarlyStopping'?)"),
+    (
+        yaml_of(trainer__strategy=f"{{class_path: {FSDP}, init_args: {{activation_policy: [A]}}}}"),
+        f"trainer.strategy: {FSDP}: option 'activation_policy' is not accepted",
+    ),
+]
+"""Contents of a second yaml file, and parts of the message."""
+
+
+def test_mistakes_end_the_command_with_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    cases = [*COMMAND_LINES, *(((*FIT, "--config=a.yaml"), content, *parts) for content, *parts in FILES)]
+    assert len(cases) >= 25
+    for arguments, *parts in cases:
+        if "--config=a.yaml" in arguments:
+            (tmp_path / "a.yaml").write_text(parts.pop(0), encoding="utf-8")
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        printed = capsys.readouterr().err
+        assert ended.value.code == 2, arguments
+        message, _, options = printed.partition("\nOptions: lightning-liger")
+        assert message.startswith("lightning-liger: error: "), printed
+        assert "\n" not in message.strip(), printed  # one paragraph, and the command that lists the options
+        assert len(message) < 500, printed
+        assert options == "" or options.endswith("--help\n"), printed
+        for part in parts:
+            assert part in message, f"{part!r} is not in {message!r}"
+
+
+def test_closest_is_one_name_or_none():
+    assert closest("max_stepz", ["max_steps", "min_steps"]) == " (did you mean 'max_steps'?)"
+    assert closest("zebra", ["max_steps", "min_steps"]) == ""

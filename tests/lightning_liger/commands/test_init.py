@@ -1,0 +1,109 @@
+"""``lightning-liger init`` writes yaml files that run as they are."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_liger.cli import main
+from lightning_liger.commands import init
+from lightning_liger.commands.init import EXAMPLES, first_line, run_init, stories, write_story
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_stories_are_the_yaml_files_of_examples():
+    expected = {path.stem for path in (ROOT / "examples").glob("*.yaml")}
+    assert expected <= set(stories())
+    assert "liger_fsdp" not in stories()  # an addition to others
+
+
+def test_list_has_the_first_comment_of_each(capsys):
+    assert main(["init"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for name, path in stories().items():
+        assert path.read_text(encoding="utf-8").startswith("# ")
+        assert f"{name} {first_line(path)}" in printed
+
+
+@pytest.mark.parametrize("folder", [".", "made"])
+def test_written_yaml_differs_in_names_of_files_only(folder, tmp_path):
+    Path(folder).mkdir(exist_ok=True)
+    for name, path in stories().items():
+        if folder != "." and "examples." in path.read_text(encoding="utf-8"):
+            continue  # its Python code is found in the current folder only
+        output = Path(folder) / f"{name}.yaml"
+        write_story(path, output)
+        text = output.read_text(encoding="utf-8")
+        assert "examples/" not in text
+        assert f"lightning-liger fit --config {output}" in text
+        data = yaml.safe_load(text)["data"]["init_args"]
+        assert all(Path(data[key]).exists() for key in ("path", "tokenizer") if data.get(key))
+
+
+def test_written_story_trains_in_an_empty_folder(capsys):
+    assert main(["init", "sft", "--output=my.yaml"]) == 0
+    assert "Next: lightning-liger fit --config my.yaml" in capsys.readouterr().out
+    assert main(["fit", "--config=my.yaml", "--trainer.max_steps=1", "--trainer.accelerator=cpu"]) == 0
+    assert Path("runs/sft/checkpoints").is_dir()
+
+
+def test_nothing_is_overwritten():
+    run_init("sft")
+    with pytest.raises(FileExistsError, match=r"'sft\.yaml' exists already: delete it, or choose another --output"):
+        run_init("sft")
+    run_init("kto")  # shares the tokenizer
+    assert Path("data/feedback.jsonl").is_file()
+    Path("data/tokenizer/tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(FileExistsError, match="tokenizer"):
+        run_init("dpo")
+    assert not Path("dpo.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("stf",), ValueError, r"got 'stf' \(did you mean 'sft'\?\)"),
+        (("sft", "a.txt"), ValueError, r"output must be the name of a yaml file, got 'a\.txt'"),
+        (("sft", "no/a.yaml"), FileNotFoundError, r"output must be in a folder that exists, got 'no/a\.yaml'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, message):
+    story, *output = arguments
+    with pytest.raises(error, match=message):
+        run_init(story, output=output[0] if output else None)
+    assert list(Path().iterdir()) == []
+
+
+def test_code_and_the_files_that_it_names_are_written(tmp_path, monkeypatch):
+    examples = tmp_path / "shipped"
+    (examples / "course").mkdir(parents=True)
+    (examples / "course" / "course.yaml").write_text(
+        "# A course.\n#   fit --config examples/course/course.yaml\nmodel: {class_path: examples.course.Model}\n"
+    )
+    (examples / "course" / "__init__.py").write_text("from examples.course.model import Model\n")
+    (examples / "course" / "model.py").write_text("LOG = 'examples/course/log.txt'\n")
+    (examples / "course" / "log.txt").write_text("examples/course")
+    monkeypatch.setattr(init, "EXAMPLES", examples)
+    monkeypatch.chdir(tmp_path)
+    write_story(examples / "course" / "course.yaml", Path("mine.yaml"))
+    assert "fit --config mine.yaml" in Path("mine.yaml").read_text()
+    assert "class_path: course.Model" in Path("mine.yaml").read_text()
+    assert Path("course/__init__.py").read_text() == "from course.model import Model\n"
+    assert Path("course/model.py").read_text() == "LOG = 'course/log.txt'\n"
+    assert Path("course/log.txt").read_text() == "examples/course"
+    with pytest.raises(ValueError, match="output must be in this folder"):
+        write_story(examples / "course" / "course.yaml", tmp_path / "shipped" / "mine.yaml")
+
+
+def test_examples_are_data_of_the_package():
+    assert (EXAMPLES / "sft.yaml").is_file()
+    assert (EXAMPLES / "data" / "completions.jsonl").is_file()
