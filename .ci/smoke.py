@@ -11,20 +11,18 @@ import venv
 from pathlib import Path
 
 PROGRAM = """
-import sys, shutil
+import sys
 from importlib.metadata import version
 from pathlib import Path
 import lightning_liger, liger_ops
 from lightning.pytorch.strategies import StrategyRegistry
 
-package = Path(lightning_liger.__file__).parent
 for module in (lightning_liger, liger_ops):
     assert Path(module.__file__).is_relative_to(sys.prefix), module.__file__
     assert Path(module.__file__).with_name("py.typed").exists()
 assert version("lightning-liger") == lightning_liger.__version__
 names = {"liger", "liger_ddp", "liger_fsdp", "liger_model_parallel", "liger_deepspeed_stage_2"}
 assert names <= set(StrategyRegistry), StrategyRegistry
-shutil.copytree(package / "examples", "examples")
 """
 
 
@@ -39,12 +37,12 @@ def main(wheel: str) -> None:
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 
         command = str(made / "bin" / "lightning-liger")
-        fit = ["fit", "--config", "examples/sft.yaml", "--trainer.max_steps", "2", "--trainer.accelerator", "cpu"]
-        for step in ([str(python), "-c", PROGRAM], [command, "--help"], [command, *fit]):
+        fit = ["fit", "--config", "sft.yaml", "--trainer.max_steps", "2", "--trainer.accelerator", "cpu"]
+        for step in ([str(python), "-c", PROGRAM], [command, "--help"], [command, "init", "sft"], [command, *fit]):
             done = subprocess.run(step, cwd=folder, capture_output=True, text=True, timeout=300)
             if done.returncode:
                 sys.exit(f"{Path(wheel).name}: {step[:3]} ended with {done.returncode}\n{done.stdout}{done.stderr}")
-        print(f"{Path(wheel).name}: imports, --help and two steps of training work in an empty environment")
+        print(f"{Path(wheel).name}: imports, --help, init and two steps of training work in an empty environment")
 
 
 if __name__ == "__main__":
