@@ -13,7 +13,7 @@ from tests import docs_sections
 from tests.lightning_liger.models_table import HEADER, row
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.splitlines() if line.startswith("| ")}
 VERSION = re.search(r"in transformers ([\d.]+)", PAGE)
