@@ -3,6 +3,7 @@
 The yaml files are those of ``examples/``, which are data of this package.
 """
 
+import collections
 import re
 from pathlib import Path
 
@@ -30,20 +31,19 @@ def run_init(story: str | None = None, *, output: str | None = None) -> int:
     if story not in found:
         raise ValueError(f"story must be one that `{PROGRAM} init` lists, got {story!r}{closest(story, found)}")
     path = Path(output or f"{story}.yaml")
-    for written in write_story(found[story], path):
-        print(f"wrote {written}")
+    written = write_story(found[story], path)
+    folders = collections.Counter(file.parent for file in written)
+    names = dict.fromkeys(file if folders[file.parent] < 5 else file.parent for file in written if file != path)
+    for name in (path, *names):
+        print(f"wrote {name}" + (f" ({folders[name]} files)" if name in folders and name != path else ""))
     print(f"\nNext: {PROGRAM} fit --config {path}")
     return 0
 
 
 def stories() -> dict[str, Path]:
-    """The yaml files of ``examples/`` by name; those of ``strategies/`` are additions to others and no stories."""
-    paths = sorted(EXAMPLES.glob("*.yaml")) + sorted(EXAMPLES.glob("*/*.yaml"))
-    return {
-        path.stem: path
-        for path in reversed(paths)
-        if path.parent.name != "strategies" and "\nmodel:" in path.read_text(encoding="utf-8")
-    }
+    """The yaml files of ``examples/``, and those of folders in it that have the name of their folder, by name."""
+    paths = [*EXAMPLES.glob("*.yaml"), *(path for path in EXAMPLES.glob("*/*.yaml") if path.stem == path.parent.name)]
+    return {path.stem: path for path in sorted(paths)}
 
 
 def _print_list(found: dict[str, Path]) -> None:

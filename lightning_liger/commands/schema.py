@@ -53,7 +53,7 @@ def make_schema() -> dict[str, Any]:
     for subcommand, skipped in LigerCLI.subcommands().items():
         parser = ArgumentParser()
         parser.add_method_arguments(LigerCLI.trainer_type, subcommand, skip=skipped, fail_untyped=False)
-        found |= schema.properties_of(parser)
+        found = schema.properties_of(parser) | found  # some need what others may leave out, such as ckpt_path
     return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}
 
 

@@ -42,7 +42,14 @@ _REFUSED: Refused = {
 
 
 class _FusedDeepSpeed(_Strategy):
-    """Applies kernels under DeepSpeed. A mixin for strategies of Trainer and Fabric."""
+    """Applies kernels under DeepSpeed. A mixin for strategies of Trainer and Fabric.
+
+    Args:
+        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
+            :func:`~lightning_liger.apply_liger_kernels`.
+        on_nonfinite_grad: Only ``"ignore"``: DeepSpeed skips steps that overflow in fp16 itself.
+        context_parallel_size: Only 1.
+    """
 
     _lightnings_class: Any
     config: Any

@@ -223,7 +223,17 @@ def announce_plan(line: str, plan: Plan, fits: bool) -> None:
 
 
 class _Activations(_Strategy):
-    """Controls the layers of models. A mixin for strategies of Trainer and Fabric, to list before their kernels."""
+    """Controls the layers of models. A mixin for strategies of Trainer and Fabric, to list before their kernels.
+
+    Args:
+        activation_checkpointing: The layers to recompute in backward: ``"none"`` (the default), ``"full"``, the number
+            of the first ones, or a list or set of layer classes or their names; see docs/training.md.
+        memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``: as many layers are recomputed as
+            needed to stay within it.
+        attention_backend: The backend of ``F.scaled_dot_product_attention`` that is tried first in the model's layers:
+            ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``, or ``"auto"``, the one that is measured to be the
+            fastest. None leaves PyTorch's order. See docs/training.md.
+    """
 
     _layers_to_checkpoint: Any = None
     """The value of ``activation_checkpointing_policy``, in strategies that have it."""

@@ -23,7 +23,12 @@ else:
 
 
 class _FaultTolerance(CheckedArguments, _Strategy):
-    """The switch, and checkpoint plugins that write atomically. A mixin for strategies of Trainer and Fabric."""
+    """The switch, and checkpoint plugins that write atomically. A mixin for strategies of Trainer and Fabric.
+
+    Args:
+        fault_tolerance: Whether checkpoints are atomic and hold what every rank needs to resume in the middle of an
+            epoch, and SIGTERM ends all ranks at the same batch. False leaves all of it to Lightning.
+    """
 
     _checkpoint_io: CheckpointIO | None
 

@@ -18,6 +18,9 @@ class SharesSequences(_Strategy):
 
     These ranks get the same batches, and the steps of :class:`~lightning_liger.LigerLMMixin` take each rank's shard of
     the rows. Parameters are still replicated or sharded over all ranks. In ``predict`` rows stay whole.
+
+    Args:
+        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
     """
 
     def __init__(self, *args: Any, context_parallel_size: int = 1, **kwargs: Any) -> None:

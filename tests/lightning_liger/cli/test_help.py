@@ -76,8 +76,8 @@ def build(model: str, size: int | None = None, *, name: str = "a", quick: bool =
 def test_arguments_of_a_function_become_options():
     parser = parser_of("build", build)
     given = ["m", "3", "--quick", "--slow=false", "--name", "b"]
-    assert parser.parse_args(given).as_dict() == dict(model="m", size=3, name="b", quick=True, slow=False)
-    assert parser.parse_args(["m"]).as_dict() == dict(model="m", size=None, name="a", quick=False, slow=True)
+    assert parser.parse_args(given).as_dict() == {"model": "m", "size": 3, "name": "b", "quick": True, "slow": False}
+    assert parser.parse_args(["m"]).as_dict() == {"model": "m", "size": None, "name": "a", "quick": False, "slow": True}
     text = " ".join(parser.format_help().split())
     assert text.startswith("usage: lightning-liger build ")
     assert all(part in text for part in ("Build it. With care.", "The model.", "Whether it is quick."))

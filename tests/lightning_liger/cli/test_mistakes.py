@@ -60,7 +60,7 @@ COMMAND_LINES = [
 FILES = [
     (
         "seed_everything: 1\ntrainer: {a: [1\nmodel: 2\n",
-        "parsing config a.yaml, line 3, column 6: while parsing a flow",
+        "parsing config a.yaml, line 3, column 6: while parsing",
     ),
     ("trainer:\n\tmax_steps: 1\n", "parsing config a.yaml, line 2, column 1: ", "cannot start any token"),
     ("- 1\n", "config must be a yaml file with settings such as `trainer:`, got a.yaml, which holds a list"),

@@ -93,6 +93,8 @@ def test_code_and_the_files_that_it_names_are_written(tmp_path, monkeypatch):
     (examples / "course" / "model.py").write_text("LOG = 'examples/course/log.txt'\n")
     (examples / "course" / "log.txt").write_text("examples/course")
     monkeypatch.setattr(init, "EXAMPLES", examples)
+    (examples / "course" / "large.yaml").write_text("# An addition.\n")
+    assert list(stories()) == ["course"]
     monkeypatch.chdir(tmp_path)
     write_story(examples / "course" / "course.yaml", Path("mine.yaml"))
     assert "fit --config mine.yaml" in Path("mine.yaml").read_text()
