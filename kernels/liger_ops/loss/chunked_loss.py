@@ -99,7 +99,7 @@ def choose_accumulate_dtype(weight_dtype: torch.dtype, num_chunks: int) -> torch
     """The dtype that the weight gradient is summed in: the weight's while few chunks round, then float32."""
     if weight_dtype == torch.bfloat16 and num_chunks <= _MAX_ROUNDED_ACCUMULATIONS:
         return weight_dtype
-    return torch.promote_types(weight_dtype, torch.float32)
+    return _wide(weight_dtype)
 
 
 class Gradients(NamedTuple):
@@ -336,9 +336,12 @@ class _Factor:
     def collect_input(self, grad_logits: Tensor, parts: list[slice], index: Tensor | None, total: Tensor) -> None:
         """Writes the chunk's gradient of the input to its rows of ``total``; overwrites the chunk if it is a copy."""
         grad = total if index is None else self.chunk
-        # The few columns first: what they add is rounded at their own size.
-        for place, part in enumerate(reversed(parts)):
-            _accumulate_product(grad, grad_logits[:, part], self.weight[part], keep=place > 0)
+        # cuBLAS rounds a product before it adds it to what is there, and what few columns add would be lost in that.
+        summed = grad if len(parts) == 1 else grad.new_empty(grad.shape, dtype=_wide(grad.dtype))
+        for place, part in enumerate(parts):
+            _accumulate_product(summed, grad_logits[:, part], self.weight[part], keep=place > 0)
+        if summed is not grad:
+            grad.copy_(summed)
         if index is not None:
             total.index_copy_(0, index, grad)
 
@@ -436,6 +439,10 @@ def aligned_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dty
     if padding:  # matrix products in half precision read it on CPUs with AMX, where NaN would spread
         padded[:, num_columns:] = 0.0
     return padded[:, :num_columns]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None:

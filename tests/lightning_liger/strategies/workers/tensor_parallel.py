@@ -225,7 +225,9 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "token loss": lambda logits, labels: token_loss(
         logits, labels, lambda scores, index: -scores.log_probs.exp().detach() * scores.log_probs
     )[0],
-    "classes": lambda logits, labels: topk_log_probs(logits, torch.arange(24).view(2, 4, 3) * 2).sum(),
+    "classes": lambda logits, labels: topk_log_probs(
+        logits, torch.arange(24, device=labels.device).view(2, 4, 3) * 2
+    ).sum(),
     "divergence": lambda logits, labels: divergence(logits, (logits * 0.3).detach(), kind="jsd", reduction="sum"),
     "entropy": lambda logits, labels: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(),
 }

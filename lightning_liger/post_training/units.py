@@ -1,0 +1,76 @@
+"""Losses of units of tokens, such as preference pairs, taken unit by unit where the head's gradient is computed."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from liger_ops import IGNORE_INDEX, TokenScores
+from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.scores import token_loss
+
+MAX_UNIT_BYTES = 2**30
+"""Of the logits of a unit, which are in memory at once."""
+
+
+def can_take_units(logits: Tensor, max_unit_tokens: int) -> bool:
+    """Whether the loss of each unit can be taken with all of its logits, which saves one product of the head's size.
+
+    Args:
+        logits: Lazy or materialized.
+        max_unit_tokens: Tokens of the largest unit.
+    """
+    if not torch.is_grad_enabled() or not isinstance(logits, LazyLogits) or logits.is_expression:
+        return False
+    unit_bytes = max_unit_tokens * logits.shape[-1] * logits.element_size()
+    return logits.head.requires_grad and unit_bytes <= MAX_UNIT_BYTES
+
+
+def unit_loss(
+    logits: Tensor,
+    labels: Tensor,
+    units: Tensor,
+    num_units: int,
+    losses: Callable[[TokenScores], Tensor],
+    *,
+    outputs: Sequence[str] = ("log_probs",),
+    detach: Sequence[str] = (),
+) -> tuple[Tensor, TokenScores]:
+    """The sum of a loss over units of tokens.
+
+    Args:
+        logits: ``[..., vocab_size]``, lazy or materialized.
+        labels: ``[...]``, int64, -100 for tokens without a label.
+        units: ``[...]``, int64: the unit of each token, from 0.
+        num_units: Their number.
+        losses: From the scores of all tokens, ``[...]`` each, to the losses of all units, ``[num_units]``. It is called
+            for some units at a time; the scores of the others' tokens are 0 then.
+        outputs: The scores it gets.
+        detach: Those that it gets without gradient.
+
+    Returns:
+        The sum, differentiable; and the scores of all tokens, which are not.
+    """
+    flat = units.reshape(-1)
+
+    def of_chunk(scores: TokenScores, index: Tensor) -> Tensor:
+        whole = (None if score is None else _spread(score, index, labels) for score in scores)
+        of_units = losses(TokenScores(*whole))
+        total = of_units.where(_present(flat[index], num_units), 0.0).sum()
+        return torch.cat([total[None], total.new_zeros(len(index) - 1)])  # which token has it does not matter
+
+    total, scores = token_loss(logits, labels, of_chunk, units=units, outputs=outputs, detach=detach)
+    with torch.no_grad():  # units without a label are in no chunk
+        is_empty = ~_present(flat, num_units, labels.reshape(-1) != IGNORE_INDEX)
+        rest = losses(scores).where(is_empty, 0.0).sum()
+    return total + rest.to(total.dtype), scores
+
+
+def _spread(score: Tensor, index: Tensor, labels: Tensor) -> Tensor:
+    return score.new_zeros(labels.numel()).index_put((index,), score).view(labels.shape)
+
+
+def _present(units: Tensor, num_units: int, counts: Tensor | None = None) -> Tensor:
+    """Which units are among some tokens' that count, ``[num_units]``."""
+    counts = torch.ones_like(units) if counts is None else counts.long()
+    return torch.zeros(num_units, dtype=torch.int64, device=units.device).index_add(0, units.clamp(min=0), counts) > 0
