@@ -1,11 +1,13 @@
 # make demo   train a small language model on this machine's Python sources, and continue a prompt with it
 # make test   run the whole test suite
 # make docs   write docs/models.md again, and the tables that are made from data and code
+# make site   build the documentation site into build/site; warnings are errors
+# make smoke  build sdist and wheel, install the wheel into an empty environment, and train two steps with it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo predict test lint docs wheel clean
+.PHONY: demo predict test lint docs site wheel smoke clean
 
 # The virtual environment is complete when this file is newer than what it was made from.
 $(VENV)/.complete: pyproject.toml constraints.txt
@@ -15,8 +17,17 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.complete
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 demo: $(VENV)/.complete
 	$(BIN)/lightning-liger fit --config examples/tiny.yaml
+	@printf '\nWhat to try next:\n'
+	@printf '\n  # %s\n  %s\n' \
+	  'the model continues a prompt' 'make predict' \
+	  'instruction tuning, in seconds' '$(BIN)/lightning-liger fit --config examples/sft.yaml' \
+	  'the memory of a larger model, and what fits' '$(BIN)/lightning-liger inspect llama --gpu h100-80gb'
 
 predict: $(VENV)/.complete
 	$(BIN)/lightning-liger predict --config examples/tiny.yaml --ckpt_path runs/tiny/checkpoints/last.ckpt --data.prompt "import os"
@@ -33,8 +44,16 @@ docs: $(VENV)/.complete
 	$(BIN)/python -m tests.lightning_liger.models_table docs/models.md
 	$(BIN)/python -m tests.docs_sections
 
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 wheel: $(VENV)/.complete
-	$(BIN)/python -m build --wheel
+	rm -rf dist && mkdir dist
+	$(BIN)/python -m build --no-isolation >dist/build.log 2>&1 || { cat dist/build.log; exit 1; }
+	rm dist/build.log
+
+smoke: wheel
+	$(BIN)/python .ci/smoke.py dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info

@@ -352,6 +352,7 @@ def _first_line(cls: type) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     "README.md: training": ("README.md", training),
+    "docs/index.md: training": ("docs/index.md", training),
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
         for section in (training, scaling, models, loss, ops, claims)

@@ -13,7 +13,7 @@ from tests import docs_sections
 from tests.lightning_liger.models_table import HEADER, row
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROWS = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.splitlines() if line.startswith("| ")}
 VERSION = re.search(r"in transformers ([\d.]+)", PAGE)
@@ -76,7 +76,7 @@ def test_files_that_the_page_on_the_code_names_exist() -> None:
     page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w/.<])(?:\w+/)+(?:\w+\.py)?", page))
     assert len(named) > 30
-    roots = (ROOT, ROOT / "lightning_liger", ROOT / "kernels")
+    roots = (ROOT, ROOT / "lightning_liger", ROOT / "kernels", ROOT / "docs")
     assert [path for path in sorted(named) if not any((root / path).exists() for root in roots)] == []
 
 

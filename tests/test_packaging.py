@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -90,6 +91,30 @@ def test_pinned_version_is_one_that_the_project_accepts(pinned):
 def test_files_that_the_project_names_are_there():
     for name in (PROJECT["readme"], *PROJECT["license-files"]):
         assert (ROOT / name).read_text(encoding="utf-8").strip()
+
+
+def test_workflows_call_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    workflows = [ROOT / ".ci" / "run", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    for workflow in workflows:
+        text = workflow.read_text(encoding="utf-8")
+        targets = re.findall(r"(?:^|run: )make (\w+)$", text, flags=re.MULTILINE)
+        assert targets, workflow.name
+        assert [target for target in targets if f"\n{target}:" not in makefile] == []
+    assert {"lint", "test", "smoke", "site"} <= set(re.findall(r"^make (\w+)$", workflows[0].read_text(), re.MULTILINE))
+
+
+def test_files_of_the_repository_can_be_read_and_name_what_they_should():
+    read = {path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github").rglob("*.yml")}
+    assert {"ci.yml", "release.yml", "bug.yml", "feature.yml"} <= set(read)
+    assert "lightning-liger doctor" in str(
+        next(field for field in read["bug.yml"]["body"] if field.get("id") == "doctor")
+    )
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["title"] == PROJECT["name"]
+    assert citation["license"] == PROJECT["license"]
+    assert "arXiv:2410.10989" in str(citation["references"])
+    assert "Contributor Covenant" in (ROOT / "CODE_OF_CONDUCT.md").read_text(encoding="utf-8")
 
 
 def test_wheel_holds_both_packages_and_nothing_else(tmp_path):

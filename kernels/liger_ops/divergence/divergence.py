@@ -232,8 +232,8 @@ def divergence(
     Args:
         student_logits: ``[..., vocab_size]``; the only argument with a gradient.
         teacher_logits: ``[..., vocab_size]``, of the same tokens.
-        kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale, mask,
-            token_weight, reduction, vocab: As for :func:`~liger_ops.linear_divergence`.
+        kind, beta, temperature, t_squared, softcap, logit_scale: As for :func:`~liger_ops.linear_divergence`.
+        teacher_softcap, teacher_logit_scale, mask, token_weight, reduction, vocab: As for it, too.
 
     Returns:
         In at least float32: ``[...]`` for ``reduction="none"``, else a scalar. Beyond the gradient only rows that fit
