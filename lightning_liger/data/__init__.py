@@ -12,6 +12,7 @@ from lightning_liger.data.collate import (
 from lightning_liger.data.completions import ConversationDataModule, PromptCompletionDataModule
 from lightning_liger.data.examples import ExamplesDataModule
 from lightning_liger.data.feedback import UnpairedFeedbackDataModule
+from lightning_liger.data.images import ImageTextCollator, ImageTextDataModule
 from lightning_liger.data.multiple_choice import MultipleChoiceDataModule
 from lightning_liger.data.preference import PreferenceDataModule
 from lightning_liger.data.rollouts import RolloutDataModule
@@ -22,6 +23,8 @@ __all__ = [
     "ConversationDataModule",
     "ExamplesDataModule",
     "FeedbackCollator",
+    "ImageTextCollator",
+    "ImageTextDataModule",
     "Layout",
     "MultipleChoiceCollator",
     "MultipleChoiceDataModule",

@@ -91,7 +91,7 @@ def test_training_learns_the_right_answers_only_and_validation_scores_all(make):
     assert batch["num_questions"] == 5
     assert batch["question_ids"].tolist() == [0] * 2 + [1] * 4 + [2] * 3 + [3] * 3 + [4] * 3
     assert batch["is_answer"].nonzero().flatten().tolist() == [1, 4, 6, 10, 14]
-    assert (batch["completion_mask"].sum(1) == 1).all()
+    assert (batch["completion_mask"].sum(1) == 2).all()  # a space and a letter in this small vocabulary
 
 
 @pytest.mark.parametrize("truncation", ["keep_start", "keep_end"])
@@ -103,4 +103,4 @@ def test_questions_whose_choices_do_not_fit_are_left_out(make, truncation):
         return
     data = make(rows, max_length=64, truncation=truncation)
     assert [batch["num_questions"] for batch in data.val_dataloader()] == [2, 1]
-    assert all((batch["completion_mask"].sum(1) == 1).all() for batch in data.val_dataloader())
+    assert all((batch["completion_mask"].sum(1) == 2).all() for batch in data.val_dataloader())
