@@ -116,9 +116,9 @@ def captioned(seed: int, folder: Path) -> Iterator[dict[str, str]]:
     kinds = [(shape, color) for shape in SHAPES for color in COLORS] * (NUM_IMAGES // 16)
     draw.shuffle(kinds)
     for index, (shape, color) in enumerate(kinds):
-        name = f"images/{index:02}.ppm"
+        name = f"{index:02}.ppm"
         content = f"P6 {IMAGE_SIZE} {IMAGE_SIZE} 255\n".encode() + image(shape, color, draw).tobytes()
-        (folder / name).write_bytes(content)
+        (folder / "images" / name).write_bytes(content)
         yield {"image": name, "prompt": "What is in the image?", "completion": f" A {color} {shape}."}
 
 
@@ -178,7 +178,7 @@ def teacher_rows(tokenizer: Any, texts: list[str]) -> Iterator[dict[str, np.ndar
 
 def main(folder: Path = FOLDER) -> None:
     """Writes all files."""
-    data = {**records(), "images.jsonl": list(captioned(10, folder))}
+    data = {**records(), "images/records.jsonl": list(captioned(10, folder))}
     for name, rows in data.items():
         lines = [json.dumps(row) for row in rows]
         text = "[\n" + ",\n".join(lines) + "\n]\n" if name.endswith(".json") else "\n".join(lines) + "\n"
