@@ -139,6 +139,14 @@ class LigerPostTrainingMixin(LigerStepMixin):
         """The group of ranks that share each sequence, None if ranks do not share sequences."""
         return None if self._trainer is None else engine_of(self.trainer).context_parallel
 
+    @property
+    def _ranks_per_batch(self) -> int:
+        """How many ranks get each batch, because they share its sequences or the weights."""
+        if self._trainer is None:
+            return 1
+        num_ranks: int = self.trainer.world_size
+        return num_ranks // (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", num_ranks)
+
     def sum_over_context(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that share sequences, differentiable; the tensor itself if ranks do not share any."""
         return tensor if self.context is None else cast(Tensor, _SumOverRanks.apply(tensor, self.context.group))

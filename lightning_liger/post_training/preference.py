@@ -437,7 +437,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             "logits/chosen": mean(scores.mean_logit, is_chosen),
             "logits/rejected": mean(scores.mean_logit, is_rejected),
             "mean_token_accuracy": mean(scores.correct, is_chosen),
-            "num_tokens": Total(number / (1 if self.context is None else self.context.size)),
+            "num_tokens": Total(number / self._ranks_per_batch),
         }
 
 

@@ -335,9 +335,11 @@ def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]
 
 def _connect_gradients(model: Module, precision: Any) -> Module:
     """Lets NCCL average gradients while it sums them, where FSDP would divide them in separate passes, and lets the
-    precision plugin accumulate those that FSDP offloads to the CPU."""
-    if any(unit.cpu_offload.offload_params for unit in FullyShardedDataParallel.fsdp_modules(model)):
+    precision plugin mend what FSDP leaves undone after backward."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    if any(unit.cpu_offload.offload_params for unit in units):
         precision.accumulate_offloaded(model)
+    precision.show_frozen(unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD)
     sharded = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
     if (
         isinstance(model, FullyShardedDataParallel)

@@ -7,7 +7,7 @@ user) made: :func:`adopt` extends its class by the mixins of this file.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -146,13 +147,15 @@ class GradientClipping(_TrainerPrecision):
 
 
 class UnderFSDP(_AnyPrecision):
-    """Keeps the dtypes of converted buffers, and accumulates offloaded gradients. A mixin for FSDP's precision plugins.
+    """Keeps dtypes of converted buffers, accumulates offloaded gradients, and shows frozen parameters after backward.
 
-    FSDP would cast buffers again in the first forward, and overwrite gradients that it offloads to the CPU.
+    FSDP would cast buffers again in the first forward, overwrite gradients that it offloads to the CPU, and leave
+    frozen units that are not sharded without parameters. A mixin for FSDP's precision plugins.
     """
 
     _with_gradients: set[Parameter] | None = None
     """Parameters that had a gradient on the CPU before every forward since the last backward."""
+    _whole_units: tuple[FullyShardedDataParallel, ...] = ()
 
     @property
     def mixed_precision_config(self) -> Any:
@@ -163,6 +166,13 @@ class UnderFSDP(_AnyPrecision):
     def accumulate_offloaded(self, model: Module) -> None:
         """Accumulates gradients of ``model``, which FSDP wraps and offloads."""
         model.register_forward_pre_hook(self._note_gradients)
+
+    def show_frozen(self, units: Iterable[FullyShardedDataParallel]) -> None:
+        """Restores the parameters of ``units``, which are not sharded, after each backward if all of them are frozen.
+
+        FSDP takes parameters that are not sharded for restored ones: state dicts and ``parameters()`` lack them.
+        """
+        self._whole_units = tuple(units)
 
     def _note_gradients(self, model: Module, args: Any) -> None:
         # Before forward, in which FSDP shows the gradients of earlier steps again, although they were set to None.
@@ -180,6 +190,9 @@ class UnderFSDP(_AnyPrecision):
         for parameter, gradient in earlier.items():
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
+        for unit in self._whole_units:
+            if unit._handle is not None and not unit._handle.flat_param.requires_grad:
+                unit._handle.reshard(False)
 
 
 class EvaluatedPrecision(KernelConversion, LazyEvaluation):

@@ -35,10 +35,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def fit(module: LigerCausalLM, path: Path, steps: int, *, strategy: str = "liger", ckpt_path: Any = None) -> L.Trainer:
+class Saving(L.Callback):
+    """Saves a checkpoint after each step, as :class:`ModelCheckpoint` does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def fit(
+    module: LigerCausalLM,
+    path: Path,
+    steps: int,
+    *callbacks: L.Callback,
+    strategy: str = "liger",
+    ckpt_path: Any = None,
+) -> L.Trainer:
     trainer = L.Trainer(
         default_root_dir=path, accelerator="cpu", devices=1, max_steps=steps, strategy=strategy, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.fit(module, DataLoader([tiny_batch()] * 8, batch_size=None), ckpt_path=ckpt_path)
     return trainer
@@ -49,27 +66,33 @@ def settings(folder: Path | None, **others: Any) -> dict[str, Any]:
     return {"lora": LORA, "learning_rate": 0.05, "num_training_steps": 8, **model, **others}
 
 
-@pytest.mark.parametrize("strategy", ["liger", "liger_fsdp", "liger_model_parallel"])
-def test_only_adapters_learn_and_training_resumes_and_is_exported(folder: Path, tmp_path: Path, strategy: str) -> None:
-    exported = {}
+@pytest.mark.parametrize(
+    ("strategy", "modules"),
+    [("liger", ["q_proj", "lm_head"]), ("liger_fsdp", ["q_proj"]), ("liger_model_parallel", ["q_proj", "lm_head"])],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_only_adapters_learn_and_training_resumes_and_is_exported(
+    folder: Path, tmp_path: Path, strategy: str, modules: list[str]
+) -> None:
+    arguments, exported = settings(folder, lora={**LORA, "target_modules": modules}), {}
     for name, starts in {"straight": (4,), "resumed": (2, 4)}.items():
         checkpoint = None
         for steps in starts:
             torch.manual_seed(1)
-            module = LigerCausalLM(**settings(folder))
-            trainer = fit(module, tmp_path, steps, strategy=strategy, ckpt_path=checkpoint)
-            checkpoint = tmp_path / f"{name}-{steps}.ckpt"
-            trainer.save_checkpoint(checkpoint)
+            module = LigerCausalLM(**arguments)
+            saving = Saving(tmp_path / f"{name}-{steps}.ckpt")
+            fit(module, tmp_path, steps, saving, strategy=strategy, ckpt_path=checkpoint)
+            checkpoint = saving.path
         if strategy == "liger":
             with torch.no_grad():
                 logits = module.model.eval()(input_ids=tiny_batch()["input_ids"]).logits + 0
-        export_pretrained(LigerCausalLM(**settings(folder)), checkpoint, tmp_path / name)
+        export_pretrained(LigerCausalLM(**arguments), checkpoint, tmp_path / name)
         exported[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name)
     straight, resumed = (model.state_dict() for model in exported.values())
     assert straight.keys() == tiny_llama().state_dict().keys()
     torch.testing.assert_close(resumed, straight)
     changed = {name for name, value in tiny_llama().state_dict().items() if not torch.equal(value, straight[name])}
-    assert changed == {name for name in straight if "q_proj" in name or "lm_head" in name}
+    assert changed == {name for name in straight if any(module in name for module in modules)}
     if strategy == "liger":
         torch.testing.assert_close(exported["resumed"](input_ids=tiny_batch()["input_ids"]).logits, logits)
 
