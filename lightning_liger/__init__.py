@@ -30,6 +30,7 @@ from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.tpo import TPOOptions
 from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
+from lightning_liger.monitor import LigerMonitor
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.post_training.alignment import matched_token_ids
@@ -106,6 +107,7 @@ __all__ = [
     "LigerMedusa",
     "LigerMedusaMixin",
     "LigerModelParallelStrategy",
+    "LigerMonitor",
     "LigerMultipleChoice",
     "LigerORPO",
     "LigerPolicyMixin",

@@ -72,3 +72,9 @@ def test_example_has_a_page_which_the_index_lists(example):
     page = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
     assert f"examples/{example.name}" in page
     assert f"({stem}.md)" in (DOCS / "index.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_example_is_monitored(example):
+    callbacks = yaml.safe_load(example.read_text(encoding="utf-8"))["trainer"]["callbacks"]
+    assert "lightning_liger.LigerMonitor" in [callback["class_path"] for callback in callbacks]

@@ -1,7 +1,5 @@
 """The table of replacements before training, and a summary of speed, losses and memory after it."""
 
-import resource
-import time
 from typing import Any
 
 import lightning as L
@@ -12,6 +10,9 @@ from typing_extensions import override
 
 from liger_ops.arguments import check_integer
 from lightning_liger.callbacks.kernels import LigerCallback
+from lightning_liger.monitor import LigerMonitor
+from lightning_liger.monitor.clock import TrainingClock, peak_memory, readable_bytes, share_of_each
+from lightning_liger.monitor.page import table
 from lightning_liger.patching import PatchReport
 
 
@@ -20,7 +21,8 @@ class TrainingSummary(L.Callback):
 
     The summary: tokens per second (of all processes, where those that share batches count as one; without validation
     and the first ``skip_steps`` steps), the last losses, the peak memory of a process, the bytes of logits that
-    were never allocated, and the plan for a ``memory_budget``; numbers are also in ``results``.
+    were never allocated, the plan for a ``memory_budget``, and what a :class:`~lightning_liger.LigerMonitor` of the
+    same Trainer has measured; numbers are also in ``results``.
 
     Args:
         skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
@@ -30,19 +32,21 @@ class TrainingSummary(L.Callback):
         ValueError: If ``skip_steps`` is negative.
     """
 
+    shows_monitor = True
+    """A :class:`~lightning_liger.LigerMonitor` prints no table then."""
+
     def __init__(self, skip_steps: int = 2) -> None:
         check_integer("skip_steps", skip_steps, at_least=0)
         self.skip_steps = skip_steps
         self.results: dict[str, float] = {}
-        self._num_batches = 0
-        self._num_tokens = 0
-        self._seconds = 0.0
-        self._interval_start: float | None = None
+        self._clock = TrainingClock(skip_steps)
+        self._num_tokens, self._seconds = 0, 0.0
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+        self._clock.fit_starts()
         report = _patch_report(trainer)
         if trainer.is_global_zero:
             console = Console()
@@ -52,24 +56,18 @@ class TrainingSummary(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._num_batches += 1
-        if self._num_batches > self.skip_steps * trainer.accumulate_grad_batches:
-            if self._interval_start is None:
-                self._interval_start = _now(trainer)
-            self._num_tokens += _count_tokens(batch)
+        self._clock.batch_starts(trainer, batch)
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop_clock(trainer)
+        self._clock.pause(trainer)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop_clock(trainer)
-
-    def _stop_clock(self, trainer: L.Trainer) -> None:
-        if self._interval_start is not None:
-            self._seconds += _now(trainer) - self._interval_start
-            self._interval_start = None
+        self._clock.pause(trainer)
+        lap = self._clock.lap(trainer)
+        self._num_tokens += lap.num_tokens
+        self._seconds += lap.seconds()
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -83,15 +81,13 @@ class TrainingSummary(L.Callback):
             device=trainer.strategy.root_device,
         )
         num_tokens, bytes_avoided = trainer.strategy.reduce(totals, reduce_op="sum").tolist()
-        # Tensor- and context-parallel ranks count the same batches.
-        sampler = trainer.distributed_sampler_kwargs
-        num_tokens *= sampler["num_replicas"] / trainer.world_size if sampler is not None else 1
+        num_tokens *= share_of_each(trainer)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.results = {
             "steps": trainer.global_step,
             "processes": trainer.world_size,
             "tokens_per_second": num_tokens / self._seconds if self._seconds else 0.0,
-            "peak_memory_bytes": _peak_memory(trainer.strategy),
+            "peak_memory_bytes": peak_memory(trainer.strategy),
             "logits_bytes_avoided": bytes_avoided,
             "num_fused_losses": sum(each.num_losses for each in counters),
             "whole_logits": sum(each.num_materialized for each in counters),
@@ -108,51 +104,31 @@ class TrainingSummary(L.Callback):
         results, world_size = self.results, trainer.world_size
         device = trainer.strategy.root_device.type
         speed, avoided = results["tokens_per_second"], results["logits_bytes_avoided"]
+        peak = readable_bytes(results["peak_memory_bytes"])
         rows = {
             "Steps": f"{trainer.global_step} on {world_size} {device} process{'es' if world_size > 1 else ''}",
             "Tokens/s": f"{speed:,.0f} ({speed / world_size:,.0f} a process)" if speed else "too few steps to tell",
             **{_title(name): f"{value:.4g}" for name, value in results.items() if name.startswith(("train_", "val_"))},
-            f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{_readable(results['peak_memory_bytes'])} a process",
-            "Logits never allocated": _readable(avoided),
+            f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{peak} a process",
+            "Logits never allocated": readable_bytes(avoided),
         }
         plan = getattr(trainer.strategy, "activation_plan", "")
         if plan:
             rows["Activations"] = plan
         if results["num_fused_losses"]:
             each = avoided / results["num_fused_losses"] / world_size
-            rows["Logits never allocated"] += f" in all, {_readable(each)} in each loss"
-        table = Table(title="Training summary", title_justify="left", title_style="bold", show_header=False)
-        for name, value in rows.items():
-            table.add_row(name, value)
-        return table
-
-
-def _readable(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+            rows["Logits never allocated"] += f" in all, {readable_bytes(each)} in each loss"
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of Trainer.__init__
+        for callback in callbacks:
+            if isinstance(callback, LigerMonitor) and callback.results:
+                further = callback.rows()
+                rows |= {name: value for name, value in further.items() if name not in (*rows, "Peak memory")}
+        return table("Training summary", rows)
 
 
 def _title(name: str) -> str:
     stage, _, rest = name.partition("_")
     return f"{'Training' if stage == 'train' else 'Validation'} {'last loss' if rest == 'loss_step' else rest}"
-
-
-def _now(trainer: L.Trainer) -> float:
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)
-    return time.perf_counter()
-
-
-def _count_tokens(batch: Any) -> int:
-    input_ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    return input_ids.numel() if isinstance(input_ids, torch.Tensor) else 0
-
-
-def _peak_memory(strategy: Any) -> int:
-    if strategy.root_device.type == "cuda":
-        # A memory_budget resets the peak while it measures.
-        measured = getattr(strategy, "peak_before_resets", 0)
-        return max(measured, torch.cuda.max_memory_allocated(strategy.root_device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _patch_report(trainer: L.Trainer) -> PatchReport | None:

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_liger import LigerCallback, LigerStrategy, TrainingSummary
-from lightning_liger.callbacks import summary as summary_module
-from lightning_liger.callbacks.summary import _peak_memory
+from lightning_liger.monitor import clock as clock_module
+from lightning_liger.monitor.clock import peak_memory
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import LM, VOCAB_SIZE, make_loader, make_trainer
@@ -42,7 +42,7 @@ class Ticking(Callback):
 @pytest.fixture
 def ticking(monkeypatch) -> Ticking:
     clock = Clock()
-    monkeypatch.setattr(summary_module, "time", clock)
+    monkeypatch.setattr(clock_module, "time", clock)
     return Ticking(clock)
 
 
@@ -148,7 +148,7 @@ def test_plan_of_a_budget_is_in_the_summary(tmp_path, monkeypatch, capsys):
 def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch, later_peak):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: later_peak)
     strategy = SimpleNamespace(root_device=torch.device("cuda"), peak_before_resets=5)
-    assert _peak_memory(strategy) == max(5, later_peak)
+    assert peak_memory(strategy) == max(5, later_peak)
 
 
 def test_without_kernels_it_says_so(tmp_path, capsys):

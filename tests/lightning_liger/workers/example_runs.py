@@ -93,7 +93,7 @@ def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
             f"--trainer.val_check_interval={NUM_STEPS}",
             "--trainer.check_val_every_n_epoch=1",
             "--trainer.limit_val_batches=1",
-            f"--trainer.callbacks={json.dumps([_checkpoint(folder / example)])}",
+            f"--trainer.callbacks={json.dumps([_checkpoint(folder / example), {'class_path': 'lightning_liger.LigerMonitor'}])}",
             "--trainer.enable_progress_bar=false",
             "--trainer.devices=1",
             *arguments,

@@ -1,0 +1,5 @@
+"""Speed, utilisation, memory and data of a training, in the progress bar, in loggers and as a page at the end."""
+
+from lightning_liger.monitor.callback import LigerMonitor
+
+__all__ = ["LigerMonitor"]

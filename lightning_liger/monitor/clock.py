@@ -1,0 +1,189 @@
+"""The time of training steps and the tokens in them, without warm-up and validation; peak memory."""
+
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.profilers import Profiler
+from torch import Tensor
+
+_FETCH = "train_dataloader_next"
+"""How the name ends under which Lightning profiles the wait for a batch."""
+
+
+class Moment:
+    """Now, on a device: on a GPU, when it has done all that it was given so far. The host does not wait for it.
+
+    Args:
+        device: The device that trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._seconds = time.perf_counter()
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`seconds_since` would return at once."""
+        return self._event is None or self._event.query()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """The seconds between an earlier moment of the same device and this one, for which the host waits."""
+        if self._event is None:
+            return self._seconds - earlier._seconds
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+@dataclass
+class Lap:
+    """What this process counted since the lap before."""
+
+    num_tokens: int = 0
+    """Of timed batches."""
+    num_rows: int = 0
+    spans: list[tuple[Moment, Moment]] = field(default_factory=list)
+    """Starts and ends of the time without validation."""
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`seconds` would return at once."""
+        return not self.spans or self.spans[-1][1].has_arrived()
+
+    def seconds(self) -> float:
+        """The time of the lap, for whose end the host waits."""
+        return sum(end.seconds_since(start) for start, end in self.spans)
+
+
+class TrainingClock:
+    """Counts the tokens and takes the time of training batches, without the first steps and without validation.
+
+    Args:
+        skip_steps: Steps at the start of each fit (compilation, allocation) that are left out.
+    """
+
+    def __init__(self, skip_steps: int) -> None:
+        self.skip_steps = skip_steps
+        self._num_batches = 0
+        self._start: Moment | None = None
+        self._lap = Lap()
+
+    def fit_starts(self) -> None:
+        """Begins to leave out the first steps."""
+        self._num_batches, self._start, self._lap = 0, None, Lap()
+
+    def ends_warm_up(self, trainer: L.Trainer) -> bool:
+        """Whether the next batch is the first that is timed."""
+        return self._num_batches == self.skip_steps * trainer.accumulate_grad_batches
+
+    def batch_starts(self, trainer: L.Trainer, batch: Any) -> None:
+        """Counts a training batch, whose time begins now unless it has begun."""
+        self._num_batches += 1
+        if self._num_batches > self.skip_steps * trainer.accumulate_grad_batches:
+            if self._start is None:
+                self._start = Moment(trainer.strategy.root_device)
+            num_rows, num_tokens = size_of(batch)
+            self._lap.num_tokens += num_tokens
+            self._lap.num_rows += num_rows
+
+    def pause(self, trainer: L.Trainer) -> None:
+        """Stops the time until the next batch starts, for a validation or at the end."""
+        if self._start is not None:
+            self._lap.spans.append((self._start, Moment(trainer.strategy.root_device)))
+            self._start = None
+
+    def lap(self, trainer: L.Trainer) -> Lap:
+        """What was counted since the last call. The time goes on if it was running."""
+        if self._start is not None:
+            self.pause(trainer)
+            self._start = self._lap.spans[-1][1]
+        lap, self._lap = self._lap, Lap()
+        return lap
+
+
+def size_of(batch: Any) -> tuple[int, int]:
+    """The numbers of rows and of tokens of a batch, those of padding included; 0 for what cannot be told."""
+    tokens = tokens_of(batch)
+    if tokens is not None:
+        return (len(tokens) if tokens.ndim > 1 else 1), tokens.numel()
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
+    return (0 if first is None else len(first)), 0
+
+
+def tokens_of(batch: Any) -> Tensor | None:
+    """A tensor with one element for each token of a batch, None if the batch is no mapping with tokens."""
+    if not hasattr(batch, "get"):
+        return None
+    tokens, embeddings = batch.get("input_ids"), batch.get("inputs_embeds")
+    if isinstance(tokens, Tensor):
+        return tokens
+    return embeddings[..., 0] if isinstance(embeddings, Tensor) and embeddings.ndim > 1 else None
+
+
+def share_of_each(trainer: L.Trainer) -> float:
+    """What a sum over all processes is multiplied with: tensor- and context-parallel ranks count the same batches."""
+    sampler = trainer.distributed_sampler_kwargs
+    return float(sampler["num_replicas"] / trainer.world_size) if sampler is not None else 1.0
+
+
+def peak_memory(strategy: Any) -> int:
+    """The largest memory of this process in bytes: allocated on its GPU, or resident without one."""
+    if strategy.root_device.type == "cuda":
+        # A memory_budget resets the peak while it measures.
+        measured = getattr(strategy, "peak_before_resets", 0)
+        return max(measured, torch.cuda.max_memory_allocated(strategy.root_device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """``num_bytes`` in GiB or MiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+class FetchTimer(Profiler):
+    """A profiler that passes everything on to the Trainer's own, and takes the time of waiting for training batches.
+
+    Args:
+        profiler: The Trainer's own.
+    """
+
+    def __init__(self, profiler: Profiler) -> None:
+        self.profiler = profiler
+        self.seconds = 0.0
+        self._begin = 0.0
+
+    def start(self, action_name: str) -> None:
+        self.profiler.start(action_name)
+        if action_name.endswith(_FETCH):
+            self._begin = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        if action_name.endswith(_FETCH):
+            self.seconds += time.perf_counter() - self._begin
+        self.profiler.stop(action_name)
+
+    def summary(self) -> str:
+        return self.profiler.summary()
+
+    def describe(self) -> None:
+        self.profiler.describe()
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self.profiler.setup(stage, local_rank, log_dir)
+
+    def teardown(self, stage: str | None) -> None:
+        self.profiler.teardown(stage)
+
+    def __del__(self) -> None:
+        """Leaves the Trainer's own open."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["profiler"], name)

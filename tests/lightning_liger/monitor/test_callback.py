@@ -1,0 +1,247 @@
+"""``LigerMonitor`` in a fit: its numbers, where they appear, and what it costs."""
+
+import csv
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from lightning_liger import LigerMonitor, TrainingSummary
+from lightning_liger.hardware import GPUS
+from lightning_liger.monitor import callback as callback_module
+from lightning_liger.monitor import clock as clock_module
+from lightning_liger.monitor.clock import FetchTimer
+from tests.lightning_liger.strategies.workers.distributed import LM, make_batches, make_loader, make_trainer
+
+TOKENS, NUM_BATCHES = 26, 8
+PEAK = 1e12
+
+
+class Clock(Callback):
+    """Stands in for the time module: a batch takes two seconds, half of it waiting for data, validation a thousand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def on_train_batch_end(self, *_) -> None:
+        self.now += 1.0
+
+    def on_validation_batch_end(self, *_) -> None:
+        self.now += 1000.0
+
+    def loader(self, num_batches=NUM_BATCHES):
+        clock = self
+
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return num_batches
+
+            def __getitem__(self, index):
+                clock.now += 1.0
+                return make_batches(0, num_batches)[index]
+
+        return DataLoader(Slow(), batch_size=None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(clock_module, "time", clock)
+    monkeypatch.setattr(callback_module, "measure_matmul_flops", lambda device, dtype: PEAK)
+    return clock
+
+
+def test_numbers_are_exact_in_loggers_results_bar_and_page(tmp_path, clock, capsys):
+    shown = []
+
+    class Bar(TQDMProgressBar):
+        def on_train_batch_end(self, trainer, *args):
+            super().on_train_batch_end(trainer, *args)
+            shown.append(self.get_metrics(trainer, trainer.lightning_module))
+
+    monitor, bar = LigerMonitor(every_n_steps=2, skip_steps=1), Bar()
+    profiler = SimpleProfiler()
+    trainer = make_trainer(
+        clock, monitor, bar, root=tmp_path, accumulate_grad_batches=2, val_check_interval=4, gradient_clip_val=1e9,
+        logger=CSVLogger(tmp_path, "log", version=""), enable_progress_bar=True, profiler=profiler,
+    )  # fmt: skip
+    trainer.fit(LM(), clock.loader(), make_loader(1, 1))
+
+    flops = monitor._flops.of(TOKENS, [(13, 2)])
+    results = monitor.results
+    assert (results["steps"], results["tokens"], results["rows"]) == (4, 8 * TOKENS, 16)
+    # Three of four steps are timed. The clock ticks before the monitor's own end of a batch, so the first timed batch's
+    # wait for data is left out.
+    assert results["seconds"] == 11.0 + 1.0 - 1.0
+    assert results["tokens_per_second"] == 6 * TOKENS / 11
+    assert results["model_flops_utilization"] == pytest.approx(6 * flops / 11 / PEAK)
+    assert 0.3 < results["data_wait_share"] < 0.5
+    assert results["ignored_share"] == 2 / 26
+
+    with (tmp_path / "log" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["monitor/tokens"]]
+    assert [row["step"] for row in rows] == ["1", "3"]
+    assert [float(row["monitor/tokens"]) for row in rows] == [4 * TOKENS, 8 * TOKENS]
+    assert float(rows[1]["monitor/tokens_per_second"]) == 4 * TOKENS / 7
+    assert all(float(row["monitor/gradient_norm"]) > 0 for row in rows)
+    assert not any(name.startswith("monitor") for name in trainer.callback_metrics)
+
+    assert "tok/s" not in shown[3]
+    assert shown[-1]["tok/s"] == f"{4 * TOKENS / 7:.3g}"
+    assert shown[-1]["MFU"] == "0.0%"
+    assert "get_metrics" not in vars(bar)
+    assert trainer.profiler is profiler
+
+    page = (tmp_path / "log" / "monitor.html").read_text()
+    printed = capsys.readouterr().out
+    for text in ("Model FLOPs utilisation", "Waiting for data", "Gradient norm", "Ignored labels"):
+        assert text in page
+        assert text in printed
+
+
+def test_gradient_norm_without_clipping_is_that_of_the_gradients(tmp_path, clock):
+    norms = []
+
+    class Norms(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in pl_module.parameters()])))
+
+    monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
+    make_trainer(Norms(), monitor, root=tmp_path, accumulate_grad_batches=2).fit(LM(), make_loader(0, 4))
+    assert [point["gradient_norm"] for point in monitor._points] == pytest.approx(norms)
+    off = LigerMonitor(every_n_steps=1, gradient_norm=False, page=None)
+    make_trainer(off, root=tmp_path / "off").fit(LM(), make_loader(0, 2))
+    assert not any("gradient_norm" in point for point in off._points)
+    assert not (tmp_path / "off" / "monitor.html").exists()
+
+
+def test_no_operator_runs_between_two_times(tmp_path, clock):
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} ran")
+
+    class Watched(LigerMonitor):
+        def on_train_batch_start(self, *args):
+            with Refusing():
+                super().on_train_batch_start(*args)
+
+        def on_before_optimizer_step(self, *args):
+            with Refusing():
+                super().on_before_optimizer_step(*args)
+
+        def on_train_batch_end(self, *args):
+            with Refusing():
+                super().on_train_batch_end(*args)
+
+    batches = [{**batch, "attention_mask": torch.ones(2, 13)} for batch in make_batches(0, 4)]
+    monitor = Watched(every_n_steps=50, skip_steps=0)
+    make_trainer(monitor, root=tmp_path).fit(LM(), DataLoader(batches, batch_size=None))
+    assert monitor.results["tokens"] == 4 * TOKENS
+
+
+def test_batches_without_tokens_count_rows(tmp_path, clock, capsys):
+    monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
+    make_trainer(clock, monitor, root=tmp_path, limit_train_batches=3).fit(BoringModel())
+    results = monitor.results
+    assert (results["rows"], results["tokens"]) == (3, 0)
+    assert results["rows_per_second"] == 3 / 3.0
+    assert "model_flops_utilization" not in results
+    assert "Rows/s" in capsys.readouterr().out
+    assert "Rows per second" in (tmp_path / "monitor.html").read_text()
+
+
+def test_summary_shows_the_numbers_in_its_own_table(tmp_path, clock, capsys):
+    make_trainer(LigerMonitor(), TrainingSummary(skip_steps=0), root=tmp_path).fit(LM(), make_loader(0, 3))
+    printed = capsys.readouterr().out
+    assert printed.count("Peak memory") == printed.count("Tokens/s") == 1
+    assert all(text in printed for text in ("Training summary", "Ignored labels", "monitor.html"))
+
+
+def test_numbers_go_on_after_resuming_and_start_again_with_another_training(tmp_path, clock):
+    def fit(monitor, max_steps, ckpt_path=None):
+        trainer = make_trainer(clock, monitor, root=tmp_path, max_steps=max_steps)
+        trainer.fit(LM(), make_loader(0, 6), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{max_steps}.ckpt")
+        return monitor
+
+    first = fit(LigerMonitor(every_n_steps=2, skip_steps=1), 3)
+    resumed = fit(LigerMonitor(every_n_steps=2, skip_steps=1), 6, tmp_path / "3.ckpt")
+    assert (resumed.results["steps"], resumed.results["tokens"]) == (6, 6 * TOKENS)
+    assert resumed.results["seconds"] == 2.0 + 2.0
+    assert [point["step"] for point in resumed._points] == [1, 4]
+    assert first.results["tokens"] == 3 * TOKENS
+    again = fit(first, 2)
+    assert (again.results["steps"], again.results["tokens"]) == (2, 2 * TOKENS)
+
+
+def test_a_checkpoint_between_two_times_holds_all_tokens(tmp_path, clock):
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    monitor = LigerMonitor(every_n_steps=50)
+    make_trainer(monitor, Saving(), root=tmp_path).fit(LM(), make_loader(0, 5))
+    state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"]["LigerMonitor"]
+    assert (state["totals"]["batches"]["num_tokens"], state["totals"]["num_steps"]) == (3 * TOKENS, 3)
+    assert monitor.results["tokens"] == 5 * TOKENS
+
+
+def test_an_interrupted_training_leaves_a_page(tmp_path, clock):
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                raise RuntimeError("disk full")
+
+    monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
+    trainer = make_trainer(monitor, Failing(), root=tmp_path)
+    with pytest.raises(RuntimeError, match="disk full"):
+        trainer.fit(LM(), make_loader(0, 5))
+    assert (tmp_path / "monitor.html").is_file()
+    assert monitor.results["steps"] == 3
+    assert not isinstance(trainer.profiler, FetchTimer)
+
+
+def test_device_is_known_or_measured(monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=GPUS["h100-80gb"].memory_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(callback_module, "measure_matmul_flops", lambda device, dtype: (device.type, dtype))
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda")), precision="bf16-mixed", is_global_zero=True
+    )
+    assert callback_module._device(trainer) == ("NVIDIA H100 80GB (SXM)", 989.4e12)
+    properties.name = "Another GPU"
+    assert callback_module._device(trainer) == ("Another GPU", ("cuda", torch.bfloat16))
+    trainer.precision = "16-true"
+    assert callback_module._device(trainer)[1] == ("cuda", torch.float16)
+    trainer.precision, trainer.strategy.root_device = "32-true", torch.device("cpu")
+    assert callback_module._device(trainer) == ("cpu process", ("cpu", torch.float32))
+
+
+def test_short_trainings_are_logged_more_often(tmp_path, clock):
+    every = []
+
+    class Note(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            every.append(monitor._every)
+            trainer.should_stop = True
+
+    for options, expected in (
+        ({"log_every_n_steps": 10, "max_steps": 100}, 5),
+        ({"log_every_n_steps": 10, "max_steps": 1000, "max_epochs": None}, 10),
+        ({"log_every_n_steps": 0}, 1),
+    ):
+        monitor = LigerMonitor(page=None)
+        make_trainer(monitor, Note(), root=tmp_path, **{"max_epochs": 50, **options}).fit(LM(), make_loader(0, 2))
+        assert every[-1] == expected, options
+    assert issubclass(LigerMonitor, L.Callback)

@@ -1,0 +1,130 @@
+"""Model FLOPs counted from the architecture, against formulas."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+
+from lightning_liger import apply_liger_kernels
+from lightning_liger.activations.layers import control_layers
+from lightning_liger.monitor.flops import ModelFlops, count_flops, model_flops
+from tests.lightning_liger.architectures import tiny_causal_lm
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama, tiny_model
+
+HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = (
+    TINY_CONFIG[name]
+    for name in (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "vocab_size"),
+    )
+)
+ATTENTION_WEIGHTS = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
+WEIGHTS = LAYERS * (ATTENTION_WEIGHTS + 3 * HIDDEN * MLP) + HIDDEN * VOCAB
+PER_PAIR = 12 * LAYERS * HEADS * HEAD_DIM
+"""Of PaLM, appendix B: 12 L H Q T for each token."""
+
+
+class Plain(nn.Module):
+    """A transformer without Hugging Face, whose positional embeddings end."""
+
+    def __init__(self, recurrent: bool = False, decides: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.register_buffer("positions", torch.zeros(40, 16))
+        self.recurrent = nn.LSTM(16, 16, batch_first=True) if recurrent else None
+        self.qkv, self.head, self.decides = nn.Linear(16, 48, bias=False), nn.Linear(16, 50), decides
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        if self.recurrent is not None:
+            return self.head(self.recurrent(hidden)[0])
+        if self.decides:
+            hidden = hidden[hidden.sum(-1).nonzero(as_tuple=True)][None]
+        q, k, v = self.qkv(hidden)[:, None].chunk(3, dim=-1)
+        return self.head(F.scaled_dot_product_attention(q, k, v)[:, 0])
+
+
+def test_flops_of_a_llama_are_those_of_the_formula():
+    model = tiny_llama()
+    for seq_len, batch_size in ((10, 1), (32, 3), (1000, 2)):
+        expected = batch_size * (6 * WEIGHTS * seq_len + PER_PAIR * seq_len**2)
+        assert count_flops(model, seq_len, batch_size) == expected
+    assert model_flops(model) == ModelFlops(6 * WEIGHTS, ((PER_PAIR, None),))
+    assert count_flops(tiny_llama(tie_word_embeddings=True), 10) == 6 * WEIGHTS * 10 + PER_PAIR * 100
+
+
+def test_kernels_and_controlled_layers_cost_the_same_and_the_model_is_left_as_it_is():
+    model = tiny_llama()
+    apply_liger_kernels(model)
+    control_layers(model)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    assert model_flops(model) == ModelFlops(6 * WEIGHTS, ((PER_PAIR, None),))
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
+    model(**tiny_batch()).loss.backward()
+    with torch.inference_mode():  # as in a validation
+        assert model_flops(model.half()) == ModelFlops(6 * WEIGHTS, ((PER_PAIR, None),))
+
+
+def test_frozen_weights_and_adapters_cost_less():
+    model = tiny_llama().requires_grad_(False)
+    assert model_flops(model) == ModelFlops(2 * WEIGHTS, ((PER_PAIR // 3, None),))
+    model.lm_head.requires_grad_(True)  # no gradient has to go further back
+    assert model_flops(model) == ModelFlops(2 * WEIGHTS + 2 * HIDDEN * VOCAB, ((PER_PAIR // 3, None),))
+
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    out = KV_HEADS * HEAD_DIM
+    adapters = LAYERS * 2 * (HIDDEN + out)
+    # The first layer's adapters pass no gradient on to its input, nor do its projections.
+    no_input_gradient = ATTENTION_WEIGHTS - HIDDEN * HIDDEN + 2 * HIDDEN
+    found = model_flops(adapted)
+    assert found.per_token == 4 * WEIGHTS + 6 * adapters - 2 * no_input_gradient
+    # In the first layer, only the values of attention have a gradient.
+    assert found.attention[0][0] < PER_PAIR
+
+
+def test_experts_count_those_that_a_token_is_sent_to():
+    options = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    model = tiny_model("mixtral", **options, sliding_window=None)
+    weights = LAYERS * (ATTENTION_WEIGHTS + 8 * HIDDEN + 2 * 3 * HIDDEN * MLP) + HIDDEN * VOCAB
+    assert model_flops(model).per_token == 6 * weights
+    assert model.config._experts_implementation != "batched_mm"
+
+
+def test_a_sliding_window_counts_with_its_width():
+    model = tiny_model("gemma3_text", sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    flops = model_flops(model)
+    assert sorted(flops.attention, key=str) == [(PER_PAIR / 2, 5), (PER_PAIR / 2, None)]
+    assert flops.of(40, [(20, 2)]) == flops.per_token * 40 + PER_PAIR / 2 * (2 * 20 * 5 + 2 * 20 * 20)
+    assert flops.of(40, [(3, 1)]) == flops.per_token * 40 + PER_PAIR * 9
+
+
+def test_any_module_that_takes_token_ids_is_counted():
+    plain = 6 * (16 * 48 + 16 * 50)
+    assert model_flops(Plain()) == ModelFlops(plain, ((12 * 16, None),))
+    assert model_flops(torch.compile(Plain())) == model_flops(Plain())
+
+    class Module(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.model = Plain()
+
+    assert model_flops(Module()) == model_flops(Plain())
+
+
+def test_weights_are_counted_where_the_model_does_not_run_on_meta():
+    assert model_flops(Plain(decides=True)) == ModelFlops(6 * (16 * 48 + 16 * 50), is_traced=False)
+    assert model_flops(Plain(recurrent=True)).per_token == 6 * (16 * 48 + 2 * 16 * 64 + 16 * 50)
+    assert model_flops(Plain(decides=True).requires_grad_(False)).per_token == 2 * (16 * 48 + 16 * 50)
+    model = tiny_causal_lm("dbrx")
+    flops, num_weights = model_flops(model), sum(weight.numel() for weight in model.parameters() if weight.ndim > 1)
+    assert not flops.is_traced
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith(("w1", "v1", "w2")))
+    config = model.config.ffn_config
+    assert flops.per_token == 6 * (
+        num_weights
+        - model.get_input_embeddings().weight.numel()
+        - experts * (1 - config.moe_top_k / config.moe_num_experts)
+    )

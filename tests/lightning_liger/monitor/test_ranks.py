@@ -1,0 +1,39 @@
+"""Counts and gradient norms of ``LigerMonitor`` over two ranks."""
+
+import pytest
+
+from lightning_liger.monitor.flops import model_flops
+from tests.lightning_liger.monitor.workers import ranks
+from tests.lightning_liger.strategies.workers.distributed import build_model, launch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return launch("cpu", tmp_path_factory.mktemp("ranks"), worker=ranks.__name__, num_ranks=2)
+
+
+@pytest.mark.parametrize("name", ranks.RUNS)
+def test_counts_are_exact_over_ranks_and_accumulated_batches(found, name):
+    is_shared = name == "context-parallel"
+    rows = ranks.SHARED if is_shared else sum(ranks.LENGTHS, ())
+    flops = model_flops(build_model())
+    for rank in (0, 1):
+        run = found[rank][name]
+        results = run["results"]
+        assert (results["steps"], results["tokens"], results["rows"]) == (2, sum(rows), len(rows))
+        assert results["ignored_share"] == len(rows) / sum(rows)
+        assert sum(run["lengths"]) == len(rows)
+        of_steps = (12, 30) if is_shared else (32, 56)
+        assert [point["tokens"] for point in run["points"]] == list(of_steps)
+        assert run["traced"] == flops
+        assert run["flops"] == pytest.approx(flops.of(sum(rows), [(length, 1) for length in rows]))
+        assert results["tokens_per_second"] == pytest.approx(2 * results["tokens_per_second_per_device"])
+        assert run["page"]
+
+
+@pytest.mark.parametrize("name", ranks.RUNS)
+def test_gradient_norm_is_that_of_clipping(found, name):
+    run = found[0][name]
+    assert run["norms"] == pytest.approx([point["gradient_norm"] for point in run["points"]], rel=1e-5)
+    assert run["norms"] == pytest.approx(found[1][name]["norms"], rel=1e-6)
+    assert run["norms"] == pytest.approx(found[0]["ddp"]["norms"], rel=1e-4) or name == "context-parallel"
