@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import lightning_liger  # noqa: F401  # registers the strategies
+import lightning_liger  # registers the strategies
 from lightning_liger.data import TextDataModule
 
 SIZES = {

@@ -25,7 +25,7 @@ from lightning_liger.data.tokenizer import load_tokenizer
 
 
 class PlainProcessor:
-    """A stand-in for the processor of a pretrained model: images of one size, as a LLaVA with random weights reads them.
+    """A stand-in for the processor of a pretrained model: images of one size, for a LLaVA with random weights.
 
     Args:
         tokenizer: A folder with a Hugging Face tokenizer, to which ``image_token`` is added if it does not have it.

@@ -83,7 +83,8 @@ def test_training_learns_the_right_answers_only_and_validation_scores_all(make):
     decode = data.text_tokenizer.decode
     answers = {decode(row[row >= 0]) for row in batch["labels"]}
     assert answers == {" A", " B", " C"}
-    prompts = [decode(ids[(labels < 0) & (mask > 0)]) for ids, labels, mask in zip(*map(batch.get, ("input_ids", "labels", "attention_mask")), strict=True)]  # fmt: skip
+    rows = zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)
+    prompts = [decode(ids[(labels < 0) & (mask > 0)]) for ids, labels, mask in rows]
     about = "The following are multiple choice questions (with answers) about school sums.\n\n"
     assert f"{about}How much is 2 plus 3?\nA. 4\nB. 5\nAnswer:" in prompts
     assert "Which?\nA. a lamp\nB. b\nC. a river\nD. stone\nAnswer:" in prompts

@@ -84,6 +84,7 @@ def run(example: str, folder: Path, *arguments: str) -> dict[str, Any]:
 def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
     """Trains two steps as the example says but for where it writes; call it in the folder of the repository."""
     sys.argv = ["lightning-liger"]
+    callbacks = [_checkpoint(folder / example), {"class_path": "lightning_liger.LigerMonitor"}]
     return LigerCLI(
         args=[
             "fit",
@@ -93,7 +94,7 @@ def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
             f"--trainer.val_check_interval={NUM_STEPS}",
             "--trainer.check_val_every_n_epoch=1",
             "--trainer.limit_val_batches=1",
-            f"--trainer.callbacks={json.dumps([_checkpoint(folder / example), {'class_path': 'lightning_liger.LigerMonitor'}])}",
+            f"--trainer.callbacks={json.dumps(callbacks)}",
             "--trainer.enable_progress_bar=false",
             "--trainer.devices=1",
             *arguments,
