@@ -19,7 +19,7 @@ from lightning_liger.data import TextDataModule
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, ``[batch_size, num_heads, seq_len, D]``, turned by their positions' angles, ``[1, seq_len, D]``."""
+    """Queries and keys, ``[batch_size, num_heads, seq_len, D]``, turned by their positions (``[1, seq_len, D]``)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def turn(x: Tensor) -> Tensor:
