@@ -63,6 +63,16 @@ class Completions:
         """The mean over each completion's scored tokens, ``[num_sequences]``, 0 without any."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
+    def last(self, values: Tensor) -> Tensor:
+        """The value at each completion's last scored token, ``[num_sequences]``; any token's without scored ones."""
+        places = torch.arange(self.mask.numel(), device=self.mask.device).view_as(self.mask)
+        ids = self.sequence_ids
+        if ids is None:
+            ids = torch.arange(len(self.mask), device=self.mask.device)[:, None].expand_as(self.mask)
+        found = torch.zeros(self.count + 1, dtype=torch.int64, device=self.mask.device)
+        into = torch.where(self.mask, ids, self.count).flatten()
+        return values.flatten()[found.scatter_reduce(0, into, places.flatten(), "amax")[: self.count]]
+
     def spread(self, values: Tensor) -> Tensor:
         """``[num_sequences]`` as one value for each token, in a shape that broadcasts with the mask's."""
         return values[:, None] if self.sequence_ids is None else values[self.sequence_ids.clamp(0, self.count - 1)]

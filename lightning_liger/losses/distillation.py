@@ -30,6 +30,7 @@ from liger_ops.arguments import (
     check_integer,
     check_number,
     check_shape,
+    check_tensor,
     wrong_type,
     wrong_value,
 )
@@ -352,6 +353,7 @@ def iw_opd_loss(
     options: IWOPDOptions | None = None,
     *,
     rollout_log_probs: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Importance-weighted on-policy distillation: ``-w a l_s`` with advantages ``a = sg[l_t - l_rollout]``.
 
@@ -359,11 +361,13 @@ def iw_opd_loss(
     more. As TRL's ``IWOPDTrainer``.
 
     Args:
-        student_log_probs: ``[batch_size, seq_len]``, of the sampled tokens; one sequence a row, differentiable.
+        student_log_probs: ``[batch_size, seq_len]``, of the sampled tokens, differentiable.
         teacher_log_probs: ``[batch_size, seq_len]``. No gradient.
         mask: ``[batch_size, seq_len]``, bool: which tokens count.
         options: See :class:`IWOPDOptions`; None for the defaults.
         rollout_log_probs: ``[batch_size, seq_len]``, of the policy that sampled; None if it is the student.
+        sequence_ids: ``[batch_size, seq_len]``, int64: the number of each token's sequence in its row, from 0, for rows
+            of several sequences, one after the other.
 
     Returns:
         Losses ``[batch_size, seq_len]`` in at least float32, 0 where ``mask`` is False, and the metrics ``advantage``
@@ -381,9 +385,14 @@ def iw_opd_loss(
     rollout = student if rollout_log_probs is None else rollout_log_probs
     advantage = (teacher_log_probs - rollout).detach().to(student.dtype).masked_fill(~mask, 0.0)
     size = advantage.abs()
-    earlier = size.cumsum(dim=1) - size
-    total = size.sum(dim=1, keepdim=True).clamp(min=options.iw_opd_epsilon)
-    weight = 1 + options.iw_opd_gamma * (1 - earlier / total)
+    earlier, total = size.cumsum(dim=1) - size, size.sum(dim=1, keepdim=True)
+    if sequence_ids is not None:
+        check_tensor("sequence_ids", sequence_ids)
+        check_shape("sequence_ids", sequence_ids, mask.shape, "as student_log_probs")
+        totals = torch.zeros_like(size).scatter_add(1, sequence_ids, size)
+        earlier = earlier - (totals.cumsum(dim=1) - totals).gather(1, sequence_ids)
+        total = totals.gather(1, sequence_ids)
+    weight = 1 + options.iw_opd_gamma * (1 - earlier / total.clamp(min=options.iw_opd_epsilon))
     weighted = weight * advantage
     return -weighted * student, {"advantage": weighted, "abs_advantage": size, "weight": weight}
 

@@ -38,20 +38,28 @@ def metric_names(options: PolicyOptions) -> list[str]:
 
 
 def names_of_data() -> list[str]:
-    """The metrics of batches with rewards, and with log-probabilities of the sampler or of a reference."""
+    """The metrics of batches with rewards, with log-probabilities of the sampler or of a reference, of known ends."""
     names = [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
     names += [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
+    names += [
+        "completions/clipped_ratio",
+        *(f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
+    ]
     return [*names, "kl", "reward", "reward_std", "frac_reward_zero_std"]
 
 
 def metric_kind(name: str) -> str:
     """How a metric is reduced over batches and ranks: ``"mean"``, ``"max"`` or ``"min"``."""
-    last = name.rpartition("/")[2].removesuffix("_length").rpartition("_")[2]
-    return last if last in ("min", "max") else "mean"
+    words = name.rpartition("/")[2].split("_")
+    return next((kind for kind in ("min", "max") if kind in words), "mean")
 
 
 def policy_metrics(
-    entropies: Tensor, batch: PolicyBatch, details: PolicyDetails, options: PolicyOptions
+    entropies: Tensor,
+    batch: PolicyBatch,
+    details: PolicyDetails,
+    options: PolicyOptions,
+    is_terminated: Tensor | None = None,
 ) -> PolicyMetrics:
     """The metrics of a batch, without gradient and without waiting for the device.
 
@@ -60,6 +68,7 @@ def policy_metrics(
         batch: The completions.
         details: What :func:`~lightning_liger.losses.policy_batch.policy_objective` returned.
         options: The loss.
+        is_terminated: ``[num_sequences]``, bool: the completions that the policy has ended, and no limit of length.
     """
     completions = batch.completions
     means: dict[str, tuple[Tensor, Tensor]] = {"entropy": _mean(entropies.detach(), completions)}
@@ -89,6 +98,12 @@ def policy_metrics(
     means["completions/mean_length"] = lengths.sum(), _number(lengths)
     extremes["completions/min_length"] = _extreme(lengths, math.inf)
     extremes["completions/max_length"] = _extreme(lengths, -math.inf)
+    if is_terminated is not None:
+        is_known, is_terminated = lengths > 0, is_terminated & (lengths > 0)
+        means["completions/clipped_ratio"] = (is_known & ~is_terminated).sum(), is_known.sum()
+        means["completions/mean_terminated_length"] = (lengths * is_terminated).sum(), is_terminated.sum()
+        extremes["completions/min_terminated_length"] = _extreme(lengths, math.inf, is_terminated)
+        extremes["completions/max_terminated_length"] = _extreme(lengths, -math.inf, is_terminated)
     return PolicyMetrics(means, extremes)
 
 

@@ -148,7 +148,7 @@ class LigerMonitor(L.Callback):
         self._last_step, self._num_steps, self._num_logged = trainer.global_step, 0, 0
         self._squares: dict[int, Tensor] = {}
         self._is_interrupted = self._has_counts = False
-        self._flops = model_flops(pl_module)  # on all ranks, whose pairs are summed up
+        self._flops = model_flops(trainer.strategy.model or pl_module)  # on all ranks, whose pairs are summed up
         self._device_name, self._peak_flops = _device(trainer)
         self._counter = BatchCounter(device, [window for _, window in self._flops.attention])
         trainer.profiler = self._fetches = FetchTimer(trainer.profiler)
@@ -160,6 +160,8 @@ class LigerMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if not self._clock.is_running:
+            self._fetches.leave_out_last()
         if self._has_counts and self._clock.ends_warm_up(trainer):
             self._close_lap(trainer)  # what was not timed is no part of the first lap
         self._clock.batch_starts(trainer, batch)
@@ -316,6 +318,8 @@ class LigerMonitor(L.Callback):
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         folder = trainer.log_dir or trainer.default_root_dir  # asks rank 0, so on all ranks
+        if self._counter is None:  # there was nothing left to train
+            return
         self._end(trainer, folder)
         if not self._totals.batches.num_tokens and self._totals.batches.num_rows:
             rank_zero_info("LigerMonitor: the batches have no input_ids, so rows are counted, not tokens.")
@@ -389,7 +393,8 @@ class LigerMonitor(L.Callback):
         if "ignored_share" in results:
             yield "Ignored labels", f"{results['ignored_share']:.1%} of the labels"
         if self._page_path is not None:
-            yield "Page", str(self._page_path)
+            path = self._page_path.resolve()
+            yield "Page", str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
     # Checkpoints
 

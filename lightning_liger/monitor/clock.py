@@ -79,6 +79,11 @@ class TrainingClock:
         """Begins to leave out the first steps."""
         self._num_batches, self._start, self._lap = 0, None, Lap()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether time is taken now."""
+        return self._start is not None
+
     def ends_warm_up(self, trainer: L.Trainer) -> bool:
         """Whether the next batch is the first that is timed."""
         return self._num_batches == self.skip_steps * trainer.accumulate_grad_batches
@@ -158,7 +163,7 @@ class FetchTimer(Profiler):
     def __init__(self, profiler: Profiler) -> None:
         self.profiler = profiler
         self.seconds = 0.0
-        self._begin = 0.0
+        self._last = self._begin = 0.0
 
     def start(self, action_name: str) -> None:
         self.profiler.start(action_name)
@@ -167,8 +172,13 @@ class FetchTimer(Profiler):
 
     def stop(self, action_name: str) -> None:
         if action_name.endswith(_FETCH):
-            self.seconds += time.perf_counter() - self._begin
+            self._last = time.perf_counter() - self._begin
+            self.seconds += self._last
         self.profiler.stop(action_name)
+
+    def leave_out_last(self) -> None:
+        """Leaves out the last wait."""
+        self.seconds -= self._last
 
     def summary(self) -> str:
         return self.profiler.summary()

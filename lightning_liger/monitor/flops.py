@@ -92,9 +92,13 @@ def model_flops(model: nn.Module) -> ModelFlops:
     """The FLOPs of a model as a function of the lengths of its sequences; see :func:`count_flops`."""
     if not isinstance(model, nn.Module):
         raise wrong_type("model", "a torch.nn.Module", model)
-    inner = getattr(model, "model", None) if hasattr(model, "training_step") else None
+    inner: Any = model
+    while isinstance(getattr(inner, "module", None), nn.Module) and not hasattr(inner, "training_step"):
+        inner = inner.module  # of an engine
+    if hasattr(inner, "training_step") and isinstance(getattr(inner, "model", None), nn.Module):
+        inner = inner.model
     with torch.inference_mode(False), torch.enable_grad():
-        structure = _structure(inner if isinstance(inner, nn.Module) else model)
+        structure = _structure(inner, _unsharded_shapes(model))
         if any(isinstance(module, nn.RNNBase) for module in structure.modules()):  # meta would run token by token
             return _count_weights(structure)
         for seq_len in _SEQ_LENS:
@@ -226,12 +230,12 @@ def _share_of_experts(owners: Iterable[Any]) -> float:
 # The copy
 
 
-def _structure(model: nn.Module) -> nn.Module:
+def _structure(model: nn.Module, shapes: Mapping[tuple[int, str], tuple[int, ...]]) -> nn.Module:
     """A copy of a model's structure on the meta device, with its own classes and without hooks; tied weights are tied.
 
-    Attributes other than parameters, buffers and submodules are those of the model.
+    Attributes other than parameters, buffers and submodules are those of the model. ``shapes`` are those of parameters
+    that FSDP has flattened.
     """
-    shapes = _unsharded_shapes(model)
     tensors: dict[int, Any] = {}
     modules: dict[int, nn.Module] = {}
 
@@ -276,7 +280,7 @@ def _structure(model: nn.Module) -> nn.Module:
     release_layers(structure)
     for module in structure.modules():
         module.__class__ = _own_class(type(module))
-    return _with_experts_that_run_on_meta(structure).train()
+    return _with_plain_implementations(structure).train()
 
 
 def _own_class(module_class: type[nn.Module]) -> type[nn.Module]:
@@ -297,11 +301,13 @@ def _unsharded_shapes(model: nn.Module) -> dict[tuple[int, str], tuple[int, ...]
     return shapes
 
 
-def _with_experts_that_run_on_meta(model: nn.Module) -> nn.Module:
-    """``model``, of whose experts each token runs through its own by batched products, whatever the router says."""
+def _with_plain_implementations(model: nn.Module) -> nn.Module:
+    """``model`` with attention and experts that run on meta: each token runs through its own experts by batched
+    products, whatever the router says."""
     for module in model.modules():
         config = vars(module).get("config")
-        if hasattr(config, "_experts_implementation"):
+        if hasattr(config, "_attn_implementation"):
             module.__dict__["config"] = own = copy.copy(config)
+            own._attn_implementation = "eager"
             own._experts_implementation = "batched_mm"
     return model

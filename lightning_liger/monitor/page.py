@@ -38,6 +38,8 @@ _PLOTS = (
 def table(title: str, rows: Mapping[str, str]) -> Table:
     """A table of two columns for the terminal."""
     found = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    found.add_column(no_wrap=True)
+    found.add_column(overflow="fold")  # a path stays whole
     for name, value in rows.items():
         found.add_row(name, value)
     return found

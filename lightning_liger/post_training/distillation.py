@@ -39,7 +39,7 @@ from lightning_liger.post_training.alignment import aligned_tokens, universal_lo
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
-from lightning_liger.post_training.tokens import TokenRows, num_kept, read_tokens
+from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
 from lightning_liger.training.architecture import build_config
 from lightning_liger.training.causal_lm import LigerCausalLM
 
@@ -333,8 +333,10 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     def _iw_opd_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:
         options, targets = self.distillation, rows.targets
-        if "position_ids" in rows.inputs:
-            raise wrong_value("batch['position_ids']", "missing for 'iw_opd', which takes one sequence a row", ...)
+        if self.context is not None:
+            raise ValueError("context_parallel_size must be 1 for 'iw_opd', whose weights are those of whole sequences")
+        positions = document_positions(rows.inputs)
+        ids = None if positions is None else (positions == 0).cumsum(-1).clamp(min=1) - 1
         scores = token_scores(
             logits, targets, temperature=options.temperature, outputs=("log_probs", "entropy", "correct"),
             detach=("entropy",),
@@ -344,6 +346,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         losses, metrics = iw_opd_loss(
             scores.log_probs, self._teacher_log_probs(rows), kept, options.iw_opd,
             rollout_log_probs=None if old is None else _next(old),
+            sequence_ids=None if ids is None else ids.expand_as(targets),
         )  # fmt: skip
         measured = {
             _IW_OPD.get(name, "iw_opd/mean_weight"): Mean(torch.where(kept, each, 0.0).sum(), count)
@@ -384,7 +387,17 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     @torch.no_grad()
     def _teacher_logits(self, rows: TokenRows) -> Tensor:
-        logits, _ = self.call_model(rows.inputs, rows.targets, self._required_teacher())
+        teacher = self._required_teacher()
+        size = _vocab_size(teacher)
+        if size is not None and size < (_vocab_size(self.model) or size + 1):
+            found = int(torch.maximum(rows.inputs["input_ids"].max(), rows.targets.max()))  # the host waits
+            if found >= size:
+                raise ValueError(
+                    f"batch must have token ids below {size}, the size of the teacher's vocabulary, got {found}: a"
+                    " teacher with a smaller vocabulary has to know all tokens of the text. For one with another"
+                    " tokenizer use distillation_mode='uld' and teacher_input_ids"
+                )
+        logits, _ = self.call_model(rows.inputs, rows.targets, teacher)
         return logits
 
     @torch.no_grad()
@@ -421,6 +434,14 @@ def _checked(rows: TokenRows) -> TokenRows:
     if ids is not None and log_probs is not None:
         check_shape(f"batch[{TOPK_LOG_PROBS!r}]", log_probs, ids.shape, f"as {TOPK_IDS}")
     return rows
+
+
+def _vocab_size(model: nn.Module) -> int | None:
+    """The number of ids that a Hugging Face model knows, None for other models."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _next(values: Tensor) -> Tensor:

@@ -103,6 +103,12 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         return None
 
     def _begin_stage(self) -> None:
+        if getattr(self, "_compiler_ctx", None) is not None:  # of a LightningModule that went through torch.compile
+            raise ValueError(
+                f"{type(self).__name__} must not be compiled as a whole: Medusa heads read the hidden states of lazy"
+                " logits, which compiled code does not have. Pass the module itself to the Trainer, without"
+                " torch.compile"
+            )
         super()._begin_stage()
         self._prepare_original()
 

@@ -232,7 +232,11 @@ class LigerPolicyMixin(LigerReferenceMixin):
         result: PolicyObjective,
         entropies: Tensor,
     ) -> dict[str, Measured]:
-        found = policy_metrics(entropies, policy, result.details, self.policy_options)
+        is_terminated = None
+        if ends := _end_of_sequence_ids(self.model):
+            last = policy.completions.last(rows.labels)
+            is_terminated = torch.stack([last == end for end in ends]).any(0)
+        found = policy_metrics(entropies, policy, result.details, self.policy_options, is_terminated)
         measured: dict[str, Measured] = {name: Mean(*parts) for name, parts in found.means.items()}
         for name, value in found.extremes.items():
             measured[name] = Smallest(value) if metric_kind(name) == "min" else Largest(value)
@@ -268,3 +272,10 @@ class LigerPolicyMixin(LigerReferenceMixin):
         super().on_load_checkpoint(checkpoint)
         if "entropy_coefficient" in checkpoint:
             self._entropy_coefficient.load_state_dict(checkpoint["entropy_coefficient"])
+
+
+def _end_of_sequence_ids(model: nn.Module) -> list[int]:
+    """The ids with which a Hugging Face model ends a text."""
+    configs = (getattr(model, name, None) for name in ("generation_config", "config"))
+    found = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), [])
+    return [found] if isinstance(found, int) else list(found)

@@ -249,6 +249,15 @@ def test_iw_opd_weighs_early_disagreement_more() -> None:
     assert not student.grad[~mask].any()
 
 
+def test_iw_opd_of_packed_rows_is_that_of_single_sequences() -> None:
+    student, teacher = (-torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    mask = torch.tensor([[True] * 4, [False, True, True, False], [True, True, False, False]])
+    expected, _ = iw_opd_loss(student, teacher, mask)
+    row = (each.view(1, 12) for each in (student, teacher, mask))
+    losses, _ = iw_opd_loss(*row, sequence_ids=torch.arange(3).repeat_interleave(4)[None])
+    torch.testing.assert_close(losses.view(3, 4), expected)
+
+
 def _trl(name: str) -> Any:
     return pytest.importorskip(f"trl.{name}", reason="needs trl and what it needs")
 

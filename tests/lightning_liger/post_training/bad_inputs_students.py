@@ -167,15 +167,9 @@ def _wrong_heads(tmp_path: Path) -> None:
     load_medusa_heads(MedusaHeads(8, 5, 2), tmp_path)
 
 
-def _packed_iw_opd() -> Any:
-    columns = {"position_ids": torch.arange(11).expand(2, 11), "teacher_per_token_logps": LOG_PROBS[..., 0]}
-    return _step("iw_opd", columns)
-
-
 def _others() -> Iterator[BadInput]:
     for case, mode, changes, mentions in _BATCHES:
         yield BadInput(f"student-{case}", functools.partial(_step, mode, changes), mentions)
-    yield BadInput("student-iw_opd-packed", _packed_iw_opd, ("position_ids", "one sequence a row"))
     yield BadInput("student-options", _wrong_options, ("distillation", "DistillationOptions", "{'beta': 1.0}"))
     yield BadInput(
         "LigerDistillation-two_teachers",

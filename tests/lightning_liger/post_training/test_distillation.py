@@ -253,7 +253,22 @@ def test_values_of_the_policy_that_sampled() -> None:
     torch.testing.assert_close(result.terms[0].total, expected.sum().detach(), check_dtype=False, rtol=1e-4, atol=1e-4)
     opd = Student(distillation_mode="iw_opd")
     apply_liger_kernels(opd, "linear_cross_entropy")
-    assert float(opd.step_loss("train", {**batch, **columns}).terms[0].count) == 12
+    result = opd.step_loss("train", {**batch, **columns})
+    assert float(result.terms[0].count) == 12
+    packed = {name: value.reshape(1, -1) for name, value in {**batch, **columns}.items()}
+    packed["position_ids"] = torch.arange(batch["input_ids"].shape[1]).repeat(2)[None]
+    packed = opd.step_loss("train", packed)
+    torch.testing.assert_close(packed.terms[0].total, result.terms[0].total, rtol=1e-4, atol=1e-4)
+
+
+def test_teacher_with_fewer_ids_than_the_text_is_refused() -> None:
+    for mode in ("full_logits", "topk_logits", "sampled_token", "uld"):
+        module = Student(distillation_mode=mode, vocab="common")
+        module.configure_teacher = lambda: tiny_model("qwen2", vocab_size=40)  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=r"ids below 40, the size of the teacher's vocabulary, got \d+"):
+            module.step_loss("train", tiny_batch())
+        ids = tiny_batch()["input_ids"] % 37
+        assert module.step_loss("train", {"input_ids": ids, "labels": ids}).terms[0].total.isfinite()
 
 
 def test_finished_module_learns_from_a_teacher(tmp_path: Path) -> None:

@@ -270,3 +270,9 @@ def test_heads_of_models_on_the_meta_device_start_as_the_lm_head(tmp_path: Path)
         for name, tensor in state.items():
             expected = original.lm_head.weight if name.endswith("1.weight") else torch.zeros_like(tensor)
             torch.testing.assert_close(tensor, expected.detach(), rtol=0.0, atol=0.0)
+
+
+def test_compiled_module_is_refused_before_training() -> None:
+    module = torch.compile(Medusa(tiny_llama()))
+    with pytest.raises(ValueError, match="Medusa must not be compiled as a whole"):
+        make_trainer(max_steps=1).fit(module, DataLoader([tiny_batch()], batch_size=None))

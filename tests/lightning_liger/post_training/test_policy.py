@@ -102,6 +102,31 @@ def test_metrics_are_exact_over_micro_batches() -> None:
     assert not [name for name in trainer.callback_metrics if "sampling" in name or "reward" in name]
 
 
+def test_share_of_completions_that_were_cut_off() -> None:
+    examples = sequences(6, columns=COLUMNS[:1])
+    for example in examples[::2]:
+        example["completion_ids"][-1:] = 2  # the end of a text in the model's configuration
+    kept = [example["tool_mask"].bool() for example in examples]
+    last = [
+        int(example["completion_ids"][mask][-1]) for example, mask in zip(examples, kept, strict=True) if mask.any()
+    ]
+    lengths = [int(mask.sum()) for mask in kept if mask.any()]
+    ended = [length for length, token in zip(lengths, last, strict=True) if token == 2]
+    assert 0 < len(ended) < len(last)
+    for form in (apart, joined, packed):
+        module = Policy(PolicyOptions())
+        found = fit(module, [form(examples[:3]), form(examples[3:])]).callback_metrics
+        values = [float(found[f"train_completions/{name}"]) for name in (
+            "clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length"
+        )]  # fmt: skip
+        expected = [1 - len(ended) / len(last), sum(ended) / len(ended), min(ended), max(ended)]
+        assert values == pytest.approx(expected)
+    module = Policy(PolicyOptions())
+    module.configure_model()
+    module.model.config.eos_token_id = module.model.generation_config.eos_token_id = None
+    assert not [name for name in fit(module, [apart(examples)]).callback_metrics if "terminated" in name]
+
+
 def test_on_policy_batches_and_known_numbers_of_items() -> None:
     options = PolicyOptions(loss_type="dapo")
     examples = sequences(6, columns=())

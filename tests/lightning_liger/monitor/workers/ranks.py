@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_liger import LigerDDPStrategy, LigerModelParallelStrategy, LigerMonitor, LigerStrategy
 from lightning_liger.monitor.gradients import gradient_norm
 from tests.lightning_liger.strategies.workers.distributed import LM, make_trainer
+from tests.lightning_liger.tiny import tiny_llama
 
 LENGTHS = ((4, 8, 6, 10), (12, 8, 2, 6))
 """Tokens of the row of each batch, by rank."""
@@ -40,6 +41,13 @@ class Norms(L.Callback):
         self.norms.append(float(norm))
 
 
+class WithEvenHeads(LM):
+    """A model whose attention heads two ranks can share."""
+
+    def configure_model(self) -> None:
+        self.model = tiny_llama().train()
+
+
 def _batch(seq_len: int) -> dict[str, torch.Tensor]:
     input_ids = torch.arange(seq_len)[None] % 16
     labels = input_ids.clone()
@@ -55,7 +63,8 @@ def _fit(name: str, rank: int, folder: Path) -> dict[str, Any]:
         monitor, norms, root=folder / name, strategy=strategy(**options), devices=2, accumulate_grad_batches=2,
         gradient_clip_val=0.1,
     )  # fmt: skip
-    trainer.fit(LM(), DataLoader([_batch(length) for length in lengths], batch_size=None))
+    module = WithEvenHeads() if options else LM()
+    trainer.fit(module, DataLoader([_batch(length) for length in lengths], batch_size=None))
     return {
         "results": monitor.results,
         "points": monitor._points,
