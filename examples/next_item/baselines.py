@@ -9,6 +9,8 @@ from .data import IGNORE_INDEX
 Ints = NDArray[np.int64]
 BACK_OFF = 0.4
 """Factor of the scores after a context that is one event shorter."""
+_BLOCK = 2**11
+"""Labels that are ranked at once."""
 
 
 def contexts(split: TensorDataset, num_events: int) -> tuple[Ints, Ints, Ints]:
@@ -54,22 +56,28 @@ class NGram:
 
     def ranks(self, contexts: Ints, labels: Ints) -> Ints:
         """The rank of each label, from 1; arguments and result are shaped as those of training."""
-        found = [each.find(contexts) for each in self._followers]
-        return np.array([self._rank(label, [each[row] for each in found]) for row, label in enumerate(labels.tolist())])
+        blocks = range(0, len(labels), _BLOCK)
+        ranks = [self._ranks(contexts[start : start + _BLOCK], labels[start : start + _BLOCK]) for start in blocks]
+        return np.concatenate(ranks)
 
-    def _rank(self, label: int, slices: list[slice]) -> int:
-        scores: dict[int, float] = {}
-        for shorter_by, (followers, where) in enumerate(zip(self._followers, slices, strict=True)):
-            counts = followers.counts[where]
-            shares = BACK_OFF**shorter_by * counts / max(1, counts.sum())
-            for item, score in zip(followers.items[where].tolist(), shares.tolist(), strict=True):
-                scores.setdefault(item, score)
-        popularity = self._popularity_rank
-        own = scores.get(label)
-        if own is None:
-            return 1 + int(popularity[label]) + sum(bool(popularity[item] > popularity[label]) for item in scores)
-        is_first = (s > own or (s == own and popularity[item] < popularity[label]) for item, s in scores.items())
-        return 1 + sum(map(bool, is_first))
+    def _ranks(self, contexts: Ints, labels: Ints) -> Ints:
+        found = [each.find(contexts) for each in self._followers]
+        rows, items = (np.concatenate([each[part] for each in found]) for part in (0, 1))
+        scores = np.concatenate([BACK_OFF**shorter_by * each[2] for shorter_by, each in enumerate(found)])
+        num_items, popularity = len(self._popularity_rank), self._popularity_rank
+        keys, first = np.unique(rows * num_items + items, return_index=True)  # that of the longest context
+        rows, items, scores = rows[first], items[first], scores[first]
+
+        own_keys = np.arange(len(labels)) * num_items + labels
+        at = np.searchsorted(keys, own_keys)
+        is_known = np.append(keys, -1)[at] == own_keys
+        own = np.where(is_known, np.append(scores, 0.0)[at], 0.0)
+        is_more_popular = popularity[items] < popularity[labels[rows]]
+        is_before = (scores > own[rows]) | ((scores == own[rows]) & is_more_popular)
+        ranks = 1 + np.bincount(rows[is_before], minlength=len(labels))
+        # A label never seen after the last event: after all that were, and after more popular ones that were not.
+        others = popularity[labels] - np.bincount(rows[is_more_popular], minlength=len(labels))
+        return np.where(is_known, ranks, ranks + others)
 
 
 class _Followers:
@@ -86,9 +94,13 @@ class _Followers:
     def _keys(self, contexts: Ints) -> Ints:
         return (contexts[:, -self._length :] + 1) @ self._powers
 
-    def find(self, contexts: Ints) -> list[slice]:
-        """Where the followers of each context are, ``[num_labels, at least its length]``; empty if it is unknown."""
+    def find(self, contexts: Ints) -> tuple[Ints, Ints, NDArray[np.float64]]:
+        """The followers of each context, ``[num_labels, at least its length]``: rows of contexts, items, and shares."""
         keys = self._keys(contexts)
         at = np.searchsorted(self._known, keys).clip(max=len(self._known) - 1)
-        stops = np.where(self._known[at] == keys, self._starts[at + 1], self._starts[at])
-        return [slice(start, stop) for start, stop in zip(self._starts[at].tolist(), stops.tolist(), strict=True)]
+        starts = self._starts[at]
+        sizes = np.where(self._known[at] == keys, self._starts[at + 1] - starts, 0)
+        rows = np.repeat(np.arange(len(keys)), sizes)
+        where = np.arange(len(rows)) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+        counts = self.counts[where]
+        return rows, self.items[where], counts / np.bincount(rows, counts, minlength=len(keys))[rows]

@@ -32,7 +32,6 @@ class LSTMEncoder(nn.Module):
         self.embed_tokens = nn.Embedding(num_items, hidden_size)
         self.lstm = nn.LSTM(hidden_size, hidden_size, num_layers, batch_first=True)
         self.norm = nn.LayerNorm(hidden_size)
-        nn.init.normal_(self.embed_tokens.weight, std=0.02)
 
     def forward(self, input_ids: Tensor) -> Output:
         return Output(last_hidden_state=self.norm(self.lstm(self.embed_tokens(input_ids))[0]))
@@ -99,19 +98,20 @@ class NextItem(LigerLMMixin, L.LightningModule):
         num_items, hidden_size = self.hparams["num_items"], self.hparams["hidden_size"]
         if self.hparams["encoder"] == "lstm":
             self.model = LSTMForNextItem(num_items, hidden_size, self.hparams["num_layers"])
-            return
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=num_items,
-                hidden_size=hidden_size,
-                intermediate_size=4 * hidden_size,
-                num_hidden_layers=self.hparams["num_layers"],
-                num_attention_heads=self.hparams["num_heads"],
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=None,
+        else:
+            self.model = LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=num_items,
+                    hidden_size=hidden_size,
+                    intermediate_size=4 * hidden_size,
+                    num_hidden_layers=self.hparams["num_layers"],
+                    num_attention_heads=self.hparams["num_heads"],
+                    tie_word_embeddings=True,
+                    bos_token_id=None,
+                    eos_token_id=None,
+                )
             )
-        )
+        nn.init.normal_(self.model.lm_head.weight, std=hidden_size**-0.5)  # logits of a fair size from the start
 
     @torch.no_grad()
     def ranks(self, input_ids: Tensor, labels: Tensor) -> Tensor:
