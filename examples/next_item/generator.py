@@ -137,9 +137,7 @@ def generate(course: Course) -> Log:
 
         old_item = log.items[:, event - course.spacing] if event >= course.spacing else new_item
         log.items[:, event] = np.where(is_revisit, old_item, new_item)
-        log.kinds[:, event] = np.select(
-            [is_revisit, is_switch, ahead == 0], [_REVISIT, _SWITCH, _TOPIC], default=_NEXT
-        )
+        log.kinds[:, event] = np.select([is_revisit, is_switch, ahead == 0], [_REVISIT, _SWITCH, _TOPIC], default=_NEXT)
         topic[every, slot] = np.where(is_revisit, topic[every, slot], here)
         position[every, slot] = np.where(is_revisit, at, ahead)
         is_active &= (is_revisit | ~has_ended) & (log.times[:, event] < 1)

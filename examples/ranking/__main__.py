@@ -52,7 +52,11 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     for name, change in ARMS.items():
         settings |= change
         sys.argv = ["lightning-liger"]  # Lightning warns of arguments besides `args`
-        args = [f"--config={CONFIG}", *options, *(f"--model.init_args.{key}={value}" for key, value in settings.items())]
+        args = [
+            f"--config={CONFIG}",
+            *options,
+            *(f"--model.init_args.{key}={value}" for key, value in settings.items()),
+        ]
         cli = LigerCLI(args=args, run=False)
         if data is None:
             data = cli.datamodule

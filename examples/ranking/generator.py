@@ -99,7 +99,7 @@ def generate(model: ClickModel) -> ClickLog:
     rows, topics, segments = model.num_rows, model.num_topics, model.num_segments
     favourites = rng.integers(0, topics, (segments, 3))
     of_topic = rng.normal(size=(topics, _RANK))
-    of_item = (0.95 * of_topic[np.arange(model.num_items) % topics] + 0.3 * rng.normal(size=(model.num_items, _RANK)))
+    of_item = 0.95 * of_topic[np.arange(model.num_items) % topics] + 0.3 * rng.normal(size=(model.num_items, _RANK))
     of_segment = rng.normal(size=(segments, _RANK)) / np.sqrt(_RANK)
     quality = 0.4 * rng.normal(size=model.num_items)
     prices = rng.lognormal(3, 1, model.num_items)

@@ -90,7 +90,9 @@ class ClickNetwork(nn.Module):
         found = [self.layers(features), *([crossed] if self.crosses else [])]
         id_logits = None
         if self.tower is not None and self.id_head is not None:
-            id_logits = self.id_head(self.tower(torch.cat([embedded[column] for column in self.context_columns], dim=1)))
+            id_logits = self.id_head(
+                self.tower(torch.cat([embedded[column] for column in self.context_columns], dim=1))
+            )
         return Outputs(self.click_head(torch.cat(found, dim=1)).squeeze(1), id_logits)
 
 
