@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -99,9 +100,10 @@ def table(records: list[dict[str, Any]]) -> Table:
         title=f"Next item out of {records[0]['num_items']:,}: test on {records[0]['num_test_events']:,} events",
         caption="The last columns are hit@10 of each kind of event.",
         title_justify="left",
+        box=SIMPLE,
         caption_justify="left",
     )
-    result.add_column("Model")
+    result.add_column("Model", no_wrap=True)
     columns = {"hit@1": "hit@1", "hit@5": "hit@5", "hit@10": "hit@10", "mrr": "MRR"}
     columns |= {f"hit@10_{kind}": kind for kind in KINDS}
     for title in columns.values():

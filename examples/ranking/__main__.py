@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
@@ -110,8 +111,8 @@ def train(trainer: L.Trainer, model: Ranker, data: ClickData) -> dict[str, Any]:
 
 def table(records: list[dict[str, Any]]) -> Table:
     """A row of metrics for each model."""
-    result = Table(title="Clicks of the last day, and which id is clicked", title_justify="left")
-    result.add_column("Model")
+    result = Table(title="Clicks of the last day, and which id is clicked", title_justify="left", box=SIMPLE)
+    result.add_column("Model", no_wrap=True)
     for title in COLUMNS.values():
         result.add_column(title, justify="right")
     for record in records:

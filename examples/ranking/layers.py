@@ -28,7 +28,9 @@ class ResidualCross(nn.Module):
 
 
 class DenseGating(nn.Module):
-    """A linear layer times a gate between 0 and 1 of the same input (LiRank, arXiv:2402.06859).
+    """A linear layer times a gate of the same input, as in LiRank (arXiv:2402.06859).
+
+    The gate is between 0 and 2, so it begins near 1.
 
     Args:
         in_features: Size of the input.
@@ -42,7 +44,7 @@ class DenseGating(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[batch_size, in_features]`` to ``[batch_size, out_features]``."""
-        return self.value(input) * self.gate(input).sigmoid()
+        return self.value(input) * (2 * self.gate(input).sigmoid())
 
 
 class IsotonicCalibration(nn.Module):

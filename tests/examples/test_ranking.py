@@ -113,7 +113,7 @@ def test_cross_layer_is_its_formula():
     product = input @ (layer.wide.weight @ layer.narrow.weight).T + layer.wide.bias
     torch.testing.assert_close(layer(first, input), first * product + input)
     gating = DenseGating(6, 4)
-    torch.testing.assert_close(gating(first), gating.value(first) * torch.sigmoid(gating.gate(first)))
+    torch.testing.assert_close(gating(first), gating.value(first) * 2 * torch.sigmoid(gating.gate(first)))
 
 
 def test_calibration_starts_as_the_identity_and_always_increases():
