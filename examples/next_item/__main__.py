@@ -1,7 +1,7 @@
 """Trains an LSTM and a transformer, and compares them with the syllabus and an n-gram model on the test period.
 
-``python -m examples.next_item [--out FILE] [options of lightning-liger fit]``; the options are those of
-``next_item.yaml`` where they are not given.
+``python -m examples.next_item [--models NAMES] [--out FILE] [options of lightning-liger fit]``; the options are those
+of ``next_item.yaml`` where they are not given.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from rich.box import SIMPLE
@@ -28,9 +29,10 @@ from .baselines import Ints, NGram, contexts, syllabus_ranks
 from .data import NextItemData
 from .generator import KINDS
 from .metrics import RankMetrics
+from .models import NextItem
 
 CONFIG = Path(__file__).parent / "next_item.yaml"
-ENCODERS = ("lstm", "transformer")
+MODELS = ("baselines", "lstm", "transformer")
 NGRAM_ORDER = 3
 """Of orders 2 to 4, the best on the small log."""
 
@@ -39,17 +41,22 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     """Runs the comparison; returns its records."""
     parser = argparse.ArgumentParser(prog="python -m examples.next_item", description=__doc__)
     parser.add_argument("--out", type=Path, help="file of JSON lines to write")
+    parser.add_argument("--models", default=",".join(MODELS), help="names out of %(default)s, separated by commas")
     known, options = parser.parse_known_args(arguments)
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    names = known.models.split(",")
+    if not set(names) <= set(MODELS):
+        parser.error(f"--models must be names out of {','.join(MODELS)}, got {known.models}")
+    for message in (r".*isinstance\(treespec, LeafSpec\)", r"Checkpoint directory .* is not empty"):
+        warnings.filterwarnings("ignore", message=message)
     first = {"environment": environment(), "command": " ".join(("python -m examples.next_item", *arguments))}
     records: list[dict[str, Any]] = []
-    for encoder in ENCODERS:
-        sys.argv = ["lightning-liger"]  # Lightning warns of arguments besides `args`
-        args = [f"--config={CONFIG}", *options, f"--model.init_args.encoder={encoder}"]
-        cli = LigerCLI(args=args, run=False)
-        if not records:
-            records += baselines(cli.datamodule)
-        records.append({"model": encoder, **train(cli)})
+    sys.argv = ["lightning-liger"]  # Lightning warns of arguments besides `args`
+    data: NextItemData | None = None
+    for name in names:
+        encoder = [] if name == "baselines" else [f"--model.init_args.encoder={name}"]
+        cli = LigerCLI(args=[f"--config={CONFIG}", *options, *encoder], run=False)
+        data = data or cli.datamodule  # the log is generated once
+        records += [{"model": name, **train(cli.trainer, cli.model, data)}] if encoder else baselines(data)
     if known.out is not None:
         known.out.write_text("".join(json.dumps(line) + "\n" for line in [first, *records]), encoding="utf-8")
     Console().print(table(records))
@@ -77,17 +84,18 @@ def scores(ranks: Ints, kinds: Ints) -> dict[str, float]:
     return {name: round(float(value), 4) for name, value in metrics.compute().items()}
 
 
-def train(cli: LigerCLI) -> dict[str, Any]:
-    """Trains and tests the model of a command line; returns its record."""
+def train(trainer: L.Trainer, model: NextItem, data: NextItemData) -> dict[str, Any]:
+    """Trains and tests a model; returns its record."""
     start = time.perf_counter()
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    trainer.fit(model, datamodule=data)
     seconds = time.perf_counter() - start
-    (found,) = cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
-    (summary,) = (each for each in cli.trainer.callbacks if isinstance(each, TrainingSummary))
+    (found,) = trainer.test(model, datamodule=data, verbose=False)
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    (summary,) = (each for each in callbacks if isinstance(each, TrainingSummary))
     names = ("steps", "num_fused_losses", "logits_bytes_avoided", "peak_memory_bytes")
     return {
-        "num_items": cli.datamodule.course.num_items,
-        "num_parameters": sum(parameter.numel() for parameter in cli.model.parameters()),
+        "num_items": data.course.num_items,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         **{name.removeprefix("test_"): round(value, 4) for name, value in found.items()},
         "train_seconds": round(seconds, 1),
         **{name: int(summary.results[name]) for name in names},
@@ -97,7 +105,7 @@ def train(cli: LigerCLI) -> dict[str, Any]:
 def table(records: list[dict[str, Any]]) -> Table:
     """A row of metrics for each model."""
     result = Table(
-        title=f"Next item out of {records[0]['num_items']:,}: test on {records[0]['num_test_events']:,} events",
+        title=f"Next item out of {records[0]['num_items']:,}",
         caption="The last columns are hit@10 of each kind of event.",
         title_justify="left",
         box=SIMPLE,

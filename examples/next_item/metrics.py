@@ -12,7 +12,7 @@ TOP = (1, 5, 10)
 
 @torch.no_grad()
 def label_ranks(hidden_states: Tensor, weight: Tensor, labels: Tensor, chunk_bytes: int = 2**28) -> Tensor:
-    """The rank of each label among the logits ``hidden_states @ weight.T``, which exist for one chunk at a time.
+    """The rank of each label among the logits ``hidden_states @ weight.T``, in float32, one chunk of them at a time.
 
     Args:
         hidden_states: ``[num_tokens, hidden_size]``.
@@ -23,10 +23,11 @@ def label_ranks(hidden_states: Tensor, weight: Tensor, labels: Tensor, chunk_byt
     Returns:
         ``[num_tokens]``, int64: how many logits are at least the label's, so 1 is the best and ties count against it.
     """
-    chunk_size = max(1, chunk_bytes // (weight.shape[0] * weight.element_size()))
+    chunk_size = max(1, chunk_bytes // (4 * weight.shape[0]))
     ranks = []
     for rows, classes in zip(hidden_states.split(chunk_size), labels.split(chunk_size), strict=True):
-        logits = F.linear(rows, weight)
+        with torch.autocast(rows.device.type, enabled=False):  # in 16 bits many logits would be equal
+            logits = F.linear(rows.float(), weight.float())
         ranks.append((logits >= logits.gather(1, classes[:, None])).sum(dim=1))
     return torch.cat(ranks) if ranks else labels.new_empty(0)
 

@@ -1,6 +1,6 @@
 """Trains the models of the ablation and compares them on the last day.
 
-``python -m examples.ranking [--arms mlp,...] [--out FILE] [options of lightning-liger fit]``; the options are those of
+``python -m examples.ranking [--out FILE] [options of lightning-liger fit]``; the options are those of
 ``ranking.yaml`` where they are not given. Each arm adds one part to the arm before it.
 """
 
@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="python -m examples.ranking", description=__doc__)
     parser.add_argument("--out", type=Path, help="file of JSON lines to write")
     known, options = parser.parse_known_args(arguments)
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    for message in (r".*isinstance\(treespec, LeafSpec\)", r"Checkpoint directory .* is not empty"):
+        warnings.filterwarnings("ignore", message=message)
     first = {"environment": environment(), "command": " ".join(("python -m examples.ranking", *arguments))}
     records: list[dict[str, Any]] = []
     settings: dict[str, Any] = {}
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
             *options,
             *(f"--model.init_args.{key}={value}" for key, value in settings.items()),
         ]
+        if not settings["id_loss_weight"]:  # nothing to replace
+            args.append("--trainer.strategy=auto")
         cli = LigerCLI(args=args, run=False)
         if data is None:
             data = cli.datamodule

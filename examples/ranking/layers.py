@@ -65,7 +65,7 @@ class IsotonicCalibration(nn.Module):
             raise ValueError(f"num_bins must be at least 2, got {num_bins}")
         self.limit, self.width = limit, 2 * limit / num_bins
         self.slopes = nn.Parameter(torch.full((num_bins,), math.log(math.e - 1)))  # softplus is 1
-        self.bias = nn.Parameter(torch.tensor(-limit))
+        self.bias = nn.Parameter(torch.tensor(-float(limit)))
 
     def forward(self, logits: Tensor) -> Tensor:
         """Calibrated logits, ``[...]`` in float32."""
@@ -73,7 +73,7 @@ class IsotonicCalibration(nn.Module):
         way = logits.float().unsqueeze(-1) - starts
         first, last = way[..., :1].clamp(max=self.width), way[..., -1:].clamp(min=0)
         inside = torch.cat((first, way[..., 1:-1].clamp(0, self.width), last), dim=-1)
-        return inside @ F.softplus(self.slopes) + self.bias
+        return (inside * F.softplus(self.slopes)).sum(dim=-1) + self.bias  # a matrix product may run in 16 bits
 
     @torch.enable_grad()
     def fit(self, logits: Tensor, labels: Tensor, penalty: float = 1e-3) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
 
 from examples.ranking import ClickData, ClickModel, Ranker
-from examples.ranking.__main__ import ARMS, main
+from examples.ranking.__main__ import ARMS, COLUMNS, main
 from examples.ranking.data import ClickLog
 from examples.ranking.files import read_log, write_log
 from examples.ranking.generator import MISSING, generate
@@ -18,6 +19,7 @@ from examples.ranking.layers import DenseGating, IsotonicCalibration, ResidualCr
 from examples.ranking.models import ClickNetwork
 from lightning_liger import LazyLogits, apply_liger_kernels
 
+ROOT = Path(__file__).parents[2]
 CLICKS = ClickModel(num_rows=20_000, num_items=60, num_topics=6, num_segments=5)
 SIZES = {"vocab_sizes": [50, 7, 4], "num_numbers": 2, "embedding_size": 8, "hidden_sizes": [16], "item_columns": [0, 1]}
 
@@ -125,21 +127,23 @@ def test_calibration_starts_as_the_identity_and_always_increases():
     assert values.shape == (2, 100)
     assert (values.flatten().diff() > 0).all()
     slopes = F.softplus(layer.slopes)
-    assert layer(torch.tensor(-1.0)) == pytest.approx(float(0.8 * slopes[0] + 0.2 * slopes[1] + layer.bias), abs=1e-5)
+    assert float(layer(torch.tensor(-1.0))) == pytest.approx(
+        float(0.8 * slopes[0] + 0.2 * slopes[1] + layer.bias), abs=1e-5
+    )
     with pytest.raises(ValueError, match="num_bins must be at least 2, got 1"):
         IsotonicCalibration(num_bins=1)
 
 
 def test_calibration_mends_rates_and_keeps_the_order():
-    true = 1.5 * torch.randn(8000)
+    true = 1.5 * torch.randn(40_000)
     labels = torch.bernoulli(true.sigmoid())
     logits = 2 * true + 1.2 + 0.3 * true.clamp(min=0) ** 2  # too sure, and shifted
     layer = IsotonicCalibration()
-    layer.fit(logits[:4000], labels[:4000])
-    before, after = logits[4000:], layer(logits[4000:]).detach()
-    errors = [binary_calibration_error(each.sigmoid(), labels[4000:].int(), n_bins=20) for each in (before, after)]
-    assert errors[1] < 0.03 < 0.1 < errors[0]
-    found = [binary_auroc(each, labels[4000:].int()) for each in (before, after)]
+    layer.fit(logits[:20_000], labels[:20_000])
+    before, after = logits[20_000:], layer(logits[20_000:]).detach()
+    errors = [binary_calibration_error(each.sigmoid(), labels[20_000:].int(), n_bins=20) for each in (before, after)]
+    assert errors[1] < 0.025 < 0.1 < errors[0]
+    found = [binary_auroc(each, labels[20_000:].int()) for each in (before, after)]
     assert found[1] == pytest.approx(float(found[0]), abs=1e-4)
 
 
@@ -169,6 +173,15 @@ def test_tower_does_not_see_the_item():
     assert network(numbers, ids).clicks.shape == (2,)
 
 
+def test_page_has_the_recorded_results():
+    page = (ROOT / "docs" / "examples" / "ranking.md").read_text(encoding="utf-8")
+    path = ROOT / "benchmarks" / "results" / "ranking_cpu.jsonl"
+    _, *records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    for record in records:
+        cells = (f"{record[name]:.4f}" if name in record else "-" for name in COLUMNS)
+        assert f"| {record['model']} | {' | '.join(cells)} |" in page
+
+
 def test_ablation_improves_with_its_parts(tmp_path, capsys):
     out = tmp_path / "results.jsonl"
     options = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.callbacks=null"]
@@ -189,6 +202,6 @@ def test_ablation_improves_with_its_parts(tmp_path, capsys):
     assert after["auc"] == pytest.approx(before["auc"], abs=1e-3)
     assert after["calibration_error"] < before["calibration_error"] / 2
     assert after["log_loss"] < before["log_loss"] - 0.01
-    assert before["num_fused_losses"] > before["steps"] > 0
+    assert before["num_fused_losses"] >= before["steps"] > 0
     assert by_model["mlp"]["num_fused_losses"] == 0
     assert "Calibration error" in capsys.readouterr().out
