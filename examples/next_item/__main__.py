@@ -39,7 +39,7 @@ NGRAM_ORDER = 3
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
     """Runs the comparison; returns its records."""
-    parser = argparse.ArgumentParser(prog="python -m examples.next_item", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.next_item", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, help="file of JSON lines to write")
     parser.add_argument("--models", default=",".join(MODELS), help="names out of %(default)s, separated by commas")
     known, options = parser.parse_known_args(arguments)

@@ -42,7 +42,7 @@ COLUMNS = {"auc": "AUC", "log_loss": "Log loss", "calibration_error": "Calibrati
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
     """Runs the ablation; returns its records."""
-    parser = argparse.ArgumentParser(prog="python -m examples.ranking", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.ranking", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, help="file of JSON lines to write")
     known, options = parser.parse_known_args(arguments)
     for message in (r".*isinstance\(treespec, LeafSpec\)", r"Checkpoint directory .* is not empty"):
