@@ -109,6 +109,8 @@ def table(records: list[dict[str, Any]]) -> Table:
         caption="The last columns are hit@10 of each kind of event.",
         title_justify="left",
         box=SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
         caption_justify="left",
     )
     result.add_column("Model", no_wrap=True)

@@ -69,7 +69,8 @@ class NextItem(LigerLMMixin, L.LightningModule):
         ValueError: If ``num_items`` is not the number of items of the data.
     """
 
-    model: nn.Module
+    model: Any
+    """An :class:`LSTMForNextItem` or a ``LlamaForCausalLM``."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class NextItem(LigerLMMixin, L.LightningModule):
         batch = dict(batch)
         kinds, labels = batch.pop("kinds"), batch["shift_labels"]
         metrics.update_ranks(self.ranks(batch["input_ids"], labels), kinds[labels != IGNORE_INDEX])
-        self.log_dict(metrics, on_step=False, on_epoch=True)  # type: ignore[arg-type]
+        self.log_dict(metrics, on_step=False, on_epoch=True)
         return super().validation_step(batch, 0) if stage == "val" else super().test_step(batch, 0)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -93,16 +93,16 @@ class ClickData(L.LightningDataModule):
         counts = torch.bincount(ids[labels == 1, column], minlength=self.vocab_sizes[column]) + 1
         return counts / counts.sum()
 
-    def train_dataloader(self) -> "DataLoader[Batch]":
+    def train_dataloader(self) -> "DataLoader[tuple[Tensor, ...]]":
         return self._loader("train")
 
-    def val_dataloader(self) -> "DataLoader[Batch]":
+    def val_dataloader(self) -> "DataLoader[tuple[Tensor, ...]]":
         return self._loader("val")
 
-    def test_dataloader(self) -> "DataLoader[Batch]":
+    def test_dataloader(self) -> "DataLoader[tuple[Tensor, ...]]":
         return self._loader("test")
 
-    def _loader(self, split: _Split) -> "DataLoader[Batch]":
+    def _loader(self, split: _Split) -> "DataLoader[tuple[Tensor, ...]]":
         rows = self.splits[split]
         order = RandomSampler(rows) if split == "train" else SequentialSampler(rows)
         # Whole batches are indexed at once, which is much faster than row by row.

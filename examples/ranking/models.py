@@ -57,9 +57,10 @@ class ClickNetwork(nn.Module):
         item_columns: list[int],
     ) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleList(nn.Embedding(size, embedding_size) for size in vocab_sizes)
-        for embedding in self.embeddings:
+        embeddings = [nn.Embedding(size, embedding_size) for size in vocab_sizes]
+        for embedding in embeddings:
             nn.init.normal_(embedding.weight, std=0.3)
+        self.embeddings = nn.ModuleList(embeddings)
         size = num_numbers + embedding_size * len(vocab_sizes)
         self.crosses = nn.ModuleList(ResidualCross(size, size // 2) for _ in range(num_crosses))
         layers: list[nn.Module] = []
