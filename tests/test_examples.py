@@ -61,7 +61,7 @@ def test_rows_of_an_example_fit_its_model(example):
 def test_first_line_says_the_story_in_one_sentence(example):
     first, second = example.read_text(encoding="utf-8").splitlines()[:2]
     assert first.startswith("# ")
-    assert first.endswith(".")
+    assert first.endswith((".", "?"))
     assert ". " not in first
     assert second == "#"
 
