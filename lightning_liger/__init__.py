@@ -49,6 +49,7 @@ from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
 from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerKTO, LigerORPO, LigerTPO
 from lightning_liger.post_training.multi_token import multi_token_loss
+from lightning_liger.post_training.multiple_choice import LigerMultipleChoice
 from lightning_liger.post_training.policy import LigerPolicyMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
 from lightning_liger.post_training.teacher_topk import store_teacher_topk, teacher_topk_rows
@@ -112,6 +113,7 @@ __all__ = [
     "LigerMedusaMixin",
     "LigerModelParallelStrategy",
     "LigerMonitor",
+    "LigerMultipleChoice",
     "LigerORPO",
     "LigerPolicyMixin",
     "LigerPrecisionPlugin",

@@ -1,10 +1,16 @@
-"""``examples``: the yaml files of post-training through the command line, with the dimensions of Llama 3.2 1B.
+"""``examples``: the stories of ``examples/`` on one GPU, with the dimensions of Llama 3.2 1B.
 
-Each example trains a few steps on the small files in ``examples/data``, in a separate process, which shows that it runs
-at a real size, and how fast and in how much memory. Its sequences are short, so the speed is not that of a real run.
+Each example trains a few steps: the yaml files through the command line, the Fabric loop by its functions. That shows
+that it runs at a real size, and how fast and in how much memory. Those on the small files in ``examples/data`` have
+short sequences, so their speed is not that of a real run; those on text have rows of 2048 tokens, or of 32,768.
+
+All run in one process, one after the other, so that imports, CUDA and compiled kernels are paid for once. A failed
+example, and one that leaves memory on the GPU, ends the process, and the next one begins in a new one.
 """
 
 import argparse
+import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,6 +25,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,8 +37,67 @@ from benchmarks.training.dims import DIMS
 from benchmarks.training.train import number
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ("sft", "dpo", "kto", "grpo_offline", "distill", "distill_topk", "medusa")
-_WITH_TEACHER = ("distill",)
+_KEPT = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_KEPT += ("head_dim", "vocab_size", "tie_word_embeddings")
+# CLIP ViT-L/14 for images of 336 pixels, as in LLaVA 1.5: 576 tokens of an image.
+_VISION = {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+_VISION |= {"num_attention_heads": 16}
+_LONG = 32_768
+
+
+def _sizes() -> dict[str, Any]:
+    sizes = DIMS["llama3_1b"].config().to_dict()
+    return {key: sizes[key] for key in _KEPT if key in sizes}
+
+
+def _of_config(*groups: str, **changes: Any) -> dict[str, Any]:
+    return {f"model.{group}.{key}": value for group in groups for key, value in (_sizes() | changes).items()}
+
+
+def _plain() -> dict[str, Any]:
+    sizes = _sizes()
+    renamed = {"num_layers": sizes["num_hidden_layers"], "num_heads": sizes["num_attention_heads"]}
+    own = {key: sizes[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    return {f"model.{key}": value for key, value in (own | renamed).items()}
+
+
+def _text(block_size: int, batch_size: int) -> dict[str, Any]:
+    """Rows of Python's standard library."""
+    settings = {"path": None, "vocab_size": 16384, "max_documents": 150, "block_size": block_size}
+    return {f"data.{key}": value for key, value in {**settings, "batch_size": batch_size}.items()}
+
+
+def _images() -> dict[str, Any]:
+    tokens = (_VISION["image_size"] // _VISION["patch_size"]) ** 2
+    processor = {"tokenizer": "examples/data/tokenizer", "image_size": _VISION["image_size"]}
+    text = {"model_type": "llama", "max_position_embeddings": 8192, "pad_token_id": 0, **_sizes()}
+    return {
+        "model.config.text_config": text,
+        "model.config.vision_config": {"model_type": "clip_vision_model", **_VISION},
+        "data.processor": {**processor, "tokens_per_image": tokens},
+    }
+
+
+# The settings that differ from the yaml, but for --quick.
+EXAMPLES = {
+    "pretrain": lambda: _of_config("config", max_position_embeddings=2048) | _text(2048, 8),
+    "sft": lambda: _of_config("config"),
+    "multiple_choice": lambda: _of_config("config"),
+    "lora": lambda: _of_config("config"),
+    "long_context": lambda: _of_config("config", max_position_embeddings=_LONG) | _text(_LONG, 1),
+    "vision_language": _images,
+    "plain_module": lambda: _plain() | _text(2048, 4),
+    "fabric_loop": _sizes,
+    "dpo": lambda: _of_config("config"),
+    "kto": lambda: _of_config("config"),
+    "grpo_offline": lambda: _of_config("config"),
+    "distill": lambda: _of_config("config", "teacher_config"),
+    "distill_topk": lambda: _of_config("config"),
+    "medusa": lambda: _of_config("config"),
+}
+_ON_TEXT = ("pretrain", "long_context", "plain_module", "fabric_loop")
+_MAX_BYTES_LEFT = 2**26
+"""Of GPU memory after an example, with which the next one begins in a new process."""
 
 
 class Meter(L.Callback):
@@ -71,28 +137,60 @@ def num_tokens(batch: dict[str, Tensor]) -> int:
 
 def measure(name: str, quick: bool, steps: int, batch_size: int) -> dict[str, Any]:
     """The record of one example, trained in this process."""
+    os.chdir(ROOT)  # where the command at the top of the yaml is run
+    cuda, variables = torch.cuda.is_available(), dict(os.environ)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    settings = {} if quick else EXAMPLES[name]()
+    try:
+        if name == "fabric_loop":
+            found = _measure_loop(settings, steps, cuda)
+        else:
+            if name not in _ON_TEXT:
+                settings["data.batch_size"] = batch_size
+            settings["model.learning_rate"] = 1e-3 if quick else 1e-5
+            found = _measure_yaml(name, settings, steps, cuda)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ |= variables
+    module, parameters, seconds, tokens, losses = found
+    warm = len(seconds) // 2  # compilation of kernels, and measuring for a memory budget, is in the steps before
+    return {
+        "example": name,
+        "module": module,
+        "parameters": parameters,
+        "steps": len(seconds),
+        "tokens_per_step": statistics.mean(tokens[warm:]),
+        "tokens_per_second": sum(tokens[warm:]) / sum(seconds[warm:]),
+        "step_ms": 1e3 * statistics.median(seconds[warm:]),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+_Found = tuple[str, int, list[float], list[int], list[float]]
+"""The name of the module, its number of parameters; seconds, tokens and loss of each step."""
+
+
+def _measure_yaml(name: str, settings: dict[str, Any], steps: int, cuda: bool) -> _Found:
     from lightning_liger.cli import LigerCLI  # it imports much
 
-    os.chdir(ROOT)  # where the command at the top of the yaml is run
     sys.argv = ["lightning-liger"]
-    cuda = torch.cuda.is_available()
-    sizes = {} if quick else DIMS["llama3_1b"].config().to_dict()
-    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    kept += ("head_dim", "vocab_size", "tie_word_embeddings")
-    settings = [(key, sizes[key]) for key in kept if key in sizes]
-    groups = ("config", "teacher_config") if name in _WITH_TEACHER else ("config",)
     with tempfile.TemporaryDirectory() as folder:
         cli = LigerCLI(
             args=[
                 "fit",
                 f"--config=examples/{name}.yaml",
-                *(f"--model.{group}.{key}={json.dumps(value)}" for group in groups for key, value in settings),
-                f"--model.learning_rate={1e-3 if quick else 1e-5}",
-                f"--data.batch_size={batch_size}",
+                *(f"--{key}={json.dumps(value)}" for key, value in settings.items()),
                 f"--trainer.accelerator={'gpu' if cuda else 'cpu'}",
+                "--trainer.devices=1",
                 f"--trainer.precision={'bf16-true' if cuda else '32-true'}",
                 f"--trainer.max_steps={steps}",
                 "--trainer.max_epochs=1000",
+                "--trainer.accumulate_grad_batches=1",
                 "--trainer.check_val_every_n_epoch=1000",
                 f"--trainer.default_root_dir={folder}",
                 f'--trainer.callbacks=[{{"class_path": "{__name__}.Meter"}}]',
@@ -101,27 +199,52 @@ def measure(name: str, quick: bool, steps: int, batch_size: int) -> dict[str, An
             ]
         )
     (meter,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, Meter))
-    warm = len(meter.seconds) // 2  # compilation of kernels is in the steps before
     losses = torch.stack(meter.losses).tolist()
-    return {
-        "example": name,
-        "module": type(cli.model).__name__,
-        "parameters": sum(parameter.numel() for parameter in cli.model.parameters()),
-        "steps": len(meter.seconds),
-        "tokens_per_step": statistics.mean(meter.tokens[warm:]),
-        "tokens_per_second": sum(meter.tokens[warm:]) / sum(meter.seconds[warm:]),
-        "step_ms": 1e3 * statistics.median(meter.seconds[warm:]),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-    }
+    parameters = sum(parameter.numel() for parameter in cli.model.parameters())
+    return type(cli.model).__name__, parameters, meter.seconds, meter.tokens, losses
+
+
+def _measure_loop(sizes: dict[str, Any], steps: int, cuda: bool) -> _Found:
+    """The functions of ``examples/fabric_loop.py``, on rows of random tokens."""
+    from examples.fabric_loop import SIZES, make_model, train
+
+    fabric = L.Fabric(
+        strategy="liger",
+        accelerator="gpu" if cuda else "cpu",
+        devices=1,
+        precision="bf16-true" if cuda else "32-true",
+    )
+    fabric.launch()
+    fabric.seed_everything(42)
+    model = make_model(fabric, **sizes)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+    shape = (8, 2048) if sizes else (4, 128)
+    rows = [torch.randint((SIZES | sizes)["vocab_size"], shape, device=fabric.device) for _ in range(4)]
+    batches = itertools.cycle([{"input_ids": row, "labels": row} for row in rows])
+    seconds, losses = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        losses += [float(loss) for loss in train(fabric, model, optimizer, batches, 1, accumulate=1)]  # waits for it
+        seconds.append(time.perf_counter() - start)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return "Fabric", parameters, seconds, [rows[0].numel()] * steps, losses
+
+
+def measure_and_clean(*arguments: Any) -> tuple[dict[str, Any], int]:
+    """The record of :func:`measure`, and how many bytes of GPU memory are left in use."""
+    record = measure(*arguments)
+    gc.collect()  # modules and hooks refer to each other
+    if not torch.cuda.is_available():
+        return record, 0
+    torch.cuda.empty_cache()
+    return record, torch.cuda.memory_allocated()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
-        type=names("example", EXAMPLES),
-        default=EXAMPLES,
+        type=names("example", tuple(EXAMPLES)),
+        default=tuple(EXAMPLES),
         metavar="EXAMPLE,...",
         help=f"which examples (default: all): {', '.join(EXAMPLES)}",
     )
@@ -132,23 +255,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
     """Measures, prints and writes; returns whether all examples ran."""
     records: list[dict[str, Any]] = []
+    process: ProcessPoolExecutor | None = None
     with Writer(Path(f"{stem}.jsonl"), environment(), "examples") as writer:
         for name in options.only:
             arguments = (name, options.quick, max(2, options.steps), options.batch_size)
-            # In a separate process, whose peak of memory is its own.
-            with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
-                try:
-                    records.append(process.submit(measure, *arguments).result())
-                except Exception as error:  # a row of the results: the others go on
-                    records.append({"example": name, "error": f"{type(error).__name__}: {error}"[:500]})
-            writer.write(Line(records[-1]))
+            process = process or ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
+            start, bytes_left = time.perf_counter(), _MAX_BYTES_LEFT + 1
+            try:
+                record, bytes_left = process.submit(measure_and_clean, *arguments).result()
+            except Exception as error:  # a row of the results: the others go on
+                record = {"example": name, "error": f"{type(error).__name__}: {error}"[:500]}
+            records.append(record)
+            writer.write(Line(record))
+            console.print(f"{name}: {time.perf_counter() - start:.1f} s")
+            if bytes_left > _MAX_BYTES_LEFT:
+                process.shutdown()
+                process = None
+    if process is not None:
+        process.shutdown()
     console.print(table(records))
     return not any("error" in record for record in records)
 
 
 def table(records: Sequence[dict[str, Any]]) -> Table:
     """A row for each example."""
-    grid = Table(title="Examples of post-training", title_justify="left")
+    grid = Table(title="Examples", title_justify="left")
     for column in ("example", "module"):
         grid.add_column(column)
     for column in ("parameters", "tokens/step", "step ms", "tokens/s", "peak GiB", "first loss", "last loss"):

@@ -1,4 +1,4 @@
-"""Writes the small data files of this folder: sums and words, a tokenizer, and a teacher's most likely tokens.
+"""Writes the small data files of this folder: sums, words, stories, images, a tokenizer, a teacher's likeliest tokens.
 
 python examples/data/make.py
 """
@@ -20,6 +20,17 @@ WORDS = [
     *("window", "copper", "meadow", "ladder", "basket", "mirror", "island", "bridge", "feather", "lantern", "thunder"),
     "orchard",
 ]
+OPPOSITES = {
+    **{"hot": "cold", "big": "small", "fast": "slow", "dark": "bright", "young": "old", "early": "late"},
+    **{"wet": "dry", "heavy": "light", "rich": "poor", "soft": "hard", "near": "far", "full": "empty"},
+}
+ASKS = ["What is the opposite of {}?", "Which word means the contrary of {}?", "If it is not {}, what is it?"]
+NAMES = ("Ada", "Ben", "Cleo", "Dario", "Emil", "Fern", "Greta", "Hugo")
+COLORS = {"red": (220, 40, 40), "green": (40, 180, 70), "blue": (50, 80, 220), "yellow": (235, 210, 50)}
+SHAPES = ("square", "bar", "cross", "frame")
+IMAGE_SIZE = 16
+NUM_IMAGES = 32
+NUM_STORIES = 240
 REWARDS = [1, 0, 0.5, 0]
 TOP_K = 4
 VOCAB_SIZE = 320
@@ -52,6 +63,63 @@ def tasks(seed: int) -> Iterator[Task]:
 def messages(*texts: str) -> list[dict[str, str]]:
     """A conversation that a user begins."""
     return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(texts)]
+
+
+def questions(seed: int) -> Iterator[dict[str, Any]]:
+    """Questions with four choices, in the format of MMLU."""
+    draw = random.Random(seed)
+    words = {**OPPOSITES, **{value: key for key, value in OPPOSITES.items()}}
+    asked = [(ask, word) for ask in ASKS for word in words]
+    draw.shuffle(asked)
+    for ask, word in asked:
+        others = draw.sample(sorted(set(words) - {word, words[word]}), 3)
+        answer = draw.randrange(4)
+        choices = [*others[:answer], words[word], *others[answer:]]
+        yield {"question": ask.format(word), "subject": "opposites", "choices": choices, "answer": answer}
+
+
+def stories(seed: int) -> Iterator[dict[str, str]]:
+    """Short texts of several sentences."""
+    draw = random.Random(seed)
+    for _ in range(NUM_STORIES):
+        name, friend = draw.sample(NAMES, 2)
+        first, second, third = draw.sample(WORDS, 3)
+        yield {
+            "text": f"{name} went to the {first} and found a {second}. {friend} asked {name} for the {second}. {name}"
+            f" gave the {second} to {friend}, and {friend} gave {name} a {third}. So {name} came back from the {first}"
+            f" with a {third}, and {friend} kept the {second}.\n"
+        }
+
+
+def image(shape: str, color: str, draw: random.Random) -> np.ndarray:
+    """A shape on a grey background, ``[IMAGE_SIZE, IMAGE_SIZE, 3]`` in uint8."""
+    pixels = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), draw.randrange(100, 160), dtype=np.uint8)
+    size = draw.randrange(8, 13)
+    top, left = draw.randrange(IMAGE_SIZE - size + 1), draw.randrange(IMAGE_SIZE - size + 1)
+    part, middle = pixels[top : top + size, left : left + size], slice(size // 3, size - size // 3)
+    if shape == "cross":
+        part[middle], part[:, middle] = COLORS[color], COLORS[color]
+    elif shape == "bar":
+        part[middle] = COLORS[color]
+    else:
+        hole = part[middle, middle].copy()
+        part[:] = COLORS[color]
+        if shape == "frame":
+            part[middle, middle] = hole
+    return pixels
+
+
+def captioned(seed: int, folder: Path) -> Iterator[dict[str, str]]:
+    """Images, as binary PPM files (a header and the bytes of the pixels), each with a question and its answer."""
+    draw = random.Random(seed)
+    (folder / "images").mkdir(exist_ok=True)
+    kinds = [(shape, color) for shape in SHAPES for color in COLORS] * (NUM_IMAGES // 16)
+    draw.shuffle(kinds)
+    for index, (shape, color) in enumerate(kinds):
+        name = f"{index:02}.ppm"
+        content = f"P6 {IMAGE_SIZE} {IMAGE_SIZE} 255\n".encode() + image(shape, color, draw).tobytes()
+        (folder / "images" / name).write_bytes(content)
+        yield {"image": name, "prompt": "What is in the image?", "completion": f" A {color} {shape}."}
 
 
 def records() -> dict[str, list[dict[str, Any]]]:
@@ -87,6 +155,8 @@ def records() -> dict[str, list[dict[str, Any]]]:
         "conversations.jsonl": talks,
         "completions.jsonl": completions,
         "rollouts.jsonl": rollouts,
+        "multiple_choice.jsonl": list(questions(8)),
+        "text.jsonl": list(stories(9)),
     }
 
 
@@ -108,7 +178,7 @@ def teacher_rows(tokenizer: Any, texts: list[str]) -> Iterator[dict[str, np.ndar
 
 def main(folder: Path = FOLDER) -> None:
     """Writes all files."""
-    data = records()
+    data = {**records(), "images/records.jsonl": list(captioned(10, folder))}
     for name, rows in data.items():
         lines = [json.dumps(row) for row in rows]
         text = "[\n" + ",\n".join(lines) + "\n]\n" if name.endswith(".json") else "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@
 from lightning_liger.data.collate import (
     FeedbackCollator,
     Layout,
+    MultipleChoiceCollator,
     PreferenceCollator,
     RolloutCollator,
     SupervisedCollator,
@@ -11,6 +12,8 @@ from lightning_liger.data.collate import (
 from lightning_liger.data.completions import ConversationDataModule, PromptCompletionDataModule
 from lightning_liger.data.examples import ExamplesDataModule
 from lightning_liger.data.feedback import UnpairedFeedbackDataModule
+from lightning_liger.data.images import ImageTextCollator, ImageTextDataModule
+from lightning_liger.data.multiple_choice import MultipleChoiceDataModule
 from lightning_liger.data.preference import PreferenceDataModule
 from lightning_liger.data.rollouts import RolloutDataModule
 from lightning_liger.data.teacher_topk import TeacherTopKDataModule, tokenizer_hash, write_teacher_topk
@@ -20,7 +23,11 @@ __all__ = [
     "ConversationDataModule",
     "ExamplesDataModule",
     "FeedbackCollator",
+    "ImageTextCollator",
+    "ImageTextDataModule",
     "Layout",
+    "MultipleChoiceCollator",
+    "MultipleChoiceDataModule",
     "PreferenceCollator",
     "PreferenceDataModule",
     "PromptCompletionDataModule",

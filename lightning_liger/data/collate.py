@@ -197,6 +197,46 @@ class SupervisedCollator:
 
 
 @dataclass(frozen=True)
+class MultipleChoiceCollator:
+    """Collates questions: ``prompt_ids``; ``completion_ids``, those of all choices one after the other, and
+    ``completion_lengths``, how many each choice has; ``num_characters``, the lengths of their texts; ``answer``, the
+    place of the right one.
+
+    To train, a batch of B questions has the right answers only: ``input_ids``, ``labels`` and ``attention_mask`` as
+    those of :class:`SupervisedCollator`. With ``all_choices`` it has the N choices of all questions: ``input_ids``,
+    ``attention_mask`` and ``completion_mask``, each ``[N, seq_len]`` in int64 (or packed, as those of
+    :class:`PreferenceCollator`); ``question_ids`` ``[N]`` in int64, the number of the question in the batch;
+    ``is_answer`` ``[N]`` of bool; ``num_characters`` ``[N]`` in float32; and ``num_questions``, an integer.
+    """
+
+    layout: Layout
+    all_choices: bool = False
+
+    def __call__(self, examples: Sequence[Example]) -> Batch:
+        choices = [np.split(each["completion_ids"], np.cumsum(each["completion_lengths"])[:-1]) for each in examples]
+        if not self.all_choices:
+            return SupervisedCollator(self.layout)([
+                {
+                    "input_ids": np.concatenate((each["prompt_ids"], completions[each["answer"]])),
+                    "loss_mask": np.repeat([0, 1], [len(each["prompt_ids"]), len(completions[each["answer"]])]),
+                }
+                for each, completions in zip(examples, choices, strict=True)
+            ])  # fmt: skip
+        pairs = zip(examples, choices, strict=True)
+        batch = _completions(
+            self.layout, [(each["prompt_ids"], one) for each, completions in pairs for one in completions]
+        )
+        counts = [len(completions) for completions in choices]
+        batch["question_ids"] = torch.arange(len(examples)).repeat_interleave(torch.tensor(counts))
+        flags = [np.arange(count) == each["answer"] for each, count in zip(examples, counts, strict=True)]
+        batch["is_answer"] = torch.from_numpy(np.concatenate(flags))
+        lengths = np.concatenate([each["num_characters"] for each in examples])
+        batch["num_characters"] = torch.from_numpy(lengths.astype(np.float32))
+        batch["num_questions"] = len(examples)
+        return batch
+
+
+@dataclass(frozen=True)
 class TeacherTopKCollator:
     """Collates rows of a file of :func:`~lightning_liger.data.write_teacher_topk`.
 

@@ -79,13 +79,13 @@ class BatchesDataModule(L.LightningDataModule):
         return None
 
     def _dataloader(self, rows: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        options |= {
+        defaults = {
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
             "pin_memory": torch.cuda.is_available(),  # copies from pageable memory would wait for the device
             "collate_fn": self._collator(),
         }
-        return DataLoader(rows, batch_size=self.batch_size, **options)
+        return DataLoader(rows, batch_size=self.batch_size, **{**defaults, **options})
 
     def _shard(self) -> dict[str, int]:
         """Arguments of DistributedSampler: the number of shards (tensor-parallel ranks share one), and this rank's."""

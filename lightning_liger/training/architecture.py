@@ -13,7 +13,10 @@ from typing import Any, cast
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -59,15 +62,29 @@ def build_config(
         raise ValueError("config must not have trust_remote_code: code in the checkpoint's folder is never run")
 
     default = _build(pretrained, model_type, {})
-    if type(default) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if auto_class(default) is None:
         argument, value = ("model_type", model_type) if pretrained is None else ("pretrained", str(pretrained))
-        raise wrong_value(argument, "a causal language model of transformers", value)
+        raise wrong_value(argument, "a causal language model of transformers, of text or of images and text", value)
     settings = dict(settings or {})
     named = settings.pop("model_type", default.model_type)  # a whole config.json has it
     if named not in (default.model_type, model_type if pretrained is None else None):
         raise wrong_value("config['model_type']", f"{default.model_type!r}, as the architecture", named)
     _check_settings("config", default, functools.partial(_build, pretrained, model_type), settings)
     return _build(pretrained, model_type, settings)
+
+
+_AUTO_CLASSES = (
+    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' auto class that builds the causal language model of a configuration.
+
+    That of images and text for architectures which have no model of text alone; None for others.
+    """
+    return next((auto for mapping, auto in _AUTO_CLASSES if type(config) in mapping), None)
 
 
 def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -127,7 +144,8 @@ def _build(pretrained: str | None, model_type: str, settings: Mapping[str, Any])
 
 def _is_read(config: PreTrainedConfig, name: str) -> bool:
     """Whether the model's code reads a setting that its configuration does not have by default."""
-    module = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    model = next((mapping[type(config)] for mapping, _ in _AUTO_CLASSES if type(config) in mapping), None)
+    module = None if model is None else inspect.getmodule(model)
     source = "" if module is None else inspect.getsource(module)
     return re.search(rf'config\.{re.escape(name)}\b|getattr\((self\.)?config, "{re.escape(name)}"', source) is not None
 

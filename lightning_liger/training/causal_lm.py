@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
-from lightning_liger.training.architecture import build_config, check_vocabulary
+from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
 from lightning_liger.training.mixin import LigerLMMixin
@@ -164,10 +164,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             settings["attn_implementation"] = self._settings.attn_implementation
         with device:
             if pretrained is not None and device.type != "meta":
-                return AutoModelForCausalLM.from_pretrained(
+                return auto_class(self.config).from_pretrained(
                     pretrained, config=self.config, local_files_only=True, **settings
                 )
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, **settings)
+            model: PreTrainedModel = auto_class(self.config).from_config(self.config, **settings)
         if device.type == "meta":
             self._leave_weights_to_strategy(model)
         return model

@@ -19,6 +19,7 @@ from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.medusa_heads import shifted
 from benchmarks.training.processes import run_jobs
 from benchmarks.training.train import ratio
+from lightning_liger.cli import LigerCLI
 from tests import docs_sections
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -104,6 +105,22 @@ def test_examples_are_measured_through_the_command_line(tmp_path: Path, monkeypa
     assert (record["module"], record["steps"]) == ("LigerDistillation", 2)
     assert record["tokens_per_second"] > 0
     assert record["last_loss"] != record["first_loss"]
+    loop = examples.measure("fabric_loop", quick=True, steps=2, batch_size=4)
+    assert (loop["module"], loop["tokens_per_step"]) == ("Fabric", 512)
+    assert loop.keys() == record.keys()
+
+
+@pytest.mark.parametrize("name", ["pretrain", "long_context", "vision_language", "plain_module", "distill"])
+def test_examples_take_their_settings_of_real_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples.ROOT)
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    settings = [f"--{key}={json.dumps(value)}" for key, value in examples.EXAMPLES[name]().items()]
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.callbacks=[]"]
+    cli = LigerCLI(args=[f"--config=examples/{name}.yaml", *settings, *options], run=False)
+    if name == "plain_module":
+        assert cli.model.hparams["num_layers"] == 16
+    else:
+        assert cli.model.config.get_text_config().hidden_size == 2048
 
 
 def test_tokens_are_counted_without_padding() -> None:

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 NUM_STEPS = 2
 
 # What is given to `fit`, after the base where a yaml only chooses the strategy.
-PROGRAMS = ["llama3_8b.yaml", "tiny.yaml"]
+PROGRAMS = ["llama3_8b.yaml", "multi_node.yaml", "tiny.yaml"]
+ON_TWO_NODES = ["multi_node.yaml"]
 POST_TRAINING = sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name not in PROGRAMS)
 STRATEGIES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("strategies/*.yaml"))
 OF_ONE_PROCESS = ["strategies/liger.yaml"]
@@ -81,6 +84,7 @@ def run(example: str, folder: Path, *arguments: str) -> dict[str, Any]:
 def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
     """Trains two steps as the example says but for where it writes; call it in the folder of the repository."""
     sys.argv = ["lightning-liger"]
+    callbacks = [_checkpoint(folder / example), {"class_path": "lightning_liger.LigerMonitor"}]
     return LigerCLI(
         args=[
             "fit",
@@ -90,8 +94,9 @@ def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
             f"--trainer.val_check_interval={NUM_STEPS}",
             "--trainer.check_val_every_n_epoch=1",
             "--trainer.limit_val_batches=1",
-            f"--trainer.callbacks={json.dumps([_checkpoint(folder / example)])}",
+            f"--trainer.callbacks={json.dumps(callbacks)}",
             "--trainer.enable_progress_bar=false",
+            "--trainer.devices=1",
             *arguments,
         ]
     )
@@ -102,11 +107,28 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
 
 
+@contextmanager
+def _as_launched(example: str) -> Iterator[None]:
+    """For an example on several nodes, the environment in which each rank is alone on its node."""
+    kept = dict(os.environ)
+    if example in ON_TWO_NODES:
+        os.environ |= {"GROUP_RANK": kept["RANK"], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    try:
+        yield
+    finally:
+        os.environ |= kept
+
+
 def _run_rank(device: str, folder: Path) -> None:
     torch.set_num_threads(1)
     on_cpu = ["--trainer.accelerator=cpu"] if device == "cpu" else []
     examples = OF_DEEPSPEED if folder.name == "deepspeed" else OF_SEVERAL_PROCESSES
-    results = {example: run(example, folder, *on_cpu) for example in examples}
+    results = {}
+    for example in examples:
+        with _as_launched(example):
+            results[example] = run(
+                example, folder, *on_cpu, *(["--trainer.devices=1"] if example in ON_TWO_NODES else [])
+            )
     torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 

@@ -1,0 +1,284 @@
+"""Images with prompts and completions, for models of images and text."""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoProcessor, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from liger_ops import IGNORE_INDEX
+from liger_ops.arguments import check_integer, check_number, check_path, check_text, shown, wrong_type, wrong_value
+from lightning_liger.data.collate import Batch, Layout
+from lightning_liger.data.module import BatchesDataModule, held_out_places
+from lightning_liger.data.records import Record, read_records, record_files
+from lightning_liger.data.tokenizer import load_tokenizer
+
+
+class PlainProcessor:
+    """A stand-in for the processor of a pretrained model: images of one size, for a LLaVA with random weights.
+
+    Args:
+        tokenizer: A folder with a Hugging Face tokenizer, to which ``image_token`` is added if it does not have it.
+        image_size: Images are resized to so many rows and columns, with values from -1 to 1.
+        tokens_per_image: The tokens that an image takes: (image_size / patch_size)**2 for most models.
+        image_token: The token that stands for them.
+    """
+
+    chat_template = None
+
+    def __init__(
+        self, tokenizer: str | Path, image_size: int, tokens_per_image: int, image_token: str = "<image>"
+    ) -> None:
+        check_integer("data.processor['image_size']", image_size, at_least=1)
+        check_integer("data.processor['tokens_per_image']", tokens_per_image, at_least=1)
+        check_text("data.processor['image_token']", image_token)
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.tokenizer.add_special_tokens({"additional_special_tokens": [image_token]})
+        self.image_size, self.tokens_per_image, self.image_token = image_size, tokens_per_image, image_token
+
+    def __call__(self, *, text: Sequence[str], images: Sequence[Sequence[Any]], **_: Any) -> dict[str, Tensor]:
+        """``input_ids`` and ``attention_mask`` ``[len(text), seq_len]``, and ``pixel_values`` ``[images, 3, S, S]``."""
+        whole = [each.replace(self.image_token, self.image_token * self.tokens_per_image) for each in text]
+        rows = [np.asarray(self.tokenizer(each)["input_ids"]) for each in whole]
+        batch = Layout(self.tokenizer.eos_token_id or 0).batch({"input_ids": rows}, {})
+        pixels = [self._resized(np.asarray(image)) for row in images for image in row]
+        return {**batch, "pixel_values": torch.stack(pixels)}
+
+    def _resized(self, image: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(image.copy()).permute(2, 0, 1).float()[None]
+        size = (self.image_size, self.image_size)
+        return F.interpolate(tensor, size, mode="bilinear", antialias=True)[0] / 127.5 - 1
+
+
+@dataclass(frozen=True)
+class ImageTextCollator:
+    """Collates examples with ``images``, ``prompt`` and ``completion``, by the processor of a model.
+
+    A batch has ``input_ids``, ``labels`` (not shifted, -100 at all but tokens of completions) and ``attention_mask``,
+    each ``[batch_size, seq_len]`` in int64 and padded on the right, and what the processor makes of the images, such as
+    ``pixel_values``. An end-of-sequence token follows each completion.
+
+    Args:
+        processor: Called with ``text`` (a list of prompts) and ``images`` (a list of images for each).
+        max_length: The maximum number of tokens of a sequence. Completions lose their end; None keeps all.
+    """
+
+    processor: Any
+    max_length: int | None = None
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
+        tokenizer = self.processor.tokenizer
+        images = [[load_image(source) for source in each["images"]] for each in examples]
+        prompts, options = [self._prompt(each) for each in examples], {}
+        if self.processor.chat_template is not None:  # it has the special tokens already
+            options["add_special_tokens"] = False
+        encoded = self.processor(text=prompts, images=images, padding=True, return_tensors="pt", **options)
+        mask = encoded["attention_mask"].bool()
+        of_prompts = {  # of each token, such as whether it stands for an image
+            key: [row[kept].numpy() for row, kept in zip(value, mask, strict=True)]
+            for key, value in encoded.items()
+            if isinstance(value, Tensor) and value.shape == mask.shape and key != "attention_mask"
+        }
+        texts = [each["completion"] for each in examples]
+        completions = [
+            np.array([*ids, tokenizer.eos_token_id]) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ]
+        if self.max_length is not None:
+            lengths = [self.max_length - len(row) for row in of_prompts["input_ids"]]
+            if min(lengths) < 1:
+                found = self.max_length - min(lengths)
+                raise wrong_value("data.max_length", f"more than the {found} tokens of a prompt", self.max_length)
+            completions = [row[:length] for row, length in zip(completions, lengths, strict=True)]
+        columns: dict[str, list[np.ndarray]] = {
+            key: [np.pad(row, (0, len(completion))) for row, completion in zip(rows, completions, strict=True)]
+            for key, rows in of_prompts.items()
+        }
+        parts = list(zip(of_prompts["input_ids"], completions, strict=True))
+        columns["input_ids"] = [np.concatenate(part) for part in parts]
+        columns["labels"] = [np.concatenate((np.full(len(row), IGNORE_INDEX), rest)) for row, rest in parts]
+        end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        batch = Layout(end).batch(columns, {**dict.fromkeys(columns, 0), "input_ids": end, "labels": IGNORE_INDEX})
+        return {key: value for key, value in encoded.items() if key not in of_prompts} | batch
+
+    def _prompt(self, example: Mapping[str, Any]) -> str:
+        """The prompt with its images first, unless it says where they are."""
+        prompt, token = example["prompt"], getattr(self.processor, "image_token", None)
+        if token is not None and token in prompt:
+            return str(prompt)
+        if self.processor.chat_template is None:
+            return f"{(token or '') * len(example['images'])}\n{prompt}"
+        content = [*({"type": "image"} for _ in example["images"]), {"type": "text", "text": prompt}]
+        messages = [{"role": "user", "content": content}]
+        return str(self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+class _Rows(Dataset[dict[str, Any]]):
+    """Examples as they are in the files; images are read when a batch is made."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+class ImageTextDataModule(BatchesDataModule):
+    """Images with prompts and completions, as batches of :class:`~lightning_liger.data.ImageTextCollator`.
+
+    A record has ``image``, the name of a file relative to the folder of the records, or ``images``, a list of them;
+    ``prompt`` and ``completion``, strings. In Parquet files images may be objects with ``bytes``. The processor's chat
+    template, if it has one, makes a message of the user out of the images and the prompt; without one the images stand
+    before the prompt. A prompt with the processor's image tokens says itself where they are.
+
+    Records are kept in memory, and images are read when a batch is made: ``num_workers`` does so in other processes.
+    Binary PPM files need no other package, all others need pillow.
+
+    Args:
+        path: A .jsonl, .json or .parquet file, or a folder with such files.
+        processor: The folder of the pretrained model, with its processor (which needs pillow); or for random weights
+            the settings of :class:`PlainProcessor`: ``tokenizer``, ``image_size``, ``tokens_per_image``,
+            ``image_token``.
+        validation_path: The same as ``path`` for validation. By default ``validation_fraction`` of the records.
+        validation_fraction: Fraction of the records that are held out. 0 means no validation data.
+        max_length: The maximum number of tokens of a sequence. Completions lose their end. None keeps all.
+        batch_size: Records per batch of each process.
+        seed: Determines which records are held out, and the order of the training records.
+        num_workers: Worker processes per training process that load batches.
+
+    Raises:
+        FileNotFoundError: If there are no records at ``path``; in ``setup`` for an image that does not exist.
+        ModuleNotFoundError: If a processor or an image needs pillow, and it is not installed.
+        TypeError: For an argument of a wrong type.
+        ValueError: For an argument out of its range; in ``setup`` for a record that is wrong, with the file and line.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | Path,
+        processor: str | dict[str, Any],
+        validation_path: str | Path | None = None,
+        validation_fraction: float = 0.02,
+        max_length: int | None = None,
+        batch_size: int = 8,
+        seed: int = 42,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size=batch_size, seed=seed, num_workers=num_workers)
+        check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
+        check_integer("data.max_length", max_length, at_least=2, optional=True)
+        record_files("data.path", path)  # raises if there is nothing to read
+        if validation_path is not None:
+            record_files("data.validation_path", validation_path)
+        self.path, self.validation_path, self.validation_fraction = path, validation_path, float(validation_fraction)
+        self.max_length = max_length
+        self.processor: Any = _load_processor(processor)
+
+    @property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the processor."""
+        tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
+        return tokenizer
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        rows = list(_read("data.path", self.path))
+        held_out = _Rows(list(_read("data.validation_path", self.validation_path)) if self.validation_path else [])
+        if self.validation_path is None and self.validation_fraction:
+            places = held_out_places(len(rows), self.validation_fraction, self.seed)
+            held_out = _Rows([row for place, row in enumerate(rows) if place in places])
+            rows = [row for place, row in enumerate(rows) if place not in places]
+        if len(rows) < (needed := self.batch_size * self._shard()["num_replicas"]):
+            raise ValueError(f"data.path={str(self.path)!r} has {len(rows)} training records, but {needed} are needed.")
+        rank_zero_info(f"{len(rows)} records with images for training, {len(held_out)} for validation")
+        self.train_data, self.validation_data = _Rows(rows), held_out if len(held_out) else None
+
+    @override
+    def _collator(self) -> ImageTextCollator:
+        return ImageTextCollator(self.processor, self.max_length)
+
+
+def load_image(source: Path | bytes) -> Any:
+    """An image of a file or of its content: ``[height, width, 3]`` in uint8, or one of pillow.
+
+    Raises:
+        ModuleNotFoundError: If it is no binary PPM and pillow is not installed.
+        ValueError: If it cannot be read.
+    """
+    content = source if isinstance(source, bytes) else source.read_bytes()
+    named = "an image" if isinstance(source, bytes) else str(source)
+    try:
+        if content[:2] == b"P6":
+            return _read_ppm(content)
+        return _pillow(named).open(io.BytesIO(content)).convert("RGB")
+    except (OSError, ValueError, IndexError) as error:
+        raise ValueError(f"{named} is no image that can be read: {error}") from error
+
+
+def _read_ppm(content: bytes) -> np.ndarray:
+    width, height, largest = map(int, content.split(maxsplit=4)[1:4])
+    if largest != 255:
+        raise ValueError(f"colors of binary PPM files must have one byte, up to 255, got {largest}")
+    pixels = np.frombuffer(content, np.uint8)
+    return pixels[len(pixels) - height * width * 3 :].reshape(height, width, 3)
+
+
+def _pillow(named: str) -> Any:
+    try:
+        return import_module("PIL.Image")
+    except ImportError as error:
+        raise ModuleNotFoundError(f"{named} needs pillow: pip install pillow") from error
+
+
+def _load_processor(processor: Any) -> Any:
+    if isinstance(processor, Mapping):
+        try:
+            return PlainProcessor(**processor)
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            expected = "a folder, or a dict with tokenizer, image_size and tokens_per_image"
+            raise wrong_type("data.processor", expected, processor) from error
+    check_path("data.processor", processor)
+    _pillow("data.processor, which prepares images,")
+    try:
+        loaded = AutoProcessor.from_pretrained(
+            Path(processor).expanduser(), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # which types a broken processor raises is not documented
+        raise ValueError(f"data.processor={str(processor)!r} could not be loaded by AutoProcessor: {error}") from error
+    if getattr(loaded, "tokenizer", None) is None or not hasattr(loaded, "image_processor"):
+        raise wrong_value("data.processor", "the processor of a model of images and text", str(processor))
+    return loaded
+
+
+def _read(setting: str, path: str | Path) -> Iterator[dict[str, Any]]:
+    for file in record_files(setting, path):
+        for record in read_records(setting, [file]):
+            images = record.items("images") if record.has("images") else [record.values.get("image")]
+            sources = [_source(record, image, file.parent) for image in images]
+            yield {"images": sources, "prompt": record.text("prompt"), "completion": record.text("completion")}
+
+
+def _source(record: Record, image: Any, folder: Path) -> Path | bytes:
+    if isinstance(image, Mapping) and isinstance(image.get("bytes"), bytes):
+        return image["bytes"]
+    name = image.get("path") if isinstance(image, Mapping) else image
+    if not isinstance(name, str) or not name:
+        raise record.error(f"the field 'image' must be the name of a file, or an object with bytes, got {shown(image)}")
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"{record.place}: the image {str(folder / name)!r} does not exist")
+    return folder / name

@@ -1,0 +1,100 @@
+"""Questions with several answers of which one is right, in the format of MMLU."""
+
+from collections.abc import Iterator
+from string import ascii_uppercase
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from liger_ops.arguments import check_choice
+from lightning_liger.data.collate import MultipleChoiceCollator
+from lightning_liger.data.encoding import Encoder
+from lightning_liger.data.examples import ExamplesDataModule, ids, scored
+from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.records import Record
+
+
+class MultipleChoiceDataModule(ExamplesDataModule):
+    """Multiple-choice questions, as batches of :class:`~lightning_liger.data.MultipleChoiceCollator`.
+
+    A record has ``question``, a string; ``choices``, 2 to 26 strings; ``answer``, the place of the right one from 0, or
+    its letter; and maybe ``subject``, such as ``high_school_physics``. Training batches have the right answers, and
+    validation batches all choices, from whose log-probabilities :class:`~lightning_liger.LigerMultipleChoice` computes
+    the accuracy. An end-of-sequence token is neither learned nor scored.
+
+    Questions of which not all choices fit ``max_length`` are left out, with a warning that counts them. Other arguments
+    and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
+
+    Args:
+        answer_as: ``"letter"``: the prompt of MMLU (arXiv:2009.03300), which lists the choices, and a letter as answer.
+            ``"text"``: the question alone, and the text of a choice as answer.
+    """
+
+    _fields = ("question", "choices", "answer", "subject")
+
+    def __init__(self, *, answer_as: Literal["letter", "text"] = "letter", **settings: Any) -> None:
+        super().__init__(**settings)
+        check_choice("data.answer_as", answer_as, ("letter", "text"))
+        self.answer_as: Literal["letter", "text"] = answer_as
+
+    @override
+    def _encoding_settings(self) -> dict[str, Any]:
+        return {"answer_as": self.answer_as}
+
+    @override
+    def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+        question, choices = record.text("question"), record.items("choices")
+        if not 2 <= len(choices) <= len(ascii_uppercase) or not all(isinstance(each, str) and each for each in choices):
+            raise record.error(f"the field 'choices' must be a list of 2 to {len(ascii_uppercase)} strings")
+        letters = ascii_uppercase[: len(choices)]
+        answer = _answer(record, letters)
+        if self.answer_as == "letter":
+            texts = list(letters)
+            lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
+            prompt = "\n".join([question.strip(), *lines, "Answer:"])
+            if record.has("subject"):
+                subject = record.text("subject").replace("_", " ")
+                prompt = f"The following are multiple choice questions (with answers) about {subject}.\n\n{prompt}"
+        else:
+            texts, prompt = choices, f"Question: {question.strip()}\nAnswer:"
+        prompt_ids, completions = encoder.split(record, prompt, [f" {text}" for text in texts])
+        end = encoder.tokenizer.eos_token_id
+        completions = [each[:-1] if each[-1:] == [end] else each for each in completions]
+        yield {
+            "prompt_ids": ids(prompt_ids),
+            "completion_ids": np.concatenate([scored(record, prompt_ids, each) for each in completions]),
+            "completion_lengths": ids([len(each) for each in completions]),
+            "num_characters": ids([len(text) for text in texts]),
+            "answer": np.int32(answer),
+        }
+
+    @override
+    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
+        num_choices = table.lengths("completion_lengths")
+        longest = np.maximum.reduceat(table.column("completion_lengths"), np.cumsum(num_choices) - num_choices)
+        if self.truncation == "keep_end":  # prompts lose their beginning, and one token of them stays
+            return longest < max_length
+        return table.lengths("prompt_ids") + longest <= max_length
+
+    @override
+    def _collator(self) -> MultipleChoiceCollator:
+        return MultipleChoiceCollator(self.layout)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """All choices of all validation questions in order. An empty list without validation data."""
+        collator = MultipleChoiceCollator(self.layout, all_choices=True)
+        return [] if self.validation_data is None else self._dataloader(self.validation_data, collate_fn=collator)
+
+
+def _answer(record: Record, letters: str) -> int:
+    """The place of the right choice."""
+    answer = record.values.get("answer")
+    if isinstance(answer, str) and len(answer) == 1 and answer in letters:
+        return letters.index(answer)
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
+        return answer
+    expected = f"a number from 0 to {len(letters) - 1}, or a letter from A to {letters[-1]}"
+    raise record.error(f"the field 'answer' must be {expected}, got {answer!r}")

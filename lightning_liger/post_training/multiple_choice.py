@@ -1,0 +1,95 @@
+"""A causal language model that learns the answers of multiple-choice questions, with its accuracy among the choices."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_ops import IGNORE_INDEX
+from liger_ops.arguments import check_integer, check_shape, check_tensor
+from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.lazy.scores import token_scores
+from lightning_liger.losses.sequences import sequence_sums
+from lightning_liger.post_training.metrics import MeanOverUnits
+from lightning_liger.post_training.rows import read_rows
+from lightning_liger.training.causal_lm import LigerCausalLM
+from lightning_liger.training.mixin import LMLoss
+from lightning_liger.training.protocol import engine_of
+
+_ACCURACIES = ("choice_accuracy", "choice_accuracy_norm")
+
+
+class LigerMultipleChoice(LigerCausalLM):
+    """A Hugging Face causal language model on multiple-choice questions.
+
+    Data are those of :class:`~lightning_liger.data.MultipleChoiceDataModule`. It is trained on the right answers, as
+    :class:`~lightning_liger.LigerCausalLM` is. Validation and test compute the log-probability of each choice, and log,
+    besides loss, perplexity and accuracy over the tokens of right answers:
+
+    - ``{val,test}_choice_accuracy``: the share of questions whose right choice has the largest log-probability. Of
+      equal ones the first counts.
+    - ``{val,test}_choice_accuracy_norm``: the same where log-probabilities are divided by the number of characters of
+      the choice, so that long answers are not at a disadvantage.
+
+    Both are exact over batches and ranks. All arguments and errors are those of
+    :class:`~lightning_liger.LigerCausalLM`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.choice_metrics = nn.ModuleDict(
+            {
+                f"{stage}_metrics": nn.ModuleDict({name: MeanOverUnits() for name in _ACCURACIES})
+                for stage in ("val", "test")
+            }
+        )
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        return self._choice_step("val", batch)
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        return self._choice_step("test", batch)
+
+    def _choice_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
+        self._refuse_replaced_model()
+        context = None if self._trainer is None else engine_of(self.trainer).context_parallel
+        rows = read_rows(batch).to_context(context)
+        question_ids, is_answer, num_characters = _choices(batch, rows.num_sequences)
+        inputs, labels, model = dict(rows.inputs), rows.labels, self._seen_model()
+        model.leave_out_cache(inputs)
+        with lazy_logits():
+            output, auxiliary, _ = model(inputs, labels)
+            scores = token_scores(output.logits, labels, outputs=("log_probs", "predictions"))
+        log_probs = cast(Tensor, scores.log_probs)
+        sums = sequence_sums(log_probs, rows.sequence_ids, rows.num_sequences)
+        if context is not None:
+            dist.all_reduce(sums, group=context.group)
+        is_of = question_ids == torch.arange(batch["num_questions"], device=sums.device)[:, None]
+        for name, values in zip(_ACCURACIES, (sums, sums / num_characters), strict=True):
+            chosen = torch.where(is_of, values, -math.inf).argmax(-1)
+            metric = cast(MeanOverUnits, cast(nn.ModuleDict, self.choice_metrics[f"{stage}_metrics"])[name])
+            metric.update(is_answer[chosen].sum(), batch["num_questions"])
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=name == _ACCURACIES[0])
+        of_token = is_answer[:, None] if rows.sequence_ids is None else is_answer[rows.sequence_ids.clamp(min=0)]
+        kept = (labels != IGNORE_INDEX) & of_token
+        num_tokens = kept.sum()
+        loss_sum = -torch.where(kept, log_probs, 0).sum()
+        loss = loss_sum / num_tokens.clamp(min=1)
+        num_correct = ((scores.predictions == labels) & kept).sum()
+        self._log_tokens(stage, LMLoss(loss, loss_sum, num_tokens, num_correct), auxiliary)
+        return loss
+
+
+def _choices(batch: Mapping[str, Any], num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``question_ids``, ``is_answer`` and ``num_characters``, each ``[num_sequences]``."""
+    names = ("question_ids", "is_answer", "num_characters")
+    if missing := [name for name in (*names, "num_questions") if batch.get(name) is None]:
+        raise ValueError(f"batch must have the key {missing[0]!r} of all choices, got {sorted(map(str, batch))}")
+    check_integer("batch['num_questions']", batch["num_questions"], at_least=1)
+    for name in names:
+        check_tensor(f"batch[{name!r}]", batch[name])
+        check_shape(f"batch[{name!r}]", batch[name], (num_sequences,), "one for each choice")
+    return batch["question_ids"], batch["is_answer"].bool(), batch["num_characters"]
