@@ -114,5 +114,5 @@ def shortened(message: str) -> str:
 def one_sentence(text: str) -> str:
     """The parts of a message of jsonargparse in one line, without types that a value was not meant to be."""
     parts = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
-    others = [part for part in parts if not re.fullmatch(r"Expected \w+", part)]
-    return "; ".join(others or parts).replace(":; ", ": ")
+    reasons = [part for part in parts if not re.match(r"Expected \w+$|Given value: ", part)]
+    return "; ".join(reasons or parts).replace(":; ", ": ")

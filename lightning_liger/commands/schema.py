@@ -46,7 +46,7 @@ def make_schema() -> dict[str, Any]:
     """The JSON schema (draft 7) of the yaml files of all subcommands.
 
     Nothing is required, because several files may be given together. Known classes accept their own options only; other
-    classes accept any.
+    classes accept any, and so do additions to another file, which names the class.
     """
     schema = _Schema()
     found = schema.properties_of(capture_parser(lambda: LigerCLI(run=False)))
@@ -121,19 +121,14 @@ class _Schema:
 
     def _any_of(self, known: dict[type, str]) -> dict[str, Any]:
         paths: list[str] = []
-        options: set[str] = set()
         rules: list[dict[str, Any]] = []
         for cls, path in known.items():
             names = list(dict.fromkeys((path, cls.__name__, f"{cls.__module__}.{cls.__qualname__}")))
             if path not in self.definitions:
                 self.definitions[path] = {}
                 self.definitions[path] = self._of_class(cls)
-            options |= self.definitions[path]["properties"].keys()
             paths += names
             rules.append(_if_class({"enum": names}, {"$ref": f"#/definitions/{path}"}))
-        # An addition to another file, which names the class.
-        addition = {"properties": {"init_args": {"propertyNames": {"enum": sorted(options)}}}}
-        rules.append({"if": {"not": {"required": ["class_path"]}}, "then": addition})
         other = {"type": "string", "not": {"pattern": "^lightning_liger\\."}}
         properties = {
             "class_path": {"anyOf": [{"enum": paths}, other]},
