@@ -143,10 +143,13 @@ def test_wheel_holds_both_packages_and_nothing_else(tmp_path):
         for root, package in ((ROOT, "lightning_liger"), (ROOT / "kernels", "liger_ops"))
         for file in (root / package).rglob("*.py")
     }
+    # `lightning-liger init` copies the examples, code and data included.
+    examples = [path for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    examples = {f"lightning_liger/{path.relative_to(ROOT)}" for path in examples}
+    expected |= {name for name in examples if name.endswith(".py")}
     assert {name for name in files if name.endswith(".py")} == expected
     assert {name.split("/")[0] for name in files} == {"lightning_liger", "liger_ops"}
     assert "lightning-liger = lightning_liger.cli:main" in entry_points
-    data = {f"lightning_liger/{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.yaml")}
-    assert data | {"lightning_liger/py.typed", "liger_ops/py.typed"} <= files
+    assert examples | {"lightning_liger/py.typed", "liger_ops/py.typed"} <= files
     assert "licenses/LICENSE" in described
     assert [name for name in files if "test" in name] == []
