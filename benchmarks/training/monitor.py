@@ -84,7 +84,7 @@ def _fit(module: L.LightningModule, batches: list[Any], every: int, with_monitor
     host = sum(
         sum(durations)
         for action, durations in profiler.recorded_durations.items()
-        if action.startswith("[Callback]LigerMonitor") and action.endswith(hooks)
+        if action.startswith(f"[Callback]{monitor.state_key}") and action.endswith(hooks)
     )
     return {
         "step_ms": timer.seconds / (steps - _SKIPPED) * 1e3,
@@ -119,7 +119,7 @@ def main() -> int:
         ids = torch.randint(config.vocab_size, (1, length))
         batches = [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}] * steps
         runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-        for _ in range(_ROUNDS):
+        for _ in range(1 if options.quick else _ROUNDS):
             for with_monitor in (False, True):
                 runs[with_monitor].append(_fit(module, batches, options.every, with_monitor, options.out.parent))
         without, with_it = (statistics.median(run["step_ms"] for run in runs[key]) for key in (False, True))
