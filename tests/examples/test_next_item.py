@@ -188,7 +188,7 @@ def test_comparison_learns_more_than_the_baselines(tmp_path, monkeypatch, capsys
     course = [f"--data.init_args.course.{name}={value}" for name, value in vars(COURSE).items()]
     out = tmp_path / "results.jsonl"
     options = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.callbacks=null"]
-    options += ["--trainer.max_epochs=6", "--trainer.limit_val_batches=0", f"--trainer.default_root_dir={tmp_path}"]
+    options += ["--trainer.max_epochs=8", "--trainer.limit_val_batches=0", f"--trainer.default_root_dir={tmp_path}"]
     options += [
         "--model.init_args.num_items=80",
         "--model.init_args.hidden_size=32",
