@@ -1,0 +1,1 @@
+"""The memory of training a model, without the model's weights and without a GPU."""
