@@ -37,16 +37,17 @@ class Ledger(TorchDispatchMode):
     Attributes:
         allocated: Bytes now.
         peak: Their maximum since the last reset.
-        highest: Their maximum ever.
-        at_highest: The bytes of each owner at that moment.
         owner: Who owns the tensors that are made next.
+        spans: The bytes of each owner when the peak was reset, and at the peak that followed, of each reset so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocated = self.peak = self.highest = 0
+        self.allocated = self.peak = 0
         self.owner = ""
-        self.at_highest: Counter[str] = Counter()
+        self.spans: list[tuple[Counter[str], Counter[str]]] = []
+        self._at_reset: Counter[str] = Counter()
+        self._at_peak: Counter[str] = Counter()
         self._by_owner: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._held: dict[Any, tuple[str, int]] = {}
@@ -120,9 +121,8 @@ class Ledger(TorchDispatchMode):
     def _change(self, owner: str, num_bytes: int) -> None:
         self.allocated += num_bytes
         self._by_owner[owner] += num_bytes
-        self.peak = max(self.peak, self.allocated)
-        if self.allocated > self.highest:
-            self.highest, self.at_highest = self.allocated, self._by_owner.copy()
+        if self.allocated > self.peak:
+            self.peak, self._at_peak = self.allocated, self._by_owner.copy()
 
     # Memory, of the profile
 
@@ -130,7 +130,9 @@ class Ledger(TorchDispatchMode):
         return self.allocated, self.peak
 
     def reset_peak(self) -> None:
+        self.spans.append((self._at_reset, self._at_peak))
         self.peak = self.allocated
+        self._at_reset = self._at_peak = self._by_owner.copy()
 
     def total(self) -> int:
         return 0
