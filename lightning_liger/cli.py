@@ -213,7 +213,7 @@ class LigerCLI(LightningCLI):
         given = config.model.get("init_args")
         if not is_causal_lm or given is None or given.pretrained is not None:
             return
-        for name in ("pretrained", "model_type", "config"):
+        for name in ("pretrained", "model_type", "config", "lora"):
             if name in saved and saved[name] != given[name]:
                 values = f"{shown(saved[name])} instead of {shown(given[name])}"
                 rank_zero_warn(f"model.{name} is taken from the checkpoint: {values}")

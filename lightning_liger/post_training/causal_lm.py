@@ -1,14 +1,12 @@
-"""A finished causal language model with adapters and a reference model, which post-training modules are made of."""
+"""A finished causal language model with a reference model, which post-training modules are made of."""
 
 from copy import deepcopy
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from liger_ops.arguments import wrong_value
-from lightning_liger.post_training.lora import add_adapters, check_lora
 from lightning_liger.post_training.reference import sum_of_bits
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.training.causal_lm import LigerCausalLM
@@ -17,11 +15,9 @@ _RANDOM_REFERENCE = "random_reference_fingerprint"
 
 
 class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
-    """A causal language model with its reference model, and adapters if wanted.
+    """A causal language model with its reference model.
 
     Args:
-        lora: Arguments of peft's ``LoraConfig``, such as ``{"r": 16, "target_modules": "all-linear"}``; None trains all
-            parameters. The whole model is then built in the memory of each host, also for strategies that shard it.
         reference: Where the reference's log-probabilities come from: ``"model"``, a frozen copy of the model;
             ``"adapters"``, the model without its adapters; ``"columns"`` of the data; ``"auto"`` for adapters with
             ``lora``, else the copy, unless the data has columns.
@@ -29,32 +25,18 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
         **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
     """
 
-    def __init__(
-        self,
-        lora: dict[str, Any] | None = None,
-        reference: str = "auto",
-        disable_dropout: bool = True,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, reference: str = "auto", disable_dropout: bool = True, **kwargs: Any) -> None:
         self.reference = reference
         self.disable_dropout = disable_dropout
-        check_lora(lora)
-        if lora is None and reference == "adapters":
-            raise wrong_value("reference", "'adapters' only with lora", reference)
         super().__init__(**kwargs)
-        self._lora = lora
+        if self._settings.lora is None and reference == "adapters":
+            raise wrong_value("reference", "'adapters' only with lora", reference)
         self._random_reference: int | None = None
-        if lora is not None:  # peft gives its parameters values as it makes them
-            self._device_before_sharding = torch.device("cpu")
 
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is not None:
-            return
-        super().configure_model()
+    def _configure_other_models(self) -> None:
+        super()._configure_other_models()
         if self._has_reference_model():
             self.ref_model = self._build_reference()
-        if self._lora is not None:
-            self.model = add_adapters(self.model, self._lora)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -75,7 +57,7 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
     def _has_reference_model(self) -> bool:
         if not self.needs_reference or self.reference in ("columns", "adapters"):
             return False
-        return self.reference == "model" or self._lora is None
+        return self.reference == "model" or self._settings.lora is None
 
     def _build_reference(self) -> nn.Module:
         if self._settings.pretrained is not None:

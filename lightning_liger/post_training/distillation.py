@@ -37,7 +37,6 @@ from lightning_liger.losses.distillation import (
 from lightning_liger.losses.uld import ULDOptions
 from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from lightning_liger.post_training.lora import add_adapters, check_lora
 from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
 from lightning_liger.post_training.tokens import TokenRows, num_kept, read_tokens
@@ -484,8 +483,6 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         crossentropy_weight: See :class:`~lightning_liger.DistillationOptions`.
         distillation_weight: See :class:`~lightning_liger.DistillationOptions`.
         log_entropy: See :class:`~lightning_liger.DistillationOptions`.
-        lora: Arguments of peft's ``LoraConfig`` for the student, such as ``{"r": 16, "target_modules": "all-linear"}``;
-            None trains all parameters.
         **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
 
     Raises:
@@ -517,7 +514,6 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         crossentropy_weight: float = 0.0,
         distillation_weight: float = 1.0,
         log_entropy: bool = False,
-        lora: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.distillation = DistillationOptions(
@@ -549,17 +545,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
             _config_of_teacher(None, teacher_model_type, teacher_config)
         if isinstance(teacher, os.PathLike):  # hyperparameters in checkpoints are plain objects
             teacher = os.fspath(teacher)
-        check_lora(lora)
         super().__init__(**kwargs)
-        if lora is not None:  # peft gives its parameters values as it makes them
-            self._device_before_sharding = torch.device("cpu")
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is not None:
-            return
-        super().configure_model()
-        if self._settings.lora is not None:
-            self.model = add_adapters(self.model, self._settings.lora)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -25,7 +25,6 @@ from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.lazy.scores import divergence
 from lightning_liger.losses.multi_head import SCHEDULES, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from lightning_liger.post_training.lora import add_adapters, check_lora
 from lightning_liger.post_training.medusa_heads import (
     MedusaHeads,
     check_medusa_sizes,
@@ -263,11 +262,9 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         medusa_warmup_steps: Steps in which the heads' learning rate rises to its peak; None for ``warmup_steps``.
         medusa_self_distillation: Whether joint training keeps the model close to the original one, in place of cross
             entropy: to the model without its adapters, or to a second copy of ``pretrained`` on each device.
-        lora: Arguments of peft's ``LoraConfig`` for joint training, such as ``{"r": 32, "target_modules":
-            "all-linear"}``; None trains all parameters of the model.
         medusa_pretrained: Folder of heads to start from, with a ``medusa_lm_head.safetensors``; see
             :func:`~lightning_liger.save_medusa_heads`. Not for models on the meta device.
-        **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
+        **kwargs: See :class:`~lightning_liger.LigerCausalLM`. ``lora`` is for joint training.
 
     Raises:
         FileNotFoundError: As :class:`~lightning_liger.LigerCausalLM`, and if ``medusa_pretrained`` has no heads.
@@ -288,7 +285,6 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         medusa_lr_multiplier: float = 1.0,
         medusa_warmup_steps: int | None = None,
         medusa_self_distillation: bool = False,
-        lora: dict[str, Any] | None = None,
         medusa_pretrained: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -304,33 +300,26 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         self.medusa_scheduler = medusa_scheduler
         self.medusa_scheduler_steps = medusa_scheduler_steps
         self.medusa_self_distillation = medusa_self_distillation
-        check_lora(lora)
-        if lora is not None and medusa_only_heads is True:
-            raise wrong_value("lora", "None with medusa_only_heads=True, a frozen model", lora)
         super().__init__(**kwargs)
-        if medusa_self_distillation and lora is None and self._settings.pretrained is None:
+        settings = self._settings
+        if settings.lora is not None and medusa_only_heads:
+            raise wrong_value("lora", "None with medusa_only_heads=True, a frozen model", settings.lora)
+        if medusa_self_distillation and settings.lora is None and settings.pretrained is None:
             raise wrong_value("pretrained", "a folder, from which medusa_self_distillation makes a copy", None)
-        if lora is not None:  # peft gives its parameters values as it makes them
-            self._device_before_sharding = torch.device("cpu")
         if medusa_pretrained is not None:
             check_path("medusa_pretrained", medusa_pretrained)
             find_heads(medusa_pretrained)
 
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is not None:
-            return
-        super().configure_model()
+    def _configure_other_models(self) -> None:
+        super()._configure_other_models()
         settings = self._settings
         self.medusa_heads = MedusaHeads.of(
             self.model, settings.medusa_num_heads, settings.medusa_num_layers, shared_head=settings.medusa_shared_head
         )
         if settings.medusa_pretrained is not None:
             load_medusa_heads(self.medusa_heads, settings.medusa_pretrained)
-        if settings.lora is not None:
-            self.model = add_adapters(self.model, settings.lora)
-        elif self.medusa_only_heads:
+        if self.medusa_only_heads:
             self.model.requires_grad_(False)
-        self.train()
 
     def configure_original_model(self) -> nn.Module:
         dtype = next(self.model.parameters()).dtype

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
 from lightning_liger.training.architecture import build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
+from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained
@@ -53,9 +54,14 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         temperature: Of sampling in ``predict``; 0 takes the likeliest token.
         loss_type: ``"nll"``, cross entropy, or ``"dft"``, which weights tokens by their probability: dynamic
             fine-tuning, arXiv:2508.05629.
+        lora: Adapters that are trained in place of the model: arguments of peft's ``LoraConfig``, such as ``{"r": 16,
+            "alpha": 32, "target_modules": "all-linear"}``, where ``alpha`` and ``dropout`` are short for ``lora_alpha``
+            and ``lora_dropout``; None trains all parameters. Checkpoints hold the whole model; ``export`` merges the
+            adapters into its weights.
 
     Raises:
         FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
+        ModuleNotFoundError: If ``lora`` is given and peft is not installed.
         TypeError: For an argument of a wrong type.
         ValueError: For an unknown architecture, a setting that it does not have, or an argument out of its range.
     """
@@ -79,6 +85,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         temperature: float = 0.8,
         num_training_steps: int | None = None,
         loss_type: str = "nll",
+        lora: dict[str, Any] | None = None,
     ) -> None:
         self.loss_normalization = loss_normalization
         self.loss_type = loss_type
@@ -104,6 +111,9 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             raise wrong_type("attn_implementation", "a name such as 'sdpa', or None", attn_implementation)
         if "/" in (attn_implementation or ""):  # a kernel of the Hub, which a checkpoint's hyperparameters could name
             raise wrong_value("attn_implementation", "a name without '/', as no code is loaded", attn_implementation)
+        check_lora(lora)
+        if lora is not None and needs_weights(lora):
+            self._device_before_sharding = torch.device("cpu")
         self.config = build_config(pretrained, model_type, config)
         self._undecayed: set[tuple[nn.Module, str]] = set()
 
@@ -120,11 +130,15 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         Without a Trainer, on torch's default device.
 
         Raises:
-            ValueError: For an architecture that cannot be built on the meta device, and weights that do not fit.
+            ValueError: For an architecture that cannot be built on the meta device, weights that do not fit, and a
+                model without the modules that ``lora`` names.
         """
         if getattr(self, "model", None) is not None:
             return
         self.model = self._build_model()
+        self._configure_other_models()
+        if self._settings.lora is not None:
+            self.model = add_adapters(self.model, self._settings.lora)
         # Here, because engines leave parameters no shape to tell a vector from a matrix.
         self._undecayed = {
             (module, name)
@@ -134,7 +148,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         }
         if self._trainer is not None:  # an exported config keeps what it was
             self.model.config.use_cache = False
-        self.model.train()
+        self.train()
+
+    def _configure_other_models(self) -> None:
+        """Makes further modules from ``self.model``, which has no adapters yet."""
 
     def _build_model(self) -> PreTrainedModel:
         """A model with the weights of ``pretrained``, or random ones."""

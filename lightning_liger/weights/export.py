@@ -2,12 +2,13 @@
 
 import re
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +18,8 @@ from lightning_liger.resuming.atomic_io import commit, explained_if_disk_is_full
 from lightning_liger.resuming.safe_loading import check_metadata, load_file, sharded_errors_explained
 
 _PREFIX = "model."
+_ADAPTED = ".base_layer."
+"""In the names that peft gives the weights of modules with adapters."""
 _FOLDER_PREFIXES = ("model.", "state_dict.")
 """The prefixes that the strategies ``liger_fsdp`` and ``liger_model_parallel`` give weights in a sharded checkpoint."""
 
@@ -36,9 +39,12 @@ def export_pretrained(
     Written are ``config.json``, ``model.safetensors`` (several files and an index for large models),
     ``generation_config.json`` and the tokenizer, if there is one.
 
+    Adapters of peft are merged into the weights that they belong to.
+
     Args:
-        module: Its attribute ``model`` is a Hugging Face model; if it is None, ``configure_model`` is called on the
-            meta device to build it. The model is cast to the checkpoint's dtype; its own weights are not used.
+        module: Its attribute ``model`` is a Hugging Face model, with or without adapters of peft; if it is None,
+            ``configure_model`` is called on the meta device to build it. The model is cast to the checkpoint's dtype;
+            its own weights are not used.
         ckpt_path: A checkpoint that Lightning saved, under any strategy.
         output: The folder, created if it does not exist; it must be empty. It is there once it is complete.
         tokenizer: Saved in the same folder.
@@ -61,10 +67,13 @@ def export_pretrained(
         with torch.device("meta"):
             module.configure_model()
     model = getattr(module, "model", None)
+    is_adapted = callable(getattr(model, "merge_and_unload", None))
+    if is_adapted:
+        model = _merged(weights, model, ckpt_path)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(module).__name__}.model must be a Hugging Face model, got {type(model).__name__}")
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), model.dtype)
-    state_dict = _of_model(weights, model, ckpt_path)
+    state_dict = _untied(model) if is_adapted else _of_model(weights, model, ckpt_path, model.all_tied_weights_keys)
     # save_pretrained writes the dtype to config.json. The decorator of transformers' `to` loses its signature.
     model.to(dtype)  # type: ignore[arg-type]
     temporary = temporary_path(output)
@@ -131,12 +140,12 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in weights.items()}
 
 
-def _of_model(weights: dict[str, Tensor], model: PreTrainedModel, ckpt_path: Any) -> dict[str, Tensor]:
-    """The weights under the model's names, without the second names of tied tensors."""
+def _of_model(weights: dict[str, Tensor], model: nn.Module, ckpt_path: Any, tied: Collection[str]) -> dict[str, Tensor]:
+    """The weights under the model's names, without those of ``tied``, the second names of tied tensors."""
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name.startswith(_PREFIX)}
     wanted = model.state_dict(keep_vars=True)
     wrong = sorted(
-        [f"{name} is missing" for name in wanted.keys() - found.keys() - model.all_tied_weights_keys.keys()]
+        [f"{name} is missing" for name in wanted.keys() - found.keys() - set(tied)]
         + [f"{name} is not in the model" for name in found.keys() - wanted.keys()]
         + [
             f"{name} is {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
@@ -151,4 +160,30 @@ def _of_model(weights: dict[str, Tensor], model: PreTrainedModel, ckpt_path: Any
     )
     if wrong:
         raise ValueError(f"{ckpt_path} does not fit {type(model).__name__}: {', '.join(wrong[:5])}")
-    return {name: tensor for name, tensor in found.items() if name not in model.all_tied_weights_keys}
+    return {name: tensor for name, tensor in found.items() if name not in tied}
+
+
+def _merged(weights: dict[str, Tensor], model: Any, ckpt_path: Any) -> Any:
+    """The model that has adapters of peft, without them: with weights that include them."""
+    first_names: dict[int, str] = {}
+    tied = {
+        name: first
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if (first := first_names.setdefault(id(tensor), name)) != name
+    }
+    found = _of_model(weights, model, ckpt_path, tied)
+    for name, first in tied.items():
+        is_changed = any(_ADAPTED in each for each in (name, first))  # in place, which the other must not see
+        found[name] = found[first].clone() if is_changed else found[first]
+    model.load_state_dict(found, assign=True)
+    return model.merge_and_unload()
+
+
+def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights without the second names of tied tensors, which are no longer tied if one of them has changed."""
+    weights = model.state_dict()
+    tied = model.all_tied_weights_keys
+    if all(torch.equal(weights[name], weights[first]) for name, first in tied.items()):
+        return {name: tensor for name, tensor in weights.items() if name not in tied}
+    model.config.tie_word_embeddings = False
+    return weights

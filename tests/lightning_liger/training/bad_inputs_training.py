@@ -56,6 +56,13 @@ _CONSTRUCTOR: dict[str, list[tuple[str, Any, str, str]]] = {
         ("number", 0.9, "0.9", "two numbers"),
         ("none", None, "None", "two numbers"),
     ],
+    "lora": [
+        ("text", "r=4", "'r=4'", "a dict"),
+        ("keys", {4: 4}, "{4: 4}", "a dict"),
+        ("unknown", {"rank": 4}, "{'rank': 4}", "LoraConfig"),
+        ("zero", {"r": 0}, "0", "at least 1"),
+        ("twice", {"alpha": 4, "lora_alpha": 4}, "'alpha'", "'lora_alpha'"),
+    ],
     "loss_type": [("unknown", "mse", "'mse'", "'dft'"), ("none", None, "None", "'nll'")],
     "loss_normalization": [
         ("unknown", "mean", "'mean'", "'micro_batch'"),

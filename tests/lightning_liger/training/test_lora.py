@@ -1,0 +1,128 @@
+"""``LigerCausalLM`` with adapters: its settings, training, checkpoints, and export of merged weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lightning_liger import LigerCausalLM, export_pretrained
+from lightning_liger.cli import main
+from lightning_liger.training.lora import needs_weights
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
+
+pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:.*PeftModel.*tied"),
+]
+
+TINY_YAML = Path(__file__).parents[3] / "examples" / "tiny.yaml"
+LORA = {"r": 2, "alpha": 16, "target_modules": ["q_proj", "lm_head"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pretrained")
+    tiny_llama().save_pretrained(path)
+    return path
+
+
+def fit(module: LigerCausalLM, path: Path, steps: int, *, strategy: str = "liger", ckpt_path: Any = None) -> L.Trainer:
+    trainer = L.Trainer(
+        default_root_dir=path, accelerator="cpu", devices=1, max_steps=steps, strategy=strategy, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([tiny_batch()] * 8, batch_size=None), ckpt_path=ckpt_path)
+    return trainer
+
+
+def settings(folder: Path | None, **others: Any) -> dict[str, Any]:
+    model = {"config": TINY_CONFIG} if folder is None else {"pretrained": str(folder)}
+    return {"lora": LORA, "learning_rate": 0.05, "num_training_steps": 8, **model, **others}
+
+
+@pytest.mark.parametrize("strategy", ["liger", "liger_fsdp", "liger_model_parallel"])
+def test_only_adapters_learn_and_training_resumes_and_is_exported(folder: Path, tmp_path: Path, strategy: str) -> None:
+    exported = {}
+    for name, starts in {"straight": (4,), "resumed": (2, 4)}.items():
+        checkpoint = None
+        for steps in starts:
+            torch.manual_seed(1)
+            module = LigerCausalLM(**settings(folder))
+            trainer = fit(module, tmp_path, steps, strategy=strategy, ckpt_path=checkpoint)
+            checkpoint = tmp_path / f"{name}-{steps}.ckpt"
+            trainer.save_checkpoint(checkpoint)
+        if strategy == "liger":
+            with torch.no_grad():
+                logits = module.model.eval()(input_ids=tiny_batch()["input_ids"]).logits + 0
+        export_pretrained(LigerCausalLM(**settings(folder)), checkpoint, tmp_path / name)
+        exported[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+    straight, resumed = (model.state_dict() for model in exported.values())
+    assert straight.keys() == tiny_llama().state_dict().keys()
+    torch.testing.assert_close(resumed, straight)
+    changed = {name for name, value in tiny_llama().state_dict().items() if not torch.equal(value, straight[name])}
+    assert changed == {name for name in straight if "q_proj" in name or "lm_head" in name}
+    if strategy == "liger":
+        torch.testing.assert_close(exported["resumed"](input_ids=tiny_batch()["input_ids"]).logits, logits)
+
+
+def test_settings() -> None:
+    config = LigerCausalLM(config=TINY_CONFIG, lora={**LORA, "dropout": 0.25})
+    config.configure_model()
+    adapter = config.model.peft_config["default"]
+    assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout, adapter.task_type) == (2, 16, 0.25, "CAUSAL_LM")
+    assert not needs_weights({**LORA, "init_lora_weights": "gaussian", "use_dora": False})
+    assert needs_weights({**LORA, "use_dora": True})
+    assert needs_weights({**LORA, "init_lora_weights": "pissa"})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("modules", [["q_proj"], ["lm_head"], ["embed_tokens"]], ids=lambda names: names[0])
+def test_tied_weights_are_untied_by_the_export_only_if_one_has_adapters(tmp_path: Path, modules: list[str]) -> None:
+    arguments = settings(
+        None, config={**TINY_CONFIG, "tie_word_embeddings": True}, lora={**LORA, "target_modules": modules}
+    )
+    module = LigerCausalLM(**arguments)
+    fit(module, tmp_path, 2).save_checkpoint(tmp_path / "tied.ckpt")
+    with torch.no_grad():
+        logits = module.model.eval()(input_ids=tiny_batch()["input_ids"]).logits + 0
+    export_pretrained(LigerCausalLM(**arguments), tmp_path / "tied.ckpt", tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(exported(input_ids=tiny_batch()["input_ids"]).logits, logits)
+    assert exported.config.tie_word_embeddings == (modules == ["q_proj"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_yaml_trains_adapters_and_the_export_takes_them_from_the_checkpoint(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 1000)
+    arguments = [
+        f"--config={TINY_YAML}", f"--trainer.default_root_dir={tmp_path}", f"--data.path={text}",
+        f"--data.cache_dir={tmp_path / 'cache'}", "--data.vocab_size=300", "--data.block_size=32",
+        "--data.batch_size=2", "--model.config=" + json.dumps(TINY_CONFIG | {"vocab_size": 300}),
+    ]  # fmt: skip
+    saving = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path), "save_last": True}}
+    limits = ["--trainer.max_steps=1", "--trainer.val_check_interval=1", "--trainer.limit_val_batches=0"]
+    on_one_cpu = ["--trainer.accelerator=cpu", "--trainer.devices=1", f"--trainer.callbacks={json.dumps([saving])}"]
+    main(["fit", *arguments, *limits, *on_one_cpu, f"--model.lora={json.dumps(LORA)}"])
+    main(["export", *arguments, f"--ckpt_path={tmp_path / 'last.ckpt'}", f"--output={tmp_path / 'out'}"])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    prefix = "model.base_model.model."
+    factors = (saved[f"{prefix}lm_head.lora_{part}.default.weight"] for part in "BA")
+    expected = saved[f"{prefix}lm_head.base_layer.weight"] + 16 / 2 * torch.mm(*factors)
+    torch.testing.assert_close(exported["lm_head.weight"], expected)
+
+
+def test_modules_that_the_model_lacks_are_refused_when_it_is_built() -> None:
+    module = LigerCausalLM(config=TINY_CONFIG, lora={**LORA, "target_modules": ["no_such_module"]})
+    with pytest.raises(ValueError, match=r"lora must be settings that fit LlamaForCausalLM \(.*no_such_module"):
+        module.configure_model()
