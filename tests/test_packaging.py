@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEPENDENCIES = {requirement.name: requirement for requirement in map(Requirement, PROJECT["dependencies"])}
-DEVELOPMENT = {line.name: line for line in map(Requirement, PROJECT["optional-dependencies"]["dev"])}
+EXTRAS = PROJECT["optional-dependencies"]
+DEVELOPMENT = {line.name: line for line in map(Requirement, EXTRAS["docs"] + EXTRAS["dev"])}
 PINNED = [
     Requirement(line)
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -30,8 +32,12 @@ PINNED = [
 ]
 
 
-def test_package_has_the_version_of_the_project():
-    assert lightning_liger.__version__ == PROJECT["version"]
+def test_version_is_in_one_place_and_in_the_changelog():
+    assert "version" in PROJECT["dynamic"]
+    version = lightning_liger.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", version)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## [{version}]" in changelog
 
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
@@ -54,6 +60,7 @@ def test_supported_python_is_310_and_later():
         ("peft", {"peft"}),
         ("deepspeed", {"deepspeed"}),
         ("parquet", {"pyarrow"}),
+        ("docs", {"mkdocs-material", "mkdocstrings-python"}),
     ],
 )
 def test_extra_asks_for_its_packages(extra, packages):
@@ -102,7 +109,8 @@ def test_wheel_holds_both_packages_and_nothing_else(tmp_path):
     (wheel,) = out.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
-        entry_points = archive.read(f"lightning_liger-{PROJECT['version']}.dist-info/entry_points.txt").decode()
+        described = {name.split(".dist-info/")[1] for name in archive.namelist() if ".dist-info/" in name}
+        entry_points = archive.read(f"lightning_liger-{lightning_liger.__version__}.dist-info/entry_points.txt").decode()
     expected = {
         str(file.relative_to(root))
         for root, package in ((ROOT, "lightning_liger"), (ROOT / "kernels", "liger_ops"))
@@ -111,3 +119,7 @@ def test_wheel_holds_both_packages_and_nothing_else(tmp_path):
     assert {name for name in files if name.endswith(".py")} == expected
     assert {name.split("/")[0] for name in files} == {"lightning_liger", "liger_ops"}
     assert "lightning-liger = lightning_liger.cli:main" in entry_points
+    data = {f"lightning_liger/{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.yaml")}
+    assert data | {"lightning_liger/py.typed", "liger_ops/py.typed"} <= files
+    assert "licenses/LICENSE" in described
+    assert [name for name in files if "test" in name] == []

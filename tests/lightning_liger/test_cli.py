@@ -18,9 +18,10 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from lightning_liger import LigerCausalLM, LigerStrategy, TrainingSummary, cli
+from lightning_liger import LigerCausalLM, LigerStrategy, TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli import LigerCLI, main
+from lightning_liger.cli.training import _Guard
 from lightning_liger.data import TextDataModule
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
@@ -49,7 +50,7 @@ def _in_an_own_folder(tmp_path, monkeypatch):
 def no_gpu(monkeypatch):
     """A machine without a GPU and with many cores."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cli.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_devices_auto_without_a_gpu_is_two_cpu_processes_and_one_to_predict(subc
 
 @pytest.mark.usefixtures("no_gpu")
 def test_devices_auto_on_one_core_is_one_process(monkeypatch):
-    monkeypatch.setattr(cli.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert DryCLI(args=["fit", f"--config={TINY}"]).trainer.num_devices == 1
 
 
@@ -221,7 +222,7 @@ def test_launched_processes_end_when_this_one_prints_a_message(monkeypatch, caus
     with pytest.raises((TypeError, ValueError, FileNotFoundError)) as raised:
         cause()
     error = raised.value.with_traceback(raised.tb.tb_next)  # without this test, which is no part of the package
-    cli._Guard().on_exception(trainer, BoringModel(), error)
+    _Guard().on_exception(trainer, BoringModel(), error)
     assert len(signals) == num_signals
 
 

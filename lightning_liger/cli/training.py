@@ -1,15 +1,8 @@
-"""``lightning-liger fit --config examples/tiny.yaml``: a yaml file as a whole program.
-
-Errors that tell users about their settings, files or text end the command with the message and the exit code 2; all
-others are bugs and keep their traceback.
-"""
+"""Lightning's command line for our modules: the subcommands that train a model, or take one from a yaml file."""
 
 import os
-import re
 import signal
 import sys
-import traceback
-import warnings
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -17,38 +10,30 @@ import lightning as L
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from liger_ops.arguments import shown, wrong_value
 from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
+from lightning_liger.cli.help import SUBCOMMANDS, Formatter
+from lightning_liger.cli.messages import PROGRAM, end, message_of, shortened
 from lightning_liger.post_training.teacher import prepare_frozen
 from lightning_liger.post_training.teacher_topk import store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
 from lightning_liger.training.causal_lm import LigerCausalLM
 from lightning_liger.weights.export import export_pretrained
 
-PROGRAM = "lightning-liger"
 MAX_CPU_PROCESSES = 2
 """Processes of ``devices: auto`` without a GPU: enough to shard, and each has some cores."""
 
-_PACKAGES = {
-    *("__main__", "lightning_liger", "liger_ops", "lightning", "lightning_utilities", "jsonargparse"),
-    *("transformers", "huggingface_hub", "contextlib"),
-}
-"""Code that tells users about their input."""
-_NOISE = re.compile(
-    r"\s*(- )?(Does not validate against any of the Union subtypes|Subtypes: |Errors:$|Given value type: |Given value: "
-    r"(Namespace|NestedArg)\(|Expected a <class 'NoneType'>$|$)"
-)
 _WITHOUT_TRAINER = ("export", "teacher_topk")
 """Subcommands that use no settings of the Trainer."""
 _CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning looks for
 
 
 class _Trainer(L.Trainer):
-    """Lightning's Trainer with the subcommands ``export`` and ``teacher_topk``."""
+    """Trainer of Lightning, with ``export`` and ``teacher_topk``."""
 
     def export(
         self,
@@ -127,7 +112,7 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:  # it is called by another parser, which may try something else
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        _exit(f"{_shortened(message)}\nOptions: {parser.prog.replace(' [options]', '')} --help")
+        end(f"{shortened(message)}\nOptions: {parser.prog.replace(' [options]', '')} --help")
 
 
 class _Guard(L.Callback):
@@ -140,7 +125,7 @@ class _Guard(L.Callback):
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Of the processes that this one launched, each would print that its connection was closed.
-        if trainer.strategy.launcher is not None and _message(exception) is not None:
+        if trainer.strategy.launcher is not None and message_of(exception) is not None:
             trainer.strategy.launcher.kill(signal.SIGKILL)
 
 
@@ -148,6 +133,23 @@ def _require_weights(model: L.LightningModule, ckpt_path: Any) -> None:
     if ckpt_path is None and isinstance(model, LigerCausalLM) and model.hparams["pretrained"] is None:
         expected = "a checkpoint to predict with, unless model.pretrained is a folder with weights"
         raise wrong_value("ckpt_path", expected, ckpt_path)
+
+
+_TITLES = {
+    "trainer": "Trainer: devices, strategy, precision, how long to train, callbacks, logging",
+    "model": "Model: options of a class are listed by --model.help CLASS, such as LigerCausalLM",
+    "data": "Data: options of a class are listed by --data.help CLASS, such as TextDataModule",
+    "summary": "Summary at the end of training",
+    "optimizer": "Optimizer, in place of the module's own",
+    "lr_scheduler": "Schedule of the learning rate, in place of the module's own",
+}
+"""The groups of options in the help."""
+
+
+def _described(subcommand: str) -> dict[str, Any]:
+    (text,) = (names[subcommand] for names in SUBCOMMANDS.values() if subcommand in names)
+    usage = f"{PROGRAM} {subcommand} --config FILE [--config FILE ...] [options]"
+    return {"description": f"{text} Later files and options win over earlier ones.", "usage": usage}
 
 
 class LigerCLI(LightningCLI):
@@ -159,6 +161,10 @@ class LigerCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+        first, *_ = [*(sys.argv[1:] if args is None else args), ""]
+        named = {name: skip for name, skip in self.subcommands().items() if name == first}
+        if named:  # each parser takes a second
+            self.subcommands = lambda: named  # type: ignore[method-assign]
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
@@ -168,18 +174,31 @@ class LigerCLI(LightningCLI):
             parser_class=_Parser,
             seed_everything_default=42,
             save_config_kwargs={"overwrite": True},
+            parser_kwargs={name: _described(name) for name in self.subcommands()},
             args=args,
             **kwargs,
         )
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        return super().init_parser(**{"prog": PROGRAM, **kwargs})
+        return super().init_parser(**{"prog": PROGRAM, "formatter_class": Formatter, **kwargs})
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(TrainingSummary, "summary")
         parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
+
+    @override
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        text = "Seed of all random numbers; true draws one, false leaves them as they are."
+        parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=text)
+
+    @staticmethod
+    @override
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        LightningCLI.link_optimizers_and_lr_schedulers(parser)
+        for key, title in _TITLES.items():  # all groups are there now
+            parser.groups[key].title = title
 
     @staticmethod
     @override
@@ -258,25 +277,6 @@ def _has_gpu(accelerator: str) -> bool:
     return accelerator == "auto" and torch.cuda.is_available()
 
 
-def main(args: ArgsType = None) -> None:
-    """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``."""
-    # Raised by Lightning 2.6 itself: users cannot act on it.
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
-    try:
-        LigerCLI(args=args)
-    except Exception as error:
-        message = _message(error)
-        if message is None:
-            raise
-        _exit(message)
-
-
-def _exit(message: str) -> NoReturn:
-    rank = getattr(rank_zero_only, "rank", None) or 0  # several processes may find the same mistake
-    print(f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
     file = ckpt_path / "meta.pt" if ckpt_path.is_dir() else ckpt_path
@@ -284,36 +284,3 @@ def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
     if not isinstance(contents, dict) or (file == ckpt_path and "state_dict" not in contents):
         raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(contents)}")
     return contents
-
-
-def _message(error: BaseException) -> str | None:
-    """What ``error`` tells users about their input; None if it may be a bug, in this program or in their code.
-
-    It is about their input if a ``raise`` statement or a file made it, either while the objects that the settings
-    describe are made, or in code that no code of users called.
-    """
-    text = _shortened(str(error))
-    while error.__cause__ is not None and _callers(error)[-1] == "jsonargparse":  # which adds all settings to the text
-        error = error.__cause__
-        if _callers(error)[-1] != "jsonargparse":
-            text = str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    is_check = (frames[-1].line or "").startswith("raise") or (isinstance(error, OSError) and error.filename)
-    if not is_check:
-        return None
-    is_setting = any(frame.name == "instantiate_classes" for frame in frames)
-    if is_setting or frames[-1].name == "load_state_dict" or set(_callers(error)) <= _PACKAGES:
-        return text
-    return None
-
-
-def _callers(error: BaseException) -> list[str]:
-    """The packages whose code ran when ``error`` was raised, the one that raised it last."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames] or [""]
-
-
-def _shortened(message: str) -> str:
-    """A message of jsonargparse without the types that it tried and the values of all other settings."""
-    lines = [line for line in message.splitlines() if not _NOISE.match(line)]
-    return re.sub(r"a <class '(\w+)'>", r"\1", "\n".join(lines))

@@ -1,0 +1,71 @@
+"""Mistakes of users in one paragraph on stderr, and the exit code 2."""
+
+import difflib
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import NoReturn
+
+PROGRAM = "lightning-liger"
+
+_PACKAGES = {
+    *("__main__", "lightning_liger", "liger_ops", "lightning", "lightning_utilities", "jsonargparse"),
+    *("transformers", "huggingface_hub", "contextlib"),
+}
+"""Code that tells users about their input."""
+_NOISE = re.compile(
+    r"\s*(- )?(Does not validate against any of the Union subtypes|Subtypes: |Errors:$|Given value type: |Given value: "
+    r"(Namespace|NestedArg)\(|Expected a <class 'NoneType'>$|$)"
+)
+
+
+def end(message: str) -> NoReturn:
+    """Prints the message and ends the command with the exit code 2."""
+    rank = _rank()  # several processes may find the same mistake
+    print(f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """`` (did you mean ...?)`` with the most similar names, or nothing if none is similar."""
+    close = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+
+
+def _rank() -> int:
+    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
+    return (rank_zero and getattr(rank_zero.rank_zero_only, "rank", None)) or 0
+
+
+def message_of(error: BaseException) -> str | None:
+    """What ``error`` tells users about their input; None if it may be a bug, in this program or in their code.
+
+    It is about their input if a ``raise`` statement or a file made it, either while the objects that the settings
+    describe are made, or in code that no code of users called.
+    """
+    text = shortened(str(error))
+    while error.__cause__ is not None and _callers(error)[-1] == "jsonargparse":  # which adds all settings to the text
+        error = error.__cause__
+        if _callers(error)[-1] != "jsonargparse":
+            text = str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    is_check = (frames[-1].line or "").startswith("raise") or (isinstance(error, OSError) and error.filename)
+    if not is_check:
+        return None
+    is_setting = any(frame.name == "instantiate_classes" for frame in frames)
+    if is_setting or frames[-1].name == "load_state_dict" or set(_callers(error)) <= _PACKAGES:
+        return text
+    return None
+
+
+def _callers(error: BaseException) -> list[str]:
+    """The packages whose code ran when ``error`` was raised, the one that raised it last."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames] or [""]
+
+
+def shortened(message: str) -> str:
+    """A message of jsonargparse without the types that it tried and the values of all other settings."""
+    lines = [line for line in message.splitlines() if not _NOISE.match(line)]
+    return re.sub(r"a <class '(\w+)'>", r"\1", "\n".join(lines))

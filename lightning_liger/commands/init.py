@@ -1,0 +1,112 @@
+"""``lightning-liger init STORY``: a commented yaml to start from, with the data that it reads.
+
+The yaml files are those of ``examples/``, which are data of this package.
+"""
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_liger.cli.messages import PROGRAM, closest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+_PATH = re.compile(r"\bexamples/([\w./-]*\w)")
+_MODULE = re.compile(r"\bexamples\.(\w+)")
+
+
+def run_init(story: str | None = None, *, output: str | None = None) -> int:
+    """Write a commented yaml to start from, with the data that it reads, or list the stories.
+
+    Args:
+        story: The name of a story, such as ``sft``; without one, all are listed.
+        output: The yaml file to write, by default STORY.yaml in this folder. Data is written next to it.
+    """
+    found = stories()
+    if story is None:
+        _print_list(found)
+        return 0
+    if story not in found:
+        raise ValueError(f"story must be one that `{PROGRAM} init` lists, got {story!r}{closest(story, found)}")
+    path = Path(output or f"{story}.yaml")
+    for written in write_story(found[story], path):
+        print(f"wrote {written}")
+    print(f"\nNext: {PROGRAM} fit --config {path}")
+    return 0
+
+
+def stories() -> dict[str, Path]:
+    """The yaml files of ``examples/`` by name; those of ``strategies/`` are additions to others and no stories."""
+    paths = sorted(EXAMPLES.glob("*.yaml")) + sorted(EXAMPLES.glob("*/*.yaml"))
+    return {
+        path.stem: path
+        for path in reversed(paths)
+        if path.parent.name != "strategies" and "\nmodel:" in path.read_text(encoding="utf-8")
+    }
+
+
+def _print_list(found: dict[str, Path]) -> None:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name in sorted(found):
+        table.add_row(f"  {name}", first_line(found[name]))
+    console = Console(highlight=False)
+    console.print("Stories:", table, "", f"Write one: {PROGRAM} init STORY [--output FILE]", sep="\n", markup=False)
+
+
+def first_line(path: Path) -> str:
+    """The first comment of a yaml file."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+def write_story(story: Path, output: Path) -> list[Path]:
+    """Writes the yaml ``story`` to ``output``, and the files of ``examples/`` that it names next to it.
+
+    Returns:
+        The files written. Data that is there already with the same contents is left as it is.
+
+    Raises:
+        FileExistsError: If ``output`` is there already, or data with other contents.
+        FileNotFoundError: If the folder of ``output`` does not exist.
+        ValueError: If ``output`` names no yaml file, or is in another folder and the story has Python code.
+    """
+    if output.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"output must be the name of a yaml file, got {str(output)!r}")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"output must be in a folder that exists, got {str(output)!r}")
+    text = story.read_text(encoding="utf-8")
+    if _MODULE.search(text) and output.parent.resolve() != Path.cwd():
+        raise ValueError(f"output must be in this folder, whose Python code the yaml names, got {str(output)!r}")
+    files = {output: _moved(text, output.parent, {story.relative_to(EXAMPLES).as_posix(): output}).encode()}
+    for source in sorted(_named_files(text, seen={story})):
+        content = source.read_bytes()
+        if source.suffix in (".py", ".yaml"):
+            content = _moved(content.decode(), output.parent, {}).encode()
+        files[output.parent / source.relative_to(EXAMPLES)] = content
+    for path, content in files.items():
+        if path.exists() and (path == output or not path.is_file() or path.read_bytes() != content):
+            raise FileExistsError(f"{str(path)!r} exists already: delete it, or choose another --output")
+    written = [path for path in files if not path.exists()]
+    for path in written:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(files[path])
+    return written
+
+
+def _moved(text: str, folder: Path, renamed: dict[str, Path]) -> str:
+    """``text`` with names of files in ``examples/`` as names in ``folder``."""
+
+    def path(match: re.Match[str]) -> str:
+        return str(renamed.get(match[1]) or folder / match[1])
+
+    return _MODULE.sub(r"\1", _PATH.sub(path, text))
+
+
+def _named_files(text: str, seen: set[Path]) -> set[Path]:
+    """The files of ``examples/`` that a text names, and those that these name."""
+    found = {EXAMPLES / name for name in _PATH.findall(text) + _MODULE.findall(text)}
+    files = {file for path in found for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()}
+    files = {file for file in files if "__pycache__" not in file.parts} - seen
+    seen |= files
+    texts = [file.read_text(encoding="utf-8") for file in files if file.suffix in (".py", ".yaml")]
+    return files.union(*(_named_files(each, seen) for each in texts))
