@@ -7,7 +7,7 @@ which PyTorch's caching allocator would allocate and free.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from liger_ops.loss.linear_cross_entropy import LossArguments
@@ -51,7 +50,7 @@ class Ledger(TorchDispatchMode):
         self._by_owner: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._held: dict[Any, tuple[str, int]] = {}
-        # Kept, or another storage might get the same address; none of them has memory.
+        # On a GPU too the layouts of lazy logits are on the meta device. Kept, so that no other has their addresses.
         self._layouts = {each._cdata: each for each in [NO_MEMORY.untyped_storage()]}
         self._flops = 0
 
@@ -62,13 +61,12 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops.liger_ops.scale_gradient.default and args[0].dtype == args[2]:
             return args[0]  # in place, for the graph ends with this backward
         result = func(*args, **kwargs)
-        is_layout = any(map(self._is_layout, tree_iter((args, kwargs))))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                if is_layout:
-                    self._layouts[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-                else:
-                    self.add(tensor)
+        is_layout = any(self._layouts.keys() & {each.untyped_storage()._cdata for each in _tensors(args)})
+        for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
+            if is_layout:
+                self._layouts[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            elif tensor.is_meta:
+                self.add(tensor)
         if func in _TEMPORARIES:
             self.note(_TEMPORARIES[func](*args, **kwargs))
         if func._overloadpacket in flop_registry:
@@ -85,12 +83,6 @@ class Ledger(TorchDispatchMode):
             num_bytes = -(-storage.nbytes() // _ALLOCATION) * _ALLOCATION
         self._live[key] = weakref.ref(storage, lambda _: self._free(key)), self.owner, num_bytes
         self._change(self.owner, num_bytes)
-
-    def _is_layout(self, value: Any) -> bool:
-        """Whether a value only tells a layout of lazy logits: a tensor on the meta device on a GPU too."""
-        if not isinstance(value, Tensor):
-            return False
-        return value.untyped_storage()._cdata in self._layouts
 
     def _free(self, key: int) -> None:
         _, owner, num_bytes = self._live.pop(key)
@@ -145,6 +137,15 @@ class Ledger(TorchDispatchMode):
 
     def seconds(self, start: int, end: int) -> float:
         return (end - start) * _SECONDS_PER_FLOP
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in those that are lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 class Unknowable(RuntimeError):

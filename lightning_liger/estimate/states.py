@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from liger_ops.arguments import check_choice, check_integer
+from liger_ops.arguments import check_choice, check_integer, wrong_value
 
 
 class Sharding(NamedTuple):
@@ -23,6 +23,10 @@ class Sharding(NamedTuple):
     """Whether the optimizer has weights in float32 of its own, also where the model trains in 16 bits."""
     bucket_bytes: int = 0
     """Of buffers in which gradients are reduced."""
+    casts_weights: bool = False
+    """Whether mixed precision casts whole weights, not the arguments of operations."""
+    frees_early: bool = False
+    """Whether the last step's gradients are freed before the next forward without us too."""
 
 
 _DEEPSPEED_BUCKETS = 2 * 200_000_000 * 2
@@ -31,16 +35,16 @@ _DEEPSPEED_BUCKETS = 2 * 200_000_000 * 2
 STRATEGIES = {
     "single": Sharding("one GPU"),
     "ddp": Sharding("DDP", joins_gradients=True),
-    "fsdp": Sharding("FSDP", True, True, True),
-    "fsdp2": Sharding("FSDP2", True, True, True),
+    "fsdp": Sharding("FSDP", True, True, True, casts_weights=True),
+    "fsdp2": Sharding("FSDP2", True, True, True, casts_weights=True),
     "deepspeed_stage_1": Sharding(
-        "DeepSpeed ZeRO stage 1", optimizer=True, has_master_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS
+        "DeepSpeed ZeRO stage 1", optimizer=True, has_master_weights=True, casts_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS, frees_early=True
     ),
     "deepspeed_stage_2": Sharding(
-        "DeepSpeed ZeRO stage 2", False, True, True, has_master_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS
+        "DeepSpeed ZeRO stage 2", False, True, True, has_master_weights=True, casts_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS, frees_early=True
     ),
     "deepspeed_stage_3": Sharding(
-        "DeepSpeed ZeRO stage 3", True, True, True, has_master_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS
+        "DeepSpeed ZeRO stage 3", True, True, True, has_master_weights=True, casts_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS, frees_early=True
     ),
 }
 """The strategies of ``lightning-liger inspect``."""
@@ -109,9 +113,34 @@ class States:
     bytes_of_gradient: int
     num_shards: int
 
+    def totals(self, model: nn.Module) -> dict[str, int]:
+        """The bytes of weights, gradients and the optimizer, by these names."""
+        trained = [each for each in model.parameters() if each.requires_grad]
+        gradients = self.gradient_bytes(trained) + self.bucket_bytes
+        return {"weights": self.weight_bytes, "gradients": gradients, "optimizer": self.optimizer_bytes}
+
     def gradient_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """What is kept of the gradients of these parameters."""
         return sum(-(-each.numel() // self.num_shards) for each in parameters) * self.bytes_of_gradient
+
+
+def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) -> None:
+    """Raises for names that are in none of the tables, and for numbers of GPUs and precisions that do not fit.
+
+    Raises:
+        ValueError: Naming the known ones.
+    """
+    check_choice("strategy", strategy, tuple(STRATEGIES))
+    check_choice("precision", precision, tuple(PRECISIONS))
+    check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
+    check_integer("num_gpus", num_gpus, at_least=1)
+    if strategy == "single" and num_gpus > 1:
+        raise wrong_value("num_gpus", "1 for strategy 'single'", num_gpus)
+    if PRECISIONS[precision].is_mixed and not STRATEGIES[strategy].casts_weights:
+        casting = ", ".join(name for name, each in STRATEGIES.items() if each.casts_weights)
+        raise wrong_value(
+            "precision", f"without autocast, as 'bf16-true', or of a strategy that casts weights ({casting})", precision
+        )
 
 
 def states_of(
@@ -129,10 +158,7 @@ def states_of(
     Raises:
         ValueError: For other names, and for numbers of GPUs that do not fit.
     """
-    check_choice("strategy", strategy, tuple(STRATEGIES))
-    check_choice("precision", precision, tuple(PRECISIONS))
-    check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
-    check_integer("num_gpus", num_gpus, at_least=1)
+    check_choices(strategy, num_gpus, precision, optimizer)
     sharding, dtypes, kind = STRATEGIES[strategy], PRECISIONS[precision], OPTIMIZERS[optimizer]
     parameters = list(model.parameters())
     total = sum(each.numel() for each in parameters)

@@ -62,6 +62,11 @@ class Step:
         return {owner: parts[owner] for owner in OWNERS}
 
 
+    def largest(self, owner: str) -> int:
+        """The most bytes that one of :data:`OWNERS` has at the peak of a segment."""
+        return max(parts[owner] for parts in self.parts.values())
+
+
 class _Part(NamedTuple):
     """A part of a step: from where a layer's forward or its recomputation starts to the next such moment."""
 
