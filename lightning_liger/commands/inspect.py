@@ -116,14 +116,7 @@ def _head(found: Inspection) -> str:
 
 
 def _memory(found: Inspection) -> Table:
-    table = Table(
-        title="GiB of each GPU at the peak of a step",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
+    table = _table("GiB of each GPU at the peak of a step")
     table.add_column("Layers", no_wrap=True)
     for name in _COLUMNS:
         table.add_column(name.capitalize(), justify="right", no_wrap=True)
@@ -144,20 +137,25 @@ def _fits(found: Inspection) -> Table:
     settings, gpu = found.settings, found.gpu
     assert gpu is not None and found.limit_bytes is not None  # or there were no fits
     title = f"What fits {gpu.name}: {_gib(found.limit_bytes)} GiB of tensors"
-    table = Table(
+    table = _table(title)
+    table.add_column("Layers", no_wrap=True)
+    table.add_column(f"Longest seq_len\n(batch_size {settings.batch_size})", justify="right")
+    table.add_column(f"Largest batch_size\n(seq_len {settings.seq_len})", justify="right")
+    for fit in found.fits:
+        table.add_row(*_fit_cells(fit))
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
         title=title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 2, 0, 0),
+        show_edge=False,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("Layers", no_wrap=True)
-    table.add_column(f"Longest seq_len, batch_size {settings.batch_size}", justify="right")
-    table.add_column(f"Largest batch_size, seq_len {settings.seq_len}", justify="right")
-    for fit in found.fits:
-        table.add_row(*_fit_cells(fit))
-    return table
 
 
 def _fit_cells(fit: Fit) -> list[str]:

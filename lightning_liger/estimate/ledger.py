@@ -37,6 +37,7 @@ class Ledger(TorchDispatchMode):
         allocated: Bytes now.
         peak: Their maximum since the last reset.
         owner: Who owns the tensors that are made next.
+        most: The most bytes that each owner had.
         spans: The bytes of each owner when the peak was reset, and at the peak that followed, of each reset so far.
     """
 
@@ -44,6 +45,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.allocated = self.peak = 0
         self.owner = ""
+        self.most: Counter[str] = Counter()
         self.spans: list[tuple[Counter[str], Counter[str]]] = []
         self._at_reset: Counter[str] = Counter()
         self._at_peak: Counter[str] = Counter()
@@ -113,6 +115,8 @@ class Ledger(TorchDispatchMode):
     def _change(self, owner: str, num_bytes: int) -> None:
         self.allocated += num_bytes
         self._by_owner[owner] += num_bytes
+        if num_bytes > 0:
+            self.most[owner] = max(self.most[owner], self._by_owner[owner])
         if self.allocated > self.peak:
             self.peak, self._at_peak = self.allocated, self._by_owner.copy()
 

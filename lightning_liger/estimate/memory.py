@@ -15,7 +15,7 @@ from lightning_liger.activations.planner import MARGIN, Budget
 from lightning_liger.estimate.ledger import Unknowable
 from lightning_liger.estimate.models import find_config, make_batch, make_model
 from lightning_liger.estimate.states import PRECISIONS, STRATEGIES, States, check_choices, states_of
-from lightning_liger.estimate.step import LOGITS, Step, run_step
+from lightning_liger.estimate.step import Step, run_step
 from lightning_liger.hardware import Gpu, get_gpu
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 
@@ -287,7 +287,7 @@ class _Steps:
         self.states = states_of(
             model, settings.strategy, settings.num_gpus, settings.precision, settings.optimizer
         )
-        self.report = apply_liger_kernels(model)
+        self.report = self._applied = apply_liger_kernels(model)
         self._is_patched = True
         self._found: dict[tuple[Implementation, int, int], Step] = {}
 
@@ -297,7 +297,10 @@ class _Steps:
         if key not in self._found:
             ours = implementation == OURS
             if ours != self._is_patched:
-                self.report.undo() if self._is_patched else apply_liger_kernels(self._model)
+                if ours:
+                    self._applied = apply_liger_kernels(self._model)
+                else:
+                    self._applied.undo()
                 self._is_patched = ours
             frees_early = ours or STRATEGIES[self.settings.strategy].frees_early
             self._found[key] = run_step(
@@ -321,7 +324,7 @@ def _rows(steps: _Steps, implementation: Implementation, budget: int | None, lim
         num_bytes = step.peak(modes)
         fits = None if limit is None else sum(num_bytes.values()) <= limit
         words = str(plan) if activations == "plan" else None
-        yield Row(implementation, activations, num_bytes, step.largest(LOGITS), words, fits)
+        yield Row(implementation, activations, num_bytes, step.logits_bytes, words, fits)
 
 
 def _fit(steps: _Steps, implementation: Implementation, limit: int) -> Fit:

@@ -40,10 +40,12 @@ class Step:
     Attributes:
         profile: As the planner of memory budgets measures it on a GPU.
         parts: Of each segment of the profile, the bytes of each of :data:`OWNERS` at its peak.
+        logits_bytes: The most that logits and loss take at any moment.
     """
 
     profile: Profile
     parts: dict[Segment, Counter[str]]
+    logits_bytes: int
 
     @property
     def num_layers(self) -> int:
@@ -60,11 +62,6 @@ class Step:
         parts = self.parts[worst] + Counter()
         parts[ACTIVATIONS] += total(worst)
         return {owner: parts[owner] for owner in OWNERS}
-
-
-    def largest(self, owner: str) -> int:
-        """The most bytes that one of :data:`OWNERS` has at the peak of a segment."""
-        return max(parts[owner] for parts in self.parts.values())
 
 
 class _Part(NamedTuple):
@@ -182,7 +179,7 @@ def _run(
         _Part(index, is_forward, _difference(end, start), _difference(peak, start))
         for (index, is_forward), (start, peak), end in zip(observer.events, ledger.spans, ends, strict=True)
     ]
-    return _whole(parts, ledger.spans[0][0], profile, _stand_ins(layers, few))
+    return _whole(parts, ledger.spans[0][0], profile, _stand_ins(layers, few), ledger.most[LOGITS])
 
 
 def _difference(left: Counter[str], right: Counter[str]) -> Counter[str]:
@@ -195,7 +192,9 @@ def _stand_ins(layers: list[nn.Module], few: list[int]) -> list[int]:
     return [few.index(index if index in few else inner[_kind(layer)]) for index, layer in enumerate(layers)]
 
 
-def _whole(parts: list[_Part], start: Counter[str], profile: Profile, stand_ins: list[int]) -> Step | None:
+def _whole(
+    parts: list[_Part], start: Counter[str], profile: Profile, stand_ins: list[int], logits_bytes: int
+) -> Step | None:
     """The step of all layers, of the parts that ran."""
     num_ran, num_layers = len(profile.seconds), len(stand_ins)
     in_order = [(None, True), *((index, True) for index in range(num_ran))]
@@ -235,7 +234,7 @@ def _whole(parts: list[_Part], start: Counter[str], profile: Profile, stand_ins:
         input_bytes=of_all(profile.input_bytes),
         seconds=of_all(profile.seconds),
     )
-    return Step(profile, at_peak)
+    return Step(profile, at_peak, logits_bytes)
 
 
 @contextmanager
