@@ -1,7 +1,7 @@
 """What training a model takes on each GPU, with our strategies and without, and what fits a GPU."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -250,7 +250,6 @@ def inspect_model(
         state_bytes=steps.states.totals(built),
         gpu=found,
         limit_bytes=None if found is None else Budget("auto").limit(_GpuMemory(found)),  # type: ignore[arg-type]
-        notes=_notes(built, settings),
     )
     try:
         for implementation in (OURS, HUGGING_FACE):
@@ -261,6 +260,7 @@ def inspect_model(
         reason = str(error) if isinstance(error, Unknowable) else f"{type(error).__name__}: {error}"
         line = next(iter(reason.strip().splitlines()), type(error).__name__)
         result = replace(result, rows=[], fits=[], unknown=line)
+    result.notes.extend(_notes(built, [seq_len, *(fit.longest_seq_len for fit in result.fits)]))
     return result
 
 
@@ -374,11 +374,11 @@ def largest(needed: Callable[[int], float], limit: float, start: int, step: int,
     return low
 
 
-def _notes(model: PreTrainedModel, settings: Settings) -> list[str]:
+def _notes(model: PreTrainedModel, seq_lens: Collection[int]) -> list[str]:
     notes = []
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and settings.seq_len > longest:
-        notes.append(f"seq_len {settings.seq_len:,} is above the model's max_position_embeddings of {longest:,}")
+    if isinstance(longest, int) and max(seq_lens) > longest:
+        notes.append(f"the model's max_position_embeddings is {longest:,}, so longer rows need a change of it")
     if any(name.endswith("A_log") for name, _ in model.named_parameters()):
         notes.append("layers with a state space run other kernels on a GPU, if they are installed: unknown memory")
     if not find_layers(model):
