@@ -135,7 +135,8 @@ def _memory(found: Inspection) -> Table:
 
 def _fits(found: Inspection) -> Table:
     settings, gpu = found.settings, found.gpu
-    assert gpu is not None and found.limit_bytes is not None  # or there were no fits
+    assert gpu is not None
+    assert found.limit_bytes is not None
     title = f"What fits {gpu.name}: {_gib(found.limit_bytes)} GiB of tensors"
     table = _table(title)
     table.add_column("Layers", no_wrap=True)

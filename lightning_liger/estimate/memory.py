@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, check_number, wrong_value
 from lightning_liger.activations.layers import Mode, find_layers
-from lightning_liger.activations.plan import Plan, choose
+from lightning_liger.activations.plan import choose
 from lightning_liger.activations.planner import MARGIN, Budget
 from lightning_liger.estimate.ledger import Unknowable
 from lightning_liger.estimate.models import find_config, make_batch, make_model
-from lightning_liger.estimate.states import PRECISIONS, STRATEGIES, States, check_choices, states_of
+from lightning_liger.estimate.states import PRECISIONS, STRATEGIES, check_choices, states_of
 from lightning_liger.estimate.step import Step, run_step
 from lightning_liger.hardware import Gpu, get_gpu
 from lightning_liger.patching import PatchReport, apply_liger_kernels
@@ -284,9 +284,7 @@ class _Steps:
     def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
         self._model = model
         self.settings = settings
-        self.states = states_of(
-            model, settings.strategy, settings.num_gpus, settings.precision, settings.optimizer
-        )
+        self.states = states_of(model, settings.strategy, settings.num_gpus, settings.precision, settings.optimizer)
         self.report = self._applied = apply_liger_kernels(model)
         self._is_patched = True
         self._found: dict[tuple[Implementation, int, int], Step] = {}
@@ -303,9 +301,7 @@ class _Steps:
                     self._applied.undo()
                 self._is_patched = ours
             frees_early = ours or STRATEGIES[self.settings.strategy].frees_early
-            self._found[key] = run_step(
-                self._model, partial(make_batch, batch_size, seq_len), self.states, frees_early
-            )
+            self._found[key] = run_step(self._model, partial(make_batch, batch_size, seq_len), self.states, frees_early)
         return self._found[key]
 
 

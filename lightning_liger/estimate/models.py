@@ -51,9 +51,7 @@ def find_config(model: str, settings: Mapping[str, Any] | None = None) -> PreTra
     )
 
 
-def make_model(
-    config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None = None
-) -> PreTrainedModel:
+def make_model(config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A causal language model in training mode on the meta device, with adapters if ``lora`` describes them.
 
     Args:

@@ -38,13 +38,32 @@ STRATEGIES = {
     "fsdp": Sharding("FSDP", True, True, True, casts_weights=True),
     "fsdp2": Sharding("FSDP2", True, True, True, casts_weights=True),
     "deepspeed_stage_1": Sharding(
-        "DeepSpeed ZeRO stage 1", optimizer=True, has_master_weights=True, casts_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS, frees_early=True
+        "DeepSpeed ZeRO stage 1",
+        optimizer=True,
+        has_master_weights=True,
+        casts_weights=True,
+        bucket_bytes=_DEEPSPEED_BUCKETS,
+        frees_early=True,
     ),
     "deepspeed_stage_2": Sharding(
-        "DeepSpeed ZeRO stage 2", False, True, True, has_master_weights=True, casts_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS, frees_early=True
+        "DeepSpeed ZeRO stage 2",
+        False,
+        True,
+        True,
+        has_master_weights=True,
+        casts_weights=True,
+        bucket_bytes=_DEEPSPEED_BUCKETS,
+        frees_early=True,
     ),
     "deepspeed_stage_3": Sharding(
-        "DeepSpeed ZeRO stage 3", True, True, True, has_master_weights=True, casts_weights=True, bucket_bytes=_DEEPSPEED_BUCKETS, frees_early=True
+        "DeepSpeed ZeRO stage 3",
+        True,
+        True,
+        True,
+        has_master_weights=True,
+        casts_weights=True,
+        bucket_bytes=_DEEPSPEED_BUCKETS,
+        frees_early=True,
     ),
 }
 """The strategies of ``lightning-liger inspect``."""
@@ -144,7 +163,11 @@ def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) 
 
 
 def states_of(
-    model: nn.Module, strategy: str = "single", num_gpus: int = 1, precision: str = "bf16-true", optimizer: str = "adamw"
+    model: nn.Module,
+    strategy: str = "single",
+    num_gpus: int = 1,
+    precision: str = "bf16-true",
+    optimizer: str = "adamw",
 ) -> States:
     """The bytes of a model's weights, gradients and optimizer on each GPU.
 

@@ -203,7 +203,7 @@ def _whole(
     if not follow and num_ran < num_layers:
         return None
     if follow:
-        forward, backward = parts[1 : num_ran + 1], parts[: num_ran : -1]
+        forward, backward = parts[1 : num_ran + 1], parts[:num_ran:-1]
         sequence = [parts[0], *(forward[each]._replace(index=i) for i, each in enumerate(stand_ins))]
         sequence += [backward[each]._replace(index=i) for i, each in reversed(list(enumerate(stand_ins)))]
     else:

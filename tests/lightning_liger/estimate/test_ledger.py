@@ -66,7 +66,8 @@ def test_attention_saves_no_scores_where_a_gpu_does_not() -> None:
             assert out.shape == query.shape
             out.sum().backward()
         assert (ledger.peak > scores) == saves_scores, (num_kv_heads, dtype)
-        assert key.grad is not None and key.grad.shape == key.shape
+        assert key.grad is not None
+        assert key.grad.shape == key.shape
 
 
 def test_values_that_only_a_device_has_are_unknowable() -> None:

@@ -58,7 +58,7 @@ def test_parts_of_a_step() -> None:
     assert plain.logits_bytes >= 4 * logits + 2 * logits > ours.logits_bytes
     assert plain.peak(["store"] * 9)[LOGITS] > 0
     sizes = [sum(ours.peak([mode] * 9).values()) for mode in ("store", "cheap", "recompute")]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+    assert sizes == sorted(set(sizes), reverse=True)
     late = _step(model, frees_early=False)
     assert sum(late.peak(["store"] * 9).values()) - sizes[0] == pytest.approx(num_bytes, rel=0.05)
 
@@ -70,7 +70,7 @@ def test_shards_are_gathered_layer_by_layer() -> None:
     total = 2 * sum(each.numel() for each in model.parameters())
     root = total - 12 * layer
     parts = _step(model, "fsdp", 4).peak(["store"] * 12)
-    assert parts[WEIGHTS] == pytest.approx(total / 4 + root + 2 * layer, abs=layer + 0.05 * total)
+    assert total / 4 + root <= parts[WEIGHTS] <= total / 4 + root + 2 * layer + 0.02 * total
     assert parts[OPTIMIZER] == pytest.approx(2 * total / 4, rel=0.01)
     ddp, single = (_step(model, *of).peak(["recompute"] * 12) for of in (("ddp", 4), ("single", 1)))
     assert ddp[GRADIENTS] - single[GRADIENTS] == total
