@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from liger_ops.loss.linear_cross_entropy import LossArguments
@@ -28,7 +27,7 @@ _FLASH_ROWS = 128
 _SECONDS_PER_FLOP = 1e-15
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the bytes of meta tensors and the matrix products made inside of its context.
 
     A :class:`~lightning_liger.activations.profile.Memory`, whose clock counts floating-point operations.
