@@ -187,7 +187,7 @@ _TEMPORARIES: dict[Any, Callable[..., int]] = {
 
 
 class AttentionOfGpus(TorchFunctionMode):
-    """Runs the backend of scaled dot product attention that PyTorch takes on a GPU, in place of math on meta tensors."""
+    """Runs the backend of scaled dot product attention that PyTorch takes on a GPU, not math as on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
