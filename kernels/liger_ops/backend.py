@@ -59,7 +59,7 @@ launch_cache = functools.lru_cache(maxsize=1024)
 every step and are no argument: a choice says how many programs there are at most."""
 
 
-has_autocast = functools.cache(torch.amp.is_autocast_available)
+has_autocast = functools.lru_cache(maxsize=64)(torch.amp.is_autocast_available)
 """Whether a kind of devices has autocast, which the meta device has not."""
 
 
