@@ -30,6 +30,7 @@ from benchmarks.training.convergence import STOCK
 from benchmarks.training.convergence import cells as convergence_cells
 from benchmarks.training.convergence import read_lines as read_convergence
 from benchmarks.training.dims import DIMS
+from benchmarks.training.estimates import compare
 from benchmarks.training.job import Row
 from benchmarks.training.medusa import cells as medusa_cells
 from benchmarks.training.medusa import groups as medusa_groups
@@ -246,6 +247,15 @@ def models() -> str:
     return _table(("model", "Hugging Face", "liger-kernel", "lightning-liger", "speed", "memory"), rows)
 
 
+def estimates() -> str:
+    """Measured peaks of memory and their estimates."""
+    table = [
+        (each.title, each.arm, each.setup, f"{each.measured:.2f}", f"{each.estimated:.2f}", f"{each.error:+.1%}")
+        for each in compare(RESULTS)
+    ]
+    return _table(("model", "arm", "setup", "measured GiB", "estimated GiB", "error"), table)
+
+
 def _by_shape(records: Iterable[Record], op: str) -> dict[str, dict[str, Record]]:
     found: dict[str, dict[str, Record]] = {}
     for record in records:
@@ -367,6 +377,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
         for section in (losses, medusa)
         if any((RESULTS / name).exists() for name in MEASURED[section.__name__])
     },
+    "docs/inspect.md: estimates": ("docs/inspect.md", estimates),
     "docs/how_it_works.md: classes": ("docs/how_it_works.md", classes),
 }
 """Page and writer of each section."""

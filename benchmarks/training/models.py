@@ -39,7 +39,7 @@ MODELS = (
     "mixtral_narrow",
     "bamba_9b",
 )
-_SETTINGS: dict[str, dict[str, Any]] = {"gemma3_4b": {"layer_types": ["sliding_attention", "full_attention"]}}
+SETTINGS: dict[str, dict[str, Any]] = {"gemma3_4b": {"layer_types": ["sliding_attention", "full_attention"]}}
 """Settings of some models with two layers."""
 
 
@@ -67,7 +67,7 @@ def _distance(actual: list[Tensor], exact: list[Tensor]) -> float:
 def measure(name: str, quick: bool, device: torch.device) -> list[dict[str, Any]]:
     """Records of one model, one for each arm."""
     dims = DIMS[name]
-    config = dims.config(2, quick, **_SETTINGS.get(name, {}))
+    config = dims.config(2, quick, **SETTINGS.get(name, {}))
     batch_size, seq_len = (2, 16) if quick else (4, 2048)
     if dims.model_type == "bamba" and not quick:
         batch_size, seq_len = 1, 512  # its fallback without the mamba package makes tensors of 64 GiB at 2048

@@ -23,8 +23,11 @@ _PLAIN_ARGUMENTS = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int,
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether ops on ``tensor`` launch Triton kernels; otherwise they run the PyTorch reference."""
-    return tensor.is_cuda and tensor.dtype in _TRITON_DTYPES
+    """Whether ops on ``tensor`` launch Triton kernels; otherwise they run the PyTorch reference.
+
+    A meta tensor stands for one on a GPU: the same ops run, and allocate the same.
+    """
+    return (tensor.is_cuda or tensor.is_meta) and tensor.dtype in _TRITON_DTYPES
 
 
 def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
@@ -54,6 +57,22 @@ def shared_memory(device: torch.device) -> int:
 launch_cache = functools.lru_cache(maxsize=1024)
 """Decorates a choice of launch parameters; bounded because shapes may change with the data. Numbers of rows do so in
 every step and are no argument: a choice says how many programs there are at most."""
+
+
+has_autocast = functools.lru_cache(maxsize=64)(torch.amp.is_autocast_available)
+"""Whether a kind of devices has autocast, which the meta device has not."""
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on a kind of devices, None where it is disabled."""
+    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast is disabled on a kind of devices."""
+    return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else contextlib.nullcontext()
 
 
 def needs_graph(*tensors: Tensor | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from liger_ops.backend import autocast_dtype
 from liger_ops.recipes import listening
 
 _PLAIN = frozenset((Tensor, Parameter))
@@ -131,7 +132,7 @@ class CheapTensors:
         """Of the largest of these outputs."""
         self._made: dict[int, _Made] = {}
         # By autograd's node and its number among the node's outputs.
-        self._by_node: dict[tuple[Any, int], _Made] | None = {} if torch.is_autocast_enabled(device_type) else None
+        self._by_node: dict[tuple[Any, int], _Made] | None = None if autocast_dtype(device_type) is None else {}
         self._dropped: set[int] = set()
         self._drops = drops
 

@@ -96,11 +96,12 @@ class ControlledLayers:
         if not inputs:
             return forward(*args, **kwargs)
         first = inputs[0]
+        device = torch.device("cpu") if first.is_meta else first.device  # without autocast and random state of its own
         if self.observer is None:
-            return self._run(index, layer, first.device, forward, args, kwargs)
+            return self._run(index, layer, device, forward, args, kwargs)
         self.input_bytes[index] = sum(_num_bytes(each) for each in inputs if _can_leave(each))
         self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
-        outputs = self._run(index, layer, first.device, forward, args, kwargs)
+        outputs = self._run(index, layer, device, forward, args, kwargs)
         if self.observer is not None:
             self.observer.forward_ends(index)
         return outputs

@@ -25,7 +25,7 @@ from lightning_liger.activations.profile import Memory, Profile, Recorder
 _GIB = 2**30
 _FRAGMENTATION = 0.06
 """Of the memory that is available, left free by "auto": what the allocator has reserved for sizes that nobody wants."""
-_MARGIN = 0.01
+MARGIN = 0.01
 """Of the budget: for what a prediction does not see, such as the order in which tensors are freed."""
 _TIGHTER = 0.05
 """Of the expected peak: how much less the next plan takes after one that ran out of memory."""
@@ -227,7 +227,7 @@ class Planner:
 
     def _plan_for(self, profile: Profile) -> Plan:
         """The plan for a batch that ``profile`` covers, with what else was allocated before this step."""
-        margin = max(1, int(_MARGIN * self._limit))
+        margin = max(1, int(MARGIN * self._limit))
         grown = self._start_bytes - profile.start_bytes
         extra = self._correction + (math.ceil(grown / margin) * margin if grown > margin else 0)
         key = profile.num_tokens, extra

@@ -84,12 +84,11 @@ def _attributes(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata  # its data's address would be 0 on the meta device
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return backend.autocast_dtype(x.device.type) or x.dtype
 
 
 def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:
@@ -246,5 +245,6 @@ def _add_gradients(
 
 def _autocast_settings(device_type: str) -> tuple[Any, ...]:
     """The arguments of ``torch.autocast`` that make it as it is now."""
+    device_type = "cpu" if device_type == "meta" else device_type  # which has none
     is_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     return device_type, dtype, is_enabled, torch.is_autocast_cache_enabled()

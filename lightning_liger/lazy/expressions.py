@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
+from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.chunks import Rows
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
-from lightning_liger.lazy.lineage import autocast_dtype
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.recipe import Recipe
+from lightning_liger.lazy.tensor import layout
 
 Operand = Recipe | Tensor
 
@@ -333,7 +334,7 @@ def record(name: str, function: Callable[..., Tensor], *operands: Tensor, is_sta
     if not dtype.is_floating_point:
         recipe = recipe.map(Tensor.detach)
     if is_stack or all(logits.twin.is_contiguous() for logits in lazy):
-        twin = torch.empty(recipe.shape, dtype=dtype, device="meta")
+        twin = layout(recipe.shape, dtype)
     else:
         twin = function(*(_twin(operand) for operand in operands)).to(dtype)
     return LazyExpression.of(recipe, twin)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
+from liger_ops.backend import without_autocast
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
 
 
@@ -124,7 +125,7 @@ class HeadParameters:
         """The real logits, ``[..., vocab_size]`` in ``compute_dtype``."""
         head = self.cast()
         # The dtype was decided when the head was called; autocast may have been switched since.
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with without_autocast(hidden_states.device.type):
             (input, weight), *adapters = head.factors(hidden_states)
             logits = F.linear(input, weight, head.bias)
             for input, weight in adapters:
@@ -134,7 +135,7 @@ class HeadParameters:
     def project_to(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """One real logit per token, that of its label: ``[...]`` in ``compute_dtype``."""
         head = self.cast()
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with without_autocast(hidden_states.device.type):
             logits = torch.zeros((), dtype=head.compute_dtype, device=labels.device)
             for input, weight in head.factors(hidden_states):
                 logits = logits + torch.einsum("...h,...h->...", input, F.embedding(labels, weight))

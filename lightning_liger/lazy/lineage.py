@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_ops import backend
 from lightning_liger.lazy.recipe import Recipe
 
 Replay = Callable[[Tensor], Any]
@@ -55,7 +55,7 @@ class Lineage:
         self.members: list[weakref.ref[Lineage]] = [] if parent is None else parent.members
         """All of the tree, parents first."""
         self.members.append(weakref.ref(self))
-        self._modes = torch.is_grad_enabled(), autocast_dtype(recipe.hidden_states.device.type)
+        self._modes = torch.is_grad_enabled(), backend.autocast_dtype(recipe.hidden_states.device.type)
 
     def bypass(self, operation: str) -> None:
         """Notes that the gradient of a result of ``operation`` passes neither these logits nor their ancestors."""
@@ -82,16 +82,6 @@ class Lineage:
             if autocast_dtype is not None:
                 modes.enter_context(torch.autocast(parent.device.type, autocast_dtype))
             return self.replay(parent)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on a kind of devices, None where it is disabled."""
-    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def _nothing() -> None:

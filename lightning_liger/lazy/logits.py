@@ -28,6 +28,7 @@ from liger_ops import (
     linear_token_loss,
     linear_topk_log_probs,
 )
+from liger_ops.backend import without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
@@ -182,7 +183,7 @@ class LazyLogits(LazyTensor):
             return None
         self.notice("a mean over the vocabulary")
         total = torch.zeros((), dtype=dtype, device=self.device)
-        with torch.autocast(self.device.type, enabled=False):
+        with without_autocast(self.device.type):
             for input, weight in head.factors(self.tokens):
                 total = total + input.to(dtype) @ weight.sum(0, dtype=dtype)
             if head.bias is not None:
@@ -252,7 +253,7 @@ class LazyLogits(LazyTensor):
         of_head = self._head_arguments("a fused loss")
         own = {name: value for name, value in self.head.loss_options().items() if name in _parameters(function)}
         given = {name: value for name, value in options.items() if value is not None}
-        with torch.autocast(self.device.type, enabled=False):  # the dtype was decided when the head was called
+        with without_autocast(self.device.type):  # the dtype was decided when the head was called
             return function(
                 of_head.pop("input"), of_head.pop("linear_weight"), *arguments, **{**of_head, **own, **given}
             )

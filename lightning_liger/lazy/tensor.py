@@ -27,6 +27,15 @@ from lightning_liger.lazy.lineage import Lineage
 from lightning_liger.lazy.recipe import Recipe, version
 from lightning_liger.lazy.warning import warn_materialized
 
+NO_MEMORY = torch.empty(2**60, dtype=torch.uint8, device="meta")
+"""Where layouts are taken from, so that whoever counts tensors on the meta device can tell them from a model's."""
+
+
+def layout(shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> Tensor:
+    """A tensor on the meta device that only tells a layout, contiguous by default."""
+    source = NO_MEMORY.view(dtype)
+    return source[: shape.numel()].view(shape) if stride is None else source.as_strided(shape, stride)
+
 
 class LazyTensor(Tensor):
     """A tensor without memory, whose recipe computes the values.
@@ -54,8 +63,7 @@ class LazyTensor(Tensor):
         if recipe.requires_grad and not torch.is_grad_enabled():
             recipe = recipe.map(Tensor.detach)
         if twin is None or twin.dtype != recipe.transform.dtype:
-            make = torch.empty if twin is None else partial(torch.empty_strided, stride=twin.stride())
-            twin = make(recipe.shape, dtype=recipe.transform.dtype, device="meta")
+            twin = layout(recipe.shape, recipe.transform.dtype, None if twin is None else twin.stride())
         deferred: Any = _Deferred.apply
         lazy: Any
         if recipe.requires_grad:

@@ -34,6 +34,7 @@ class Like(NamedTuple):
 
     is_cuda: bool
     dtype: torch.dtype
+    is_meta: bool = False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -78,7 +78,7 @@ def default_chunk_size(
         device: Where the logits are.
         hidden_size: Of the head, if its gradient is wanted; 0 otherwise.
     """
-    if device.type != "cuda":
+    if device.type not in ("cuda", "meta"):
         return choose_chunk_size(num_tokens, vocab_size, element_size, CPU_CHUNK_BYTES)
     head = vocab_size * hidden_size * element_size
     most = max(1, max(MAX_CHUNK_BYTES + head, 2 * head) // (vocab_size * element_size))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits, is_loss_wanted
@@ -36,9 +37,7 @@ class HeadReplacement(Replacement):
             wanted = differentiable or is_loss_wanted()
             if not wanted or torch.compiler.is_compiling():
                 return original.forward(self, input)
-            device_type = input.device.type
-            autocast = torch.is_autocast_enabled(device_type)
-            dtype = torch.get_autocast_dtype(device_type) if autocast else self.weight.dtype
+            dtype = autocast_dtype(input.device.type) or self.weight.dtype
             counters = self.__dict__.setdefault("fusion_counters", FusionCounters())
             if isinstance(self.weight, DTensor):
                 # A forward set on the instance, as by transformers' tensor parallelism, takes tensors only.

@@ -1,0 +1,382 @@
+"""What training a model takes on each GPU, with our strategies and without, and what fits a GPU."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from transformers import PreTrainedModel
+
+from liger_ops.arguments import check_integer, check_number, wrong_value
+from lightning_liger.activations.layers import Mode, find_layers
+from lightning_liger.activations.plan import choose
+from lightning_liger.activations.planner import MARGIN, Budget
+from lightning_liger.estimate.ledger import Unknowable
+from lightning_liger.estimate.models import find_config, make_batch, make_model
+from lightning_liger.estimate.states import PRECISIONS, STRATEGIES, check_choices, states_of
+from lightning_liger.estimate.step import Step, run_step
+from lightning_liger.hardware import Gpu, get_gpu
+from lightning_liger.patching import PatchReport, apply_liger_kernels
+
+_CONTEXT_BYTES = 2**30
+"""Of a GPU's memory that PyTorch's allocator cannot have: CUDA's context, code of kernels, NCCL's buffers."""
+_MAX_TOKENS = 2**24
+_NEAR, _FAR = 0.02, 4
+"""How near to the largest size a search ends, as a share of it, and how far it goes without knowing the way."""
+_SEQUENCE_STEP = 256
+_FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+Implementation = Literal["lightning-liger", "Hugging Face"]
+OURS: Implementation = "lightning-liger"
+HUGGING_FACE: Implementation = "Hugging Face"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is trained.
+
+    Attributes:
+        batch_size: Rows on each GPU.
+        seq_len: Tokens of each row.
+        num_gpus: How many GPUs train together.
+        strategy: A name in :data:`~lightning_liger.estimate.states.STRATEGIES`.
+        precision: A name in :data:`~lightning_liger.estimate.states.PRECISIONS`.
+        optimizer: A name in :data:`~lightning_liger.estimate.states.OPTIMIZERS`.
+        memory_budget: Of the plan for layers, as strategies take it; None for none.
+    """
+
+    batch_size: int
+    seq_len: int
+    num_gpus: int
+    strategy: str
+    precision: str
+    optimizer: str
+    memory_budget: float | str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The memory of one way to train, on each GPU.
+
+    Attributes:
+        implementation: ``"lightning-liger"`` or ``"Hugging Face"``, which is a model without patches and the loss of
+            whole logits.
+        activations: How layers run: ``"stored"`` and ``"recomputed"`` all do; ``"cheap dropped"``, which is our
+            default, stores but for tensors that are cheap to make again; ``"plan"`` is that of the memory budget.
+        num_bytes: At the peak, of each of :data:`~lightning_liger.estimate.step.OWNERS`.
+        logits_bytes: The most that logits and loss take at any moment.
+        plan: The plan of the memory budget in words.
+        fits: Whether the peak is within the GPU's limit, None without a GPU.
+    """
+
+    implementation: Implementation
+    activations: str
+    num_bytes: dict[str, int]
+    logits_bytes: int
+    plan: str | None = None
+    fits: bool | None = None
+
+    @property
+    def total(self) -> int:
+        """The peak in bytes."""
+        return sum(self.num_bytes.values())
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits a GPU.
+
+    Attributes:
+        implementation, activations: As in :class:`Row`.
+        longest_seq_len: At the batch size, a multiple of 256; 0 if none fits.
+        largest_batch_size: At the sequence length; 0 if none fits.
+    """
+
+    implementation: Implementation
+    activations: str
+    longest_seq_len: int
+    largest_batch_size: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of :func:`inspect_model`.
+
+    Attributes:
+        model: As given.
+        model_type: The architecture.
+        num_parameters, num_trained: Of the model.
+        settings: How it is trained.
+        kernels: What is replaced, and what not and why.
+        rows: The memory of each way to train.
+        gpu: The GPU, None without one.
+        limit_bytes: Of its memory, how much tensors may take.
+        fits: What fits it.
+        unknown: Why there are no rows, if the model's forward could not run on the meta device.
+        state_bytes: Of weights, gradients and the optimizer, which are known in any case.
+        notes: What else to know.
+    """
+
+    model: str
+    model_type: str
+    num_parameters: int
+    num_trained: int
+    settings: Settings
+    kernels: PatchReport
+    state_bytes: dict[str, int]
+    rows: list[Row] = field(default_factory=list)
+    gpu: Gpu | None = None
+    limit_bytes: int | None = None
+    fits: list[Fit] = field(default_factory=list)
+    unknown: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with the keys that docs/inspect.md lists."""
+        return {
+            "model": self.model,
+            "model_type": self.model_type,
+            "num_parameters": self.num_parameters,
+            "num_trained": self.num_trained,
+            "settings": asdict(self.settings),
+            "kernels": self.kernels.as_dict(),
+            "state_bytes": self.state_bytes,
+            "memory": [
+                {
+                    "implementation": row.implementation,
+                    "activations": row.activations,
+                    "bytes": {**row.num_bytes, "total": row.total},
+                    "largest_logits_bytes": row.logits_bytes,
+                    "plan": row.plan,
+                    "fits": row.fits,
+                }
+                for row in self.rows
+            ],
+            "gpu": None
+            if self.gpu is None
+            else {
+                "name": self.gpu.name,
+                "memory_bytes": self.gpu.memory_bytes,
+                "limit_bytes": self.limit_bytes,
+                "fits": list(map(asdict, self.fits)),
+            },
+            "unknown": self.unknown,
+            "notes": self.notes,
+        }
+
+
+class _GpuMemory(NamedTuple):
+    """The memory of a GPU that only this process uses, for a budget."""
+
+    gpu: Gpu
+
+    def total(self) -> int:
+        return self.gpu.memory_bytes
+
+    def available(self) -> int:
+        return self.gpu.memory_bytes - _CONTEXT_BYTES
+
+
+class _NoGpu:
+    """A GPU that is not named: the budget is in GiB."""
+
+    def total(self) -> int:
+        return 0
+
+    def available(self) -> int:
+        return 2**62
+
+
+def inspect_model(
+    model: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    lora: Mapping[str, Any] | None = None,
+    batch_size: int = 1,
+    seq_len: int = 2048,
+    num_gpus: int = 1,
+    strategy: str | None = None,
+    precision: str = "bf16-true",
+    optimizer: str = "adamw",
+    memory_budget: float | str | None = None,
+    gpu: str | None = None,
+) -> Inspection:
+    """What is replaced in a model and what training it takes on each GPU. Needs no GPU, no weights and no network.
+
+    A training step runs on the meta device, with the operations that run on a GPU, and the bytes that each allocates
+    and frees are counted.
+
+    Args:
+        model: As of :func:`~lightning_liger.estimate.models.find_config`.
+        config: Settings in place of the model's own.
+        lora: Arguments of peft's ``LoraConfig``, to train adapters only; None to train all parameters.
+        batch_size: Rows on each GPU.
+        seq_len: Tokens of each row.
+        num_gpus: How many GPUs train together.
+        strategy: A name in :data:`~lightning_liger.estimate.states.STRATEGIES`; by default ``"single"`` for one GPU and
+            ``"fsdp"`` for more.
+        precision: A name in :data:`~lightning_liger.estimate.states.PRECISIONS`.
+        optimizer: A name in :data:`~lightning_liger.estimate.states.OPTIMIZERS`.
+        memory_budget: As strategies take it: GiB above 1, or a share of the GPU up to 1 or ``"auto"``, which need
+            ``gpu``. With ``gpu`` it is ``"auto"`` by default.
+        gpu: A key of :data:`lightning_liger.hardware.GPUS`, such as ``"h100-80gb"``.
+
+    Raises:
+        FileNotFoundError: If there is no such model on this machine.
+        ModuleNotFoundError: If ``lora`` is given and peft is not installed.
+        TypeError: For arguments of a wrong type.
+        ValueError: For unknown names and settings, and for numbers below 1.
+    """
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("num_gpus", num_gpus)):
+        check_integer(name, value, at_least=1)
+    strategy = ("single" if num_gpus == 1 else "fsdp") if strategy is None else strategy
+    check_choices(strategy, num_gpus, precision, optimizer)
+    found = None if gpu is None else get_gpu(gpu)
+    if found is not None and memory_budget is None:
+        memory_budget = "auto"
+    limit = _limit(memory_budget, found)
+    settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget)
+    built = make_model(find_config(model, config), PRECISIONS[precision].compute, lora)
+    parameters = list(built.parameters())
+    steps = _Steps(built, settings)
+    result = Inspection(
+        model=model,
+        model_type=built.config.model_type,
+        num_parameters=sum(each.numel() for each in parameters),
+        num_trained=sum(each.numel() for each in parameters if each.requires_grad),
+        settings=settings,
+        kernels=steps.report,
+        state_bytes=steps.states.totals(built),
+        gpu=found,
+        limit_bytes=None if found is None else Budget("auto").limit(_GpuMemory(found)),  # type: ignore[arg-type]
+    )
+    try:
+        for implementation in (OURS, HUGGING_FACE):
+            result.rows.extend(_rows(steps, implementation, limit, result.limit_bytes))
+            if result.limit_bytes is not None:
+                result.fits.append(_fit(steps, implementation, result.limit_bytes))
+    except _FAILURES as error:
+        reason = str(error) if isinstance(error, Unknowable) else f"{type(error).__name__}: {error}"
+        line = next(iter(reason.strip().splitlines()), type(error).__name__)
+        result = replace(result, rows=[], fits=[], unknown=line)
+    result.notes.extend(_notes(built, [seq_len, *(fit.longest_seq_len for fit in result.fits)]))
+    return result
+
+
+def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
+    """The bytes of a budget, None without."""
+    if memory_budget is None:
+        return None
+    if isinstance(memory_budget, str) and memory_budget != "auto":
+        raise wrong_value("memory_budget", "'auto', a share of the GPU's memory up to 1, or GiB above 1", memory_budget)
+    if not isinstance(memory_budget, str):
+        check_number("memory_budget", memory_budget, above=0)
+    if gpu is None and (isinstance(memory_budget, str) or memory_budget <= 1):
+        raise wrong_value("memory_budget", "GiB above 1 without gpu, which 'auto' and shares need", memory_budget)
+    memory: Any = _NoGpu() if gpu is None else _GpuMemory(gpu)
+    return Budget(memory_budget).limit(memory)
+
+
+class _Steps:
+    """Steps of a model at several sizes, with our kernels and without."""
+
+    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
+        self._model = model
+        self.settings = settings
+        self.states = states_of(model, settings.strategy, settings.num_gpus, settings.precision, settings.optimizer)
+        self.report = self._applied = apply_liger_kernels(model)
+        self._is_patched = True
+        self._found: dict[tuple[Implementation, int, int], Step] = {}
+
+    def run(self, implementation: Implementation, batch_size: int, seq_len: int) -> Step:
+        """A step in which all layers are recomputed."""
+        key = implementation, batch_size, seq_len
+        if key not in self._found:
+            ours = implementation == OURS
+            if ours != self._is_patched:
+                if ours:
+                    self._applied = apply_liger_kernels(self._model)
+                else:
+                    self._applied.undo()
+                self._is_patched = ours
+            frees_early = ours or STRATEGIES[self.settings.strategy].frees_early
+            self._found[key] = run_step(self._model, partial(make_batch, batch_size, seq_len), self.states, frees_early)
+        return self._found[key]
+
+
+def _rows(steps: _Steps, implementation: Implementation, budget: int | None, limit: int | None) -> Iterator[Row]:
+    """The rows of one implementation."""
+    step = steps.run(implementation, steps.settings.batch_size, steps.settings.seq_len)
+    ways: dict[str, tuple[Mode, ...]] = {"stored": ("store",) * step.num_layers}
+    if implementation == OURS:
+        ways["cheap dropped"] = ("cheap",) * step.num_layers
+    ways["recomputed"] = ("recompute",) * step.num_layers
+    plan = None
+    if implementation == OURS and budget is not None:
+        plan = choose(step.profile, (1 - MARGIN) * budget)
+        ways["plan"] = plan.modes
+    for activations, modes in ways.items():
+        num_bytes = step.peak(modes)
+        fits = None if limit is None else sum(num_bytes.values()) <= limit
+        words = str(plan) if activations == "plan" else None
+        yield Row(implementation, activations, num_bytes, step.logits_bytes, words, fits)
+
+
+def _fit(steps: _Steps, implementation: Implementation, limit: int) -> Fit:
+    """The longest sequence and the largest batch; ours under a plan, Hugging Face's with all layers recomputed."""
+    batch_size, seq_len, ours = steps.settings.batch_size, steps.settings.seq_len, implementation == OURS
+
+    def needed(batch_size: int, seq_len: int) -> int:
+        step = steps.run(implementation, batch_size, seq_len)
+        if ours:
+            return choose(step.profile, 0).predicted_peak
+        return sum(step.peak(["recompute"] * step.num_layers).values())
+
+    within = (1 - MARGIN) * limit if ours else limit
+    longest = largest(
+        lambda length: needed(batch_size, length), within, seq_len, _SEQUENCE_STEP, _MAX_TOKENS // batch_size
+    )
+    rows = largest(lambda size: needed(size, seq_len), within, batch_size, 1, _MAX_TOKENS // seq_len)
+    return Fit(implementation, "plan" if ours else "recomputed", longest, rows)
+
+
+def largest(needed: Callable[[int], float], limit: float, start: int, step: int, most: int) -> int:
+    """The largest multiple of ``step`` up to ``most`` for which ``needed`` is within ``limit``, to 2%; or 0.
+
+    Args:
+        needed: About a straight line.
+        limit: Of its value.
+        start: Where to begin.
+        step: The result is a multiple of it.
+        most: The largest that is tried.
+    """
+    low, high = 0, most - most % step + step
+    at = max(step, start - start % step)
+    points: dict[int, float] = {}
+    while low + step < high:
+        at = min(max(at, low + step), high - step)
+        points[at] = value = needed(at)
+        low, high = (at, high) if value <= limit else (low, at)
+        others = sorted(points.keys() - {at}, key=lambda other: abs(other - at))
+        slope = (points[others[0]] - value) / (others[0] - at) if others else 0
+        if slope <= 0:
+            at = _FAR * at if value <= limit else at // _FAR
+            continue
+        more = (limit - value) / slope
+        if 0 <= more < max(step, _NEAR * at):
+            break
+        at = min(_FAR**2 * at, math.floor((at + (1 - _NEAR / 2) * more) / step) * step)
+    return low
+
+
+def _notes(model: PreTrainedModel, seq_lens: Collection[int]) -> list[str]:
+    notes = []
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and max(seq_lens) > longest:
+        notes.append(f"the model's max_position_embeddings is {longest:,}, so longer rows need a change of it")
+    if any(name.endswith("A_log") for name, _ in model.named_parameters()):
+        notes.append("layers with a state space run other kernels on a GPU, if they are installed: unknown memory")
+    if not find_layers(model):
+        notes.append("the model names no layers: nothing can be recomputed")
+    return notes

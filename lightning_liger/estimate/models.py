@@ -1,0 +1,79 @@
+"""Models on the meta device, from a folder, a name in the local cache or the name of an architecture."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from liger_ops.arguments import check_text
+from lightning_liger.training.architecture import build_config
+from lightning_liger.training.lora import add_adapters, check_lora
+
+
+def find_config(model: str, settings: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The configuration of a causal language model. Nothing is downloaded.
+
+    Args:
+        model: A folder with a ``config.json``, a name in the local cache of Hugging Face, such as
+            ``"meta-llama/Meta-Llama-3-8B"``, or an architecture of transformers, such as ``"llama"``.
+        settings: In place of the configuration's own, by name.
+
+    Raises:
+        FileNotFoundError: If it is a folder without ``config.json``, or none of the three.
+        ValueError: If it is no causal language model, or has no such setting.
+    """
+    check_text("model", model)
+    path = Path(model).expanduser()
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if model in CONFIG_MAPPING and not (path / "config.json").is_file():
+        return build_config(None, model, settings)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"model must be a folder with a config.json, got {model!r} without")
+        return build_config(str(path), settings=settings)
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no possible name of a repository
+        cached = None
+    if isinstance(cached, str):
+        return build_config(str(Path(cached).parent), settings=settings)
+    close = get_close_matches(model.lower(), list(CONFIG_MAPPING.keys()), n=3)
+    hint = f"; the closest architectures are {', '.join(close)}" if close else ""
+    raise FileNotFoundError(
+        "model must be a folder with a config.json, a name in the local Hugging Face cache (nothing is downloaded) or"
+        f" an architecture such as 'llama', got {model!r}{hint}"
+    )
+
+
+def make_model(config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """A causal language model in training mode on the meta device, with adapters if ``lora`` describes them.
+
+    Args:
+        config: Of :func:`find_config`.
+        dtype: Of all parameters.
+        lora: Arguments of peft's ``LoraConfig``, None for none.
+
+    Raises:
+        ModuleNotFoundError: If ``lora`` is given and peft is not installed.
+        TypeError, ValueError: For a ``lora`` that does not fit.
+    """
+    check_lora(lora)
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if lora is not None:
+            model = add_adapters(model, lora).to(dtype)
+    model.train()
+    return model
+
+
+def make_batch(batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """Rows of text without padding, on the meta device."""
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}

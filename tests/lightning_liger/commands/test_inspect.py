@@ -1,0 +1,52 @@
+"""``lightning-liger inspect``: tables at narrow and wide screens, JSON."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from lightning_liger.commands.inspect import run_inspect, show
+from lightning_liger.estimate import inspect_model
+from tests.lightning_liger.estimate.test_memory import TINY, small_gpu  # noqa: F401  # a fixture
+
+
+def test_tables_fit_narrow_screens(small_gpu: str) -> None:  # noqa: F811
+    found = inspect_model("llama", config=TINY, gpu=small_gpu, num_gpus=2)
+    for width in (80, 160):
+        console = Console(width=width, color_system=None)
+        with console.capture() as capture:
+            show(found, console)
+        text = capture.get()
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        for words in ("LazyLogits", "cheap dropped", "Activations", "tiny GPU", "all 6 layers stored"):
+            assert words in text
+        assert "2 GPUs, FSDP" in text
+    of_gpu = found.as_dict()["gpu"]
+    assert set(of_gpu) == {"name", "memory_bytes", "limit_bytes", "fits"}
+    assert set(of_gpu["fits"][0]) == {"implementation", "activations", "longest_seq_len", "largest_batch_size"}
+
+
+def test_unknown_activations_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise NotImplementedError("no [such] kernel")
+
+    monkeypatch.setattr("lightning_liger.estimate.memory.run_step", fails)
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        show(inspect_model("llama", config=TINY), console)
+    assert "unknown" in capture.get()
+    assert "no [such] kernel" in capture.get()
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_inspect("llama", config=TINY, json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {
+        *("model", "model_type", "num_parameters", "num_trained", "settings", "kernels", "state_bytes", "memory"),
+        *("gpu", "unknown", "notes"),
+    }
+    row = found["memory"][0]
+    assert set(row) == {"implementation", "activations", "bytes", "largest_logits_bytes", "plan", "fits"}
+    assert row["bytes"]["total"] == sum(size for name, size in row["bytes"].items() if name != "total")
+    assert found["gpu"] is None

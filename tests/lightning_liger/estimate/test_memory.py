@@ -1,0 +1,113 @@
+"""Inspections of models: rows, what fits, models by folder, name and architecture, the measured error."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from lightning_liger.estimate import inspect_model
+from lightning_liger.estimate.memory import HUGGING_FACE, OURS, largest
+from lightning_liger.estimate.models import find_config
+from lightning_liger.estimate.step import OWNERS
+from lightning_liger.hardware import Gpu
+from tests.lightning_liger.estimate.test_step import SIZES
+
+ROOT = Path(__file__).parents[3]
+TINY = {**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 2}
+
+
+def test_estimates_are_within_a_tenth_of_measured_peaks() -> None:
+    """The table is compared with a fresh one by ``tests/test_docs.py``."""
+    page = (ROOT / "docs" / "inspect.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\w+):\S+ \| .* \| ([+-][\d.]+)% \|$", page, re.MULTILINE)
+    assert len({model for model, _, _ in rows}) >= 5
+    assert {implementation for _, implementation, _ in rows} == {"hf", "ours"}
+    assert all(abs(float(error)) < 10 for _, _, error in rows)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a GPU whose memory a tiny model can fill."""
+    gpu = Gpu("tiny GPU", int(1.25 * 2**30), 1.0, 1.0, 1.0)
+    monkeypatch.setattr("lightning_liger.estimate.memory.get_gpu", lambda name: gpu)
+    return "tiny"
+
+
+def test_inspection_of_an_architecture(small_gpu: str) -> None:
+    found = inspect_model("llama", config=TINY, gpu=small_gpu, batch_size=2, seq_len=256)
+    assert [(row.implementation, row.activations) for row in found.rows] == [
+        (OURS, "stored"),
+        (OURS, "cheap dropped"),
+        (OURS, "recomputed"),
+        (OURS, "plan"),
+        (HUGGING_FACE, "stored"),
+        (HUGGING_FACE, "recomputed"),
+    ]
+    assert found.unknown is None
+    assert found.kernels.num_replaced == 6 + 6 + 13 + 1
+    assert all(row.fits and tuple(row.num_bytes) == OWNERS for row in found.rows)
+    assert found.rows[3].plan == "all 6 layers stored"
+    ours, plain = found.fits
+    assert ours.longest_seq_len > 2 * plain.longest_seq_len > 0
+    assert ours.largest_batch_size > 2 * plain.largest_batch_size > 0
+    assert any("max_position_embeddings" in note for note in found.notes)
+    assert found.limit_bytes is not None
+    for batch_size, fits in ((plain.largest_batch_size, True), (int(1.05 * plain.largest_batch_size), False)):
+        again = inspect_model("llama", config=TINY, batch_size=batch_size, seq_len=256)
+        assert (again.rows[-1].total <= found.limit_bytes) == fits
+
+
+def test_budgets_and_adapters() -> None:
+    config = {**TINY, "hidden_size": 512, "intermediate_size": 2048}
+    plain = inspect_model("llama", config=config, batch_size=8, seq_len=8192)
+    peaks = [row.total / 2**30 for row in plain.rows[:3]]
+    budget = max(1.01, (peaks[1] + peaks[2]) / 2)
+    found = inspect_model("llama", config=config, batch_size=8, seq_len=8192, memory_budget=budget)
+    plan = found.rows[3]
+    assert plan.plan is not None
+    assert "recomputed" in plan.plan
+    assert plan.total / 2**30 <= budget
+    pytest.importorskip("peft")
+    adapted = inspect_model("llama", config=TINY, lora={"r": 4})
+    assert 0 < adapted.num_trained < 0.1 * adapted.num_parameters
+    assert adapted.state_bytes["gradients"] == 2 * adapted.num_trained
+
+
+def test_models_by_folder_and_by_name_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    AutoConfig.for_model("llama", **TINY).save_pretrained(tmp_path)
+    assert find_config(str(tmp_path)).vocab_size == find_config(str(tmp_path / "config.json")).vocab_size == 500
+    assert find_config(str(tmp_path), {"vocab_size": 100}).vocab_size == 100
+    path = str(tmp_path / "config.json")
+    monkeypatch.setattr("lightning_liger.estimate.models.try_to_load_from_cache", lambda name, file: path)
+    assert find_config("someone/some-model").vocab_size == 500
+
+
+def test_unknown_activations_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise NotImplementedError("aten::nonzero\nmore")
+
+    monkeypatch.setattr("lightning_liger.estimate.memory.run_step", fails)
+    found = inspect_model("llama", config=TINY)
+    assert found.rows == []
+    assert found.unknown == "NotImplementedError: aten::nonzero"
+    assert found.state_bytes["weights"] > 0
+
+
+def test_the_largest_that_fits() -> None:
+    for limit, step, start, most, expected in (
+        (1000, 1, 1, 10**6, 900),
+        (1000, 256, 2048, 10**6, 768),
+        (50, 1, 7, 10**6, 0),
+        (10**9, 1, 3, 5000, 5000),
+        (100 + 3, 1, 50, 10**6, 3),
+    ):
+        calls: list[int] = []
+
+        def needed(number: int, calls: list[int] = calls) -> int:
+            calls.append(number)
+            return 100 + number
+
+        found = largest(needed, limit, start, step, most)
+        assert 0.97 * expected <= found <= expected, (limit, step, found)
+        assert len(calls) < 12
