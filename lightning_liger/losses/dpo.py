@@ -107,6 +107,16 @@ class PreferenceOptions:
         """The metrics that the loss itself computes."""
         return PAIR_METRICS
 
+    @property
+    def has_nll(self) -> bool:
+        """Whether the loss has a part that is averaged over tokens."""
+        return False
+
+    @property
+    def is_of_single_examples(self) -> bool:
+        """Whether the loss is a sum over pairs or triples, each of which depends on its own sequences only."""
+        return not self.is_labelled and not self.has_nll
+
 
 @dataclass(frozen=True)
 class DPOOptions(PreferenceOptions):
@@ -195,6 +205,11 @@ class DPOOptions(PreferenceOptions):
     def has_nll(self) -> bool:
         """Whether the loss has a part that is averaged over tokens."""
         return "sft" in self.loss_types
+
+    @property
+    def is_of_single_examples(self) -> bool:
+        """Whether the loss is a sum over pairs, each of which depends on its own sequences only."""
+        return super().is_of_single_examples and not _SORTED.intersection(self.loss_types)
 
 
 def dpo_loss(pairs: PairLogProbs, options: DPOOptions) -> PairLosses:

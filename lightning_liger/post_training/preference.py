@@ -1,7 +1,7 @@
 """Mixin of preference losses: pairs, triples, and completions with labels."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +22,7 @@ from lightning_liger.post_training.metrics import Difference, Mean, Measured, To
 from lightning_liger.post_training.precompute import every_batch
 from lightning_liger.post_training.reference import ReferenceCache, has_adapters, sequence_keys, weights_fingerprint
 from lightning_liger.post_training.rows import Rows, read_rows
+from lightning_liger.post_training.units import can_take_units, unit_loss
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.sequences.labels import shift_labels
 
@@ -277,14 +278,37 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         number = sequence_sums(rows.labels != IGNORE_INDEX, rows.sequence_ids, rows.num_sequences)
         return number.chunk(self.preference_loss.num_sequences)[self.preference_loss.nll_part or 0].sum()
 
-    def _score(self, rows: Rows) -> tuple[SequenceScores, Tensor | None]:
-        """The policy's sums over sequences, and the losses that the model adds."""
-        is_weighted = getattr(self.preference_loss, "use_weighting", False)
-        outputs = ("log_probs", *_MEASURED, *(("log_sum_sq_probs",) if is_weighted else ()))
+    def _score(
+        self, rows: Rows, losses: Callable[[SequenceScores], Tensor] | None = None
+    ) -> tuple[SequenceScores, Tensor | None, Tensor | None]:
+        """Calls the policy.
+
+        Args:
+            rows: The sequences.
+            losses: From their sums to the loss of each example, ``[num_examples]``, if each depends on its own
+                sequences only.
+
+        Returns:
+            The sums over sequences; the losses that the model adds; and the sum of ``losses`` if it was taken in the
+            loop over the head, in which case the sums over sequences have no gradient.
+        """
+        options = self.preference_loss
+        is_weighted = getattr(options, "use_weighting", False)
+        outputs, detach = ("log_probs", *_MEASURED, *(("log_sum_sq_probs",) if is_weighted else ())), _MEASURED[:2]
         local = rows.to_context(self.context)
         logits, auxiliary = self.call_model(local.inputs, local.labels)
-        scores = token_scores(logits, local.labels, outputs=outputs, detach=("entropy", "mean_logit"))
-        return self._sums(scores, local), auxiliary
+        is_packed, num_examples = rows.sequence_ids is not None, rows.num_sequences // options.num_sequences
+        most = rows.labels.numel() if is_packed else options.num_sequences * rows.labels.shape[1]
+        if losses is None or self.context is not None or not can_take_units(logits, most):
+            scores = token_scores(logits, local.labels, outputs=outputs, detach=detach)
+            return self._sums(scores, local), auxiliary, None
+        units = _sequence_numbers(rows) % num_examples
+
+        def of_examples(scores: TokenScores) -> Tensor:
+            return losses(self._sums(scores, rows))
+
+        total, scores = unit_loss(logits, rows.labels, units, num_examples, of_examples, outputs=outputs, detach=detach)
+        return self._sums(scores, rows), auxiliary, total
 
     def _sums(self, scores: TokenScores, local: Rows) -> SequenceScores:
         completion = local.extras["completion"]
@@ -309,11 +333,16 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         reference = None
         if self.needs_reference:  # first, when the policy has not stored anything for backward
             reference = self._reference_of(batch, rows, self._columns()[""])
-        scores, auxiliary = self._score(rows)
         num_tokens = self._num_tokens(rows)
+
+        def losses(scores: SequenceScores) -> Tensor:
+            return self._pair_losses(scores, num_tokens, reference).losses
+
+        is_apart = self.preference_loss.is_of_single_examples
+        scores, auxiliary, total = self._score(rows, losses if is_apart else None)
         result = self._pair_losses(scores, num_tokens, reference)
         num_pairs = len(result.losses)
-        terms = [Term(result.losses.sum(), num_pairs, "pairs")]
+        terms = [Term(result.losses.sum() if total is None else total, num_pairs, "pairs")]
         num_nll_tokens = self._num_nll_tokens(rows)
         if result.nll is not None:
             terms.append(Term(result.nll.sum(), num_nll_tokens, "tokens"))
@@ -356,7 +385,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         labels = labels.bool()
         reference = self._reference_of(batch, rows, ("ref_logps",))
         baseline = self._kl(batch) if options.needs_kl else torch.zeros((), device=labels.device)
-        scores, auxiliary = self._score(rows)
+        scores, auxiliary, _ = self._score(rows)
         if options.loss_type == "bco":
             if stage == "train":
                 sums = torch.stack(reward_sums(options.beta * (scores.log_probs - reference), labels))
@@ -428,11 +457,20 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         }
 
 
+def _sequence_numbers(rows: Rows) -> Tensor:
+    """The sequence of each token, ``[rows, seq_len]``; negative for padding of packed rows."""
+    if rows.sequence_ids is not None:
+        return rows.sequence_ids
+    return torch.arange(len(rows.labels), device=rows.labels.device)[:, None].expand_as(rows.labels)
+
+
 def _with_prompts_of_chosen(rows: Rows) -> Tensor:
     """The labels of all tokens of chosen sequences, prompts included, and of the completions of the others."""
-    ids, attention, numbers = rows.inputs["input_ids"].long(), rows.inputs.get("attention_mask"), rows.sequence_ids
-    if numbers is None:
-        numbers = torch.arange(len(ids), device=ids.device)[:, None].expand_as(ids)
+    ids, attention, numbers = (
+        rows.inputs["input_ids"].long(),
+        rows.inputs.get("attention_mask"),
+        _sequence_numbers(rows),
+    )
     is_real = ids != IGNORE_INDEX if attention is None else attention.bool()
     everything = shift_labels(ids.masked_fill(~is_real, IGNORE_INDEX), rows.inputs.get("position_ids"))
     is_last = torch.ones_like(is_real)
