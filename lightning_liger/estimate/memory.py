@@ -307,13 +307,12 @@ class _Steps:
 
 def _rows(steps: _Steps, implementation: Implementation, budget: int | None, limit: int | None) -> Iterator[Row]:
     """The rows of one implementation."""
+    ours = implementation == OURS
     step = steps.run(implementation, steps.settings.batch_size, steps.settings.seq_len)
-    ways: dict[str, tuple[Mode, ...]] = {"stored": ("store",) * step.num_layers}
-    if implementation == OURS:
-        ways["cheap dropped"] = ("cheap",) * step.num_layers
-    ways["recomputed"] = ("recompute",) * step.num_layers
+    every: dict[str, Mode] = {"stored": "store", "cheap dropped": "cheap", "recomputed": "recompute"}
+    ways = {name: (mode,) * step.num_layers for name, mode in every.items() if name != "cheap dropped" or ours}
     plan = None
-    if implementation == OURS and budget is not None:
+    if ours and budget is not None:
         plan = choose(step.profile, (1 - MARGIN) * budget)
         ways["plan"] = plan.modes
     for activations, modes in ways.items():

@@ -67,7 +67,7 @@ class Step:
 class _Part(NamedTuple):
     """A part of a step: from where a layer's forward or its recomputation starts to the next such moment."""
 
-    index: int | None
+    layer: int | None
     is_forward: bool
     growth: Counter[str]
     """From the start of the part to its end, of each owner."""
@@ -199,22 +199,22 @@ def _whole(
     num_ran, num_layers = len(profile.seconds), len(stand_ins)
     in_order = [(None, True), *((index, True) for index in range(num_ran))]
     in_order += [(index, False) for index in reversed(range(num_ran))]
-    follow = [(part.index, part.is_forward) for part in parts] == in_order
+    follow = [(part.layer, part.is_forward) for part in parts] == in_order
     if not follow and num_ran < num_layers:
         return None
     if follow:
         forward, backward = parts[1 : num_ran + 1], parts[:num_ran:-1]
-        sequence = [parts[0], *(forward[each]._replace(index=i) for i, each in enumerate(stand_ins))]
-        sequence += [backward[each]._replace(index=i) for i, each in reversed(list(enumerate(stand_ins)))]
+        sequence = [parts[0], *(forward[each]._replace(layer=i) for i, each in enumerate(stand_ins))]
+        sequence += [backward[each]._replace(layer=i) for i, each in reversed(list(enumerate(stand_ins)))]
     else:
         sequence = parts
     level, live = start.copy(), [0] * num_layers
     peaks: dict[Segment, int] = {}
     at_peak: dict[Segment, Counter[str]] = {}
     for part in sequence:
-        if part.index is not None:
-            live[part.index] = live[part.index] + 1 if part.is_forward else max(0, live[part.index] - 1)
-        segment = Segment(tuple(live), None if part.is_forward else part.index)
+        if part.layer is not None:
+            live[part.layer] = live[part.layer] + 1 if part.is_forward else max(0, live[part.layer] - 1)
+        segment = Segment(tuple(live), None if part.is_forward else part.layer)
         highest = Counter({owner: level[owner] + part.peak[owner] for owner in OWNERS})
         if highest.total() > peaks.get(segment, 0):
             peaks[segment], at_peak[segment] = highest.total(), highest
