@@ -22,6 +22,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+import lightning_liger
 from lightning_liger import TrainingSummary
 from lightning_liger.cli import LigerCLI
 
@@ -126,8 +127,9 @@ def table(records: list[dict[str, Any]]) -> Table:
 def environment() -> dict[str, Any]:
     """Device, versions and date."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    packages = ("torch", "triton", "lightning", "transformers", "torchmetrics", "lightning-liger")
+    packages = ("torch", "triton", "lightning", "transformers", "torchmetrics")
     versions = {name: importlib.metadata.version(name) for name in packages}
+    versions["lightning-liger"] = lightning_liger.__version__
     return {"date": datetime.date.today().isoformat(), "device": device, "threads": torch.get_num_threads(), **versions}
 
 

@@ -166,7 +166,8 @@ class LigerCLI(LightningCLI):
     trainer_type = _Trainer
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
-        first, *_ = [*(sys.argv[1:] if args is None else args), ""]
+        given: Any = sys.argv[1:] if args is None else args
+        first, *_ = [*given, ""]
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
         if named:  # each parser takes a second
             self.subcommands = lambda: named  # type: ignore[method-assign]
@@ -203,7 +204,7 @@ class LigerCLI(LightningCLI):
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
         LightningCLI.link_optimizers_and_lr_schedulers(parser)
         for key, title in _TITLES.items():  # all groups are there now
-            parser.groups[key].title = title
+            cast(Any, parser.groups)[key].title = title
 
     @staticmethod
     @override

@@ -277,5 +277,5 @@ class LigerPolicyMixin(LigerReferenceMixin):
 def _end_of_sequence_ids(model: nn.Module) -> list[int]:
     """The ids with which a Hugging Face model ends a text."""
     configs = (getattr(model, name, None) for name in ("generation_config", "config"))
-    found = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), [])
+    found: Any = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), [])
     return [found] if isinstance(found, int) else list(found)

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
         if context is None:
             return self
-        columns = {**self.extras, _SEQUENCES: self.sequence_ids}
+        columns: dict[str, Any] = {**self.extras, _SEQUENCES: self.sequence_ids}
         inputs, labels, columns = split_rows(context, self.inputs, self.labels, columns)
         return Rows(inputs, labels, columns.pop(_SEQUENCES), self.num_sequences, columns)
 
