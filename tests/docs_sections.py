@@ -201,7 +201,7 @@ def losses(path: Path = RESULTS / MEASURED["losses"][0]) -> str:
         first = next(iter(found.values()))
         table.append((first.title, first.sizes, *(_loss_cell(found.get(name)) for name in contenders)))
     header = ("loss", "sizes", *map(title_of, contenders))
-    about = f"{results.environment['device']}, torch {results.environment['torch']}, bfloat16, one run"
+    about = f"{results.environment['device']}, torch {results.environment['torch']}, bfloat16, each row from one run"
     text = f"Forward and backward, wall ms / peak MiB beyond the inputs, gradients included ({about}):\n\n"
     return text + _table(header, table)
 
