@@ -25,6 +25,7 @@ from lightning_liger import (
     ORPOOptions,
     TPOOptions,
 )
+from lightning_liger.post_training import preference, units
 from tests.lightning_liger.post_training.preference_data import (
     Sequences,
     other_llama,
@@ -555,3 +556,37 @@ def test_prompts_padded_on_the_left_are_not_predicted_from_padding() -> None:
         batch["completion_mask"][row, prompt - len(ids) :] = 1
     found = Module(ORPOOptions()).count_units(batch)
     assert found["tokens"] == len(items[0][0]) - 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "pack", "is_apart"),
+    [
+        (DPOOptions(beta=BETA), False, True),
+        (DPOOptions(beta=BETA), True, True),
+        (DPOOptions(beta=BETA, loss_type="ipo", use_weighting=True), False, True),
+        (CPOOptions(loss_type="simpo", cpo_alpha=0.0), True, True),
+        (DPOOptions(beta=BETA, loss_type="aot"), False, False),
+        (DPOOptions(beta=BETA, loss_type=("sigmoid", "sft")), False, False),
+        (ORPOOptions(), True, False),
+    ],
+    ids=str,
+)
+def test_losses_of_single_pairs_are_taken_pair_by_pair(
+    loss: Any, pack: bool, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, num_calls, results = [collated(pairs_of(3, seed), pack) for seed in range(2)], 0, []
+    original = units.unit_loss
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(preference, "unit_loss", counted)
+    for max_bytes in (0, 2**30):
+        monkeypatch.setattr(units, "MAX_UNIT_BYTES", max_bytes)
+        module = Module(loss)
+        fit(module, batches, strategy="liger")
+        results.append((module.steps, list(module.model.parameters())))
+        assert num_calls == (len(batches) if is_apart and max_bytes else 0)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
