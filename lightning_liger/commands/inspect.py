@@ -5,6 +5,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_liger.estimate.memory import OURS, Fit, Inspection, inspect_model
@@ -109,7 +110,7 @@ def _head(found: Inspection) -> str:
     gpus = f"{settings.num_gpus} GPU{'s' if settings.num_gpus > 1 else ''}"
     where = gpus if settings.strategy == "single" else f"{gpus}, {STRATEGIES[settings.strategy].title}"
     return (
-        f"[bold]{found.model}[/bold] ({found.model_type}, {_count(found.num_parameters)} parameters{trained})\n"
+        f"[bold]{escape(found.model)}[/bold] ({found.model_type}, {_count(found.num_parameters)} parameters{trained})\n"
         f"{settings.batch_size} x {settings.seq_len:,} tokens on each GPU, {where}, {settings.precision},"
         f" {settings.optimizer}"
     )

@@ -233,6 +233,7 @@ def _whole(
         tiled_cheap_bytes=of_all(profile.tiled_cheap_bytes),
         input_bytes=of_all(profile.input_bytes),
         seconds=of_all(profile.seconds),
+        remade_bytes=of_all(profile.remade_bytes),
     )
     return Step(profile, at_peak, logits_bytes)
 

@@ -109,7 +109,8 @@ class BatchCounter:
         elif isinstance(positions, Tensor) and positions.shape == tokens.shape:
             self._positions.append(positions)
         else:
-            self._whole_rows[tokens.shape[-1]] = self._whole_rows.get(tokens.shape[-1], 0) + num_rows
+            length = tokens.shape[-1]
+            self._whole_rows[length] = self._whole_rows.get(length, 0) + num_tokens // length
         if labels is not None:
             self._num_labels += labels.numel()
             self._labels.append((labels, ignored))
@@ -126,7 +127,7 @@ class BatchCounter:
         histogram = [0] * len(LENGTH_EDGES)
         for length, count in self._whole_rows.items():
             histogram[next((i for i, edge in enumerate(LENGTH_EDGES) if edge >= length), -1)] += count
-        found = torch.tensor([*own, *histogram], dtype=torch.float64).to(self._device)
+        found = torch.tensor([*own, *histogram], dtype=torch.float64).to(self._device, non_blocking=True)
         found = found if self._counted is None else found + self._counted
         self._reset()
         return found
@@ -144,10 +145,11 @@ class BatchCounter:
             ignored = torch.stack(values).sum().double()
         groups: list[tuple[Tensor, Tensor | None]] = []  # lengths, and the lengths that attention sees
         if self._masks:
-            lengths = torch.cat([mask.ne(0).flatten(0, -2).sum(-1) for mask in self._masks])
-            widths = [torch.full((len(mask),), mask.shape[-1], device=mask.device) for mask in self._masks]
+            masks = [mask.reshape(-1, mask.shape[-1]) for mask in self._masks]
+            lengths = torch.cat([mask.ne(0).sum(-1) for mask in masks])
+            widths = [torch.full((len(mask),), mask.shape[-1], device=mask.device) for mask in masks]
             groups.append((lengths, torch.cat(widths)))
-            padding = padding + sum(mask.numel() for mask in self._masks) - lengths.sum()
+            padding = padding + sum(mask.numel() for mask in masks) - lengths.sum()
         if self._positions:
             documents = _document_lengths(torch.cat([positions.flatten() for positions in self._positions]))
             alone = documents == 1  # padding at the end of a packed row starts again at 0 with each token

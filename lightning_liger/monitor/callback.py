@@ -1,6 +1,6 @@
 """:class:`LigerMonitor`: speed, utilisation, memory and data of a training."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.console import Console
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from liger_ops.arguments import check_bool, check_integer, check_path
@@ -34,6 +36,8 @@ class _OpenLap:
 
     step: int
     num_steps: int
+    ends_step: bool
+    """Whether it is logged: others end for a checkpoint or at the end of the warm-up."""
     lap: Lap
     totals: HostCopy
     """Sums over all ranks: :class:`BatchTotals`, then the seconds of waiting for data."""
@@ -119,7 +123,7 @@ class LigerMonitor(L.Callback):
         self._clock = TrainingClock(skip_steps)
         self._totals = Totals()
         self._points: list[dict[str, float]] = []
-        """What was logged, with ``step`` and ``loss``."""
+        """What was logged, with ``step`` and, where there is one, ``loss``."""
         self._flops: ModelFlops | None = None
         self._peak_flops = 0.0
         self._device_name = ""
@@ -187,7 +191,7 @@ class LigerMonitor(L.Callback):
             self._last_step = trainer.global_step
             self._num_steps += 1
             if self._num_steps % self._every == 0:
-                self._close_lap(trainer, outputs)
+                self._close_lap(trainer, self._loss(trainer, outputs), ends_step=True)
         while self._open and self._open[0].has_arrived():
             self._finish_lap(trainer)
 
@@ -206,28 +210,34 @@ class LigerMonitor(L.Callback):
 
     # Laps
 
-    def _close_lap(self, trainer: L.Trainer, outputs: Any = None) -> None:
+    def _loss(self, trainer: L.Trainer, outputs: Any) -> Tensor | None:
+        """The loss of the last step, None if ``training_step`` returned none."""
+        loss = trainer.callback_metrics.get(_LOSS)
+        if loss is None and isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
+            loss = outputs["loss"]
+            if trainer.lightning_module.automatic_optimization:  # has divided it
+                loss = loss * trainer.accumulate_grad_batches
+        return loss
+
+    def _close_lap(self, trainer: L.Trainer, loss: Tensor | None = None, ends_step: bool = False) -> None:
         """Starts to bring what was counted to the host; every rank does so after the same batch."""
         assert self._counter is not None
         strategy, device = trainer.strategy, trainer.strategy.root_device
         waited, self._fetches.seconds = self._fetches.seconds, 0.0
         lap = self._clock.lap(trainer)
-        own = torch.cat([self._counter.take(), torch.tensor([waited], dtype=torch.float64).to(device)])
-        totals = strategy.reduce(own, reduce_op="sum")
-        assert isinstance(totals, Tensor)
-        loss = norm = None
-        if outputs is not None:  # after a step
-            loss = trainer.callback_metrics.get(_LOSS)
-            if loss is None:
-                loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-            norm = self._norm(trainer)
+        waits = torch.tensor([waited], dtype=torch.float64).to(device, non_blocking=True)
+        totals = torch.cat([self._counter.take(), waits])
+        if trainer.world_size > 1:  # not by the strategy, whose barrier would wait for the device
+            dist.all_reduce(totals)
+        norm = self._norm(trainer) if ends_step else None
         self._open.append(
             _OpenLap(
                 step=trainer.global_step - 1,
                 num_steps=self._num_steps - self._num_logged,
+                ends_step=ends_step,
                 lap=lap,
                 totals=HostCopy(totals),
-                loss=HostCopy(loss.float()) if isinstance(loss, Tensor) else None,
+                loss=None if loss is None else HostCopy(loss.float()),
                 gradient_norm=HostCopy(norm) if isinstance(norm, Tensor) else norm,
                 peak_memory=peak_memory(strategy),
                 reserved_memory=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0,
@@ -276,9 +286,10 @@ class LigerMonitor(L.Callback):
         norm = closed.gradient_norm
         if norm is not None:
             metrics["gradient_norm"] = float(norm.wait() if isinstance(norm, HostCopy) else norm)
-        if closed.num_steps and closed.loss is not None:
+        if closed.ends_step:
             self._log(trainer, closed.step, metrics)
-            self._points.append({"step": closed.step, "loss": float(closed.loss.wait().mean()), **metrics})
+            loss = {} if closed.loss is None else {"loss": float(closed.loss.wait().mean())}
+            self._points.append({"step": closed.step, **loss, **metrics})
 
     def _metrics(self, totals: Totals, world_size: int) -> dict[str, float]:
         """The numbers of some laps by the names under which they are logged."""
@@ -348,7 +359,8 @@ class LigerMonitor(L.Callback):
             **self._metrics(totals, trainer.world_size),
         }
         self._counter = None
-        if self.page is not None and trainer.is_global_zero and self._points:
+        fast_dev_run: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside of Trainer.__init__
+        if self.page is not None and trainer.is_global_zero and self._points and not fast_dev_run:
             self._page_path = Path(folder) / self.page
             self._page_path.parent.mkdir(parents=True, exist_ok=True)
             title = f"{type(trainer.lightning_module).__name__}, {trainer.world_size} x {self._device_name}"
@@ -424,16 +436,27 @@ def _device(trainer: L.Trainer) -> tuple[str, float]:
     """The name of the device of rank 0 and its peak rate in FLOP/s, measured if it is not in the table."""
     device = trainer.strategy.root_device
     precision = str(trainer.precision)
-    dtype = next((dtype for key, dtype in _DTYPES.items() if precision.startswith(key)), torch.float32)
+    dtype = next((dtype for key, dtype in _DTYPES.items() if precision.startswith(key)), None)
+    if dtype is None:  # float32 for all that has no other dtype: weights may have been loaded in 16 bits
+        dtype = _main_dtype(trainer.lightning_module)
     if not trainer.is_global_zero:
         return "", 1.0
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu = find_gpu(properties.name, properties.total_memory)
-        if gpu is not None:
+        if gpu is not None and dtype != torch.float64:
             return gpu.name, gpu.peak_flops(dtype)
         return properties.name, measure_matmul_flops(device, dtype)
     return f"{device.type} process", measure_matmul_flops(device, dtype)
+
+
+def _main_dtype(module: torch.nn.Module) -> torch.dtype:
+    """The floating-point dtype that most numbers of a module's weights have."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not is_lazy(parameter):
+            sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer-engine": torch.bfloat16}

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import flop_registry
 
 from liger_ops.arguments import check_integer, wrong_type
@@ -98,7 +99,10 @@ def model_flops(model: nn.Module) -> ModelFlops:
     if hasattr(inner, "training_step") and isinstance(getattr(inner, "model", None), nn.Module):
         inner = inner.model
     with torch.inference_mode(False), torch.enable_grad():
-        structure = _structure(inner, _unsharded_shapes(model))
+        try:
+            structure = _structure(inner, _unsharded_shapes(model))
+        except Exception:  # of modules that cannot be copied, such as those of TorchScript, or that have no shapes yet
+            return _count_weights(inner)
         if any(isinstance(module, nn.RNNBase) for module in structure.modules()):  # meta would run token by token
             return _count_weights(structure)
         for seq_len in _SEQ_LENS:
@@ -209,6 +213,8 @@ def _matrix_weights(model: nn.Module) -> Iterator[tuple[float, bool]]:
             continue
         share = _share_of_experts([module, *configs]) if "experts" in name.split(".") else 1.0
         for parameter in module.parameters(recurse=False):
+            if is_lazy(parameter):
+                continue
             number: float = parameter.numel()
             if isinstance(module, nn.Linear):  # whose weight may be packed
                 number = module.in_features * module.out_features if parameter.ndim > 1 else 0

@@ -38,7 +38,7 @@ def gradient_norm(model: Module, parameters: Iterable[Parameter], device: torch.
         else:
             key = (units[parameter],) if parameter in units else ()
         # A rank without a part of any gradient takes part in the sum all the same.
-        groups.setdefault(key, []).extend([] if gradient is None or not gradient.numel() else [gradient])
+        groups.setdefault(key, []).extend([] if gradient is None or not gradient.numel() else [_plain(gradient)])
     total = torch.zeros((), device=device)
     for key, gradients in groups.items():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
@@ -47,6 +47,15 @@ def gradient_norm(model: Module, parameters: Iterable[Parameter], device: torch.
             dist.all_reduce(squares, group=group)
         total = total + squares
     return total.sqrt()
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """Real numbers with the norm of a gradient, in a dtype of at most 32 bits and without the zeros of a sparse one."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    return gradient.float() if gradient.dtype == torch.float64 else gradient
 
 
 def _sharded_units(model: Module) -> dict[Parameter, Any]:

@@ -1,6 +1,7 @@
 """``lightning-liger inspect``: tables at narrow and wide screens, JSON."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -34,7 +35,8 @@ def test_unknown_activations_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_liger.estimate.memory.run_step", fails)
     console = Console(width=160, color_system=None)
     with console.capture() as capture:
-        show(inspect_model("llama", config=TINY), console)
+        show(replace(inspect_model("llama", config=TINY), model="runs/[bold]"), console)
+    assert "runs/[bold] (" in capture.get()
     assert "unknown" in capture.get()
     assert "no [such] kernel" in capture.get()
 

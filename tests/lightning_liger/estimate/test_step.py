@@ -35,7 +35,8 @@ def test_few_layers_tell_what_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(step_module, "_representatives", lambda layers: list(range(len(layers))))
             every = _step(model, strategy, num_gpus)
         assert few.num_layers == every.num_layers == 13
-        for mode in ("store", "cheap", "recompute"):
+        assert all(len(each) == 13 for each in vars(few.profile).values() if isinstance(each, tuple))
+        for mode in ("store", "cheap", "recompute", "offload"):
             totals = [sum(step.peak([mode] * 13).values()) for step in (few, every)]
             assert totals[0] == pytest.approx(totals[1], rel=0.005), (strategy, mode)
         assert few.profile.stored_bytes == every.profile.stored_bytes

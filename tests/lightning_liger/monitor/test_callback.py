@@ -233,7 +233,13 @@ def test_device_is_known_or_measured(monkeypatch):
     assert callback_module._device(trainer) == ("Another GPU", ("cuda", torch.bfloat16))
     trainer.precision = "16-true"
     assert callback_module._device(trainer)[1] == ("cuda", torch.float16)
-    trainer.precision, trainer.strategy.root_device = "32-true", torch.device("cpu")
+    properties.name, trainer.precision = "NVIDIA H100 80GB HBM3", "64-true"
+    assert callback_module._device(trainer)[1] == ("cuda", torch.float64)
+    trainer.precision, trainer.lightning_module = "32-true", Unusual()
+    assert callback_module._device(trainer)[1] == GPUS["h100-80gb"].float32_flops
+    trainer.lightning_module = Unusual().bfloat16()  # whose weights stay so
+    assert callback_module._device(trainer)[1] == 989.4e12
+    trainer.lightning_module, trainer.strategy.root_device = LM(), torch.device("cpu")
     assert callback_module._device(trainer) == ("cpu process", ("cpu", torch.float32))
 
 
@@ -254,3 +260,81 @@ def test_short_trainings_are_logged_more_often(tmp_path, clock):
         make_trainer(monitor, Note(), root=tmp_path, **{"max_epochs": 50, **options}).fit(LM(), make_loader(0, 2))
         assert every[-1] == expected, options
     assert issubclass(LigerMonitor, L.Callback)
+
+
+class Spectrum(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 8, dtype=torch.complex64))
+
+    def forward(self, x):
+        return x.to(torch.complex64) @ self.weight
+
+
+class Unusual(BoringModel):
+    """Token ids through an embedding and a layer, trained in unusual ways."""
+
+    def __init__(self, is_manual=False, sparse=False, layer=None):
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=sparse), layer or torch.nn.Linear(4, 8))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(batch["input_ids"]).abs().square().mean()
+        self.losses.append(loss.item())
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _fit(root, module, *callbacks, **options):
+    batches = [{"input_ids": torch.zeros(2, 5, dtype=torch.int64)} for _ in range(4)]
+    monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
+    make_trainer(monitor, *callbacks, root=root, **options).fit(module, DataLoader(batches, batch_size=None))
+    return monitor
+
+
+def test_the_loss_is_that_of_the_batch_under_accumulation(tmp_path, clock):
+    module = Unusual()
+    monitor = _fit(tmp_path, module, accumulate_grad_batches=2)
+    assert [point["loss"] for point in monitor._points] == pytest.approx(module.losses[1::2])
+
+
+def test_steps_without_a_loss_are_logged(tmp_path, clock):
+    monitor = _fit(tmp_path, Unusual(is_manual=True))
+    assert [point["step"] for point in monitor._points] == [0, 1, 2, 3]
+    assert all("loss" not in point and point["gradient_norm"] > 0 for point in monitor._points)
+    assert "Gradient norm" in (tmp_path / "monitor.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (lambda: Unusual(sparse=True), {}),
+        (Unusual, {"precision": "64-true"}),
+        (lambda: Unusual(layer=Spectrum()), {}),
+    ],
+)
+def test_norms_of_unusual_gradients(tmp_path, clock, module, options):
+    norms = []
+
+    class Norms(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            grads = [each.grad.to_dense().flatten() for each in pl_module.parameters() if each.grad is not None]
+            norms.append(torch.stack([grad.abs().square().sum().double() for grad in grads]).sum().sqrt().item())
+
+    monitor = _fit(tmp_path, module(), Norms(), **options)
+    assert [point["gradient_norm"] for point in monitor._points] == pytest.approx(norms)
+
+
+def test_a_fast_run_leaves_no_page(tmp_path, clock):
+    assert _fit(tmp_path, Unusual(), fast_dev_run=2).results["steps"] == 2
+    assert not (tmp_path / "monitor.html").exists()

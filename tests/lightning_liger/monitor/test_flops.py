@@ -128,3 +128,9 @@ def test_weights_are_counted_where_the_model_does_not_run_on_meta():
         - model.get_input_embeddings().weight.numel()
         - experts * (1 - config.moe_top_k / config.moe_num_experts)
     )
+
+
+def test_modules_that_cannot_be_copied_are_counted_by_weights():
+    plain = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 8, bias=False))
+    assert model_flops(torch.jit.script(plain)).per_token == 6 * (16 * 4 + 4 * 8)
+    assert model_flops(nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(3))).per_token == 6 * 4 * 8
