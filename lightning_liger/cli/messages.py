@@ -115,4 +115,6 @@ def one_sentence(text: str) -> str:
     """The parts of a message of jsonargparse in one line, without types that a value was not meant to be."""
     parts = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
     reasons = [part for part in parts if not re.match(r"Expected \w+$|Given value: ", part)]
-    return "; ".join(reasons or parts).replace(":; ", ": ")
+    text = "; ".join(reasons or parts).replace(":; ", ": ")
+    value = next((part.removeprefix("Given value: ") for part in parts if part.startswith("Given value: ")), "")
+    return f"{text}, got {value}" if reasons and value and value not in text else text

@@ -256,9 +256,8 @@ def inspect_model(
             result.rows.extend(_rows(steps, implementation, limit, result.limit_bytes))
             if result.limit_bytes is not None:
                 result.fits.append(_fit(steps, implementation, result.limit_bytes))
-    except _FAILURES as error:
-        reason = str(error) if isinstance(error, Unknowable) else f"{type(error).__name__}: {error}"
-        line = next(iter(reason.strip().splitlines()), type(error).__name__)
+    except Unknowable as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         result = replace(result, rows=[], fits=[], unknown=line)
     result.notes.extend(_notes(built, [seq_len, *(fit.longest_seq_len for fit in result.fits)]))
     return result
@@ -301,7 +300,13 @@ class _Steps:
                     self._applied.undo()
                 self._is_patched = ours
             frees_early = ours or STRATEGIES[self.settings.strategy].frees_early
-            self._found[key] = run_step(self._model, partial(make_batch, batch_size, seq_len), self.states, frees_early)
+            make = partial(make_batch, batch_size, seq_len)
+            try:
+                self._found[key] = run_step(self._model, make, self.states, frees_early)
+            except _FAILURES as error:  # of the model's own code
+                if isinstance(error, Unknowable):
+                    raise
+                raise Unknowable(f"{type(error).__name__}: {error}") from error
         return self._found[key]
 
 

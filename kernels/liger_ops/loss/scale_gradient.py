@@ -72,5 +72,5 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_p
         in_place: Whether ``gradient`` may be overwritten because it is not used again.
     """
     if in_place and gradient.dtype == dtype:
-        return _launch(gradient, factor, gradient)
+        return gradient if gradient.is_meta else _launch(gradient, factor, gradient)
     return _scale_gradient(gradient, factor, dtype)

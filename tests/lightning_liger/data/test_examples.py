@@ -176,7 +176,7 @@ def test_shipped_files_make_batches_and_resume_in_the_middle(make, cls, path, se
 def test_shipped_files_are_those_that_the_script_writes(tmp_path):
     example_files.main(tmp_path)
     files = [file for file in sorted(tmp_path.iterdir()) if file.suffix in (".json", ".jsonl")]
-    assert len(files) == 7
+    assert len(files) == 9
     for file in files:
         assert file.read_bytes() == (EXAMPLES / file.name).read_bytes(), file.name
 

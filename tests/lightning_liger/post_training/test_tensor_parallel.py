@@ -30,5 +30,5 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 def test_two_ranks_train_as_one_process(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
     expected = train(name, "liger", folder)
     for rank in ranks:
-        assert rank[name]["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
+        assert rank[name]["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5, nan_ok=True)
         torch.testing.assert_close(rank[name]["model"], expected["model"], rtol=1e-3, atol=2e-5)
