@@ -48,17 +48,13 @@ def stories() -> dict[str, Path]:
 def _print_list(found: dict[str, Path]) -> None:
     width = 2 + max(map(len, found))
     columns = shutil.get_terminal_size().columns
-    print("Stories:")
-    for name in sorted(found):
-        print(
-            textwrap.fill(
-                first_line(found[name]),
-                columns,
-                initial_indent=f"  {name:{width}}",
-                subsequent_indent=" " * (2 + width),
-            )
+    lines = [
+        textwrap.fill(
+            first_line(found[name]), columns, initial_indent=f"  {name:{width}}", subsequent_indent=" " * (2 + width)
         )
-    print(f"\nWrite one: {PROGRAM} init STORY [--output FILE]")
+        for name in sorted(found)
+    ]
+    print("Stories:", *lines, f"\nWrite one: {PROGRAM} init STORY [--output FILE]", sep="\n")
 
 
 def first_line(path: Path) -> str:
