@@ -115,7 +115,8 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # it is called by another parser, which may try something else
             super().error(message, ex)
-        parsers: list[Any] = list(self._subcommands_action.choices.values()) if self._subcommands_action else []
+        action: Any = self._subcommands_action
+        parsers = list(action.choices.values()) if action else []
         named = parsers[0] if len(parsers) == 1 else self
         refuse(getattr(ex, "subcommand_parser", None) or named, message)
 
