@@ -170,7 +170,7 @@ class LigerCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         given: Any = sys.argv[1:] if args is None else args
-        first, *_ = [*given, ""]
+        first = next(iter(given), "")
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
         if named:  # each parser takes a second
             self.subcommands = lambda: named  # type: ignore[method-assign]
