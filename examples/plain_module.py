@@ -1,7 +1,7 @@
 """A transformer in plain PyTorch, without Hugging Face, trained with the fused kernels and the fused loss.
 
     python examples/plain_module.py
-    PYTHONPATH=. lightning-liger fit --config examples/plain_module.yaml
+    lightning-liger fit --config examples/plain_module.yaml
 
 Nothing in ``Transformer`` knows of this package. Norms, rotary embeddings, gated MLPs and the head are found by what
 they compute; a report says what was replaced. docs/examples/plain_module.md

@@ -61,6 +61,7 @@ def test_supported_python_is_310_and_later():
         ("peft", {"peft"}),
         ("deepspeed", {"deepspeed"}),
         ("parquet", {"pyarrow"}),
+        ("vision", {"pillow"}),
         ("docs", {"mkdocs-material", "mkdocstrings-python"}),
     ],
 )

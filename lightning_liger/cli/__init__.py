@@ -51,7 +51,7 @@ def main(args: list[str] | None = None) -> int:
 
 def _without_subcommand(args: list[str]) -> int:
     if not args:
-        end(f"subcommand is required, one of {','.join(_names())}\nOptions: {PROGRAM} --help")
+        end(f"subcommand is required, one of {', '.join(_names())}\nOptions: {PROGRAM} --help")
     if args[0] == "--version":
         from lightning_liger import __version__
 

@@ -37,7 +37,9 @@ def explained(message: str, parser: ArgumentParser) -> str:
     if match := re.search(r"required: (.+)", text):
         *others, last = [name.rpartition(".")[2] for name in match[1].split(", ")]
         names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-        return f"{names} required: give a yaml file with --config, or --{last}=..."
+        is_positional = any(action.dest == last and not action.option_strings for action in parser._actions)
+        how = f"{parser.prog} {last.upper()}" if is_positional else f"give a yaml file with --config, or --{last}=..."
+        return f"{names} required: {how}"
     if match := re.search(r"unrecognized arguments: (--)?([\w.]+)", text):
         return f"{text}{_closest_option(match[2], parser)}"
     if match := re.search(r"does not accept option '([\w.]+)'", text):

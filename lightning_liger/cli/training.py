@@ -115,7 +115,10 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # it is called by another parser, which may try something else
             super().error(message, ex)
-        refuse(getattr(ex, "subcommand_parser", None) or self, message)
+        action: Any = self._subcommands_action
+        parsers = list(action.choices.values()) if action else []
+        named = parsers[0] if len(parsers) == 1 else self
+        refuse(getattr(ex, "subcommand_parser", None) or named, message)
 
 
 class _Guard(L.Callback):
@@ -167,7 +170,7 @@ class LigerCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
         given: Any = sys.argv[1:] if args is None else args
-        first, *_ = [*given, ""]
+        first = next(iter(given), "")
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
         if named:  # each parser takes a second
             self.subcommands = lambda: named  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from liger_ops.arguments import check_integer, check_number, check_path, wrong_value
+from lightning_liger.cli.messages import PROGRAM
 
 _WORKER = (sys.executable, "-m", "lightning_liger.cli.bench_arm", "fit")
 _SETTINGS = {
@@ -37,7 +38,7 @@ _SETTINGS = {
 _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 """Relative, of losses: four roundings in the dtype of the precision, since errors grow from step to step."""
 _TOLERANCE = 1e-3
-_REFUSED = "lightning-liger: error: "
+_REFUSED = f"{PROGRAM}: error: "
 _GIB = 2**30
 
 
@@ -124,7 +125,7 @@ def run_bench(
     check_number("time_limit", time_limit, above=0)
     check_path("output", output)
     if not any(option.partition("=")[0] in ("--config", "-c", "--model") for option in fit_options):
-        raise wrong_value("--config", "given: lightning-liger bench --config user.yaml", None)
+        raise ValueError(f"config is required: {PROGRAM} bench --config user.yaml")
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -206,7 +207,7 @@ def measure(arm: Arm, fit_options: Sequence[str], folder: Path, *, steps: int, w
             _end(process)
     said = log.read_text(encoding="utf-8", errors="replace").strip()
     if process.returncode == 2 and _REFUSED in said:
-        raise ValueError(said.rpartition(_REFUSED)[2])
+        raise ValueError(said.rpartition(_REFUSED)[2].partition("\nOptions: ")[0])
     last = said.rpartition("\n")[2][:300]
     written = sorted(folder.glob(f"{output.name}.*.json"))
     return merge(arm.name, [json_module.loads(path.read_text(encoding="utf-8")) for path in written], failure or last)

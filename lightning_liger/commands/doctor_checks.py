@@ -24,9 +24,12 @@ _USES = {
     "peft": "LoRA",
     "deepspeed": "the strategies liger_deepspeed_*",
     "pyarrow": "Parquet files as data",
+    "pillow": "images as data",
     "matplotlib": "plots",
     "liger-kernel": "comparisons with it",
 }
+_MODULES = {"pillow": "PIL"}
+"""The modules of packages with another name."""
 _MAX_PROCESSES = 8
 
 
@@ -66,7 +69,7 @@ class Needed(NamedTuple):
 
     @property
     def module(self) -> str:
-        return self.name.replace("-", "_")
+        return _MODULES.get(self.name, self.name.replace("-", "_"))
 
 
 def needed_packages() -> list[Needed]:

@@ -5,10 +5,9 @@ The yaml files are those of ``examples/``, which are data of this package.
 
 import collections
 import re
+import shutil
+import textwrap
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from lightning_liger.cli.messages import PROGRAM, closest
 
@@ -47,11 +46,15 @@ def stories() -> dict[str, Path]:
 
 
 def _print_list(found: dict[str, Path]) -> None:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name in sorted(found):
-        table.add_row(f"  {name}", first_line(found[name]))
-    console = Console(highlight=False)
-    console.print("Stories:", table, "", f"Write one: {PROGRAM} init STORY [--output FILE]", sep="\n", markup=False)
+    width = 2 + max(map(len, found))
+    columns = shutil.get_terminal_size().columns
+    lines = [
+        textwrap.fill(
+            first_line(found[name]), columns, initial_indent=f"  {name:{width}}", subsequent_indent=" " * (2 + width)
+        )
+        for name in sorted(found)
+    ]
+    print("Stories:", *lines, f"\nWrite one: {PROGRAM} init STORY [--output FILE]", sep="\n")
 
 
 def first_line(path: Path) -> str:

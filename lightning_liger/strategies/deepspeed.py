@@ -64,7 +64,8 @@ class _FusedDeepSpeed(_Strategy):
     ) -> None:
         if not fabric_deepspeed._DEEPSPEED_AVAILABLE:
             raise ModuleNotFoundError(
-                f"{type(self).__name__} needs DeepSpeed, which is not installed: pip install lightning-liger[deepspeed]"
+                f"{type(self).__name__} needs DeepSpeed, which is not installed: "
+                "pip install 'lightning-liger[deepspeed]'"
             )
         refuse(
             type(self).__name__,

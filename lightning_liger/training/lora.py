@@ -58,7 +58,7 @@ def _lora_config(lora: Any) -> Any:
     if not isinstance(lora, Mapping) or not all(isinstance(key, str) for key in lora):
         raise wrong_type("lora", "a dict of arguments of peft's LoraConfig, or None", lora)
     if not package_available("peft"):
-        raise ModuleNotFoundError("lora needs peft, which is not installed: pip install lightning-liger[peft]")
+        raise ModuleNotFoundError("lora needs peft, which is not installed: pip install 'lightning-liger[peft]'")
     from peft import LoraConfig
 
     if twice := [name for name, full in _SHORT.items() if name in lora and full in lora]:

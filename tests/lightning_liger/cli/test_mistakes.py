@@ -22,7 +22,7 @@ def yaml_of(**values: str) -> str:
 
 
 COMMAND_LINES = [
-    ((), "subcommand is required, one of fit,validate,test,predict,export,teacher_topk,inspect,"),
+    ((), "subcommand is required, one of fit, validate, test, predict, export, "),
     (("fti",), "subcommand must be one of 'fit',", "got 'fti' (did you mean 'fit'?)"),
     (("fit",), "data and model are required: give a yaml file with --config"),
     (("fit", "--config"), "argument -c/--config: expected one argument"),
@@ -51,6 +51,8 @@ COMMAND_LINES = [
     ((*FIT, "--optimizer=Adamm"), "optimizer must be ", "got 'Adamm' (did you mean 'Adam'?)"),
     ((*FIT, "--print_config=all"), 'Invalid option "all" for --print_config'),
     ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path must be the path of a checkpoint that exists, got 'no.ckpt'"),
+    (("inspect",), "model is required: lightning-liger inspect MODEL"),
+    (("bench",), "config is required: lightning-liger bench --config user.yaml"),
     (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
     (("init", "sft", "--outptu=a.yaml"), "unrecognized arguments: --outptu=a.yaml (did you mean 'output'?)"),
     (("schema", "--output=no/folder.json"), "output must be in a folder that exists, got 'no/folder.json'"),

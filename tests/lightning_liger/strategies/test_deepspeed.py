@@ -296,7 +296,7 @@ def test_names_stand_for_stages_and_offloading(registry):
 @pytest.mark.parametrize("engine", STRATEGIES)
 def test_strategy_names_the_extra_where_deepspeed_is_not_installed(monkeypatch, engine):
     monkeypatch.setattr(fabric_deepspeed, "_DEEPSPEED_AVAILABLE", False)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install lightning-liger\[deepspeed\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-liger\[deepspeed\]'"):
         STRATEGIES[engine]()
 
 
