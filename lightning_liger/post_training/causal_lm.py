@@ -25,6 +25,12 @@ def options_of(kind: type[Options], arguments: Mapping[str, Any]) -> Options:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
+def refuse_loss_type(arguments: Mapping[str, Any]) -> None:
+    """Raises a ValueError for a ``loss_type`` of ``LigerCausalLM`` in a module that has another loss."""
+    if (loss_type := arguments.get("loss_type", "nll")) != "nll":
+        raise wrong_value("loss_type", "'nll' in a module with another loss than LigerCausalLM's", loss_type)
+
+
 class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
     """A causal language model with its reference model.
 

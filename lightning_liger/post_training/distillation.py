@@ -37,7 +37,7 @@ from lightning_liger.losses.distillation import (
 from lightning_liger.losses.uld import ULDOptions
 from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from lightning_liger.post_training.causal_lm import options_of
+from lightning_liger.post_training.causal_lm import options_of, refuse_loss_type
 from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
 from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
@@ -550,6 +550,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
             _config_of_teacher(None, teacher_model_type, teacher_config)
         if isinstance(teacher, os.PathLike):  # hyperparameters in checkpoints are plain objects
             teacher = os.fspath(teacher)
+        refuse_loss_type(kwargs)
         super().__init__(**kwargs)
 
     def setup(self, stage: str) -> None:

@@ -25,6 +25,7 @@ from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.lazy.scores import divergence
 from lightning_liger.losses.multi_head import SCHEDULES, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.causal_lm import refuse_loss_type
 from lightning_liger.post_training.medusa_heads import (
     MedusaHeads,
     check_medusa_sizes,
@@ -306,6 +307,7 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         self.medusa_scheduler = medusa_scheduler
         self.medusa_scheduler_steps = medusa_scheduler_steps
         self.medusa_self_distillation = medusa_self_distillation
+        refuse_loss_type(kwargs)
         super().__init__(**kwargs)
         settings = self._settings
         if settings.lora is not None and medusa_only_heads:
