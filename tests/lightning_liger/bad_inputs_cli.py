@@ -59,7 +59,7 @@ def yaml_of(content: str) -> Callable[[Path], Any]:
 
 
 command = [
-    row("no subcommand", (), "subcommand", "fit,validate,test,predict,export"),
+    row("no subcommand", (), "subcommand", "fit, validate, test, predict, export"),
     row("unknown subcommand", ("train",), "subcommand", "'train'", "'fit'"),
     row("unknown option", ("fit", *BASE, "--trainer.max_stepz=1"), "unrecognized", "--trainer.max_stepz=1"),
     row("config that does not exist", ("fit", "--config=no.yaml"), "config", "no.yaml", "does not exist"),
