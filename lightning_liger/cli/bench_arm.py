@@ -8,10 +8,8 @@ import importlib
 import itertools
 import json
 import os
-import resource
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing_extensions import override
 from lightning_liger.callbacks import LigerCallback
 from lightning_liger.cli.messages import end, message_of
 from lightning_liger.cli.training import LigerCLI
+from lightning_liger.monitor.clock import Moment, peak_memory, share_of_each
 from lightning_liger.strategies.parts.adoption import TrainerKernels
 from lightning_liger.strategies.registration import REGISTRATIONS
 
@@ -142,7 +141,7 @@ class Meter(L.Callback):
 
     def __init__(self, output: str, warm_up: int) -> None:
         self._output, self._warm_up = output, warm_up
-        self._marks: list[Any] = []
+        self._marks: list[Moment] = []
         self._num_steps = 0
         self._num_tokens = 0
         self._peak_before = 0
@@ -157,17 +156,9 @@ class Meter(L.Callback):
 
     def _begin(self, trainer: L.Trainer) -> None:
         if self._is_cuda:
-            planned = getattr(trainer.strategy, "peak_before_resets", 0)
-            self._peak_before = max(torch.cuda.max_memory_allocated(), planned)
+            self._peak_before = peak_memory(trainer.strategy)
             torch.cuda.reset_peak_memory_stats()
-        self._marks.append(self._now())
-
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._marks.append(Moment(trainer.strategy.root_device))
 
     @override
     def on_train_batch_end(
@@ -180,23 +171,16 @@ class Meter(L.Callback):
         self._num_steps = trainer.global_step
         self._loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         if self._marks:
-            self._marks.append(self._now())
+            self._marks.append(Moment(trainer.strategy.root_device))
         elif trainer.global_step >= self._warm_up:
             self._begin(trainer)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._is_cuda:
-            torch.cuda.synchronize()
-        seconds = [
-            start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
-            for start, end in itertools.pairwise(self._marks)
-        ]
+        seconds = [end.seconds_since(start) for start, end in itertools.pairwise(self._marks)]
         if not seconds:
             raise ValueError(f"steps must be fewer: training ended after {trainer.global_step} optimizer steps")
-        # Tensor- and context-parallel ranks have the same batches.
-        sampler = trainer.distributed_sampler_kwargs
-        replicas = sampler["num_replicas"] if sampler is not None else 1
+        num_shares = share_of_each(trainer) * trainer.world_size
         metrics = trainer.callback_metrics
         names = [name for name in ("train_loss_step", "train_loss", "loss") if name in metrics]
         loss = metrics[names[0]] if names else self._loss
@@ -207,7 +191,7 @@ class Meter(L.Callback):
             "precision": str(trainer.precision),
             "step_seconds": seconds,
             "seconds_per_step": statistics.median(seconds),
-            "tokens_per_step": self._num_tokens * replicas / len(seconds),
+            "tokens_per_step": self._num_tokens * num_shares / len(seconds),
             "loss": float(loss) if isinstance(loss, Tensor) else None,
             "plan": getattr(trainer.strategy, "activation_plan", "") or "",
         }
@@ -217,7 +201,7 @@ class Meter(L.Callback):
             result["peak_bytes_with_warm_up"] = max(steady, self._peak_before)
             result["reserved_bytes"] = torch.cuda.max_memory_reserved()
         else:
-            result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            result["peak_bytes"] = peak_memory(trainer.strategy)
         write(self._output, result)
 
     @override

@@ -376,8 +376,8 @@ def linear_topk_log_probs(
             ``renormalize``.
         with_lse: Whether to also return the log-sum-exp that log-probabilities are relative to, ``[...]``,
             differentiable.
-        chunk_bytes: Budget for one chunk of logits, or of rows of the head; by default as for
-            :func:`~liger_ops.linear_cross_entropy`.
+        chunk_bytes: Budget for one chunk of logits (with ``renormalize``, on a CPU, of rows of the head); by default as
+            for :func:`~liger_ops.linear_cross_entropy`.
         saved_logits_bytes: Budget for logits that forward keeps for backward, in whole chunks, if the head is trained;
             backward computes the others again.
 
