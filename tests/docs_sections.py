@@ -29,6 +29,7 @@ from benchmarks.training.context import read_lines as read_context
 from benchmarks.training.convergence import STOCK
 from benchmarks.training.convergence import cells as convergence_cells
 from benchmarks.training.convergence import read_lines as read_convergence
+from benchmarks.training.convergence import text_cells
 from benchmarks.training.dims import DIMS
 from benchmarks.training.estimates import compare
 from benchmarks.training.job import Row
@@ -44,12 +45,14 @@ MEASURED = {
     "budgets": ("train_llama3_8b_h200.jsonl", "train_llama3_8b_2xh200.jsonl"),
     "batches": ("batches_2xh200.jsonl",),
     "context": ("context_h200.jsonl",),
+    "context_limit": ("context_limit_h200.jsonl",),
     "activations": ("activations_h200.jsonl",),
     "convergence": ("convergence_h200.jsonl",),
+    "convergence_text": ("convergence_text_h200.jsonl",),
     "losses": ("losses_h200.jsonl",),
     "medusa": ("medusa_h200.jsonl",),
 }
-"""Files of sections that are there once one of the files is."""
+"""The files that sections are made from, where these are more than one or tests have others."""
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -126,7 +129,7 @@ def scaling() -> str:
 def budgets(paths: Sequence[Path] | None = None) -> str:
     """Speed within memory budgets, on one GPU and on two."""
     table = []
-    for path in paths or [RESULTS / name for name in MEASURED["budgets"] if (RESULTS / name).exists()]:
+    for path in paths or [RESULTS / name for name in MEASURED["budgets"]]:
         environment, rows = _rows(path)
         for row in rows:
             name, *cells = _training_row(row, rows, environment)
@@ -174,6 +177,11 @@ def context(path: Path = RESULTS / MEASURED["context"][0]) -> str:
     return _table(("strategy", "tokens", "tokens/s per GPU", "attention alone", *memory), table)
 
 
+def context_limit() -> str:
+    """The same within a limit of memory."""
+    return context(RESULTS / MEASURED["context_limit"][0])
+
+
 def activations(path: Path = RESULTS / MEASURED["activations"][0]) -> str:
     """Bytes that layers keep between forward and backward."""
     found = read_activations(read_results(path).lines)
@@ -187,6 +195,12 @@ def convergence(path: Path = RESULTS / MEASURED["convergence"][0]) -> str:
     runs = list(dict.fromkeys(curve.run for group in groups for curve in group if curve.run not in STOCK))
     header = ("architecture", "dtype", "last loss", "noise", *runs)
     return _table(header, [convergence_cells(group, runs) for group in groups])
+
+
+def convergence_text() -> str:
+    """The last losses of a model on text, and how far its losses are from those of the first run."""
+    _, rows = read_convergence(read_results(RESULTS / MEASURED["convergence_text"][0]).lines)
+    return _table(("run", "loss, mean of the last 20 steps", "RMS difference from the first"), text_cells(rows))
 
 
 def losses(path: Path = RESULTS / MEASURED["losses"][0]) -> str:
@@ -365,18 +379,13 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     "docs/index.md: training": ("docs/index.md", training),
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
-        for section in (training, scaling, models, loss, ops, claims)
+        for section in (training, budgets, scaling, batches, models, loss, ops, claims)
     },
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
-        for section in (budgets, batches, context, activations, convergence)
-        if any((RESULTS / name).exists() for name in MEASURED[section.__name__])
+        for section in (context, context_limit, activations, convergence, convergence_text)
     },
-    **{
-        f"docs/losses.md: {section.__name__}": ("docs/losses.md", section)
-        for section in (losses, medusa)
-        if any((RESULTS / name).exists() for name in MEASURED[section.__name__])
-    },
+    **{f"docs/losses.md: {section.__name__}": ("docs/losses.md", section) for section in (losses, medusa)},
     "docs/inspect.md: estimates": ("docs/inspect.md", estimates),
     "docs/how_it_works.md: classes": ("docs/how_it_works.md", classes),
 }

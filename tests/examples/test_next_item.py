@@ -212,9 +212,10 @@ def test_comparison_learns_more_than_the_baselines(tmp_path, monkeypatch, capsys
     assert "Next item out of 80" in capsys.readouterr().out
 
 
-def test_page_has_the_recorded_results():
+@pytest.mark.parametrize("machine", ["cpu", "h200"])
+def test_page_has_the_recorded_results(machine):
     page = (ROOT / "docs" / "examples" / "next_item.md").read_text(encoding="utf-8")
-    path = ROOT / "benchmarks" / "results" / "next_item_cpu.jsonl"
+    path = ROOT / "benchmarks" / "results" / f"next_item_{machine}.jsonl"
     _, *records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     names = ("hit@1", "hit@5", "hit@10", "mrr", *(f"hit@10_{kind}" for kind in KINDS))
     for record in records:

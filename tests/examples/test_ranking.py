@@ -173,9 +173,10 @@ def test_tower_does_not_see_the_item():
     assert network(numbers, ids).clicks.shape == (2,)
 
 
-def test_page_has_the_recorded_results():
+@pytest.mark.parametrize("machine", ["cpu", "h200"])
+def test_page_has_the_recorded_results(machine):
     page = (ROOT / "docs" / "examples" / "ranking.md").read_text(encoding="utf-8")
-    path = ROOT / "benchmarks" / "results" / "ranking_cpu.jsonl"
+    path = ROOT / "benchmarks" / "results" / f"ranking_{machine}.jsonl"
     _, *records = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     for record in records:
         cells = (f"{record[name]:.4f}" if name in record else "-" for name in COLUMNS)
