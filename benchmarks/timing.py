@@ -94,6 +94,33 @@ def gpu_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[fl
     return sum_by_step([range.elapsed_us() / 1e3 for range in ranges], repeats)
 
 
+class GpuTrace:
+    """What a GPU does from now on, until :meth:`idle_share` is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profiler.start()
+
+    def idle_share(self) -> float:
+        """The share of the time between the first kernel's start and the last one's end in which none ran."""
+        torch.cuda.synchronize(self._device)
+        self._profiler.stop()
+        events = self._profiler.events() or []
+        ranges = [event.time_range for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        return idle_share([(range.start, range.end) for range in ranges])
+
+
+def idle_share(ranges: Sequence[tuple[float, float]]) -> float:
+    """The share of the time between the first start and the last end that no range covers."""
+    busy, end = 0.0, -math.inf
+    for start, stop in sorted(ranges):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return 1 - busy / (end - min(ranges)[0]) if busy else 0.0
+
+
 def sum_by_step(durations: Sequence[float], num_steps: int) -> list[float]:
     """Sums the durations of each step's kernels, all given in the order of their start."""
     if not durations or len(durations) % num_steps:

@@ -23,6 +23,7 @@ class Job:
         devices: Number of processes with a device each.
         warm_up, steps: Steps for each shape before those that are measured, and those. A memory budget's plan is made
             in the first two.
+        traced_steps: Steps after those, in which the GPU's idle time is measured.
         optimizer: ``"adamw"`` or ``"sgd"``.
         learning_rate: Constant after ``learning_rate_warm_up`` steps.
         context_parallel_size: Processes that share each sequence.
@@ -43,6 +44,7 @@ class Job:
     devices: int = 1
     warm_up: int = 3
     steps: int = 4
+    traced_steps: int = 0
     optimizer: str = "adamw"
     learning_rate: float = 1e-4
     learning_rate_warm_up: int = 0
@@ -108,6 +110,7 @@ class Row:
         reserved_gib: Peak memory that PyTorch's allocator held.
         parameters_gib, optimizer_gib: Memory of a process's parameters (as much as gradients take) and of the
             optimizer's states.
+        idle_share: Of the time of traced steps, in which no kernel ran on the GPU.
         chosen_plan: The plan as the strategy words it.
         loss: Of the last step, mean over processes.
         losses: Of each step, warm-up included.
@@ -130,6 +133,7 @@ class Row:
     reserved_gib: float | None = None
     parameters_gib: float | None = None
     optimizer_gib: float | None = None
+    idle_share: float | None = None
     chosen_plan: str | None = None
     loss: float | None = None
     losses: list[float] = field(default_factory=list)
@@ -189,5 +193,5 @@ def merge(rows: list[Row]) -> Row:
         losses=[sum(losses) / len(rows) for losses in zip(*(row.losses for row in rows), strict=True)],
         loss=mean([row.loss for row in rows]),
         **{name: highest(name) for name in ("peak_gib", "steady_peak_gib", "reserved_gib", "seconds")},
-        **{name: highest(name) for name in ("parameters_gib", "optimizer_gib")},
+        **{name: highest(name) for name in ("parameters_gib", "optimizer_gib", "idle_share")},
     )

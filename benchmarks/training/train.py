@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before those measured (default: 3)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="measured steps (default: 4)")
+    parser.add_argument(
+        "--traced-steps", type=int, default=0, metavar="N", help="steps after those, traced for the GPU's idle share"
+    )
 
 
 def make_jobs(options: argparse.Namespace) -> list[Job]:
@@ -76,6 +79,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
             devices=devices,
             warm_up=options.warm_up,
             steps=options.steps,
+            traced_steps=options.traced_steps,
             optimizer=options.optimizer,
             memory_limit_gib=options.memory_limit_gib,
             tiny=options.quick,
@@ -161,7 +165,7 @@ def table(rows: Sequence[Row]) -> Table:
     grid = Table(title="Training, per GPU; speed relative to the first Hugging Face arm", title_justify="left")
     for column in ("model", "GPUs", "batch", "arm", "plan"):
         grid.add_column(column, justify="right" if column in ("GPUs", "batch") else "left")
-    for column in ("step ms", "tokens/s", "speed", "peak GiB", "reserved GiB", "loss"):
+    for column in ("step ms", "tokens/s", "speed", "peak GiB", "reserved GiB", "idle", "loss"):
         grid.add_column(column, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -172,7 +176,7 @@ def table(rows: Sequence[Row]) -> Table:
         shape = f"{row.batch_size}x{row.sequence_length}"
         start = (f"{DIMS[row.model].title}, {row.layers} layers", str(row.devices), shape, name_of(row.parsed_arm))
         if row.status != OK:
-            grid.add_row(*start, row.status, *["-"] * 6)
+            grid.add_row(*start, row.status, *["-"] * 7)
             continue
         seconds = sorted(row.step_seconds)
         grid.add_row(
@@ -183,6 +187,7 @@ def table(rows: Sequence[Row]) -> Table:
             "-" if (found := ratio(row, rows)) is None else f"{found:.3f}x",
             number(row.peak_gib, ".1f"),
             number(row.reserved_gib, ".1f"),
+            number(row.idle_share, ".1%"),
             number(row.loss, ".4f"),
         )
     return grid

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
+from benchmarks.timing import GpuTrace
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.medusa_heads import COEFFICIENT, DECAY, HEAD_LOSSES, medusa_loss
@@ -227,6 +228,7 @@ class Meter(L.Callback):
         self.feed.shape = shape
         self._losses: list[Tensor] = []
         self._marks: list[Any] = []
+        self._trace: GpuTrace | None = None
         self._highest = 0
         if self._cuda:
             torch.cuda.empty_cache()  # what another shape left must not be in the way
@@ -238,16 +240,25 @@ class Meter(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._losses.append(outputs["loss"].detach())
-        if self._marks:
-            self._marks.append(self._now())
-        elif len(self._losses) >= self.job.warm_up:
+        if len(self._marks) <= self.job.steps:
+            self._mark()
+        if len(self._marks) <= self.job.steps:
+            return
+        if self._cuda and self._trace is None and self.job.traced_steps:
+            self._trace = GpuTrace(trainer.strategy.root_device)
+        if self._trace is None or len(self._losses) == self.job.warm_up + self.job.steps + self.job.traced_steps:
+            self._write(self._row(trainer, pl_module))
+            self._next_shape(trainer)
+
+    def _mark(self) -> None:
+        """Notes the end of a step, unless it and the next one are of the warm-up."""
+        if not self._marks:
+            if len(self._losses) < self.job.warm_up:
+                return
             if self._cuda:
                 self._highest = torch.cuda.max_memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-            self._marks.append(self._now())
-        if len(self._marks) == self.job.steps + 1:
-            self._write(self._row(trainer, pl_module))
-            self._next_shape(trainer)
+        self._marks.append(self._now())
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -290,6 +301,7 @@ class Meter(L.Callback):
             chosen_plan=chosen_plan(trainer.strategy),
             loss=losses[-1],
             losses=losses,
+            idle_share=None if self._trace is None else self._trace.idle_share(),
             seconds=time.perf_counter() - self._start,
             **memory,
         )

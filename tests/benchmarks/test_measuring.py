@@ -129,6 +129,13 @@ def test_kernels_are_summed_by_step_where_steps_are_alike() -> None:
     assert timing.sum_by_step([], 2) == [0.0, 0.0]
 
 
+def test_idle_share_counts_gaps_between_kernels_of_any_stream():
+    assert timing.idle_share([]) == 0
+    assert timing.idle_share([(5.0, 15.0)]) == 0
+    overlapping_then_gap = [(12.0, 14.0), (10.0, 16.0), (18.0, 20.0), (15.0, 17.0)]
+    assert timing.idle_share(overlapping_then_gap) == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(("milliseconds", "repeats"), [(200.0, 10), (1.0, 30), (0.01, 100), (0.0, 100)])
 def test_repeats_fill_the_time_within_bounds(milliseconds: float, repeats: int) -> None:
     assert timing.Effort(milliseconds=30.0, min_repeats=10, max_repeats=100).repeats(milliseconds) == repeats
