@@ -26,10 +26,9 @@ from benchmarks.training.activations import cells as activation_cells
 from benchmarks.training.activations import read_lines as read_activations
 from benchmarks.training.context import attention_share, slope_mib
 from benchmarks.training.context import read_lines as read_context
-from benchmarks.training.convergence import STOCK
+from benchmarks.training.convergence import STOCK, text_cells
 from benchmarks.training.convergence import cells as convergence_cells
 from benchmarks.training.convergence import read_lines as read_convergence
-from benchmarks.training.convergence import text_cells
 from benchmarks.training.dims import DIMS
 from benchmarks.training.estimates import compare
 from benchmarks.training.job import Row

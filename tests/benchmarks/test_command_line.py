@@ -2,10 +2,15 @@
 
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -155,3 +160,17 @@ def test_on_a_gpu_kernels_memory_and_floors_are_measured(tmp_path: Path) -> None
         if record["pass"] == "both":
             assert record["gpu_ms"] > 0
             assert record["peak_mib"] > 0
+
+
+def test_ends_its_processes_when_it_is_terminated(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "train", "--quick", "--devices=2", f"--out={tmp_path}/train"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        parent = psutil.Process(process.pid)
+        while not (workers := parent.children()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    assert process.returncode == 128 + signal.SIGTERM
