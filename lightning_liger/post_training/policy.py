@@ -240,9 +240,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
         measured: dict[str, Measured] = {name: Mean(*parts) for name, parts in found.means.items()}
         for name, value in found.extremes.items():
             measured[name] = Smallest(value) if metric_kind(name) == "min" else Largest(value)
-        mask = rows.inputs.get("attention_mask")
-        number = torch.full((), rows.labels.numel(), device=rows.labels.device) if mask is None else mask.sum()
-        measured["num_tokens"] = Total(number / self._ranks_per_batch)
+        measured["num_tokens"] = Total(rows.num_tokens / self._ranks_per_batch)
         if isinstance(batch.get("rewards"), Tensor):
             means = reward_metrics(batch["rewards"], batch.get("group_ids"))
             measured |= {name: Mean(*parts) for name, parts in means.items()}

@@ -36,13 +36,13 @@ def _losses_and_coefficients(
     with torch.set_grad_enabled(bool(leaves)):
         losses = token_loss(scores, index)
         _check_losses(losses, index)
-        if leaves and not losses.requires_grad:
+        if leaves and not losses.requires_grad and bool(kept.any()):
             raise ValueError(
                 "token_loss must return losses that depend on differentiable scores, got"
                 f" {shown(losses)} that requires no gradient; with no_grad, or detach=, nothing is asked to have one"
             )
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32)).where(kept, 0.0)
-    if not leaves:
+    if not leaves or not losses.requires_grad:
         return losses, Coefficients()
     _check_graph(losses, leaves.values())
     ones = torch.ones_like(losses)  # of their sum
