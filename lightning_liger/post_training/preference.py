@@ -218,8 +218,22 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             return {prefix: self._compute_reference(each) for prefix, each in rows.items()}
         return super().validation_step(batch, batch_idx)
 
+    def _check_stored(self, batch: Mapping[str, Any]) -> None:
+        """Raises for stored log-probabilities that are NaN or infinite, of which no loss makes sense."""
+        for name in (column for columns in self._columns().values() for column in columns):
+            value = batch.get(name)
+            if not isinstance(value, Tensor) or value.device.type != "cpu" or value.isfinite().all():
+                continue
+            index = int((~value.flatten().isfinite()).nonzero()[0])
+            raise ValueError(
+                f"batch[{name!r}] must hold finite log-probabilities, got {value.flatten()[index].item()} for number"
+                f" {index} of {value.numel()}"
+            )
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
+        if isinstance(batch, Mapping):
+            self._check_stored(batch)
         cache = self._reference_cache
         if cache is None or self._is_precomputing or not isinstance(batch, Mapping):
             return batch
