@@ -68,9 +68,7 @@ class CPOOptions(PreferenceOptions):
         check_number("cpo_alpha", self.cpo_alpha, at_least=0)
         check_number("simpo_gamma", self.simpo_gamma)
         check_number("alpha", self.alpha)
-        check_number("label_smoothing", self.label_smoothing, at_least=0, below=0.5)
-        if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
-            raise wrong_value("label_smoothing", f"0 for loss_type={self.loss_type!r}", self.label_smoothing)
+        check_label_smoothing(self.label_smoothing, self.loss_type)
 
     @property
     def nll_weight(self) -> float:
@@ -99,9 +97,7 @@ def cpo_loss(pairs: PairLogProbs, options: CPOOptions) -> PairLosses:
         ValueError: For vectors of different lengths.
     """
     check_pairs(pairs)
-    chosen, rejected = pairs.chosen, pairs.rejected
-    if options.loss_type in _AVERAGED:
-        chosen, rejected = chosen / pairs.num_chosen.clamp(min=1), rejected / pairs.num_rejected.clamp(min=1)
+    chosen, rejected = pairs.averages if options.loss_type in _AVERAGED else (pairs.chosen, pairs.rejected)
     rewards = [alphapo_score(score, options.alpha) for score in (chosen, rejected)]
     losses = contrastive_loss(rewards[0] - rewards[1], options.loss_type, options.beta, options.simpo_gamma,
                               options.label_smoothing)  # fmt: skip
@@ -110,6 +106,13 @@ def cpo_loss(pairs: PairLogProbs, options: CPOOptions) -> PairLosses:
         nll = options.nll_weight * (-pairs.chosen if pairs.chosen_nll is None else pairs.chosen_nll)
     metrics = pair_metrics(options.beta * rewards[0], options.beta * rewards[1], chosen, rejected)
     return PairLosses(losses, nll, metrics)
+
+
+def check_label_smoothing(label_smoothing: float, loss_type: str) -> None:
+    """Raises unless :func:`contrastive_loss` takes the label smoothing."""
+    check_number("label_smoothing", label_smoothing, at_least=0, below=0.5)
+    if label_smoothing and loss_type in ("hinge", "ipo"):
+        raise wrong_value("label_smoothing", f"0 for loss_type={loss_type!r}", label_smoothing)
 
 
 def alphapo_score(log_probs: Tensor, alpha: float) -> Tensor:

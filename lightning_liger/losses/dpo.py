@@ -69,6 +69,11 @@ class PairLogProbs(NamedTuple):
     chosen_nll: Tensor | None = None
     """The sum of ``-log p`` over the chosen completion's tokens where it is not ``-chosen`` (with ``ld_alpha``)."""
 
+    @property
+    def averages(self) -> tuple[Tensor, Tensor]:
+        """``chosen`` and ``rejected``, averaged over tokens; an empty completion counts as one token."""
+        return self.chosen / self.num_chosen.clamp(min=1), self.rejected / self.num_rejected.clamp(min=1)
+
 
 class PairLosses(NamedTuple):
     """Losses of pairs before they are averaged."""
@@ -219,18 +224,10 @@ def dpo_loss(pairs: PairLogProbs, options: DPOOptions) -> PairLosses:
         TypeError: For log-probabilities that are no floating-point tensors.
         ValueError: For missing reference log-probabilities, or vectors of different lengths.
     """
-    check_pairs(pairs)
-    if pairs.ref_chosen is None or pairs.ref_rejected is None:
-        raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
+    chosen, rejected, ref_difference = log_ratios(pairs)
     if options.use_weighting and pairs.weight is None:
         raise wrong_value("pairs.weight", "the weights of wpo_weights for use_weighting=True", None)
-    ratios = _Ratios(
-        pairs,
-        pairs.chosen - pairs.ref_chosen,
-        pairs.rejected - pairs.ref_rejected,
-        pairs.ref_chosen - pairs.ref_rejected,
-        options,
-    )
+    ratios = _Ratios(pairs, chosen, rejected, ref_difference, options)
     losses: Tensor = torch.zeros_like(ratios.chosen)
     nll = None
     weights = options.loss_weights or (1.0,) * len(options.loss_types)
@@ -256,6 +253,15 @@ def check_pairs(pairs: PairLogProbs) -> None:
         if not isinstance(value, Tensor):
             raise wrong_type(name, "a tensor", value)
         check_shape(name, value, pairs.chosen.shape, "one value for each pair")
+
+
+def log_ratios(pairs: PairLogProbs) -> tuple[Tensor, Tensor, Tensor]:
+    """R of the chosen and the rejected completions, and the reference's difference of both; checks ``pairs``."""
+    check_pairs(pairs)
+    if pairs.ref_chosen is None or pairs.ref_rejected is None:
+        raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
+    chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
+    return chosen, rejected, pairs.ref_chosen - pairs.ref_rejected
 
 
 def pair_metrics(
@@ -340,8 +346,9 @@ class _Ratios(NamedTuple):
     @property
     def mean_difference(self) -> Tensor:
         """D of scores divided by the numbers of tokens; an empty completion counts as one token."""
-        chosen, rejected = self.scores
-        return chosen / self.pairs.num_chosen.clamp(min=1) - rejected / self.pairs.num_rejected.clamp(min=1)
+        scores = self.scores
+        chosen, rejected = self.pairs._replace(chosen=scores[0], rejected=scores[1]).averages
+        return chosen - rejected
 
 
 def _exo(r: _Ratios) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_ops.arguments import check_choice, check_number, wrong_type, wrong_value
+from liger_ops.arguments import check_choice, check_number, wrong_type
 from lightning_liger.losses.cpo import contrastive_loss
-from lightning_liger.losses.dpo import PairLogProbs, PairLosses, check_pairs, pair_metrics
+from lightning_liger.losses.dpo import PairLogProbs, PairLosses, log_ratios, pair_metrics
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,7 @@ def online_dpo_loss(pairs: PairLogProbs, options: OnlineDPOOptions, *, epoch: in
         TypeError: For log-probabilities that are no floating-point tensors.
         ValueError: For missing reference log-probabilities, or vectors of different lengths.
     """
-    check_pairs(pairs)
-    if pairs.ref_chosen is None or pairs.ref_rejected is None:
-        raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
-    beta = options.beta_of(epoch)
-    chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
+    beta, (chosen, rejected, _) = options.beta_of(epoch), log_ratios(pairs)
     losses = contrastive_loss(chosen - rejected, options.loss_type, beta)
     return PairLosses(losses, None, pair_metrics(beta * chosen, beta * rejected, pairs.chosen, pairs.rejected))
 

@@ -69,7 +69,7 @@ def orpo_loss(pairs: PairLogProbs, options: ORPOOptions) -> PairLosses:
         ValueError: For vectors of different lengths.
     """
     check_pairs(pairs)
-    chosen, rejected = pairs.chosen / pairs.num_chosen.clamp(min=1), pairs.rejected / pairs.num_rejected.clamp(min=1)
+    chosen, rejected = pairs.averages
     log_odds = log_odds_of(chosen) - log_odds_of(rejected)
     log_ratio = F.logsigmoid(log_odds)
     metrics = pair_metrics(options.beta * chosen, options.beta * rejected, chosen, rejected)

@@ -78,7 +78,8 @@ def policy_metrics(
     elif options.loss_type == "rloo" and batch.ref_log_probs is not None and batch.old_log_probs is not None:
         means["kl"] = _mean(batch.old_log_probs - batch.ref_log_probs, completions)
     elif options.loss_type == "async_grpo":
-        means["kl"] = _mean(details.ratio - 1 - details.log_ratio, completions)
+        log_ratio = details.log_ratio if details.ratio.ndim > 1 else completions.mean(details.log_ratio)
+        means["kl"] = _mean(details.ratio - 1 - log_ratio, completions)
     if options.loss_type == "async_grpo":
         means["ratio"] = _mean(details.ratio, completions)
     if options.loss_type in (*CLIPPED, "gmpo", "rloo"):

@@ -80,6 +80,12 @@ def off_policy_mask(
     return (advantages >= 0) | (completions.spread(is_near) if advantages.ndim > 1 else is_near)
 
 
+def num_top_entropies(num_tokens: Tensor, quantile: float) -> Tensor:
+    """How many of so many scored tokens :func:`top_entropy_mask` keeps if no two entropies are equal, a scalar."""
+    position = (1 - quantile) * (num_tokens - 1).clamp(min=0).double()
+    return num_tokens - (position - 1e-7).ceil().long()  # a rounding error is no further token
+
+
 def top_entropy_mask(
     entropies: Tensor, mask: Tensor, *, quantile: float, gather: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:

@@ -11,8 +11,8 @@ from typing import cast
 
 from torch import Tensor
 
-from liger_ops.arguments import check_choice, check_number, check_shape, check_tensor, wrong_value
-from lightning_liger.losses.cpo import contrastive_loss
+from liger_ops.arguments import check_choice, check_number, check_shape, check_tensor
+from lightning_liger.losses.cpo import check_label_smoothing, contrastive_loss
 from lightning_liger.losses.dpo import (
     PAIR_METRICS,
     PairLogProbs,
@@ -52,9 +52,7 @@ class TPOOptions(PreferenceOptions):
         check_number("beta", self.beta, above=0)
         check_number("tpo_alpha", self.tpo_alpha, at_least=0)
         check_number("tpo_l_gamma", self.tpo_l_gamma)
-        check_number("label_smoothing", self.label_smoothing, at_least=0, below=0.5)
-        if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
-            raise wrong_value("label_smoothing", f"0 for loss_type={self.loss_type!r}", self.label_smoothing)
+        check_label_smoothing(self.label_smoothing, self.loss_type)
 
     @property
     def has_nll(self) -> bool:
@@ -88,9 +86,7 @@ def tpo_loss(pairs: PairLogProbs, reference: Tensor | None, options: TPOOptions)
         ValueError: For vectors of different lengths.
     """
     check_pairs(pairs)
-    chosen, rejected = pairs.chosen, pairs.rejected
-    if options.loss_type in ("ipo", "tpo-l"):
-        chosen, rejected = chosen / pairs.num_chosen.clamp(min=1), rejected / pairs.num_rejected.clamp(min=1)
+    chosen, rejected = pairs.averages if options.loss_type in ("ipo", "tpo-l") else (pairs.chosen, pairs.rejected)
     difference = chosen - rejected
     losses = contrastive_loss(difference, options.loss_type, options.beta, options.tpo_l_gamma, options.label_smoothing)
     nll = None

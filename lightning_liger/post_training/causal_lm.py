@@ -1,5 +1,6 @@
 """A finished causal language model with a reference model, which post-training modules are made of."""
 
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
@@ -23,6 +24,11 @@ def options_of(kind: type[Options], arguments: Mapping[str, Any]) -> Options:
         each.name: arguments[each.name] for each in fields(cast(Any, kind)) if each.init and each.name in arguments
     }
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as checkpoints keep them: paths as strings."""
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in arguments.items()}
 
 
 def refuse_loss_type(arguments: Mapping[str, Any]) -> None:

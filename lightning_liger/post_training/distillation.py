@@ -38,7 +38,7 @@ from lightning_liger.losses.uld import ULDOptions
 from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.causal_lm import options_of, refuse_loss_type
-from lightning_liger.post_training.metrics import Mean
+from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
 from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
 from lightning_liger.training.architecture import build_config
@@ -52,7 +52,6 @@ _COLUMNS = (TOPK_IDS, TOPK_LOG_PROBS, TEACHER_LOG_PROBS, OLD_LOG_PROBS)
 _OF_ROLLOUTS = ("advantages", "rewards", "group_ids", "ref_per_token_logps", "sampling_per_token_logps")
 """Keys of rollouts that distillation does not need."""
 _BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}
-_IW_OPD = {"advantage": "iw_opd/mean_advantage", "abs_advantage": "iw_opd/mean_abs_advantage"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -179,9 +178,9 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     The teacher is frozen, in evaluation mode, on each rank whole or sharded over all of them, whatever engine trains
     the student; it is in no checkpoint and no optimizer.
 
-    Each stage logs ``loss``, ``distillation_loss`` and, where they exist, ``cross_entropy``, ``entropy``,
-    ``mean_token_accuracy``, ``student_mass`` and ``teacher_mass`` (of the K ids), ``log_ratio`` and
-    ``importance_weight``.
+    Each stage logs ``loss``, ``distillation_loss``, ``num_tokens`` and, where they exist, ``cross_entropy``,
+    ``entropy``, ``mean_token_accuracy``, ``student_mass`` and ``teacher_mass`` (of the K ids), ``log_ratio``,
+    ``importance_weight`` and TRL's of ``"iw_opd"``.
 
     Attributes:
         distillation: See :class:`DistillationOptions`.
@@ -227,7 +226,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     def metric_kinds(self) -> dict[str, str]:
         options = self.distillation
-        names = ["distillation_loss"]
+        names, kinds = ["distillation_loss"], {"num_tokens": "sum"}
         if options.crossentropy_weight:
             names += ["cross_entropy"]
         if self._scores_labels or options.log_entropy:
@@ -237,8 +236,9 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         if options.distillation_mode == "sampled_token":
             names += ["log_ratio", "importance_weight"]
         if options.distillation_mode == "iw_opd":
-            names += [*_IW_OPD.values(), "iw_opd/mean_weight"]
-        return dict.fromkeys(names, "mean")
+            names += ["iw_opd/mean_advantage", "iw_opd/mean_abs_advantage", "iw_opd/mean_weight"]
+            kinds |= {"iw_opd/min_weight": "min", "iw_opd/max_weight": "max"}
+        return dict.fromkeys(names, "mean") | kinds
 
     @property
     def _scores_labels(self) -> bool:
@@ -249,6 +249,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
         rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
+        mask = rows.inputs.get("attention_mask")
+        num_tokens = torch.ones_like(rows.targets).sum() if mask is None else mask.sum()
         rows = _checked(rows).to_context(self.context)
         logits, auxiliary = self.call_model(rows.inputs, rows.targets)
         compute = {
@@ -260,6 +262,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         }[options.distillation_mode]
         loss, count, measured = compute(logits, rows)
         measured["distillation_loss"] = Mean(loss.detach(), count)
+        measured["num_tokens"] = Total(num_tokens / self._ranks_per_batch)
         total = options.distillation_weight * loss
         if options.crossentropy_weight:
             cross_entropy, quantities = _cross_entropy(logits, rows.targets, with_entropy="entropy" not in measured)
@@ -273,7 +276,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     # One loss each: the sum over tokens, their number, and what is measured
 
-    def _full_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:
+    def _full_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         options = self.distillation
         loss = divergence(
             logits, self._teacher_logits(rows), kind=options.divergence, beta=options.beta, mask=rows.targets >= 0,
@@ -281,7 +284,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         )  # fmt: skip
         return loss, num_kept(rows.targets), {}
 
-    def _topk_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:
+    def _topk_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         options, kept = self.distillation, rows.targets >= 0
         ids, log_probs = rows.columns.get(TOPK_IDS), rows.columns.get(TOPK_LOG_PROBS)
         if (ids is None) != (log_probs is None):
@@ -307,7 +310,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         names = self.metric_kinds()
         return losses.sum(), count, {name: Mean(each.sum(), count) for name, each in metrics.items() if name in names}
 
-    def _sampled_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:
+    def _sampled_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         options, targets = self.distillation, rows.targets
         teacher = self._teacher_log_probs(rows).flatten()
         old = rows.columns.get(OLD_LOG_PROBS)
@@ -328,11 +331,13 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             scores.log_probs, teacher.view_as(targets), options.sampled, old_log_probs=of_all
         )
         kept, count = targets >= 0, num_kept(targets)
-        measured = {name: Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()}
+        measured: dict[str, Measured] = {
+            name: Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()
+        }
         self._hidden_metrics -= measured.keys()
         return total, count, measured | _of_labels(scores, targets)
 
-    def _iw_opd_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:
+    def _iw_opd_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         options, targets = self.distillation, rows.targets
         if self.context is not None:
             raise ValueError("context_parallel_size must be 1 for 'iw_opd', whose weights are those of whole sequences")
@@ -349,13 +354,15 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             rollout_log_probs=None if old is None else _next(old),
             sequence_ids=None if ids is None else ids.expand_as(targets),
         )  # fmt: skip
-        measured = {
-            _IW_OPD.get(name, "iw_opd/mean_weight"): Mean(torch.where(kept, each, 0.0).sum(), count)
-            for name, each in metrics.items()
+        measured: dict[str, Measured] = {
+            f"iw_opd/mean_{name}": Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()
         }
+        weight = metrics["weight"]
+        measured["iw_opd/min_weight"] = Smallest(torch.where(kept, weight, torch.inf).amin())
+        measured["iw_opd/max_weight"] = Largest(torch.where(kept, weight, -torch.inf).amax())
         return losses.sum(), count, measured | _of_labels(scores, targets)
 
-    def _uld_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Mean]]:
+    def _uld_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         columns = rows.columns
         if columns.get("teacher_input_ids") is None:
             kept = rows.targets >= 0
@@ -457,7 +464,7 @@ def _support(student_logits: Tensor, teacher_logits: Tensor, top_k: int, support
     return torch.cat(found, dim=-1)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, dict[str, Mean]]:
+def _cross_entropy(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, dict[str, Measured]]:
     """The sum of cross entropies of the labels, and what is measured on them."""
     outputs = ("log_probs", "entropy", "correct") if with_entropy else ("log_probs", "correct")
 
@@ -469,9 +476,9 @@ def _cross_entropy(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple
     return loss, {"cross_entropy": Mean(loss.detach(), num_kept(targets)), **_of_labels(scores, targets)}
 
 
-def _of_labels(scores: TokenScores, targets: Tensor) -> dict[str, Mean]:
+def _of_labels(scores: TokenScores, targets: Tensor) -> dict[str, Measured]:
     count, correct = num_kept(targets), cast(Tensor, scores.correct)
-    measured = {"mean_token_accuracy": Mean(correct.sum(), count)}
+    measured: dict[str, Measured] = {"mean_token_accuracy": Mean(correct.sum(), count)}
     if scores.entropy is not None:
         measured["entropy"] = Mean(scores.entropy.detach().sum(), count)
     return measured

@@ -1,10 +1,9 @@
 """A finished LightningModule of policy gradients on given completions, so that a yaml file is a whole program."""
 
-import os
 from typing import Any
 
 from lightning_liger.losses.policy_options import PolicyOptions
-from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of
+from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of, plain
 from lightning_liger.post_training.policy import LigerPolicyMixin
 
 
@@ -97,6 +96,6 @@ class LigerGRPO(LigerPolicyMixin, ReferenceCausalLM):
         self.policy_options = options_of(PolicyOptions, locals())
         self.steps_per_generation = steps_per_generation
         self.temperature = temperature
-        kwargs = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in kwargs.items()}
+        kwargs = plain(kwargs)
         super().__init__(temperature=temperature, disable_dropout=disable_dropout, **kwargs)
         self.save_hyperparameters()

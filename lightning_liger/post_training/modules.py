@@ -1,6 +1,5 @@
 """Finished LightningModules of preference losses, so that a yaml file is a whole program."""
 
-import os
 from typing import Any
 
 from lightning_liger.losses.cpo import CPOOptions
@@ -8,7 +7,7 @@ from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.tpo import TPOOptions
-from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of
+from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of, plain
 from lightning_liger.post_training.preference import LigerPreferenceMixin
 
 
@@ -31,11 +30,6 @@ class PreferenceModule(LigerPreferenceMixin, ReferenceCausalLM):
 
     def _has_reference_model(self) -> bool:
         return not self.precompute_ref_log_probs and super()._has_reference_model()
-
-
-def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as checkpoints keep them: paths as strings."""
-    return {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in kwargs.items()}
 
 
 class LigerDPO(PreferenceModule):
@@ -81,7 +75,7 @@ class LigerDPO(PreferenceModule):
         **kwargs: Any,
     ) -> None:
         self.preference_loss = options_of(DPOOptions, locals())
-        kwargs = _plain(kwargs)
+        kwargs = plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
 
@@ -115,7 +109,7 @@ class LigerCPO(PreferenceModule):
         **kwargs: Any,
     ) -> None:
         self.preference_loss = options_of(CPOOptions, locals())
-        kwargs = _plain(kwargs)
+        kwargs = plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
 
@@ -135,7 +129,7 @@ class LigerORPO(PreferenceModule):
 
     def __init__(self, beta: float = 0.1, **kwargs: Any) -> None:
         self.preference_loss = options_of(ORPOOptions, locals())
-        kwargs = _plain(kwargs)
+        kwargs = plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
 
@@ -167,7 +161,7 @@ class LigerTPO(PreferenceModule):
         **kwargs: Any,
     ) -> None:
         self.preference_loss = options_of(TPOOptions, locals())
-        kwargs = _plain(kwargs)
+        kwargs = plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()
 
@@ -197,6 +191,6 @@ class LigerKTO(PreferenceModule):
         **kwargs: Any,
     ) -> None:
         self.preference_loss = options_of(KTOOptions, locals())
-        kwargs = _plain(kwargs)
+        kwargs = plain(kwargs)
         super().__init__(**kwargs)
         self.save_hyperparameters()

@@ -27,6 +27,7 @@ from lightning_liger.losses.policy_metrics import (
 )
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.policy_reductions import num_units
+from lightning_liger.losses.policy_weights import num_top_entropies
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.completions import read_completions
 from lightning_liger.post_training.entropy import EntropyCoefficient
@@ -115,16 +116,13 @@ class LigerPolicyMixin(LigerReferenceMixin):
             result, entropies = self._objective(scores, policy)
             terms = [Term(result.total, count, unit)]
             if coefficient is not None:
-                # The share that the mask keeps; its exact number is known too late to weight gradients by it.
-                bonus = coefficient * result.entropy / options.top_entropy_quantile
-                terms.append(Term(-bonus, mask.sum(), "tokens"))
+                terms.append(Term(-coefficient * result.entropy, self._num_entropies(mask), "entropies"))
         metrics = self._measured(rows, batch, policy, result, entropies)
         if coefficient is not None:
             metrics["policy_loss"] = Mean(result.total.detach(), count)
             metrics["entropy_coef"] = Mean(self._entropy_coefficient.current(device), 1.0)
             if stage == "train":
-                kept = mask.sum() * options.top_entropy_quantile
-                self._entropy_coefficient.add(result.entropy, kept)
+                self._entropy_coefficient.add(result.entropy, self._num_entropies(mask))
         return StepLoss(tuple(terms), metrics, auxiliary)
 
     def per_token_log_probs(self, batch: Mapping[str, Any], model: nn.Module | None = None) -> Tensor:
@@ -155,8 +153,17 @@ class LigerPolicyMixin(LigerReferenceMixin):
 
     def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
         completions = read_completions(batch).batch.completions
-        items = batch.get("num_items_in_batch", 0.0)
-        return {"sequences": completions.count, "tokens": completions.mask.sum(), "items": self._share(items)}
+        mask, items = completions.mask, batch.get("num_items_in_batch", 0.0)
+        return {
+            "sequences": completions.count,
+            "tokens": mask.sum(),
+            "items": self._share(items),
+            "entropies": self._num_entropies(mask),
+        }
+
+    def _num_entropies(self, mask: Tensor) -> Tensor:
+        """How many of this rank's tokens the entropy mask keeps: of those of one rank exactly, of several about."""
+        return num_top_entropies(mask.sum(), self.policy_options.top_entropy_quantile)
 
     def metric_kinds(self) -> dict[str, str]:
         return dict(self._kinds)
@@ -240,9 +247,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
         measured: dict[str, Measured] = {name: Mean(*parts) for name, parts in found.means.items()}
         for name, value in found.extremes.items():
             measured[name] = Smallest(value) if metric_kind(name) == "min" else Largest(value)
-        mask = rows.inputs.get("attention_mask")
-        number = torch.full((), rows.labels.numel(), device=rows.labels.device) if mask is None else mask.sum()
-        measured["num_tokens"] = Total(number / self._ranks_per_batch)
+        measured["num_tokens"] = Total(rows.num_tokens / self._ranks_per_batch)
         if isinstance(batch.get("rewards"), Tensor):
             means = reward_metrics(batch["rewards"], batch.get("group_ids"))
             measured |= {name: Mean(*parts) for name, parts in means.items()}

@@ -218,8 +218,22 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             return {prefix: self._compute_reference(each) for prefix, each in rows.items()}
         return super().validation_step(batch, batch_idx)
 
+    def _check_stored(self, batch: Mapping[str, Any]) -> None:
+        """Raises for stored log-probabilities that are NaN or infinite, of which no loss makes sense."""
+        for name in (column for columns in self._columns().values() for column in columns):
+            value = batch.get(name)
+            if not isinstance(value, Tensor) or value.device.type != "cpu" or value.isfinite().all():
+                continue
+            index = int((~value.flatten().isfinite()).nonzero()[0])
+            raise ValueError(
+                f"batch[{name!r}] must hold finite log-probabilities, got {value.flatten()[index].item()} for number"
+                f" {index} of {value.numel()}"
+            )
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         batch = super().on_before_batch_transfer(batch, dataloader_idx)
+        if isinstance(batch, Mapping):
+            self._check_stored(batch)
         cache = self._reference_cache
         if cache is None or self._is_precomputing or not isinstance(batch, Mapping):
             return batch
@@ -349,7 +363,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         metrics: dict[str, Measured] = {name: mean_of(vector) for name, vector in result.metrics.items()}
         is_chosen = torch.arange(rows.num_sequences, device=num_tokens.device) < num_pairs
         is_rejected = ~is_chosen & (torch.arange(rows.num_sequences, device=num_tokens.device) < 2 * num_pairs)
-        metrics |= self._token_metrics(batch, rows, scores, num_tokens, is_chosen, is_rejected)
+        metrics |= self._token_metrics(rows, scores, num_tokens, is_chosen, is_rejected)
         if (part := self.preference_loss.nll_part) is not None:
             nll = scores.nll.detach().chunk(self.preference_loss.num_sequences)[part]
             metrics["nll_loss"] = Mean(nll.sum(), num_nll_tokens)
@@ -401,7 +415,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         )
         if options.needs_kl:
             metrics["kl"] = mean_of(baseline[None])
-        metrics |= self._token_metrics(batch, rows, scores, self._num_tokens(rows), labels, ~labels)
+        metrics |= self._token_metrics(rows, scores, self._num_tokens(rows), labels, ~labels)
         return StepLoss((Term(result.losses.sum(), rows.num_sequences, "sequences"),), metrics, auxiliary)
 
     @torch.no_grad()
@@ -435,25 +449,17 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return kinds | ({"rewards/margins": "difference"} if options.is_labelled else {})
 
     def _token_metrics(
-        self,
-        batch: Mapping[str, Any],
-        rows: Rows,
-        scores: SequenceScores,
-        num_tokens: Tensor,
-        is_chosen: Tensor,
-        is_rejected: Tensor,
+        self, rows: Rows, scores: SequenceScores, num_tokens: Tensor, is_chosen: Tensor, is_rejected: Tensor
     ) -> dict[str, Measured]:
         def mean(values: Tensor, where: Tensor) -> Mean:
             return Mean(torch.where(where, values.detach(), 0).sum(), torch.where(where, num_tokens, 0).sum())
 
-        attention = batch.get("attention_mask")
-        number = rows.labels.new_full((), rows.labels.numel()) if attention is None else attention.sum()
         return {
             "entropy": mean(scores.entropy, is_chosen | is_rejected),
             "logits/chosen": mean(scores.mean_logit, is_chosen),
             "logits/rejected": mean(scores.mean_logit, is_rejected),
             "mean_token_accuracy": mean(scores.correct, is_chosen),
-            "num_tokens": Total(number / self._ranks_per_batch),
+            "num_tokens": Total(rows.num_tokens / self._ranks_per_batch),
         }
 
 

@@ -29,6 +29,13 @@ class Rows(NamedTuple):
     extras: Mapping[str, Tensor] = {}
     """Other values of tokens, ``[rows, seq_len]``, which are split with them."""
 
+    @property
+    def num_tokens(self) -> Tensor:
+        """The number of tokens that are no padding, prompts included, a scalar."""
+        if (mask := self.inputs.get("attention_mask")) is not None:
+            return mask.sum()
+        return (torch.zeros_like(self.labels) if self.sequence_ids is None else self.sequence_ids).ge(0).sum()
+
     def to_context(self, context: ContextParallel | None) -> "Rows":
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
         if context is None:
@@ -88,15 +95,24 @@ def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
     for key in ("attention_mask", *PACKING):
         if batch.get(prefix + key) is not None:
             inputs[key] = batch[prefix + key]
-    mask = batch[prefix + "completion_mask"].bool()
     position_ids, ids = inputs.get("position_ids"), batch.get(prefix + "sequence_ids")
-    labels = shift_labels(input_ids.long().masked_fill(~mask, IGNORE_INDEX), position_ids)
+    labels = completion_labels(input_ids, batch[prefix + "completion_mask"], inputs.get("attention_mask"))
+    labels = shift_labels(labels, position_ids)
     if ids is None:
         return Rows(inputs, labels, None, len(input_ids))
     # A border is also where the sequence changes, for position_ids of rows that do not start again.
     changes = F.pad(ids.diff(dim=-1) != 0, (0, 1), value=True)
     labels = labels.masked_fill(changes | (ids < 0), IGNORE_INDEX)
     return Rows(inputs, labels, ids, count_sequences(batch, prefix))
+
+
+def completion_labels(input_ids: Tensor, completion_mask: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The ids of completion tokens in int64, -100 for others: padding is no label, and none is predicted from it."""
+    mask = completion_mask.bool()
+    if attention_mask is not None:
+        is_real = attention_mask.bool()
+        mask = mask & is_real & F.pad(is_real[:, :-1], (1, 0), value=True)
+    return input_ids.long().masked_fill(~mask, IGNORE_INDEX)
 
 
 def count_sequences(batch: Mapping[str, Any], prefix: str = "") -> int:

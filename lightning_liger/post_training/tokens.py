@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_shape, check_tensor
-from lightning_liger.post_training.rows import split_rows
+from lightning_liger.post_training.rows import completion_labels, split_rows
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
@@ -75,7 +74,9 @@ def _labelled(batch: dict[Any, Any]) -> dict[Any, Any]:
         return batch
     check_tensor("batch['completion_mask']", mask)
     check_shape("batch['completion_mask']", mask, input_ids.shape, "one value for each token")
-    labels = input_ids.long().masked_fill(~mask.bool(), IGNORE_INDEX)
+    attention = batch.get("attention_mask")
+    is_of_tokens = isinstance(attention, Tensor) and attention.shape == input_ids.shape
+    labels = completion_labels(input_ids, mask, attention if is_of_tokens else None)
     return {"labels": labels, **{key: value for key, value in batch.items() if key != "completion_mask"}}
 
 

@@ -24,6 +24,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_ops.arguments import check_integer, wrong_type
+from liger_ops.collectives import all_gather
 from lightning_liger.sequences.labels import split_sequence
 
 _NAME = "liger_context_parallel"
@@ -114,7 +115,7 @@ class ContextParallel:
         bits = (tokens.float().view(torch.int32) if tokens.is_floating_point() else tokens).flatten().long()
         weights = torch.arange(1, bits.numel() + 1, device=bits.device)
         own = torch.stack(((bits * weights).sum(), weights[-1]))
-        if not bool((self._of_all_ranks(own) == own).all()):
+        if not bool((all_gather(own, self.group) == own).all()):
             raise ValueError(
                 f"the {self.size} ranks that share a sequence got different batches (rank {self.rank} of them has"
                 f" {tuple(tokens.shape)} tokens): the loader must give all of them the same rows, as Lightning's"
@@ -132,14 +133,8 @@ class ContextParallel:
     def layout(self, position_ids: Tensor) -> "_Layout":
         """The layout of the whole sequences, gathered once for all layers of a forward pass."""
         if position_ids not in self._layouts:
-            self._layouts[position_ids] = _Layout(self._of_all_ranks(position_ids).movedim(0, 1).flatten(1, 2))
+            self._layouts[position_ids] = _Layout(all_gather(position_ids, self.group).movedim(0, 1).flatten(1, 2))
         return self._layouts[position_ids]
-
-    def _of_all_ranks(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks of the group, ``[size, *shape]``."""
-        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
-        return gathered.unflatten(0, (self.size, -1))
 
 
 def attention_implementation(model: nn.Module) -> str:

@@ -26,6 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from liger_ops.collectives import reduce_scatter_mean
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
@@ -347,7 +348,7 @@ def _connect_gradients(model: Module, precision: Any) -> Module:
         and model._comm_hook is None
         and dist.get_backend(model.process_group) == "nccl"
     ):
-        model.register_comm_hook(model.process_group, _reduce_scatter_mean)
+        model.register_comm_hook(model.process_group, reduce_scatter_mean)
     return model
 
 
@@ -360,7 +361,3 @@ def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -
             " fabric.setup returned, and mark its other methods that call the model, as with"
             ' model.mark_forward_method("generate")'
         )
-
-
-def _reduce_scatter_mean(process_group: dist.ProcessGroup, gradient: Tensor, shard: Tensor) -> None:
-    dist.reduce_scatter_tensor(shard, gradient, op=dist.ReduceOp.AVG, group=process_group)

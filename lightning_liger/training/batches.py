@@ -12,7 +12,6 @@ from lightning_liger.training.language_model import LanguageModel
 
 LABELS = ("labels", "shift_labels")
 _INTEGERS = (torch.int64, torch.int32)
-_DECODERS = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 def check_batch(stage: str, batch: Any, model: LanguageModel) -> None:

@@ -1,5 +1,6 @@
 """Adapters of peft from plain settings."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +37,11 @@ def add_adapters(model: PreTrainedModel, lora: Mapping[str, Any]) -> Any:
     """
     from peft import get_peft_model
 
+    config = _lora_config(lora)
     try:
-        return get_peft_model(model, _lora_config(lora))
+        with warnings.catch_warnings():  # peft reads an attribute that transformers renamed
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return get_peft_model(model, config)
     except ValueError as error:
         raise wrong_value("lora", f"settings that fit {type(model).__name__} ({error})", dict(lora)) from None
 

@@ -115,7 +115,7 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     in_order = chunk_size >= num_tokens
     plan = plan_tokens(Targets(labels, None, arguments.token_weight), 1, IGNORED, input, with_order=not in_order)
     visits_all = in_order or (input.is_cuda and torch.cuda.is_current_stream_capturing())
-    tokens = KeptTokens(plan, num_tokens if visits_all else None)
+    tokens = KeptTokens(plan.order, num_tokens if visits_all else plan.num_kept)
     losses = torch.zeros_like(labels, dtype=_dtype_of_losses(arguments))
     grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else arguments.grad_losses
     with_gradient = any(arguments.needs_gradient)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.collectives import all_gather
 from liger_ops.divergence.launch import launch_shard_step
 from liger_ops.divergence.options import IGNORED, DivergenceOptions
 from liger_ops.divergence.rows import (
@@ -51,9 +52,7 @@ def write_sharded_rows(
     steps = _Steps(student, teacher, kept, options, shard.vocab_size)
 
     own = torch.stack(steps.sum_logits()).double()
-    of_ranks = own.new_empty(shard.group.size() * len(own), own.shape[1])
-    dist.all_gather_into_tensor(of_ranks, own, group=shard.group)
-    sums = _merge(RowSums(*of_ranks.unflatten(0, (-1, len(own))).unbind(1)), kind)
+    sums = _merge(RowSums(*all_gather(own, shard.group).unbind(1)), kind)
     if kind not in ONE_STEP:
         both = torch.stack(steps.sum_mixtures(sums)).double()
         dist.all_reduce(both, group=shard.group)

@@ -15,12 +15,12 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import shown, wrong_type
 from liger_ops.log_probs.linear_log_probs import prepare
-from liger_ops.log_probs.passes import ScoreArguments, make_plan, make_scorer
+from liger_ops.log_probs.passes import ScoreArguments, make_scorer, plan_visits
 from liger_ops.log_probs.reference import TokenLoss
 from liger_ops.log_probs.rows import Coefficients
 from liger_ops.log_probs.scores import TokenScores
 from liger_ops.log_probs.units import join_units, plan_units
-from liger_ops.loss.chunked_loss import KeptTokens, choose_accumulate_dtype, chunked_linear_loss
+from liger_ops.loss.chunked_loss import choose_accumulate_dtype, chunked_linear_loss
 from liger_ops.loss.linear_head import NUM_GRADIENTS
 from liger_ops.loss.options import IGNORE_INDEX
 from liger_ops.loss.scale_gradient import scale_gradient
@@ -36,13 +36,13 @@ def _losses_and_coefficients(
     with torch.set_grad_enabled(bool(leaves)):
         losses = token_loss(scores, index)
         _check_losses(losses, index)
-        if leaves and not losses.requires_grad:
+        if leaves and not losses.requires_grad and bool(kept.any()):
             raise ValueError(
                 "token_loss must return losses that depend on differentiable scores, got"
                 f" {shown(losses)} that requires no gradient; with no_grad, or detach=, nothing is asked to have one"
             )
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32)).where(kept, 0.0)
-    if not leaves:
+    if not leaves or not losses.requires_grad:
         return losses, Coefficients()
     _check_graph(losses, leaves.values())
     ones = torch.ones_like(losses)  # of their sum
@@ -120,8 +120,7 @@ class _LinearTokenLossFunction(torch.autograd.Function):
         if units is not None:
             visited = plan_units(units, kept, chunk_size)
         else:
-            plan = make_plan(labels, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
-            visited = KeptTokens(*plan)
+            visited = plan_visits(labels, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
         gradients = chunked_linear_loss(
             input,
             arguments.weight,

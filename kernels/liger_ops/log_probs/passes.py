@@ -24,7 +24,7 @@ from liger_ops.loss.chunked_loss import (
     chunked_linear_loss,
 )
 from liger_ops.loss.options import Targets, TokenLossOptions
-from liger_ops.loss.token_plan import TokenPlan, plan_tokens
+from liger_ops.loss.token_plan import plan_tokens
 from liger_ops.loss.vocab_parallel import VocabShard, gradient_of_rows_in_place
 
 
@@ -79,15 +79,15 @@ def _fake_scores(*values: Any) -> list[Tensor]:
     return [*scores, *gradients]
 
 
-def make_plan(
+def plan_visits(
     labels: Tensor, ignore_index: int, input: Tensor, chunk_size: int, max_valid_tokens: int | None
-) -> tuple[TokenPlan, int | None]:
-    """The plan of the tokens, and how many are visited at most, if the host shall not wait to know."""
+) -> KeptTokens:
+    """The order of the tokens, and how many are visited: a bound, if the host shall not wait to know."""
     in_order = chunk_size >= labels.shape[0]
-    found = plan_tokens(Targets(labels, None, None), 0, ignore_index, input, with_order=not in_order)
+    plan = plan_tokens(Targets(labels, None, None), 0, ignore_index, input, with_order=not in_order)
     if in_order or (max_valid_tokens is None and input.is_cuda and torch.cuda.is_current_stream_capturing()):
         max_valid_tokens = labels.shape[0]
-    return found, max_valid_tokens
+    return KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens)
 
 
 def make_scorer(arguments: ScoreArguments, shard: VocabShard | None, outputs: Sequence[str]) -> RowScorer:
@@ -119,14 +119,14 @@ def score_tokens(shard: VocabShard | None, *values: Any, saved: SavedLogits | No
 
     other = OtherGradient(entropy_gradient) if with_log_probs and with_entropy else None
     needs_input = with_log_probs or with_entropy
-    token_plan, max_kept = make_plan(
+    visited = plan_visits(
         arguments.labels, arguments.ignore_index, arguments.input, arguments.chunk_size, arguments.max_valid_tokens
     )
     found = chunked_linear_loss(
         arguments.input,
         arguments.weight,
         arguments.bias,
-        KeptTokens(token_plan, max_kept),
+        visited,
         chunk_loss,
         chunk_size=arguments.chunk_size,
         accumulate_dtype=arguments.input.dtype,
@@ -203,13 +203,11 @@ def token_gradients(shard: VocabShard | None, *values: Any, saved: SavedLogits |
     )  # fmt: skip
     alive = rows.kept
     if saved is not None:  # their chunks stay as they were in forward
-        order = make_plan(labels, ignore_index, input, chunk_size, max_valid_tokens)[0].order
+        order = plan_visits(labels, ignore_index, input, chunk_size, labels.shape[0]).order
         num_saved = sum(map(len, saved.chunks))
         is_saved = torch.ones_like(alive) if order is None else alive.index_fill(0, order[:num_saved], True)
         alive = is_saved & (labels != ignore_index)
-    token_plan, max_kept = make_plan(
-        labels.where(alive, ignore_index), ignore_index, input, chunk_size, max_valid_tokens
-    )
+    visited = plan_visits(labels.where(alive, ignore_index), ignore_index, input, chunk_size, max_valid_tokens)
     row_options = options_of_gradient(options, coefficients)
 
     def to_gradient(logits: Tensor, index: Tensor | None) -> None:
@@ -219,7 +217,7 @@ def token_gradients(shard: VocabShard | None, *values: Any, saved: SavedLogits |
         input,
         arguments.weight,
         arguments.bias,
-        KeptTokens(token_plan, max_kept),
+        visited,
         to_gradient,
         chunk_size=chunk_size,
         accumulate_dtype=arguments.accumulate_dtype,

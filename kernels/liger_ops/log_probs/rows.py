@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.collectives import all_gather
 from liger_ops.log_probs.scores import TokenScores
 from liger_ops.loss.cross_entropy import transform_logits
 from liger_ops.loss.launch import GradientRows, launch_loss
@@ -300,7 +300,7 @@ def score_rows_of_shard(
 
     Ranks exchange a few float64 numbers for each token, as in :mod:`liger_ops.loss.vocab_parallel`.
     """
-    num_rows, num_columns = logits.shape
+    num_columns = logits.shape[1]
     kept = labels != options.ignore_index
     own_labels = labels - shard.start
     has_label = kept & (own_labels >= 0) & (own_labels < num_columns)
@@ -329,9 +329,7 @@ def score_rows_of_shard(
     if own.log_sum_sq_probs is not None:
         sent.append((own.log_sum_sq_probs + 2 * lse).where(lse > -torch.inf, -torch.inf))
     of_rank = torch.stack([each.double() for each in sent])
-    of_ranks = of_rank.new_empty(shard.group.size() * of_rank.shape[0], num_rows)
-    dist.all_gather_into_tensor(of_ranks, of_rank, group=shard.group)
-    lse_of_ranks, of_label, *details = of_ranks.unflatten(0, (-1, of_rank.shape[0])).unbind(1)
+    lse_of_ranks, of_label, *details = all_gather(of_rank, shard.group).unbind(1)
 
     lse = lse_of_ranks.logsumexp(0)
     rounded = lse.to(own.lse.dtype)

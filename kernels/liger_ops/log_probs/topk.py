@@ -169,7 +169,7 @@ def _compute(*values: Any, saved: SavedLogits | None = None) -> TopkResults:
         input,
         arguments.weight,
         arguments.bias,
-        KeptTokens(plan, num_tokens if visits_all else None),
+        KeptTokens(plan.order, num_tokens if visits_all else plan.num_kept),
         chunk_loss,
         chunk_size=chunk_size,
         accumulate_dtype=arguments.accumulate_dtype,

@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_ops.arguments import check_same_device, check_shape, check_tensor, wrong_value
 from liger_ops.loss.chunked_loss import KeptTokens
 from liger_ops.loss.groups import is_grouped
-from liger_ops.loss.token_plan import TokenPlan
 
 
 def join_units(units: Any, target: Any) -> Tensor:
@@ -49,5 +48,4 @@ def plan_units(units: Tensor, kept: Tensor, chunk_size: int) -> KeptTokens:
             bounds.append(end)
     # Without tokens the loop still runs once, to write gradients of zero.
     bounds.append(ends[-1] if ends else min(1, len(units)))
-    plan = TokenPlan(units.new_empty((), dtype=torch.float32), order, None)
-    return KeptTokens(plan, len(units), list(pairwise(bounds)))
+    return KeptTokens(order, len(units), list(pairwise(bounds)))

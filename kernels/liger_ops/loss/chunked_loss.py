@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.loss.token_plan import TokenPlan
-
 CPU_CHUNK_BYTES = 8 * 2**20
 """Default chunk on a CPU: about the size of its cache, and few new memory pages."""
 
@@ -116,20 +114,20 @@ class KeptTokens:
     """The order in which tokens are visited, those that are not ignored first, and how many there are of them.
 
     Args:
-        plan: The order and the number, on the device; without an order tokens are visited as they are.
-        max_kept: An upper bound of the number that the host knows already. Without one the number is copied to the host
-            in the background: :meth:`count` waits for it, which the loop does only once the first chunk's work is
-            queued, so that the device is never idle.
+        order: ``[num_tokens]``, int64, those that are visited first; None visits tokens as they are.
+        count: How many are visited at most, an integer, or a scalar on the device; None for one chunk. The scalar is
+            copied to the host in the background: :meth:`count` waits for it, which the loop does only once the first
+            chunk's work is queued, so that the device is never idle.
         chunks: Where chunks of the order start and end, in place of chunks of one size.
     """
 
     def __init__(
-        self, plan: TokenPlan, max_kept: int | None = None, chunks: Sequence[tuple[int, int]] | None = None
+        self, order: Tensor | None, count: Tensor | int | None, chunks: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        self.order = plan.order
+        self.order = order
         self._chunks = chunks
         self._ready: torch.cuda.Event | None = None
-        self._count = plan.num_kept if max_kept is None else max_kept
+        self._count = count
         if isinstance(self._count, Tensor) and self._count.is_cuda:
             on_device, self._count = self._count, torch.empty((), dtype=torch.int64, pin_memory=True)
             self._count.copy_(on_device, non_blocking=True)
@@ -140,7 +138,7 @@ class KeptTokens:
         """How many tokens to visit, waiting for the device if it has not counted yet."""
         if self._ready is not None:
             self._ready.synchronize()
-        assert self._count is not None  # a plan with an order has a number
+        assert self._count is not None  # needed with more than one chunk
         return int(self._count)
 
     def chunks(self, num_tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:

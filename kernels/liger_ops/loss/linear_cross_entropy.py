@@ -178,7 +178,7 @@ def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | 
         input,
         arguments.weight,
         arguments.bias,
-        KeptTokens(plan, max_valid_tokens),
+        KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens),
         chunk_loss,
         chunk_size=chunk_size,
         accumulate_dtype=arguments.accumulate_dtype,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_bool, check_integer, wrong_type
+from liger_ops.collectives import all_gather
 from liger_ops.loss.cross_entropy import transform_logits
 from liger_ops.loss.launch import GradientRows, launch_loss, launch_shard_gradient
 from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
@@ -102,9 +103,7 @@ def sharded_loss_and_gradient_in_place(
     own_labels = own_labels.where(kept & (own_labels >= 0) & (own_labels < logits.shape[1]), -1)
 
     own = _summarise(logits, own_labels, kept, own_weight, options, shard.start, stats is not None)
-    of_ranks = own.new_empty(shard.group.size() * own.shape[0], own.shape[1])
-    dist.all_gather_into_tensor(of_ranks, own, group=shard.group)
-    lse_of_ranks, of_label, weighted, *details = of_ranks.unflatten(0, (-1, own.shape[0])).unbind(1)
+    lse_of_ranks, of_label, weighted, *details = all_gather(own, shard.group).unbind(1)
 
     lse = lse_of_ranks.logsumexp(0)
     log_probability = (of_label.sum(0) - lse).where(in_range, torch.nan)

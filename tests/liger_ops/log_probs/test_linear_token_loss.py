@@ -211,3 +211,18 @@ def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
     expected = torch.autograd.grad(run(), list(leaves.values()))
     checkpoint(run, *leaves.values(), use_reentrant=use_reentrant).backward()
     torch.testing.assert_close(tuple(leaf.grad for leaf in leaves.values()), expected)
+
+
+def test_chunk_of_ignored_tokens_alone_needs_no_gradient() -> None:
+    hidden_states, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    target = torch.full((4,), -100)
+
+    def of_kept(scores: TokenScores, index: Tensor) -> Tensor:
+        losses, kept = torch.zeros(len(index)), target[index] != -100
+        assert scores.log_probs is not None
+        return losses.masked_scatter(kept, scores.log_probs[kept]) if kept.any() else losses
+
+    loss, _ = linear_token_loss(hidden_states, weight, target, of_kept)
+    gradients = torch.autograd.grad(loss, (hidden_states, weight))
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients)

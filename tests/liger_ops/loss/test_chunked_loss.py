@@ -26,7 +26,7 @@ from liger_ops.loss.chunked_loss import (
     default_chunk_size,
 )
 from liger_ops.loss.options import Targets
-from liger_ops.loss.token_plan import TokenPlan, plan_tokens
+from liger_ops.loss.token_plan import plan_tokens
 from tests.liger_ops.loss.test_linear_cross_entropy import (
     HIDDEN,
     WHOLE,
@@ -156,7 +156,8 @@ def test_accumulate_dtype_rounds_only_few_bfloat16_sums(
 
 def kept_tokens(labels: Tensor, max_kept: int | None = None, *, in_order: bool = False) -> KeptTokens:
     like = torch.empty(1, device=labels.device)
-    return KeptTokens(plan_tokens(Targets(labels, None, None), 50, IGNORED, like, with_order=not in_order), max_kept)
+    plan = plan_tokens(Targets(labels, None, None), 50, IGNORED, like, with_order=not in_order)
+    return KeptTokens(plan.order, plan.num_kept if max_kept is None else max_kept)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -186,8 +187,7 @@ def test_number_of_kept_tokens_waits_for_the_stream_of_its_device(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pinned)
-    plan = TokenPlan(torch.ones(()), None, torch.tensor(3).as_subclass(OnOtherGpu))
-    assert KeptTokens(plan).count() == 3
+    assert KeptTokens(None, torch.tensor(3).as_subclass(OnOtherGpu)).count() == 3
     assert streams == ["stream of cuda:1"]
 
 

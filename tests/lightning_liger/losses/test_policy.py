@@ -17,9 +17,10 @@ from lightning_liger.losses.policy_batch import (
     policy_objective,
     token_objective,
 )
+from lightning_liger.losses.policy_metrics import policy_metrics
 from lightning_liger.losses.policy_options import LOSS_TYPES, PolicyOptions
 from lightning_liger.losses.policy_reductions import num_units, reduce_losses
-from lightning_liger.losses.policy_weights import sampling_ratio, top_entropy_mask
+from lightning_liger.losses.policy_weights import num_top_entropies, sampling_ratio, top_entropy_mask
 from tests.lightning_liger.losses.policy_batches import (
     LENGTHS,
     TOKEN_TYPES,
@@ -256,6 +257,29 @@ def test_entropy_mask_selects_what_is_trained_and_what_the_bonus_counts() -> Non
     only = policy_objective(log_probs, entropies, batch._replace(completions=Completions(kept)), options_for("dapo"))
     torch.testing.assert_close(result.total, only.total)
     torch.testing.assert_close(result.entropy, entropies[kept].sum())
+
+
+def test_number_of_top_entropies_is_known_from_that_of_tokens() -> None:
+    entropies = torch.rand(1, 40)
+    for quantile in (0.05, 0.2, 0.3, 0.5, 0.8, 1.0):
+        for number in (0, 1, 2, 7, 11, 31, 40):
+            mask = torch.arange(40)[None] < number
+            kept = top_entropy_mask(entropies, mask, quantile=quantile).sum()
+            assert num_top_entropies(torch.tensor(number), quantile) == kept, (quantile, number)
+
+
+def test_divergence_of_async_grpo_is_that_of_its_ratios_of_tokens_or_completions() -> None:
+    log_probs, entropies, batch = padded_batch()
+    assert batch.old_log_probs is not None
+    log_ratio = log_probs - batch.old_log_probs
+    for level, of_unit in (
+        ("token", log_ratio[batch.completions.mask]),
+        ("sequence", batch.completions.mean(log_ratio)),
+    ):
+        options = PolicyOptions(loss_type="async_grpo", importance_sampling_level=level)
+        details = policy_objective(log_probs, entropies, batch, options).details
+        total, count = policy_metrics(entropies, batch, details, options).means["kl"]
+        torch.testing.assert_close(total / count, (of_unit.exp() - 1 - of_unit).mean().to(total.dtype))
 
 
 def test_reduce_losses_takes_known_counts() -> None:

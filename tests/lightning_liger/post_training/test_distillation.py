@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_liger import DistillationOptions, LigerDistillation, LigerDistillationMixin, apply_liger_kernels
+from lightning_liger import (
+    DistillationOptions,
+    LigerDistillation,
+    LigerDistillationMixin,
+    apply_liger_kernels,
+    iw_opd_loss,
+)
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 pytestmark = [
@@ -255,6 +261,12 @@ def test_values_of_the_policy_that_sampled() -> None:
     apply_liger_kernels(opd, "linear_cross_entropy")
     result = opd.step_loss("train", {**batch, **columns})
     assert float(result.terms[0].count) == 12
+    weights = iw_opd_loss(of_student, of_teacher, torch.ones(2, 6, dtype=torch.bool),
+                          rollout_log_probs=columns["old_per_token_logps"][:, 1:])[1]["weight"]  # fmt: skip
+    extremes = [float(result.metrics[f"iw_opd/{kind}_weight"][0]) for kind in ("min", "max")]
+    assert extremes == pytest.approx([float(weights.min()), float(weights.max())], rel=1e-5)
+    assert float(result.metrics["num_tokens"][0]) == 14
+    assert result.metrics.keys() == opd.metric_kinds().keys()
     packed = {name: value.reshape(1, -1) for name, value in {**batch, **columns}.items()}
     packed["position_ids"] = torch.arange(batch["input_ids"].shape[1]).repeat(2)[None]
     packed = opd.step_loss("train", packed)

@@ -166,6 +166,21 @@ def test_top_entropy_and_off_policy_masks_train_the_tokens_that_they_keep() -> N
     assert_same_weights(module.model, stock)
 
 
+def test_entropy_bonus_is_the_mean_over_the_tokens_that_the_mask_keeps() -> None:
+    examples = sequences(6)
+    _, entropies = stock_scores(tiny_llama(), examples)
+    scored = entropies[pad([example["tool_mask"] for example in examples]).bool()]
+    for quantile in (0.1, 0.3):
+        kept = scored[scored >= scored.double().quantile(1 - quantile).float()]
+        assert len(kept) != quantile * len(scored)
+        losses = []
+        for weight in (0.0, 0.1):
+            module = Policy(PolicyOptions(top_entropy_quantile=quantile, entropy_coef=weight))
+            module.configure_model()
+            losses.append(module.training_step(apart(examples), 0).item())
+        assert losses[0] - losses[1] == pytest.approx(0.1 * kept.mean().item(), rel=1e-4)
+
+
 def test_adaptive_entropy_coefficient_follows_its_target(tmp_path: Any) -> None:
     settings: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.04}
     batches = [apart(sequences(3, columns=(), seed=seed)) for seed in range(3)]

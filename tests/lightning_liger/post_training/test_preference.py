@@ -309,6 +309,16 @@ def test_stored_columns_replace_the_reference() -> None:
         assert_trained_as(module.model, lambda model: by_hand(model, examples))
 
 
+def test_stored_columns_that_are_not_finite_are_errors() -> None:
+    batch = collated(pairs_of(2, 3)) | {f"ref_{name}_logps": torch.zeros(2) for name in ("chosen", "rejected")}
+    for value in (float("nan"), -float("inf")):
+        wrong = batch | {"ref_rejected_logps": torch.tensor([0.0, value])}
+        with pytest.raises(
+            ValueError, match=rf"'ref_rejected_logps'\] must hold finite .*, got {value} for number 1 of 2"
+        ):
+            fit(Module(DPOOptions(beta=BETA)), [wrong], strategy="liger")
+
+
 def test_adapters_off_are_the_reference() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.5, init_lora_weights=False)

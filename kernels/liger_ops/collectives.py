@@ -1,0 +1,24 @@
+"""Collectives of torch.distributed, whose names changed in torch 2.13: the former ones are deprecated."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks of a group, ``[group's size, *shape]``, which have the same shape. Without gradient."""
+    size, rows = group.size(), tensor.shape[0]
+    gathered = tensor.new_empty(size * rows, *tensor.shape[1:])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, tensor.contiguous(), group=group)
+    return gathered.unflatten(0, (size, rows))
+
+
+def reduce_scatter_mean(group: dist.ProcessGroup, tensor: Tensor, shard: Tensor) -> None:
+    """Writes this rank's part of the mean over a group to ``shard``, ``[len(tensor) / group's size, ...]``; NCCL.
+
+    A communication hook of FSDP.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(shard, tensor, op=dist.ReduceOp.AVG, group=group)
