@@ -13,6 +13,7 @@ from lightning_liger.callbacks.kernels import LigerCallback
 from lightning_liger.monitor import LigerMonitor
 from lightning_liger.monitor.clock import TrainingClock, peak_memory, readable_bytes, share_of_each
 from lightning_liger.monitor.page import table
+from lightning_liger.monitor.tokens import count_tokens
 from lightning_liger.patching import PatchReport
 
 
@@ -56,7 +57,8 @@ class TrainingSummary(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._clock.batch_starts(trainer, batch)
+        if self._clock.batch_starts(trainer):
+            self._num_tokens += count_tokens(batch)
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -65,9 +67,7 @@ class TrainingSummary(L.Callback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._clock.pause(trainer)
-        lap = self._clock.lap(trainer)
-        self._num_tokens += lap.num_tokens
-        self._seconds += lap.seconds()
+        self._seconds += self._clock.lap(trainer).seconds()
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -146,7 +146,8 @@ def test_plan_of_a_budget_is_in_the_summary(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("later_peak", [3, 9])
 def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch, later_peak):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: later_peak)
+    stats = {"allocated_bytes": {"all": {"peak": later_peak}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
     strategy = SimpleNamespace(root_device=torch.device("cuda"), peak_before_resets=5)
     assert peak_memory(strategy) == max(5, later_peak)
 

@@ -4,14 +4,19 @@ import torch
 
 from lightning_liger.data.collate import Layout
 from lightning_liger.monitor.batches import LENGTH_EDGES, BatchCounter, BatchTotals
-from lightning_liger.monitor.clock import size_of
+from lightning_liger.monitor.tokens import contents_of, size_of
 
 
 def _totals(*batches, windows=(None, 3)):
     counter = BatchCounter(torch.device("cpu"), windows)
     for batch in batches:
-        counter.add(batch)
-    return BatchTotals.from_list(counter.take().tolist(), len(windows))
+        counter.add(*contents_of(batch))
+    return BatchTotals.from_list(_taken(counter).tolist(), len(windows))
+
+
+def _taken(counter):
+    known, counted = counter.take()
+    return torch.tensor([*known, *counted.tolist()], dtype=torch.float64)
 
 
 def _lengths(totals):
@@ -62,13 +67,13 @@ def test_batches_of_every_form_are_counted():
 def test_batches_are_counted_together_and_only_once(monkeypatch):
     batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "labels": torch.full((2, 6), -100)}
     counter = BatchCounter(torch.device("cpu"), [None])
-    counter.add(batch)
-    first = counter.take()
-    assert torch.equal(counter.take(), torch.zeros_like(first))
+    counter.add(*contents_of(batch))
+    first = _taken(counter)
+    assert torch.equal(_taken(counter), torch.zeros_like(first))
     monkeypatch.setattr("lightning_liger.monitor.batches._MAX_PENDING", 20)  # counted after each second batch
     for _ in range(5):
-        counter.add(batch)
-        assert len(counter._labels) < 2
-    assert torch.equal(counter.take(), 5 * first)
+        counter.add(*contents_of(batch))
+        assert sum(map(len, counter._labels.values())) < 2
+    assert torch.equal(_taken(counter), 5 * first)
     assert LENGTH_EDGES[:9] == (1, 2, 3, 4, 6, 8, 12, 16, 24)
     assert _lengths(_totals({"input_ids": torch.zeros(1, 2**25, dtype=torch.int8)})) == {LENGTH_EDGES[-1]: 1}
