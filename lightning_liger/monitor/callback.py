@@ -186,8 +186,8 @@ class LigerMonitor(L.Callback):
     ) -> None:
         if not self._clock.is_running:
             self._fetches.leave_out_last()
-        if self._has_counts and self._clock.ends_warm_up(trainer):
-            self._close_lap(trainer)  # what was not timed is no part of the first lap
+            if self._has_counts and self._clock.ends_warm_up(trainer):
+                self._close_lap(trainer)  # what was not timed is no part of the first lap
         self._clock.batch_starts(trainer)
         self._batch = contents_of(batch)  # now: steps may take something out of the batch
 

@@ -54,10 +54,9 @@ def parts_of(batch: Any) -> list[Part]:
         embeddings = batch.get("inputs_embeds")
         if isinstance(embeddings, Tensor) and embeddings.ndim > 1:
             return [_part(batch, "", tuple(embeddings.shape[:-1]))]
-        if all(
-            isinstance(batch.get(name), Tensor) and batch.get(name).ndim for name in ("prompt_ids", "completion_ids")
-        ):
-            return [_of_prompts(batch)]
+        prompts, completions = batch.get("prompt_ids"), batch.get("completion_ids")
+        if isinstance(prompts, Tensor) and isinstance(completions, Tensor):
+            return [_of_prompts(batch, prompts, completions)]
         batch = list(batch.values())
     if not isinstance(batch, list | tuple):
         return []
