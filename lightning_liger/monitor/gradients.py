@@ -80,6 +80,8 @@ def sharded_units(model: Module) -> dict[Parameter, Any]:
     Args:
         model: A plain module, or one with FSDP inside whose parameters are sharded now. It is walked through.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
     found = {}
     for unit in FullyShardedDataParallel.fsdp_modules(model):  # outer units first
         group = None if unit.sharding_strategy == ShardingStrategy.NO_SHARD else unit.process_group
