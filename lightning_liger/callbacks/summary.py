@@ -110,14 +110,13 @@ class TrainingSummary(L.Callback):
             "Tokens/s": f"{speed:,.0f} ({speed / world_size:,.0f} a process)" if speed else "too few steps to tell",
             **{_title(name): f"{value:.4g}" for name, value in results.items() if name.startswith(("train_", "val_"))},
             f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{peak} a process",
-            "Logits never allocated": readable_bytes(avoided),
         }
+        if avoided:  # not where each loss took one chunk, or its chunks are not counted
+            each = avoided / results["num_fused_losses"] / world_size
+            rows["Logits never allocated"] = f"{readable_bytes(avoided)} in all, {readable_bytes(each)} in each loss"
         plan = getattr(trainer.strategy, "activation_plan", "")
         if plan:
             rows["Activations"] = plan
-        if results["num_fused_losses"]:
-            each = avoided / results["num_fused_losses"] / world_size
-            rows["Logits never allocated"] += f" in all, {readable_bytes(each)} in each loss"
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of Trainer.__init__
         for callback in callbacks:
             if isinstance(callback, LigerMonitor) and callback.results:

@@ -130,8 +130,11 @@ def peak_and_reserved_memory(strategy: Any) -> tuple[int, int]:
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """``num_bytes`` in GiB or MiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    """``num_bytes`` in GiB, MiB or KiB."""
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 class FetchTimer(Profiler):

@@ -168,3 +168,13 @@ def test_a_rank_other_than_zero_prints_nothing(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "Training summary" not in printed
     assert "no kernels" not in printed
+
+
+@pytest.mark.parametrize(("chunk_size", "row"), [(8, "34.1 KiB in all, 6.8 KiB in each loss"), (TOKENS, None)])
+def test_logits_that_each_loss_held_at_once_have_no_row(tmp_path, monkeypatch, capsys, chunk_size, row):
+    module = importlib.import_module("lightning_liger.lazy.head")
+    monkeypatch.setattr(module, "default_chunk_size", lambda *_: chunk_size)
+    make_trainer(TrainingSummary(), root=tmp_path, strategy="liger").fit(LM(), make_loader(0, NUM_BATCHES))
+    printed = capsys.readouterr().out
+    assert ("Logits never allocated" in printed) == (row is not None)
+    assert row is None or row in printed  # 5 losses of 18 tokens less, 97 classes, 4 bytes
