@@ -196,7 +196,7 @@ class BatchCounter:
         self._counted = counted if self._counted is None else self._counted + counted
         self._forget_pending()
 
-    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
         """The elements of all tensors on the device, in rows if they have rows of one length."""
         joined = tensors[0]
         if len(tensors) > 1:

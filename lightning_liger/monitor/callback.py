@@ -92,7 +92,7 @@ class LigerMonitor(L.Callback):
     Each logger of the Trainer gets, every ``every_n_steps`` steps, for the steps since the last time:
 
     - ``monitor/tokens_per_second`` and ``monitor/tokens_per_second_per_device``, those of padding included, and
-      ``monitor/step_seconds``; of batches without ``input_ids``, ``monitor/rows_per_second`` in their place
+      ``monitor/step_seconds``; of batches without tokens, ``monitor/rows_per_second`` in their place
     - ``monitor/model_flops_utilization``: the share of the device's peak rate (:mod:`lightning_liger.hardware`, or
       measured) at which the FLOPs of the model are done; see :mod:`lightning_liger.monitor.flops` for the convention
     - ``monitor/data_wait_share``: of the time, during which the host waited for a batch
@@ -106,7 +106,8 @@ class LigerMonitor(L.Callback):
     throughput and a histogram of the lengths of sequences is written.
 
     The first steps and validation are left out of times. The device is never waited for: its numbers are read when they
-    have arrived. Ranks that share batches (tensor and context parallelism) count once. Checkpoints keep all numbers.
+    have arrived. Ranks that share batches (tensor and context parallelism) count once. Checkpoints keep all numbers,
+    and so does an interruption (of several ranks, up to the last time).
 
     Args:
         every_n_steps: Optimizer steps between two times; by default the Trainer's ``log_every_n_steps``, or fewer in a
@@ -115,7 +116,7 @@ class LigerMonitor(L.Callback):
         gradient_norm: Whether to take the norm of gradients, once every ``every_n_steps`` steps. What clipping or
             DeepSpeed has computed is not computed again.
         page: The HTML file to write, in the folder of the first logger if the path is relative, or in
-            ``default_root_dir`` without one; None writes none.
+            ``default_root_dir`` without one; a URL that fsspec knows, too. None writes none.
 
     Raises:
         TypeError: For an argument of another type.
@@ -295,9 +296,10 @@ class LigerMonitor(L.Callback):
         """Reads the oldest open lap, adds it to the totals, and logs it."""
         closed = self._open.popleft()
         assert self._flops is not None
-        waited, *values = [*closed.known, *closed.copied.wait().tolist()]
-        scalars = dict(zip(closed.scalars, values[len(values) - len(closed.scalars) :], strict=True))
-        batches = BatchTotals.from_list(values[: len(values) - len(scalars)], len(self._flops.attention))
+        values = [*closed.known, *closed.copied.wait().tolist()]
+        end = len(values) - len(closed.scalars)
+        waited, scalars = values[0], dict(zip(closed.scalars, values[end:], strict=True))
+        batches = BatchTotals.from_list(values[1:end], len(self._flops.attention))
         batches = batches.times(share_of_each(trainer))
         flops = self._flops.of_pairs(batches.num_tokens, batches.pairs)
         totals, seconds = self._totals, closed.lap.seconds()

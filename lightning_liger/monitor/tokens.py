@@ -106,8 +106,9 @@ def _of_prompts(batch: Mapping[str, Any], prompts: Tensor, completions: Tensor) 
     """Prompts, each followed by its completion."""
     shape = (*completions.shape[:-1], prompts.shape[-1] + completions.shape[-1])
     masks = batch.get("prompt_mask"), batch.get("completion_mask")
-    has_masks = all(
-        isinstance(mask, Tensor) and mask.shape == ids.shape
+    whole = tuple(
+        mask
         for mask, ids in zip(masks, (prompts, completions), strict=True)
+        if isinstance(mask, Tensor) and mask.shape == ids.shape
     )
-    return Part(shape, masks, None, masks[1], math.prod(shape), 0) if has_masks else Part(shape)
+    return Part(shape, whole, None, whole[1], math.prod(shape), 0) if len(whole) == 2 else Part(shape)

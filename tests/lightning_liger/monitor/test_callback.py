@@ -2,6 +2,7 @@
 
 import csv
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 
 import fsspec
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -149,6 +151,26 @@ def test_no_operator_runs_between_two_times(tmp_path, clock):
     monitor = Watched(every_n_steps=50, skip_steps=0)
     make_trainer(monitor, root=tmp_path).fit(LM(), DataLoader(batches, batch_size=None))
     assert monitor.results["tokens"] == 4 * TOKENS
+
+
+def test_each_time_is_one_copy_to_the_host_and_no_walk_through_the_model(tmp_path, clock, monkeypatch):
+    made = Counter()
+
+    class Copy(HostCopy):
+        def __init__(self, tensor):
+            made["copies"] += 1
+            super().__init__(tensor)
+
+    def walk(*args):
+        made["walks"] += 1
+        return []
+
+    monkeypatch.setattr(callback_module, "HostCopy", Copy)
+    monkeypatch.setattr(FullyShardedDataParallel, "fsdp_modules", walk)
+    monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
+    make_trainer(monitor, root=tmp_path).fit(LM(), make_loader(0, 4))
+    assert all({"loss", "gradient_norm"} < point.keys() for point in monitor._points)
+    assert (len(monitor._points), made) == (4, {"copies": 4, "walks": 1})  # one for the FLOPs, before
 
 
 def test_batches_without_tokens_count_rows(tmp_path, clock, capsys):
