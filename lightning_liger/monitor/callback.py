@@ -413,7 +413,7 @@ class LigerMonitor(L.Callback):
         }
         self._counter = None
         fast_dev_run: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside of Trainer.__init__
-        if self.page is not None and trainer.is_global_zero and self._points and not fast_dev_run:
+        if self.page is not None and trainer.is_global_zero and totals.num_steps and not fast_dev_run:
             title = f"{type(trainer.lightning_module).__name__}, {trainer.world_size} x {self._device_name}"
             path = str(self.page) if "://" in str(self.page) else os.path.join(folder, self.page)
             with _telling(f"could not write {path}"):

@@ -229,6 +229,7 @@ def test_a_checkpoint_between_two_times_holds_all_tokens(tmp_path, clock):
     state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"]["LigerMonitor"]
     assert (state["totals"]["batches"]["num_tokens"], state["totals"]["num_steps"]) == (3 * TOKENS, 3)
     assert monitor.results["tokens"] == 5 * TOKENS
+    assert "Ignored labels" in (tmp_path / "monitor.html").read_text()
 
 
 def test_an_interrupted_training_leaves_a_page(tmp_path, clock):
