@@ -1,7 +1,8 @@
 """``python -m benchmarks.training.monitor``: what ``LigerMonitor`` adds to a step, in one run.
 
 Fits with and without it follow each other, of one model on the same batches, several times. The host time is that of
-its hooks; the time of a step is taken by a callback that waits for the device at both ends.
+its hooks; the time of a step is taken by a callback that waits for the device at both ends. The first steps are left
+out of both. The exit status is 1 where the host takes 0.5% or more of a step of the largest size.
 """
 
 import argparse
@@ -10,12 +11,14 @@ import logging
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
@@ -24,7 +27,6 @@ from benchmarks.environment import environment
 from benchmarks.training.dims import DIMS, make_model
 from lightning_liger import LigerLMMixin, LigerMonitor
 
-_ROUNDS = 3
 _SKIPPED = 5
 _MAX_SHARE = 0.005
 
@@ -68,72 +70,132 @@ class _Timer(L.Callback):
             self._start = now
 
 
-def _fit(module: L.LightningModule, batches: list[Any], every: int, with_monitor: bool, folder: Path) -> dict[str, Any]:
-    """Milliseconds of a step, and those of the host in the monitor's hooks."""
+def _fit(module: L.LightningModule, batches: list[Any], every: int | None, folder: Path) -> dict[str, Any]:
+    """Milliseconds of a step and, with ``every``, those of the host in the hooks of a monitor."""
     monitor, timer, profiler = _Quiet(every, page=None), _Timer(len(batches)), _Profiler()
     on_gpu = torch.cuda.is_available()
     trainer = L.Trainer(
         accelerator="gpu" if on_gpu else "cpu", devices=1, strategy="liger",
         precision="bf16-true" if on_gpu else "32-true", max_steps=len(batches), max_epochs=1,
-        callbacks=[timer, monitor] if with_monitor else [timer], profiler=profiler, logger=False,
+        callbacks=[timer] if every is None else [timer, monitor], profiler=profiler, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, DataLoader(batches, batch_size=None))
-    steps = len(batches)
     hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
     host = sum(
-        sum(durations)
+        sum(durations[_SKIPPED:])
         for action, durations in profiler.recorded_durations.items()
         if action.startswith(f"[Callback]{monitor.state_key}") and action.endswith(hooks)
     )
+    steps = len(batches) - _SKIPPED
     return {
-        "step_ms": timer.seconds / (steps - _SKIPPED) * 1e3,
+        "step_ms": timer.seconds / steps * 1e3,
         "host_ms": host / steps * 1e3,
         "mfu": monitor.results.get("model_flops_utilization"),
     }
 
 
-def main() -> int:
+def _measure(options: argparse.Namespace, layers: int, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """One line for each ``every_n_steps``, of rounds in which fits with and without the monitor alternate."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = DIMS[options.model].config(layers, tiny=options.quick)
+    module = _Module(make_model(config, device, dtype))
+    ids = torch.randint(config.vocab_size, (1, num_tokens))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    runs: dict[int | None, list[dict[str, Any]]] = {every: [] for every in (None, *options.every)}
+    for _ in range(options.rounds):
+        for every, of_arm in runs.items():
+            of_arm.append(_fit(module, [batch] * (options.steps + _SKIPPED), every, options.out.parent))
+    for every in options.every:
+        yield {
+            "layers": layers,
+            "tokens": num_tokens,
+            "every": every,
+            "without_ms": [run["step_ms"] for run in runs[None]],
+            "with_ms": [run["step_ms"] for run in runs[every]],
+            "host_ms": statistics.median(run["host_ms"] for run in runs[every]),
+            "mfu": runs[every][-1]["mfu"],
+        }
+
+
+def _shown(times: list[float]) -> str:
+    """The median, and half of the distance between the least and the most in percent of it."""
+    median = statistics.median(times)
+    return f"{median:.2f} \N{PLUS-MINUS SIGN}{(max(times) - min(times)) / 2 / median:.1%}"
+
+
+def _table(lines: list[dict[str, Any]]) -> Table:
+    table = Table(title="LigerMonitor: milliseconds of a step", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("size", "every", "without", "with", "added", "host", "of step", "MFU"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        without, with_it = (statistics.median(line[f"{name}_ms"]) for name in ("without", "with"))
+        table.add_row(
+            f"{line['layers']} x {line['tokens']}", str(line["every"]), _shown(line["without_ms"]),
+            _shown(line["with_ms"]), f"{with_it / without - 1:+.1%}", f"{line['host_ms']:.3f}",
+            f"{line['host_ms'] / without:.2%}", f"{line['mfu']:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """The type of ``--sizes``."""
+    found = []
+    for size in text.split(","):
+        layers, num_tokens = size.split("x")
+        found.append((int(layers), int(num_tokens)))
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    """The type of ``--every``."""
+    return [int(number) for number in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.monitor", description=__doc__)
     parser.add_argument("--model", choices=tuple(DIMS), default="llama3_1b", help="dimensions (default: llama3_1b)")
-    parser.add_argument("--layers", type=int, default=4, help="layers (default: 4)")
-    parser.add_argument("--lengths", default="512,4096", help="tokens per batch (default: 512,4096)")
-    parser.add_argument("--steps", type=int, default=200, help="steps of a fit (default: 200)")
-    parser.add_argument("--every", type=int, default=10, help="the monitor's every_n_steps (default: 10)")
+    parser.add_argument(
+        "--sizes",
+        type=sizes,
+        default="4x4096,16x8192",
+        help="layers x tokens of a batch (default: 4x4096,16x8192; the second is the published depth of llama3_1b)",
+    )
+    parser.add_argument(
+        "--every",
+        type=numbers,
+        default="50",
+        help="the monitor's every_n_steps, one or several (default: 50, as Lightning's log_every_n_steps)",
+    )
+    parser.add_argument("--steps", type=int, default=50, help="measured steps of a fit (default: 50)")
+    parser.add_argument("--rounds", type=int, default=3, help="fits of each kind (default: 3)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, which also run on a CPU")
     parser.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.sizes, options.every, options.steps, options.rounds = [(2, 16)], [2, 4], 4, 1
+    if any(options.steps % every for every in options.every):
+        parser.error(f"--steps must be a multiple of each of --every, got {options.steps}")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    lengths = [16, 64] if options.quick else [int(length) for length in options.lengths.split(",")]
-    steps = 8 if options.quick else options.steps
-    table = Table(title="LigerMonitor: milliseconds of a step", title_justify="left")
-    for column in ("tokens", "without", "with", "added", "host", "host / step", "MFU"):
-        table.add_column(column, justify="right")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = [{"environment": environment()}]
-    for length in lengths:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        config = DIMS[options.model].config(options.layers, tiny=options.quick)
-        module = _Module(make_model(config, device, dtype))
-        ids = torch.randint(config.vocab_size, (1, length))
-        batches = [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}] * steps
-        runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-        for _ in range(1 if options.quick else _ROUNDS):
-            for with_monitor in (False, True):
-                runs[with_monitor].append(_fit(module, batches, options.every, with_monitor, options.out.parent))
-        without, with_it = (statistics.median(run["step_ms"] for run in runs[key]) for key in (False, True))
-        host, mfu = statistics.median(run["host_ms"] for run in runs[True]), runs[True][-1]["mfu"]
-        lines.append({"tokens": length, "without_ms": without, "with_ms": with_it, "host_ms": host, "mfu": mfu})
-        table.add_row(
-            f"{length:,}", f"{without:.3f}", f"{with_it:.3f}", f"{with_it / without - 1:+.2%}", f"{host:.4f}",
-            f"{host / without:.2%}", f"{mfu:.1%}",
-        )  # fmt: skip
-    options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = [line for size in options.sizes for line in _measure(options, *size)]
+    text = "".join(json.dumps(line) + "\n" for line in [{"environment": environment()}, *lines])
+    options.out.write_text(text, encoding="utf-8")
     console = Console(highlight=False)
-    console.print(table)
+    console.print(_table(lines))
+    console.print(
+        "size: layers x tokens. \N{PLUS-MINUS SIGN}: half of the distance between the fastest and the slowest fit"
+    )
     console.print(f"wrote {options.out}")
-    return 0 if all(line["host_ms"] < _MAX_SHARE * line["without_ms"] for line in lines[1:]) else 1
+    return status(lines)
+
+
+def status(lines: list[dict[str, Any]]) -> int:
+    """1 if the host takes too much of a step of the largest size."""
+    largest = max(line["layers"] * line["tokens"] for line in lines)
+    of_largest = [line for line in lines if line["layers"] * line["tokens"] == largest]
+    return int(any(line["host_ms"] >= _MAX_SHARE * statistics.median(line["without_ms"]) for line in of_largest))
 
 
 if __name__ == "__main__":

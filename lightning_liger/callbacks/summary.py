@@ -13,6 +13,7 @@ from lightning_liger.callbacks.kernels import LigerCallback
 from lightning_liger.monitor import LigerMonitor
 from lightning_liger.monitor.clock import TrainingClock, peak_memory, readable_bytes, share_of_each
 from lightning_liger.monitor.page import table
+from lightning_liger.monitor.tokens import count_tokens
 from lightning_liger.patching import PatchReport
 
 
@@ -56,7 +57,8 @@ class TrainingSummary(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._clock.batch_starts(trainer, batch)
+        if self._clock.batch_starts(trainer):
+            self._num_tokens += count_tokens(batch)
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -65,9 +67,7 @@ class TrainingSummary(L.Callback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._clock.pause(trainer)
-        lap = self._clock.lap(trainer)
-        self._num_tokens += lap.num_tokens
-        self._seconds += lap.seconds()
+        self._seconds += self._clock.lap(trainer).seconds()
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -110,14 +110,13 @@ class TrainingSummary(L.Callback):
             "Tokens/s": f"{speed:,.0f} ({speed / world_size:,.0f} a process)" if speed else "too few steps to tell",
             **{_title(name): f"{value:.4g}" for name, value in results.items() if name.startswith(("train_", "val_"))},
             f"Peak {'GPU ' if device == 'cuda' else ''}memory": f"{peak} a process",
-            "Logits never allocated": readable_bytes(avoided),
         }
+        if avoided:  # not where each loss took one chunk, or its chunks are not counted
+            each = avoided / results["num_fused_losses"] / world_size
+            rows["Logits never allocated"] = f"{readable_bytes(avoided)} in all, {readable_bytes(each)} in each loss"
         plan = getattr(trainer.strategy, "activation_plan", "")
         if plan:
             rows["Activations"] = plan
-        if results["num_fused_losses"]:
-            each = avoided / results["num_fused_losses"] / world_size
-            rows["Logits never allocated"] += f" in all, {readable_bytes(each)} in each loss"
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of Trainer.__init__
         for callback in callbacks:
             if isinstance(callback, LigerMonitor) and callback.results:

@@ -27,6 +27,7 @@ from lightning_liger.callbacks import LigerCallback
 from lightning_liger.cli.messages import end, message_of
 from lightning_liger.cli.training import LigerCLI
 from lightning_liger.monitor.clock import Moment, peak_memory, share_of_each
+from lightning_liger.monitor.tokens import count_tokens
 from lightning_liger.strategies.parts.adoption import TrainerKernels
 from lightning_liger.strategies.registration import REGISTRATIONS
 
@@ -210,14 +211,6 @@ class Meter(L.Callback):
         traceback.print_exception(exception)
         sys.stderr.flush()
         os._exit(1)  # other processes may wait for this one, and this one would for them
-
-
-def count_tokens(batch: Any) -> int:
-    """The tokens of a batch, with padding; 0 if it has no ``input_ids``, nor ``prompt_ids`` and ``completion_ids``."""
-    if not isinstance(batch, Mapping):
-        return 0
-    names = [name for name in batch if str(name).endswith("input_ids")] or ["prompt_ids", "completion_ids"]
-    return sum(batch[name].numel() for name in names if isinstance(batch.get(name), Tensor))
 
 
 def write(output: str, result: dict[str, Any]) -> None:

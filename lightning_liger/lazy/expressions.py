@@ -125,11 +125,11 @@ class ExpressionHead(HeadParameters):
     def cast(self) -> ExpressionHead:
         return self
 
-    def chunk_size(self, num_tokens: int, vocab_size: int, element_size: int) -> int:
+    def chunk_size(self, num_tokens: int, vocab_size: int, element_size: int, *options: Any, **named: Any) -> int:
         leaf: HeadParameters = self
         while isinstance(leaf, ExpressionHead):
             leaf = leaf.recipes[0].head
-        return leaf.chunk_size(num_tokens, vocab_size, element_size * self.num_values)
+        return leaf.chunk_size(num_tokens, vocab_size, element_size * self.num_values, *options, **named)
 
 
 @dataclass(frozen=True, eq=False)

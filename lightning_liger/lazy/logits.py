@@ -28,7 +28,7 @@ from liger_ops import (
     linear_token_loss,
     linear_topk_log_probs,
 )
-from liger_ops.backend import without_autocast
+from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
@@ -241,12 +241,16 @@ class LazyLogits(LazyTensor):
         self._count_loss()
         return result
 
-    def _count_loss(self) -> None:
+    def _count_loss(self, chunk_bytes: int | None = None, teacher: LazyLogits | None = None) -> None:
+        """Counts a loss of these logits, or of these and a teacher's, in chunks as the op chooses them."""
         head, num_tokens = self.head, self.recipe.num_tokens
-        element_size = head.compute_dtype.itemsize
-        tokens_avoided = max(0, num_tokens - head.chunk_size(num_tokens, head.weight.shape[0], element_size))
+        models = [self] if teacher is None else [self, teacher]
+        element_size = sum(each.head.compute_dtype.itemsize for each in models)
+        hidden_size = head.weight.shape[1] if needs_graph(head.weight) else 0
+        rows = head.chunk_size(num_tokens, head.weight.shape[0], element_size, chunk_bytes, hidden_size)
+        bytes_of_token = sum(each.vocab_size * each.head.compute_dtype.itemsize for each in models)
         head.counters.num_losses += 1
-        head.counters.bytes_avoided += tokens_avoided * self.vocab_size * element_size
+        head.counters.bytes_avoided += max(0, num_tokens - rows) * bytes_of_token
 
     def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """A function of ``liger_ops`` of this head; the head's options are its defaults."""
@@ -287,7 +291,7 @@ class LazyLogits(LazyTensor):
         **options: Any,
     ) -> TokenScores:
         """As :func:`lightning_liger.token_scores`."""
-        self._count_loss()
+        self._count_loss(options.get("chunk_bytes"))
         shifted = self.shifted(outputs)
         scores = self._fused(
             linear_log_probs, labels, temperature=temperature, outputs=outputs, detach=detach, **options
@@ -309,7 +313,7 @@ class LazyLogits(LazyTensor):
         **options: Any,
     ) -> tuple[Tensor, TokenScores]:
         """As :func:`lightning_liger.token_loss`."""
-        self._count_loss()
+        self._count_loss(options.get("chunk_bytes"))
         if shifted := self.shifted(outputs):
             raise ValueError(
                 f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got {outputs!r}; pass the"
@@ -319,14 +323,14 @@ class LazyLogits(LazyTensor):
 
     def topk_log_probs(self, ids: Tensor, **options: Any) -> Tensor:
         """As :func:`lightning_liger.topk_log_probs`, without temperatures of single tokens."""
-        self._count_loss()
+        self._count_loss(options.get("chunk_bytes"))
         log_probs = self._fused(linear_topk_log_probs, ids, **options)
         assert isinstance(log_probs, Tensor)
         return log_probs.to(torch.promote_types(self.dtype, torch.float32))
 
     def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
         """As :func:`lightning_liger.divergence`, of heads that are whole or shared by ranks in the same way."""
-        self._count_loss()
+        self._count_loss(options.get("chunk_bytes"), teacher)
         with torch.no_grad():
             of_teacher = teacher._head_arguments("a divergence")
             pair = _normal(of_teacher.pop("input")), _normal(of_teacher.pop("linear_weight"))

@@ -1,20 +1,22 @@
 """Padding, ignored labels and lengths of sequences in batches, counted on their device without waiting for it."""
 
-from collections.abc import Mapping, Sequence
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops import IGNORE_INDEX
-from lightning_liger.monitor.clock import size_of, tokens_of
+from lightning_liger.monitor.flops import num_pairs
+from lightning_liger.monitor.tokens import Part
 
 LENGTH_EDGES = (1, 2, *(edge for power in range(1, 24) for edge in (3 * 2 ** (power - 1), 2 ** (power + 1))))
 """The largest length of each class of the histogram: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
 _MAX_PENDING = 2**20
 """Tokens whose labels and masks are kept before they are counted: 24 MB at most."""
-_KINDS = ("padding", "labels", "ignored")
 
 
 @dataclass
@@ -34,9 +36,16 @@ class BatchTotals:
 
     @staticmethod
     def from_list(values: Sequence[float], num_windows: int) -> "BatchTotals":
-        """The totals of which :meth:`BatchCounter.take` returned the numbers."""
-        rows, tokens, padding, labels, ignored, *rest = values
-        return BatchTotals(rows, tokens, padding, labels, ignored, rest[:num_windows], rest[num_windows:])
+        """The totals of which :meth:`BatchCounter.take` returned the numbers, those that shapes tell first."""
+        rows, tokens, checked, labels, num_lengths, *rest = values
+        attended, learned, *counted = rest[num_windows + len(LENGTH_EDGES) :]
+        pairs = [known + found for known, found in zip(rest[:num_windows], counted[:num_windows], strict=True)]
+        at_most = [*counted[num_windows:], num_lengths]  # ... 0, each edge but the last, and any length
+        lengths = [
+            known + upper - lower
+            for known, (lower, upper) in zip(rest[num_windows:], itertools.pairwise(at_most), strict=False)
+        ]
+        return BatchTotals(rows, tokens, checked - attended, labels, labels - learned, pairs, lengths)
 
     def __add__(self, other: "BatchTotals") -> "BatchTotals":
         return BatchTotals(
@@ -77,121 +86,137 @@ class BatchCounter:
     """
 
     def __init__(self, device: torch.device, windows: Sequence[int | None] = ()) -> None:
-        self._device = device
         self._windows = list(windows)
-        self._edges: Tensor | None = None
+        self._zeros = torch.zeros(len(LENGTH_EDGES), dtype=torch.int64, device=device)
+        # Without the last one: longer rows are in its class too.
+        self._edges = torch.tensor([0, *LENGTH_EDGES[:-1]], device=device)
         self._reset()
 
     def _reset(self) -> None:
-        self._num_rows = self._num_tokens = self._num_labels = self._num_pending = 0
-        self._whole_rows: dict[int, int] = {}
+        self._num_rows = self._num_tokens = self._num_checked = self._num_labels = self._num_lengths = 0
+        self._rows: Counter[int] = Counter()
+        """How many rows attend to so many tokens."""
+        self._whole: Counter[int] = Counter()
+        """How many sequences have a length that their shape tells."""
         self._counted: Tensor | None = None
         self._forget_pending()
 
     def _forget_pending(self) -> None:
         self._num_pending = 0
-        self._masks: list[Tensor] = []
-        self._positions: list[Tensor] = []
-        self._labels: list[tuple[Tensor, int]] = []
+        self._masks: dict[int, list[tuple[Tensor, ...]]] = {}
+        self._documents: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self._labels: dict[int, list[Tensor]] = {}
 
-    def add(self, batch: Any) -> None:
-        """Adds a training batch, of which only shapes are looked at for now."""
-        num_rows, num_tokens = size_of(batch)
+    def add(self, num_rows: int, parts: Sequence[Part]) -> None:
+        """Adds a training batch, of which only shapes are looked at for now.
+
+        Args:
+            num_rows: Those of the batch.
+            parts: Those of the batch.
+        """
         self._num_rows += num_rows
-        self._num_tokens += num_tokens
-        tokens = tokens_of(batch)
-        if tokens is None or not num_tokens:
-            return
-        labels, ignored = _labels_of(batch)
-        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-        if isinstance(mask, Tensor) and mask.shape == tokens.shape:
-            self._masks.append(mask)
-        elif isinstance(positions, Tensor) and positions.shape == tokens.shape:
-            self._positions.append(positions)
-        else:
-            length = tokens.shape[-1]
-            self._whole_rows[length] = self._whole_rows.get(length, 0) + num_tokens // length
-        if labels is not None:
-            self._num_labels += labels.numel()
-            self._labels.append((labels, ignored))
-        self._num_pending += num_tokens
+        for part in parts:
+            if part.num_tokens:
+                self._add(part)
         if self._num_pending >= _MAX_PENDING:
             self._count_pending()
 
-    def take(self) -> Tensor:
-        """The totals since the last call as a vector in float64 on the device, for :meth:`BatchTotals.from_list`."""
-        self._count_pending()
-        own = [self._num_rows, self._num_tokens, 0, self._num_labels, 0]
-        own += [sum(count * _pairs(length, window) for length, count in self._whole_rows.items())
-                for window in self._windows]  # fmt: skip
-        histogram = [0] * len(LENGTH_EDGES)
-        for length, count in self._whole_rows.items():
-            histogram[next((i for i, edge in enumerate(LENGTH_EDGES) if edge >= length), -1)] += count
-        found = torch.tensor([*own, *histogram], dtype=torch.float64).to(self._device, non_blocking=True)
-        found = found if self._counted is None else found + self._counted
-        self._reset()
-        return found
+    def _add(self, part: Part) -> None:
+        num_tokens, length = part.num_tokens, part.shape[-1]
+        num_rows = num_tokens // length
+        self._num_tokens += num_tokens
+        self._num_pending += num_tokens
+        if part.masks or part.positions is None:  # a mask lets attention see whole rows, also packed ones
+            self._rows[length] += num_rows
+        if part.positions is not None:
+            self._documents.append((part.positions, part.masks))
+            self._num_lengths += num_tokens
+        elif part.masks:
+            self._masks.setdefault(length, []).append(part.masks)
+            self._num_lengths += num_rows
+        else:
+            self._whole[length] += num_rows
+        if part.positions is not None or part.masks:
+            self._num_checked += num_tokens
+        if part.labels is not None:
+            self._num_labels += part.num_labels
+            self._labels.setdefault(part.no_loss, []).append(part.labels)
 
-    @torch.inference_mode()
+    def take(self) -> tuple[list[float], Tensor]:
+        """The totals since the last call.
+
+        Returns:
+            What shapes tell, and the rest as a vector on the device, in int64 or float64; one after the other, and
+            added up over processes, they are numbers for :meth:`BatchTotals.from_list`.
+        """
+        self._count_pending()
+        known: list[float] = [
+            *(self._num_rows, self._num_tokens, self._num_checked, self._num_labels, self._num_lengths),
+            *(sum(num * num_pairs(length, window) for length, num in self._rows.items()) for window in self._windows),
+        ]
+        histogram = [0] * len(LENGTH_EDGES)
+        for length, count in self._whole.items():
+            histogram[bisect.bisect_left(LENGTH_EDGES, length, hi=len(LENGTH_EDGES) - 1)] += count
+        counted = self._counted
+        if counted is None:
+            counted = self._zeros.new_zeros(2 + len(self._windows) + len(self._zeros))
+        self._reset()
+        return [*known, *histogram], counted
+
+    @torch.no_grad()
     def _count_pending(self) -> None:
-        if not self._num_pending or not (self._masks or self._positions or self._labels):
+        if not (self._masks or self._documents or self._labels):
             self._forget_pending()
             return
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        padding, ignored = zero, zero
-        pairs, histogram = [zero] * len(self._windows), zero.new_zeros(len(LENGTH_EDGES))
+        zero = self._zeros[:1]
+        attended, learned, at_most = zero, zero, self._zeros
+        pairs = [zero] * len(self._windows)
         if self._labels:
-            values = [(labels == value).sum() for labels, value in _joined(self._labels)]
-            ignored = torch.stack(values).sum().double()
-        groups: list[tuple[Tensor, Tensor | None]] = []  # lengths, and the lengths that attention sees
-        if self._masks:
-            masks = [mask.reshape(-1, mask.shape[-1]) for mask in self._masks]
-            lengths = torch.cat([mask.ne(0).sum(-1) for mask in masks])
-            widths = [torch.full((len(mask),), mask.shape[-1], device=mask.device) for mask in masks]
-            groups.append((lengths, torch.cat(widths)))
-            padding = padding + sum(mask.numel() for mask in masks) - lengths.sum()
-        if self._positions:
-            documents = _document_lengths(torch.cat([positions.flatten() for positions in self._positions]))
-            alone = documents == 1  # padding at the end of a packed row starts again at 0 with each token
-            padding = padding + alone.sum()
-            groups.append((documents.masked_fill(alone, 0), None))
-        for lengths, seen in groups:
-            if self._edges is None:
-                self._edges = torch.tensor(LENGTH_EDGES, device=self._device)
-            classes = torch.bucketize(lengths, self._edges).clamp_(max=len(LENGTH_EDGES) - 1)
-            histogram.scatter_add_(0, classes, lengths.ne(0).double())
-            exact = (lengths if seen is None else seen).double()
+            counts = [self._joined(labels).ne(no_loss).sum() for no_loss, labels in self._labels.items()]
+            learned = (counts[0] if len(counts) == 1 else torch.stack(counts).sum()).view(1)
+        lengths = [torch.count_nonzero(self._joined(list(map(_rows, masks))), -1) for masks in self._masks.values()]
+        if masked := [document for document in self._documents if document[1]]:
+            kept = self._joined([_rows(masks).flatten() for _, masks in masked]).ne(0).long()
+            lengths.append(_document_lengths(self._joined([each.flatten() for each, _ in masked]), kept))
+        if alone := [positions.flatten() for positions, masks in self._documents if not masks]:
+            documents = _document_lengths(self._joined(alone))
+            # Padding at the end of a packed row starts again at 0 with each token.
+            documents = documents.masked_fill(documents == 1, 0)
+            lengths.append(documents)
+            exact = documents.double()
             pairs = [
-                total + (exact * (exact if window is None else exact.clamp(max=window))).sum()
-                for total, window in zip(pairs, self._windows, strict=True)
+                (exact * (exact if window is None else exact.clamp(max=window))).sum().view(1)
+                for window in self._windows
             ]
-        counted = torch.cat([torch.stack([zero, zero, padding, zero, ignored, *pairs]), histogram])
+        if lengths:
+            each = lengths[0] if len(lengths) == 1 else torch.cat(lengths)
+            attended = each.sum(0, keepdim=True)
+            at_most = torch.searchsorted(each.sort().values, self._edges, right=True)
+        counted = torch.cat([attended, learned, *pairs, at_most])
         self._counted = counted if self._counted is None else self._counted + counted
         self._forget_pending()
 
-
-def _labels_of(batch: Mapping[str, Any]) -> tuple[Tensor | None, int]:
-    """The labels of a batch, or the mask of its completions, and the value of those that have no loss."""
-    for key, value in (("labels", IGNORE_INDEX), ("shift_labels", IGNORE_INDEX), ("completion_mask", 0)):
-        labels = batch.get(key)
-        if isinstance(labels, Tensor) and not labels.is_floating_point():
-            return labels, value
-    return None, 0
-
-
-def _joined(labels: list[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """The labels of each value as one tensor."""
-    values = sorted({value for _, value in labels})
-    return [(torch.cat([each.flatten() for each, own in labels if own == value]), value) for value in values]
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        """The elements of all tensors on the device, in rows if they have rows of one length."""
+        joined = tensors[0]
+        if len(tensors) > 1:
+            in_rows = all(each.shape[1:] == joined.shape[1:] for each in tensors)
+            joined = torch.cat(tensors if in_rows else [each.flatten() for each in tensors])
+        return joined.to(self._zeros.device, non_blocking=True)  # a step may do so on its own
 
 
-def _document_lengths(positions: Tensor) -> Tensor:
-    """The lengths of documents, followed by zeros: a document starts where the position does not increase by one."""
-    starts = torch.ones_like(positions)
-    starts[1:] = positions.diff() != 1
-    number = starts.cumsum(0) - 1
-    return torch.zeros_like(number).scatter_add_(0, number, torch.ones_like(number))
+def _rows(masks: tuple[Tensor, ...]) -> Tensor:
+    """The mask of whole rows, ``[num_rows, seq_len]``."""
+    mask = masks[0] if len(masks) == 1 else torch.cat(masks, -1)
+    return mask if mask.ndim == 2 else mask.reshape(-1, mask.shape[-1])
 
 
-def _pairs(length: int, window: int | None) -> int:
-    return length * (length if window is None else min(length, window))
+def _document_lengths(positions: Tensor, counts: Tensor | None = None) -> Tensor:
+    """The lengths of documents, and zeros: a document starts where the position does not increase by one.
+
+    Args:
+        positions: Those of all tokens, one row after the other.
+        counts: 0 for tokens that are not counted, 1 for all others.
+    """
+    number = F.pad(positions.diff() != 1, (1, 0)).cumsum(0)
+    return torch.zeros_like(number).scatter_add_(0, number, torch.ones_like(number) if counts is None else counts)

@@ -1,7 +1,10 @@
 """:class:`LigerMonitor`: speed, utilisation, memory and data of a training."""
 
+import os
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,9 +13,11 @@ from typing import Any, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
@@ -20,13 +25,23 @@ from liger_ops.arguments import check_bool, check_integer, check_path
 from lightning_liger.hardware import find_gpu, measure_matmul_flops
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor.batches import BatchCounter, BatchTotals
-from lightning_liger.monitor.clock import FetchTimer, Lap, TrainingClock, peak_memory, readable_bytes, share_of_each
+from lightning_liger.monitor.clock import (
+    FetchTimer,
+    Lap,
+    TrainingClock,
+    peak_and_reserved_memory,
+    readable_bytes,
+    share_of_each,
+)
 from lightning_liger.monitor.flops import ModelFlops, model_flops
-from lightning_liger.monitor.gradients import gradient_norm
+from lightning_liger.monitor.gradients import gradient_norm, joined_norm, sharded_units
 from lightning_liger.monitor.page import page, table
+from lightning_liger.monitor.tokens import Part, contents_of
 
 _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
+_PATIENCE = 1.0
+"""Seconds for which the numbers of a training that was interrupted may arrive."""
 _LOSS = "train_loss_step"
 
 
@@ -39,16 +54,19 @@ class _OpenLap:
     ends_step: bool
     """Whether it is logged: others end for a checkpoint or at the end of the warm-up."""
     lap: Lap
-    totals: HostCopy
-    """Sums over all ranks: :class:`BatchTotals`, then the seconds of waiting for data."""
-    loss: HostCopy | None
-    gradient_norm: HostCopy | float | None
+    known: list[float]
+    """The first numbers of :class:`BatchTotals` and the seconds of waiting for data, if no device has added them up."""
+    copied: HostCopy
+    """What the device counted, after what is known of all ranks; then the scalars."""
+    scalars: list[str]
+    """The names of the last numbers in ``copied``: ``loss``, ``gradient_norm``."""
+    gradient_norm: float | None
+    """Where the host knows it."""
     peak_memory: int
     reserved_memory: int
 
     def has_arrived(self) -> bool:
-        copies = [each for each in (self.totals, self.loss, self.gradient_norm) if isinstance(each, HostCopy)]
-        return self.lap.has_arrived() and all(each.has_arrived() for each in copies)
+        return self.copied.has_arrived() and self.lap.has_arrived()
 
 
 @dataclass
@@ -74,7 +92,7 @@ class LigerMonitor(L.Callback):
     Each logger of the Trainer gets, every ``every_n_steps`` steps, for the steps since the last time:
 
     - ``monitor/tokens_per_second`` and ``monitor/tokens_per_second_per_device``, those of padding included, and
-      ``monitor/step_seconds``; of batches without ``input_ids``, ``monitor/rows_per_second`` in their place
+      ``monitor/step_seconds``; of batches without tokens, ``monitor/rows_per_second`` in their place
     - ``monitor/model_flops_utilization``: the share of the device's peak rate (:mod:`lightning_liger.hardware`, or
       measured) at which the FLOPs of the model are done; see :mod:`lightning_liger.monitor.flops` for the convention
     - ``monitor/data_wait_share``: of the time, during which the host waited for a batch
@@ -88,7 +106,8 @@ class LigerMonitor(L.Callback):
     throughput and a histogram of the lengths of sequences is written.
 
     The first steps and validation are left out of times. The device is never waited for: its numbers are read when they
-    have arrived. Ranks that share batches (tensor and context parallelism) count once. Checkpoints keep all numbers.
+    have arrived. Ranks that share batches (tensor and context parallelism) count once. Checkpoints keep all numbers,
+    and so does an interruption (of several ranks, up to the last time).
 
     Args:
         every_n_steps: Optimizer steps between two times; by default the Trainer's ``log_every_n_steps``, or fewer in a
@@ -97,7 +116,7 @@ class LigerMonitor(L.Callback):
         gradient_norm: Whether to take the norm of gradients, once every ``every_n_steps`` steps. What clipping or
             DeepSpeed has computed is not computed again.
         page: The HTML file to write, in the folder of the first logger if the path is relative, or in
-            ``default_root_dir`` without one; None writes none.
+            ``default_root_dir`` without one; a URL that fsspec knows, too. None writes none.
 
     Raises:
         TypeError: For an argument of another type.
@@ -130,7 +149,7 @@ class LigerMonitor(L.Callback):
         self._shown: dict[str, str] = {}
         self._open: deque[_OpenLap] = deque()
         self._counter: BatchCounter | None = None
-        self._page_path: Path | None = None
+        self._page_path: str | None = None
 
     # The training
 
@@ -150,7 +169,9 @@ class LigerMonitor(L.Callback):
         self._clock.fit_starts()
         self._open.clear()
         self._last_step, self._num_steps, self._num_logged = trainer.global_step, 0, 0
-        self._squares: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._units: dict[Parameter, Any] | None = None
+        self._batch: tuple[int, list[Part]] | None = None
         self._is_interrupted = self._has_counts = False
         self._flops = model_flops(trainer.strategy.model or pl_module)  # on all ranks, whose pairs are summed up
         self._device_name, self._peak_flops = _device(trainer)
@@ -166,12 +187,10 @@ class LigerMonitor(L.Callback):
     ) -> None:
         if not self._clock.is_running:
             self._fetches.leave_out_last()
-        if self._has_counts and self._clock.ends_warm_up(trainer):
-            self._close_lap(trainer)  # what was not timed is no part of the first lap
-        self._clock.batch_starts(trainer, batch)
-        assert self._counter is not None
-        self._counter.add(batch)
-        self._has_counts = True
+            if self._has_counts and self._clock.ends_warm_up(trainer):
+                self._close_lap(trainer)  # what was not timed is no part of the first lap
+        self._clock.batch_starts(trainer)
+        self._batch = contents_of(batch)  # now: steps may take something out of the batch
 
     @override
     def on_before_optimizer_step(
@@ -179,16 +198,22 @@ class LigerMonitor(L.Callback):
     ) -> None:
         if not self.gradient_norm or (self._num_steps + 1) % self._every or _logs_norm(trainer):
             return
+        if self._units is None:  # now: a validation before may have left units unsharded
+            self._units = sharded_units(trainer.strategy.model or pl_module)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = gradient_norm(trainer.strategy.model or pl_module, parameters, trainer.strategy.root_device)
-        self._squares[id(optimizer)] = norm.square()
+        self._norms[id(optimizer)] = gradient_norm(self._units, parameters, trainer.strategy.root_device)
 
     @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step != self._last_step:
-            self._last_step = trainer.global_step
+        assert self._counter is not None
+        if self._batch is not None:
+            self._counter.add(*self._batch)
+            self._batch, self._has_counts = None, True
+        global_step = trainer.global_step
+        if global_step != self._last_step:
+            self._last_step = global_step
             self._num_steps += 1
             if self._num_steps % self._every == 0:
                 self._close_lap(trainer, self._loss(trainer, outputs), ends_step=True)
@@ -222,25 +247,34 @@ class LigerMonitor(L.Callback):
     def _close_lap(self, trainer: L.Trainer, loss: Tensor | None = None, ends_step: bool = False) -> None:
         """Starts to bring what was counted to the host; every rank does so after the same batch."""
         assert self._counter is not None
-        strategy, device = trainer.strategy, trainer.strategy.root_device
+        device = trainer.strategy.root_device
         waited, self._fetches.seconds = self._fetches.seconds, 0.0
         lap = self._clock.lap(trainer)
-        waits = torch.tensor([waited], dtype=torch.float64).to(device, non_blocking=True)
-        totals = torch.cat([self._counter.take(), waits])
+        known, counted = self._counter.take()
+        known = [waited, *known]
         if trainer.world_size > 1:  # not by the strategy, whose barrier would wait for the device
-            dist.all_reduce(totals)
+            whole = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
+            known, counted = [], torch.cat([whole, counted])
+            dist.all_reduce(counted)
         norm = self._norm(trainer) if ends_step else None
+        scalars = {"loss": loss} if loss is not None else {}
+        if isinstance(norm, Tensor):
+            scalars["gradient_norm"] = norm
+        if scalars:  # one copy to the host, not several
+            counted = torch.cat([counted, *(_number(value, device) for value in scalars.values())])
+        peak, reserved = peak_and_reserved_memory(trainer.strategy)
         self._open.append(
             _OpenLap(
                 step=trainer.global_step - 1,
                 num_steps=self._num_steps - self._num_logged,
                 ends_step=ends_step,
                 lap=lap,
-                totals=HostCopy(totals),
-                loss=None if loss is None else HostCopy(loss.float()),
-                gradient_norm=HostCopy(norm) if isinstance(norm, Tensor) else norm,
-                peak_memory=peak_memory(strategy),
-                reserved_memory=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0,
+                known=known,
+                copied=HostCopy(counted),
+                scalars=list(scalars),
+                gradient_norm=None if norm is None or isinstance(norm, Tensor) else float(norm),
+                peak_memory=peak,
+                reserved_memory=reserved,
             )
         )
         self._num_logged, self._has_counts = self._num_steps, False
@@ -249,9 +283,9 @@ class LigerMonitor(L.Callback):
         """The norm of the gradients of the last step."""
         if not self.gradient_norm:
             return None
-        if self._squares:
-            squares, self._squares = list(self._squares.values()), {}
-            return torch.stack(squares).sum().sqrt()
+        if self._norms:
+            norms, self._norms = list(self._norms.values()), {}
+            return norms[0] if len(norms) == 1 else joined_norm(norms, trainer.strategy.root_device)
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
         if engine is not None:
             norm: Tensor | float | None = engine.get_global_grad_norm()
@@ -262,10 +296,12 @@ class LigerMonitor(L.Callback):
         """Reads the oldest open lap, adds it to the totals, and logs it."""
         closed = self._open.popleft()
         assert self._flops is not None
-        *values, waited = closed.totals.wait().tolist()
-        batches = BatchTotals.from_list(values, len(self._flops.attention)).times(share_of_each(trainer))
-        flops = self._flops.per_token * batches.num_tokens
-        flops += sum(cost * pairs for (cost, _), pairs in zip(self._flops.attention, batches.pairs, strict=True))
+        values = [*closed.known, *closed.copied.wait().tolist()]
+        end = len(values) - len(closed.scalars)
+        waited, scalars = values[0], dict(zip(closed.scalars, values[end:], strict=True))
+        batches = BatchTotals.from_list(values[1:end], len(self._flops.attention))
+        batches = batches.times(share_of_each(trainer))
+        flops = self._flops.of_pairs(batches.num_tokens, batches.pairs)
         totals, seconds = self._totals, closed.lap.seconds()
         totals.batches = totals.batches + batches
         totals.batches.pairs = []  # of this model
@@ -283,13 +319,12 @@ class LigerMonitor(L.Callback):
                 setattr(totals, name, getattr(totals, name) + getattr(timed, name))
         metrics = self._metrics(timed, trainer.world_size)
         metrics["tokens"] = totals.batches.num_tokens
-        norm = closed.gradient_norm
+        norm = scalars.pop("gradient_norm", closed.gradient_norm)
         if norm is not None:
-            metrics["gradient_norm"] = float(norm.wait() if isinstance(norm, HostCopy) else norm)
+            metrics["gradient_norm"] = norm
         if closed.ends_step:
             self._log(trainer, closed.step, metrics)
-            loss = {} if closed.loss is None else {"loss": float(closed.loss.wait().mean())}
-            self._points.append({"step": closed.step, **loss, **metrics})
+            self._points.append({"step": closed.step, **scalars, **metrics})
 
     def _metrics(self, totals: Totals, world_size: int) -> dict[str, float]:
         """The numbers of some laps by the names under which they are logged."""
@@ -338,10 +373,28 @@ class LigerMonitor(L.Callback):
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._is_interrupted = True  # other ranks may not be here
-        if self._counter is not None:
+        if self._counter is None:
+            return
+        with _telling("lost the last numbers"):
+            self._finish_arrived(trainer)
+        with _telling("could not end"):
             loggers = trainer.loggers
             folder = getattr(loggers[0], "log_dir", None) or loggers[0].save_dir if loggers else None
             self._end(trainer, folder or trainer.default_root_dir)
+
+    def _finish_arrived(self, trainer: L.Trainer) -> None:
+        """Finishes what the device delivers in a moment: it may be broken, and is not waited for."""
+        if trainer.world_size == 1 and self._has_counts:  # ranks would have to add up their numbers
+            self._clock.pause(trainer)
+            self._close_lap(trainer)
+        patience = time.monotonic() + _PATIENCE
+        while self._open:
+            if self._open[0].has_arrived():
+                self._finish_lap(trainer)
+            elif time.monotonic() < patience:
+                time.sleep(0.01)
+            else:
+                break
 
     def _end(self, trainer: L.Trainer, folder: str) -> None:
         untyped = cast(Any, trainer)
@@ -360,12 +413,20 @@ class LigerMonitor(L.Callback):
         }
         self._counter = None
         fast_dev_run: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside of Trainer.__init__
-        if self.page is not None and trainer.is_global_zero and self._points and not fast_dev_run:
-            self._page_path = Path(folder) / self.page
-            self._page_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.page is not None and trainer.is_global_zero and totals.num_steps and not fast_dev_run:
             title = f"{type(trainer.lightning_module).__name__}, {trainer.world_size} x {self._device_name}"
-            text = page(title, self.rows(), self._points, totals.batches.lengths)
-            self._page_path.write_text(text, encoding="utf-8")
+            path = str(self.page) if "://" in str(self.page) else os.path.join(folder, self.page)
+            with _telling(f"could not write {path}"):
+                self._write_page(path, title)
+
+    def _write_page(self, path: str, title: str) -> None:
+        """Writes to a local path or a URL that fsspec knows."""
+        files = get_filesystem(path)
+        files.makedirs(os.path.dirname(path), exist_ok=True)
+        text = page(title, self.rows(), self._points, self._totals.batches.lengths)
+        with files.open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        self._page_path = path
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -406,8 +467,9 @@ class LigerMonitor(L.Callback):
         if "ignored_share" in results:
             yield "Ignored labels", f"{results['ignored_share']:.1%} of the labels"
         if self._page_path is not None:
-            path = self._page_path.resolve()
-            yield "Page", str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+            path = Path(self._page_path).resolve()
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            yield "Page", self._page_path if "://" in self._page_path else str(shown)
 
     # Checkpoints
 
@@ -476,6 +538,22 @@ def _logs_norm(trainer: L.Trainer) -> bool:
     by_norm = str(trainer.gradient_clip_algorithm or "norm").endswith("norm") and (trainer.gradient_clip_val or 0) > 0
     plugin: Any = trainer.precision_plugin
     return by_norm and hasattr(plugin, "on_nonfinite_grad")
+
+
+def _number(value: Tensor, device: torch.device) -> Tensor:
+    """The mean of a tensor, ``[1]`` in float64 on the device."""
+    value = value.detach().to(device, torch.float64, non_blocking=True)
+    return value.view(1) if value.numel() == 1 else value.mean().view(1)
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """A context whose exception is told in one line: a training neither ends with it, nor with another than its own."""
+    try:
+        yield
+    except Exception as error:  # of a broken device, or of any file system
+        lines = str(error).splitlines()
+        rank_zero_warn(f"LigerMonitor {what}: {type(error).__name__}{': ' if lines else ''}{''.join(lines[:1])}")
 
 
 def _metrics_of_bar(

@@ -1,15 +1,13 @@
-"""The time of training steps and the tokens in them, without warm-up and validation; peak memory."""
+"""The time of training steps, without warm-up and validation; peak memory."""
 
 import resource
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.profilers import Profiler
-from torch import Tensor
 
 _FETCH = "train_dataloader_next"
 """How the name ends under which Lightning profiles the wait for a batch."""
@@ -45,11 +43,8 @@ class Moment:
 
 @dataclass
 class Lap:
-    """What this process counted since the lap before."""
+    """The time since the lap before."""
 
-    num_tokens: int = 0
-    """Of timed batches."""
-    num_rows: int = 0
     spans: list[tuple[Moment, Moment]] = field(default_factory=list)
     """Starts and ends of the time without validation."""
 
@@ -63,7 +58,7 @@ class Lap:
 
 
 class TrainingClock:
-    """Counts the tokens and takes the time of training batches, without the first steps and without validation.
+    """Takes the time of training batches, without the first steps and without validation.
 
     Args:
         skip_steps: Steps at the start of each fit (compilation, allocation) that are left out.
@@ -88,15 +83,12 @@ class TrainingClock:
         """Whether the next batch is the first that is timed."""
         return self._num_batches == self.skip_steps * trainer.accumulate_grad_batches
 
-    def batch_starts(self, trainer: L.Trainer, batch: Any) -> None:
-        """Counts a training batch, whose time begins now unless it has begun."""
+    def batch_starts(self, trainer: L.Trainer) -> bool:
+        """Whether a training batch is timed; its time begins now unless it has begun."""
         self._num_batches += 1
-        if self._num_batches > self.skip_steps * trainer.accumulate_grad_batches:
-            if self._start is None:
-                self._start = Moment(trainer.strategy.root_device)
-            num_rows, num_tokens = size_of(batch)
-            self._lap.num_tokens += num_tokens
-            self._lap.num_rows += num_rows
+        if self._start is None and self._num_batches > self.skip_steps * trainer.accumulate_grad_batches:
+            self._start = Moment(trainer.strategy.root_device)
+        return self._start is not None
 
     def pause(self, trainer: L.Trainer) -> None:
         """Stops the time until the next batch starts, for a validation or at the end."""
@@ -105,32 +97,12 @@ class TrainingClock:
             self._start = None
 
     def lap(self, trainer: L.Trainer) -> Lap:
-        """What was counted since the last call. The time goes on if it was running."""
+        """The time since the last call. It goes on if it was running."""
         if self._start is not None:
             self.pause(trainer)
             self._start = self._lap.spans[-1][1]
         lap, self._lap = self._lap, Lap()
         return lap
-
-
-def size_of(batch: Any) -> tuple[int, int]:
-    """The numbers of rows and of tokens of a batch, those of padding included; 0 for what cannot be told."""
-    tokens = tokens_of(batch)
-    if tokens is not None:
-        return (len(tokens) if tokens.ndim > 1 else 1), tokens.numel()
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
-    first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
-    return (0 if first is None else len(first)), 0
-
-
-def tokens_of(batch: Any) -> Tensor | None:
-    """A tensor with one element for each token of a batch, None if the batch is no mapping with tokens."""
-    if not hasattr(batch, "get"):
-        return None
-    tokens, embeddings = batch.get("input_ids"), batch.get("inputs_embeds")
-    if isinstance(tokens, Tensor):
-        return tokens
-    return embeddings[..., 0] if isinstance(embeddings, Tensor) and embeddings.ndim > 1 else None
 
 
 def share_of_each(trainer: L.Trainer) -> float:
@@ -141,16 +113,28 @@ def share_of_each(trainer: L.Trainer) -> float:
 
 def peak_memory(strategy: Any) -> int:
     """The largest memory of this process in bytes: allocated on its GPU, or resident without one."""
-    if strategy.root_device.type == "cuda":
-        # A memory_budget resets the peak while it measures.
-        measured = getattr(strategy, "peak_before_resets", 0)
-        return max(measured, torch.cuda.max_memory_allocated(strategy.root_device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_and_reserved_memory(strategy)[0]
+
+
+def peak_and_reserved_memory(strategy: Any) -> tuple[int, int]:
+    """:func:`peak_memory`, and the most that was reserved on the GPU, 0 without one."""
+    if strategy.root_device.type != "cuda":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
+    # One call, as each makes a dictionary of all statistics; those by name take several times as long.
+    found = torch.cuda.memory_stats_as_nested_dict(strategy.root_device)
+    peak, reserved = (
+        found.get(name, {}).get("all", {}).get("peak", 0) for name in ("allocated_bytes", "reserved_bytes")
+    )
+    # A memory_budget resets the peak while it measures.
+    return max(getattr(strategy, "peak_before_resets", 0), peak), reserved
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """``num_bytes`` in GiB or MiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    """``num_bytes`` in GiB, MiB or KiB."""
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 class FetchTimer(Profiler):

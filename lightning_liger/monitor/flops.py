@@ -13,6 +13,7 @@ counts with its width, and in packed rows a token attends to its own document.
 
 import copy
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -60,12 +61,18 @@ class ModelFlops:
             lengths: Pairs of a length of sequences and how many have it.
         """
         lengths = list(lengths)
-        attention = sum(
-            per_pair * count * length * min(length, window or length)
-            for per_pair, window in self.attention
-            for length, count in lengths
-        )
-        return self.per_token * num_tokens + attention
+        pairs = [sum(count * num_pairs(length, window) for length, count in lengths) for _, window in self.attention]
+        return self.of_pairs(num_tokens, pairs)
+
+    def of_pairs(self, num_tokens: float, pairs: Iterable[float]) -> float:
+        """The FLOPs of tokens of which the pairs of attention are known, for each entry of ``attention``."""
+        per_pair = (cost for cost, _ in self.attention)
+        return self.per_token * num_tokens + sum(map(operator.mul, per_pair, pairs))
+
+
+def num_pairs(length: int, window: int | None) -> int:
+    """The pairs of a token and one that it attends to, in a row of ``length`` tokens."""
+    return length * min(length, window or length)
 
 
 def count_flops(model: nn.Module, seq_len: int, batch_size: int = 1) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
-from benchmarks.training import activations, examples, worker
+from benchmarks.training import activations, examples, monitor, worker
 from benchmarks.training.convergence import Curve, distances
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
@@ -144,6 +144,18 @@ def test_activations_counts_what_layers_keep(tmp_path: Path, capsys: pytest.Capt
     assert found["eager"] > 2 * (2 * 64 + 2 * 96)
     assert found["cheap"] == found["store"]  # without a GPU no kernel runs whose outputs can be made again
     assert "of all stored" in capsys.readouterr().out
+
+
+def test_monitor_is_measured_next_to_fits_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert monitor.main(["--quick", "--out", str(tmp_path / "monitor.jsonl")]) in (0, 1)
+    _, *lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert [(line["layers"], line["tokens"], line["every"]) for line in lines] == [(2, 16, 2), (2, 16, 4)]
+    assert lines[0]["without_ms"] == lines[1]["without_ms"] != lines[1]["with_ms"]
+    assert all(line["host_ms"] > 0 for line in lines)
+    assert "2 x 16" in capsys.readouterr().out
+    small, large = ({**lines[0], "tokens": tokens, "without_ms": [10.0, 10.0]} for tokens in (16, 32))
+    assert monitor.status([{**small, "host_ms": 9.0}, {**large, "host_ms": 0.049}]) == 0
+    assert monitor.status([{**small, "host_ms": 0.0}, {**large, "host_ms": 0.05}]) == 1
 
 
 def test_dropped_tensors_are_not_counted() -> None:

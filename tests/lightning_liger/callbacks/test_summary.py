@@ -146,7 +146,8 @@ def test_plan_of_a_budget_is_in_the_summary(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("later_peak", [3, 9])
 def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch, later_peak):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: later_peak)
+    stats = {"allocated_bytes": {"all": {"peak": later_peak}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
     strategy = SimpleNamespace(root_device=torch.device("cuda"), peak_before_resets=5)
     assert peak_memory(strategy) == max(5, later_peak)
 
@@ -167,3 +168,13 @@ def test_a_rank_other_than_zero_prints_nothing(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "Training summary" not in printed
     assert "no kernels" not in printed
+
+
+@pytest.mark.parametrize(("chunk_size", "row"), [(8, "34.1 KiB in all, 6.8 KiB in each loss"), (TOKENS, None)])
+def test_logits_that_each_loss_held_at_once_have_no_row(tmp_path, monkeypatch, capsys, chunk_size, row):
+    module = importlib.import_module("lightning_liger.lazy.head")
+    monkeypatch.setattr(module, "default_chunk_size", lambda *_: chunk_size)
+    make_trainer(TrainingSummary(), root=tmp_path, strategy="liger").fit(LM(), make_loader(0, NUM_BATCHES))
+    printed = capsys.readouterr().out
+    assert ("Logits never allocated" in printed) == (row is not None)
+    assert row is None or row in printed  # 5 losses of 18 tokens less, 97 classes, 4 bytes

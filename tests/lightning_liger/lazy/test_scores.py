@@ -1,5 +1,6 @@
 """Scores, losses and divergences of lazy and of materialized logits: the same values and gradients, in chunks."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,33 @@ def test_scores_of_lazy_logits_are_those_of_real_ones(change: Callable[[Logits],
     ]
     assert_same(twin, *totals)
     assert twin.counters.num_materialized == 0
+
+
+def test_counters_take_the_chunks_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+
+    def choose(num_tokens: int, vocab_size: int, element_size: int, device: Any, hidden_size: int = 0) -> int:
+        chosen.append(2 + (hidden_size > 0) + element_size // 4)
+        return chosen[-1]
+
+    for name in ("liger_ops.loss.linear_head", "liger_ops.divergence.linear_divergence", "lightning_liger.lazy.head"):
+        monkeypatch.setattr(importlib.import_module(name), "default_chunk_size", choose)
+    ids = LABELS[..., None]
+    for call, chunk_size, bytes_of_logit in (
+        (lambda x: x.cross_entropy(LABELS), 4, 4),
+        (lambda x: token_scores(x, LABELS), 4, 4),
+        (lambda x: token_loss(x, LABELS, lambda scores, index: scores.log_probs), 4, 4),
+        (lambda x: topk_log_probs(x, ids), 4, 4),
+        (lambda x: divergence(x, Twin().lazy), 5, 8),  # of a teacher too
+        (torch.no_grad()(lambda x: token_scores(x, LABELS)), 3, 4),
+        (lambda x: token_scores(x, LABELS, chunk_bytes=2 * VOCAB_SIZE * 4), 2, 4),
+    ):
+        twin = Twin()
+        chosen.clear()
+        call(twin.lazy)
+        assert set(chosen) <= {chunk_size}
+        assert twin.counters.num_losses == 1
+        assert twin.counters.bytes_avoided == (TOKENS - chunk_size) * VOCAB_SIZE * bytes_of_logit
 
 
 def test_scores_of_real_logits_follow_their_formulas() -> None:

@@ -1,8 +1,11 @@
 """``LigerMonitor`` in a fit: its numbers, where they appear, and what it costs."""
 
 import csv
+import warnings
+from collections import Counter
 from types import SimpleNamespace
 
+import fsspec
 import lightning as L
 import pytest
 import torch
@@ -10,11 +13,13 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerMonitor, TrainingSummary
 from lightning_liger.hardware import GPUS
+from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor import callback as callback_module
 from lightning_liger.monitor import clock as clock_module
 from lightning_liger.monitor.clock import FetchTimer
@@ -148,6 +153,26 @@ def test_no_operator_runs_between_two_times(tmp_path, clock):
     assert monitor.results["tokens"] == 4 * TOKENS
 
 
+def test_each_time_is_one_copy_to_the_host_and_no_walk_through_the_model(tmp_path, clock, monkeypatch):
+    made = Counter()
+
+    class Copy(HostCopy):
+        def __init__(self, tensor):
+            made["copies"] += 1
+            super().__init__(tensor)
+
+    def walk(*args):
+        made["walks"] += 1
+        return []
+
+    monkeypatch.setattr(callback_module, "HostCopy", Copy)
+    monkeypatch.setattr(FullyShardedDataParallel, "fsdp_modules", walk)
+    monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
+    make_trainer(monitor, root=tmp_path).fit(LM(), make_loader(0, 4))
+    assert all({"loss", "gradient_norm"} < point.keys() for point in monitor._points)
+    assert (len(monitor._points), made) == (4, {"copies": 4, "walks": 1})  # one for the FLOPs, before
+
+
 def test_batches_without_tokens_count_rows(tmp_path, clock, capsys):
     monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
     make_trainer(clock, monitor, root=tmp_path, limit_train_batches=3).fit(BoringModel())
@@ -204,6 +229,7 @@ def test_a_checkpoint_between_two_times_holds_all_tokens(tmp_path, clock):
     state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"]["LigerMonitor"]
     assert (state["totals"]["batches"]["num_tokens"], state["totals"]["num_steps"]) == (3 * TOKENS, 3)
     assert monitor.results["tokens"] == 5 * TOKENS
+    assert "Ignored labels" in (tmp_path / "monitor.html").read_text()
 
 
 def test_an_interrupted_training_leaves_a_page(tmp_path, clock):
@@ -219,6 +245,76 @@ def test_an_interrupted_training_leaves_a_page(tmp_path, clock):
     assert (tmp_path / "monitor.html").is_file()
     assert monitor.results["steps"] == 3
     assert not isinstance(trainer.profiler, FetchTimer)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_an_interrupted_training_keeps_the_open_lap(tmp_path, clock, error):
+    class Failing(Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            if trainer.global_step == 5:
+                raise error
+
+    monitor = LigerMonitor(every_n_steps=4, skip_steps=1)
+    with pytest.raises((RuntimeError, SystemExit)):
+        make_trainer(clock, monitor, Failing(), root=tmp_path).fit(LM(), clock.loader())
+    results = monitor.results
+    assert (results["steps"], results["tokens"]) == (5, 5 * TOKENS)  # without the step that failed
+    assert results["seconds"] == 4 * 2.0
+    assert [point["step"] for point in monitor._points] == [3]
+    assert (tmp_path / "monitor.html").is_file()
+
+
+def test_a_broken_device_neither_hides_the_error_nor_is_waited_for(tmp_path, clock, monkeypatch):
+    class Copy(HostCopy):
+        arrives = True
+
+        def has_arrived(self):
+            if self.arrives is None:
+                raise RuntimeError("device lost again")
+            return self.arrives
+
+        def wait(self):
+            assert self.arrives
+            return super().wait()
+
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                monkeypatch.setattr(Copy, "arrives", arrives)
+                raise RuntimeError("device lost")
+
+    monkeypatch.setattr(callback_module, "HostCopy", Copy)
+    monkeypatch.setattr(callback_module, "_PATIENCE", 0.02)
+    for arrives in (False, None):
+        monkeypatch.setattr(Copy, "arrives", True)
+        monitor = LigerMonitor(every_n_steps=2, skip_steps=0, page="a/monitor.html")
+        trainer = make_trainer(monitor, Failing(), root=tmp_path / str(arrives))
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(RuntimeError, match=r"^device lost$"):
+            warnings.simplefilter("always")
+            trainer.fit(LM(), make_loader(0, 5))
+        told = [str(each.message) for each in caught if "LigerMonitor" in str(each.message)]
+        assert len(told) == (arrives is None)
+        assert all("lost the last numbers: RuntimeError: device lost again" in each for each in told)
+        assert (monitor.results["steps"], monitor.results["tokens"]) == (2, 2 * TOKENS)
+        assert (tmp_path / str(arrives) / "a" / "monitor.html").is_file()
+
+
+def test_the_page_goes_to_urls_of_fsspec(tmp_path, clock, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for root, page, url in (
+        ("memory://of-the-monitor/run", "monitor.html", "memory://of-the-monitor/run/monitor.html"),
+        (tmp_path, "memory://of-the-monitor/page.html", "memory://of-the-monitor/page.html"),
+    ):
+        make_trainer(LigerMonitor(1, 0, page=page), root=root).fit(LM(), make_loader(0, 2))
+        with fsspec.open(url, encoding="utf-8", mode="r") as file:
+            assert "Gradient norm" in file.read()
+        assert url in capsys.readouterr().out.replace("\n", "")
+    monitor = LigerMonitor(1, 0)
+    with pytest.warns(UserWarning, match=r"LigerMonitor could not write unheard://of/run/monitor.html: \w+: .*unheard"):
+        make_trainer(monitor, root="unheard://of/run").fit(LM(), make_loader(0, 2))
+    assert monitor.results["steps"] == 2
+    assert "Page" not in monitor.rows()
+    assert not any(":" in path.name for path in tmp_path.rglob("*"))
 
 
 def test_device_is_known_or_measured(monkeypatch):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerDDPStrategy, LigerModelParallelStrategy, LigerMonitor, LigerStrategy
-from lightning_liger.monitor.gradients import gradient_norm
+from lightning_liger.monitor.gradients import gradient_norm, sharded_units
 from tests.lightning_liger.strategies.workers.distributed import LM, make_trainer
 from tests.lightning_liger.tiny import tiny_llama
 
@@ -37,7 +37,8 @@ class Norms(L.Callback):
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        norm = gradient_norm(trainer.strategy.model, pl_module.parameters(), trainer.strategy.root_device)
+        units = sharded_units(trainer.strategy.model)
+        norm = gradient_norm(units, pl_module.parameters(), trainer.strategy.root_device)
         self.norms.append(float(norm))
 
 
