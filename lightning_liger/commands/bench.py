@@ -317,7 +317,7 @@ def draw(rows: Sequence[Row], path: Path) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "No plot: matplotlib is missing, pip install 'lightning-liger[bench]'"
+        return "No plot: matplotlib is missing, pip install 'lightning-liger[plots]'"
     figure = Figure(figsize=(8, 1.6 + 0.4 * len(measured)), layout="constrained")
     names = [row.arm for row in measured]
     values = {
