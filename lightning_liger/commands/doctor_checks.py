@@ -114,8 +114,7 @@ def check_packages(end: float) -> Iterator[Check]:
         target = f"{_DISTRIBUTION}[{each.extra}]" if each.extra else f"{each.name}{each.versions}"
         use, is_needed = "", not each.extra
         if each.extra:
-            use = f"; for {_USES[each.name]}, " if each.name in _USES else "; "
-            use += f"of the extra {each.extra}"
+            use = f"; extra {each.extra}" + (f", for {_USES[each.name]}" if each.name in _USES else "")
         if not each.installed:
             detail = f"not installed{use or f'; needs {each.versions}'}"
             yield Check("Packages", name, "missing", detail, f"pip install '{target}'", is_broken=is_needed)

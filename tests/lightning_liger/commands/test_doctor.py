@@ -118,9 +118,9 @@ def test_packages_that_are_missing_or_of_another_version_are_named(monkeypatch: 
     assert checks["rich (optional)"].hint == "pip install 'lightning-liger[peft]'"
     rich, psutil = checks["rich (optional)"], checks["psutil (optional)"]
     assert (rich.status, psutil.status, rich.is_broken, psutil.is_broken) == ("wrong", "wrong", False, False)
-    assert rich.detail.endswith("; needs >=99; of the extra peft")
-    assert psutil.detail.endswith("; import fails: OSError: no; of the extra plots")
-    assert checks["pyarrow (optional)"].detail.endswith("; for Parquet files as data, of the extra parquet")
+    assert rich.detail.endswith("; needs >=99; extra peft")
+    assert psutil.detail.endswith("; import fails: OSError: no; extra plots")
+    assert checks["pyarrow (optional)"].detail.endswith("; extra parquet, for Parquet files as data")
     assert not any("lightning-liger (" in name for name in checks)
     assert (checks["nor-there (optional)"].status, checks["nor-there (optional)"].is_broken) == ("missing", False)
     assert not any("ruff" in name for name in checks)
