@@ -69,8 +69,9 @@ def end(message: str) -> NoReturn:
 
 def closest(name: str, names: Iterable[str]) -> str:
     """`` (did you mean ...?)`` with the most similar name, or nothing if none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    known = {each.lower(): each for each in names}
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    return f" (did you mean {known[close[0]]!r}?)" if close else ""
 
 
 def _rank() -> int:

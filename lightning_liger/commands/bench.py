@@ -18,6 +18,7 @@ from rich.table import Table
 
 from liger_ops.arguments import check_integer, check_number, check_path, wrong_value
 from lightning_liger.cli.messages import PROGRAM
+from lightning_liger.cli.mistakes import check_yaml_files
 
 _WORKER = (sys.executable, "-m", "lightning_liger.cli.bench_arm", "fit")
 _SETTINGS = {
@@ -126,8 +127,12 @@ def run_bench(
     check_path("output", output)
     if not any(option.partition("=")[0] in ("--config", "-c", "--model") for option in fit_options):
         raise ValueError(f"config is required: {PROGRAM} bench --config user.yaml")
+    check_yaml_files(fit_options)
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"output must be a folder, or a new one, got {output!r}: {error.strerror}") from error
     rows = []
     for arm in chosen:
         print(f"{arm.name}: {warm_up} + {steps} steps ...", file=sys.stderr, flush=True)

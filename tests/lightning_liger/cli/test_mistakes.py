@@ -55,6 +55,12 @@ COMMAND_LINES = [
     (("bench",), "config is required: lightning-liger bench --config user.yaml"),
     (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
     (("init", "sft", "--outptu=a.yaml"), "unrecognized arguments: --outptu=a.yaml (did you mean 'output'?)"),
+    (("schema", "--output=."), "output must be the name of a file, got '.'"),
+    (("init", "sft", "--output=."), "output must be the name of a yaml file, got '.'"),
+    (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
+    (("inspect", "llama", "--gpu=4090"), "got '4090' (did you mean 'rtx4090-24gb', "),
+    (("inspect", "llama", "--strategy=fspd"), "got 'fspd' (did you mean 'fsdp'?)"),
+    (("inspect", "lama"), "got 'lama' (did you mean 'llama'"),
     (("schema", "--output=no/folder.json"), "output must be in a folder that exists, got 'no/folder.json'"),
 ]
 """Arguments, and parts of the message."""
@@ -89,6 +95,7 @@ def test_mistakes_end_the_command_with_one_sentence(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-liger"])
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
     cases = [*COMMAND_LINES, *(((*FIT, "--config=a.yaml"), content, *parts) for content, *parts in FILES)]
     assert len(cases) >= 25
     for arguments, *parts in cases:
