@@ -64,6 +64,8 @@ def _main(args: list[str] | None) -> int:
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning has ended its processes
             return _interrupted()
+        if isinstance(ended.__context__, BrokenPipeError):  # rich ends so
+            return BROKEN_PIPE
         raise
     except Exception as error:
         message = message_of(error)

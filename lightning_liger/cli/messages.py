@@ -69,9 +69,9 @@ def end(message: str) -> NoReturn:
 
 def closest(name: str, names: Iterable[str]) -> str:
     """`` (did you mean ...?)`` with the most similar name, or nothing if none is similar."""
-    known = {each.lower(): each for each in names}
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    return f" (did you mean {known[close[0]]!r}?)" if close else ""
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.lower() == name.lower()]
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _rank() -> int:

@@ -41,6 +41,8 @@ _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 _TOLERANCE = 1e-3
 _REFUSED = f"{PROGRAM}: error: "
 _GIB = 2**30
+_WIDTH = 80
+"""Of tables at least: narrower ones would lose digits."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ def compare_losses(rows: Sequence[Row]) -> tuple[str, bool]:
 
 def _print(rows: Sequence[Row], agreement: str, more: str) -> None:
     console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
     measured = [row for row in rows if row.status == "ok"]
     table = Table(title=_title(measured), title_justify="left", title_style="bold")
     table.add_column("arm", no_wrap=True)

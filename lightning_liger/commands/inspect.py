@@ -12,6 +12,8 @@ from lightning_liger.estimate.memory import OURS, Fit, Inspection, inspect_model
 from lightning_liger.estimate.states import STRATEGIES
 
 _GIB = 2**30
+_WIDTH = 80
+"""Of tables at least: narrower ones would lose digits."""
 _NOTES_OF_FIT = {None: None, True: "yes", False: "[red]no[/red]"}
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits")
 
@@ -76,7 +78,9 @@ def run_inspect(
     if json:
         print(json_format.dumps(found.as_dict(), indent=2))
     else:
-        show(found, Console())
+        console = Console()
+        console.width = max(console.width, _WIDTH)
+        show(found, console)
     return 0
 
 

@@ -56,7 +56,6 @@ COMMAND_LINES = [
     (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
     (("init", "sft", "--outptu=a.yaml"), "unrecognized arguments: --outptu=a.yaml (did you mean 'output'?)"),
     (("schema", "--output=."), "output must be the name of a file, got '.'"),
-    (("init", "sft", "--output=."), "output must be the name of a yaml file, got '.'"),
     (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
     (("inspect", "llama", "--gpu=4090"), "got '4090' (did you mean 'rtx4090-24gb', "),
     (("inspect", "llama", "--strategy=fspd"), "got 'fspd' (did you mean 'fsdp'?)"),
