@@ -46,8 +46,8 @@ def run_inspect(
         num_gpus: How many GPUs train together.
         strategy: single, ddp, fsdp, fsdp2, deepspeed_stage_1, deepspeed_stage_2 or deepspeed_stage_3; by default
             single for one GPU and fsdp for more.
-        precision: As of Lightning's Trainer: bf16-true, 16-true, 32-true; bf16-mixed and 16-mixed with sharded
-            strategies.
+        precision: As of Lightning's Trainer: bf16-true, 16-true, 32-true; bf16-mixed and 16-mixed with fsdp and
+            deepspeed_stage_*.
         optimizer: adamw (with fused=True), adamw_foreach (PyTorch's default), sgd or sgd_momentum.
         memory_budget: For the plan of layers, as strategies take it: GiB above 1, or a share of the GPU up to 1 or
             auto, which need --gpu.
