@@ -15,7 +15,7 @@ PROGRAM = "lightning-liger"
 
 _PACKAGES = {
     *("__main__", "lightning_liger", "liger_ops", "lightning", "lightning_utilities", "jsonargparse"),
-    *("transformers", "huggingface_hub", "contextlib"),
+    *("transformers", "huggingface_hub", "contextlib", "os", "pathlib", "fsspec"),
 }
 """Code that tells users about their input."""
 _NOISE = re.compile(

@@ -99,8 +99,8 @@ def make_strategy(name: str) -> Any:
     if name.startswith("deepspeed"):
         zero = {
             "stage": int(name[-1]), "reduce_bucket_size": BUCKET_SIZE, "overlap_comm": True,
-            "contiguous_gradients": True, "stage3_param_persistence_threshold": 10, "stage3_prefetch_bucket_size": 10**5,
-            "sub_group_size": 10**12,
+            "contiguous_gradients": True, "stage3_param_persistence_threshold": 10, "sub_group_size": 10**12,
+            "stage3_prefetch_bucket_size": 10**5,
         }  # fmt: skip
         return LigerDeepSpeedStrategy(config={"zero_optimization": zero, "zero_allow_untested_optimizer": True})
     return {"ddp": LigerDDPStrategy, "fsdp": LigerFSDPStrategy, "fsdp2": LigerModelParallelStrategy}[name]()
