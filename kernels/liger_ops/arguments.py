@@ -45,14 +45,17 @@ def did_you_mean(value: object, names: Iterable[Any], *, most: int = 1, cutoff: 
 
     Args:
         value: A name that is none of ``names``; nothing is similar to values of other types.
-        names: Those that are strings are compared, without regard to case.
+        names: Those that are strings are compared, without regard to case; those that contain ``value`` come first.
         most: How many to name.
         cutoff: From 0 to 1: how similar they must be.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         return ""
+    wanted = value.lower()
     known = {name.lower(): name for name in names if isinstance(name, str)}
-    close = [repr(known[name]) for name in difflib.get_close_matches(value.lower(), known, n=most, cutoff=cutoff)]
+    found = difflib.get_close_matches(wanted, [name for name in known if wanted in name], n=most, cutoff=0.0)
+    found += difflib.get_close_matches(wanted, known, n=most, cutoff=cutoff)
+    close = [repr(known[name]) for name in dict.fromkeys(found)][:most]
     parts = [", ".join(close[:-1]), close[-1]] if close else []
     return f" (did you mean {' or '.join(filter(None, parts))}?)" if close else ""
 

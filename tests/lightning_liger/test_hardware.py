@@ -65,6 +65,8 @@ def test_an_unknown_name_is_told_the_five_most_similar_and_where_all_are():
         ) as found:
             get_gpu(name)
         assert str(found.value).count("gb'") == 5
+    with pytest.raises(ValueError, match="mean 'h100-80gb', 'h100-nvl-94gb', 'h100-pcie-80gb'"):
+        get_gpu("h100")
     assert list(GPUS) == re.findall(r"[\w-]+gb\b", run_inspect.__doc__.partition("One of ")[2])
 
 
