@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     if options.command == "plot":
         if not has_matplotlib:
-            parser.error("figures need matplotlib: pip install matplotlib")
+            parser.error("figures need matplotlib: pip install 'lightning-liger[plots]'")
         try:
             _draw(options.records, _resolve_stem(options.out or str(options.records.with_suffix("")), "plot"), console)
         except (OSError, ValueError) as error:
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if has_matplotlib:
         _draw(Path(f"{stem}.jsonl"), stem, console)
     else:
-        console.print("no figures: matplotlib is not installed")
+        console.print("no figures: they need matplotlib, pip install 'lightning-liger[plots]'", markup=False)
     return 0 if worked else 1
 
 

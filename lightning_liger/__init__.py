@@ -6,9 +6,11 @@ Importing this registers the strategies ``"liger"``, ``"liger_ddp"``, ``"liger_f
 """
 
 # ruff: noqa: E402
-from lightning_liger.early import run_doctor_early
+from lightning_liger.early import run_early
 
-run_doctor_early()
+__version__ = "0.1.0"
+
+run_early()
 
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
@@ -77,8 +79,6 @@ from lightning_liger.weights.export import export_pretrained
 from lightning_liger.weights.pretrained import load_pretrained
 
 register_strategies()
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AutoLigerModelForCausalLM",

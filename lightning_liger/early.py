@@ -1,19 +1,24 @@
-"""``lightning-liger doctor`` runs before the package's imports, which may be what is broken."""
+"""Commands that need no PyTorch run before the package's imports: those take seconds, and may be what is broken."""
 
 import importlib
 import sys
 from pathlib import Path
 
+_COMMANDS = ("doctor", "init", "-h", "--help", "--version")
 
-def run_doctor_early() -> None:
-    """Runs ``doctor`` and ends the process, if that is the command of this process; else does nothing."""
+
+def run_early() -> None:
+    """Runs the command of this process and ends the process, if it is one that needs no PyTorch; else does nothing."""
     is_module = sys.argv[0] == "-m" and "lightning_liger" in sys.orig_argv
-    if sys.argv[1:2] != ["doctor"] or not (is_module or Path(sys.argv[0]).name == "lightning-liger"):
+    is_command = is_module or Path(sys.argv[0]).name == "lightning-liger"
+    if not is_command or (sys.argv[1:] and sys.argv[1] not in _COMMANDS):
         return
     # By name, because these modules are above the package; they import nothing that it imports.
     try:
         main = importlib.import_module("lightning_liger.cli").main
     except ImportError:  # of what parses options; the table says of which package
+        if sys.argv[1:2] != ["doctor"]:
+            raise
         run_doctor = importlib.import_module("lightning_liger.commands.doctor").run_doctor
         sys.exit(run_doctor(json="--json" in sys.argv))
     sys.exit(main())

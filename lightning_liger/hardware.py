@@ -10,7 +10,6 @@ The rates are those of the vendors' data sheets, dense (without structured spars
 drivers.
 """
 
-import difflib
 import functools
 import re
 import time
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_ops.arguments import check_device, check_floating_dtype, check_integer, check_text, wrong_value
+from liger_ops.arguments import check_device, check_floating_dtype, check_integer, check_text, did_you_mean, shown
 
 _MEMORY_TOLERANCE = 0.1
 """By which share the memory of a device may differ from the table: more is a slice of a GPU, or another one."""
@@ -121,14 +120,16 @@ def get_gpu(name: str) -> Gpu:
 
     Raises:
         TypeError: If ``name`` is no text.
-        ValueError: If it is no key; the message lists the keys, the most similar first.
+        ValueError: If it is no key; the message names the five that are most similar.
     """
     check_text("gpu", name)
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     if key in GPUS:
         return GPUS[key]
-    similar = difflib.get_close_matches(key, GPUS, n=len(GPUS), cutoff=0.0)
-    raise wrong_value("gpu", f"one of {', '.join(similar)}", name)
+    raise ValueError(
+        "gpu must be a key of lightning_liger.hardware.GPUS (`lightning-liger inspect --help` lists them), got"
+        f" {shown(name)}{did_you_mean(key, GPUS, most=5, cutoff=0.3)}"
+    )
 
 
 def measure_matmul_flops(device: torch.device | str, dtype: torch.dtype) -> float:

@@ -58,6 +58,7 @@ def test_supported_python_is_310_and_later():
     [
         ("dev", {"pytest", "hypothesis", "ruff", "build", "trl", "pyarrow"}),
         ("bench", {"liger-kernel", "matplotlib"}),
+        ("plots", {"matplotlib"}),
         ("peft", {"peft"}),
         ("deepspeed", {"deepspeed"}),
         ("parquet", {"pyarrow"}),
@@ -66,7 +67,10 @@ def test_supported_python_is_310_and_later():
     ],
 )
 def test_extra_asks_for_its_packages(extra, packages):
-    wanted = {Requirement(line).name for line in PROJECT["optional-dependencies"][extra]}
+    lines = [Requirement(line) for line in EXTRAS[extra]]
+    others = [name for line in lines if line.name == PROJECT["name"] for name in line.extras]
+    lines += [Requirement(line) for name in others for line in EXTRAS[name]]
+    wanted = {line.name for line in lines} - {PROJECT["name"]}
     assert packages <= wanted
     assert wanted.isdisjoint(DEPENDENCIES)
 

@@ -34,6 +34,9 @@ class Job:
         vocab_size: With text, the size of its tokenizer.
         medusa_heads: Number of Medusa's heads over the model, 0 for the model alone.
         medusa_stage: 1 trains the heads only, 2 the model too.
+        strategy: Of :data:`lightning_liger.estimate.states.STRATEGIES`, in place of that of the arm.
+        precision: Of the Trainer.
+        lora_rank: Of adapters, which alone are trained then; 0 trains the model.
         tiny: Whether to train tiny sizes, as a trial on a CPU.
     """
 
@@ -56,6 +59,9 @@ class Job:
     vocab_size: int | None = None
     medusa_heads: int = 0
     medusa_stage: int = 2
+    strategy: str = ""
+    precision: str = "bf16-true"
+    lora_rank: int = 0
     tiny: bool = False
     seed: int = 0
 
@@ -91,6 +97,9 @@ _COMMON = (
     "permute_rows",
     "medusa_heads",
     "medusa_stage",
+    "strategy",
+    "precision",
+    "lora_rank",
 )
 
 
@@ -99,8 +108,8 @@ class Row:
     """One arm at one shape. Measured fields are None if ``status`` is not ``"ok"`` or the machine cannot measure them.
 
     Attributes:
-        model, layers, arm, devices, batch_size, sequence_length, context_parallel_size, medusa_heads, medusa_stage: As
-            in :class:`Job`; sizes are those of a process, sequences are whole.
+        model, layers, arm, devices, batch_size, sequence_length, context_parallel_size, medusa_heads, medusa_stage,
+            strategy, precision, lora_rank: As in :class:`Job`; sizes are those of a process, sequences are whole.
         status: ``"ok"``, ``"out of memory"`` or ``"failed"``.
         error: The last line of the error, if there was one.
         step_seconds: Seconds of each measured step, of the slowest process.
@@ -142,6 +151,9 @@ class Row:
     permute_rows: bool = False
     medusa_heads: int = 0
     medusa_stage: int = 2
+    strategy: str = ""
+    precision: str = "bf16-true"
+    lora_rank: int = 0
 
     @property
     def parsed_arm(self) -> Arm:

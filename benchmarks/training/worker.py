@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from benchmarks.timing import GpuTrace
@@ -26,6 +26,8 @@ from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.medusa_heads import COEFFICIENT, DECAY, HEAD_LOSSES, medusa_loss
 from lightning_liger import (
+    LigerDDPStrategy,
+    LigerDeepSpeedStrategy,
     LigerFSDPStrategy,
     LigerLMMixin,
     LigerMedusaMixin,
@@ -34,7 +36,9 @@ from lightning_liger import (
     MedusaHeads,
 )
 from lightning_liger.data import TextDataModule
+from lightning_liger.estimate.states import PRECISIONS
 from lightning_liger.strategies.parts.policies import decoder_layer_classes
+from lightning_liger.training.lora import add_adapters
 
 GIB = 2**30
 
@@ -49,9 +53,22 @@ class PlainFSDPStrategy(FSDPStrategy):
         return super()._setup_model(model)
 
 
+_STRATEGIES: dict[str, tuple[type[Any], type[Any]]] = {
+    "ddp": (LigerDDPStrategy, DDPStrategy),
+    "fsdp": (LigerFSDPStrategy, PlainFSDPStrategy),
+    "fsdp2": (LigerModelParallelStrategy, PlainFSDPStrategy),
+    "deepspeed": (LigerDeepSpeedStrategy, DeepSpeedStrategy),
+}
+"""Ours and Lightning's."""
+
+
 def make_strategy(job: Job, device: torch.device) -> Strategy:
     """The strategy of an arm: Lightning's own for the others, on one device or with FSDP."""
     arm, single = job.parsed_arm, job.devices == 1
+    if job.strategy:
+        name, _, stage = job.strategy.partition("_stage_")
+        arguments = {**({"stage": int(stage)} if stage else {}), **(arm.strategy_arguments if arm.is_ours else {})}
+        return _STRATEGIES[name][0 if arm.is_ours else 1](**arguments)
     if not arm.is_ours:
         return SingleDeviceStrategy(device) if single else PlainFSDPStrategy()
     arguments = arm.strategy_arguments
@@ -84,7 +101,10 @@ class BenchmarkLM(L.LightningModule):
         config = DIMS[job.model].config(job.layers, job.tiny)
         if job.vocab_size is not None:
             config.vocab_size = job.vocab_size
-        self.model = make_model(config, self.trainer.strategy.root_device, torch.bfloat16, job.seed)
+        dtype = PRECISIONS[job.precision].weights
+        self.model = make_model(config, self.trainer.strategy.root_device, dtype, job.seed)
+        if job.lora_rank:
+            self.model = add_adapters(self.model, {"r": job.lora_rank})
         if arm.recomputes_all:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if arm.implementation == "liger_kernel":
@@ -366,7 +386,7 @@ def run_job(job: Job, write: Callable[[Row], None], leave: Callable[[], None] | 
             accelerator="cuda" if cuda else "cpu",
             devices=job.devices,
             strategy=make_strategy(job, torch.device("cuda", 0) if cuda else torch.device("cpu")),
-            precision="bf16-true",
+            precision=job.precision,
             max_epochs=1,
             num_sanity_val_steps=0,
             logger=False,

@@ -5,11 +5,12 @@ A value of a wrong type raises TypeError, a value out of range ValueError.
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +38,26 @@ def wrong_type(name: str, expected: str, value: object) -> TypeError:
 def wrong_value(name: str, expected: str, value: object) -> ValueError:
     """The error for a value of the right type that ``name`` does not take."""
     return ValueError(f"{name} must be {expected}, got {shown(value)}")
+
+
+def did_you_mean(value: object, names: Iterable[Any], *, most: int = 1, cutoff: float = 0.6) -> str:
+    """`` (did you mean 'a', 'b' or 'c'?)`` with the names that are most similar to ``value``; empty if none is.
+
+    Args:
+        value: A name that is none of ``names``; nothing is similar to values of other types.
+        names: Those that are strings are compared, without regard to case; those that contain ``value`` come first.
+        most: How many to name.
+        cutoff: From 0 to 1: how similar they must be.
+    """
+    if not isinstance(value, str) or not value:
+        return ""
+    wanted = value.lower()
+    known = {name.lower(): name for name in names if isinstance(name, str)}
+    found = difflib.get_close_matches(wanted, [name for name in known if wanted in name], n=most, cutoff=0.0)
+    found += difflib.get_close_matches(wanted, known, n=most, cutoff=cutoff)
+    close = [repr(known[name]) for name in dict.fromkeys(found)][:most]
+    parts = [", ".join(close[:-1]), close[-1]] if close else []
+    return f" (did you mean {' or '.join(filter(None, parts))}?)" if close else ""
 
 
 def check_number(
@@ -123,7 +144,8 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
             return
     except (TypeError, ValueError):  # not hashable, or an array that compares its elements
         pass
-    raise wrong_value(name, f"one of {', '.join(map(repr, choices))}", value)
+    error = wrong_value(name, f"one of {', '.join(map(repr, choices))}", value)
+    raise ValueError(f"{error}{did_you_mean(value, choices)}")
 
 
 def check_bool(name: str, value: Any, *, optional: bool = False) -> None:

@@ -5,6 +5,7 @@ others are bugs and keep their traceback.
 """
 
 import os
+import select
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,31 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells expect it."""
 
 
+BROKEN_PIPE = 141
+"""The exit status after the reader of the output, such as ``head``, has ended."""
+
+
 def main(args: list[str] | None = None) -> int:
     """Entry point of the ``lightning-liger`` command and of ``python -m lightning_liger``; returns the exit status."""
+    try:
+        try:
+            return _main(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_ended():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+        return BROKEN_PIPE
+
+
+def _reader_has_ended() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _main(args: list[str] | None) -> int:
     given = sys.argv[1:] if args is None else args
     silence()
     try:
@@ -40,6 +64,8 @@ def main(args: list[str] | None = None) -> int:
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning has ended its processes
             return _interrupted()
+        if isinstance(ended.__context__, BrokenPipeError):  # rich ends so
+            return BROKEN_PIPE
         raise
     except Exception as error:
         message = message_of(error)

@@ -15,7 +15,7 @@ PROGRAM = "lightning-liger"
 
 _PACKAGES = {
     *("__main__", "lightning_liger", "liger_ops", "lightning", "lightning_utilities", "jsonargparse"),
-    *("transformers", "huggingface_hub", "contextlib"),
+    *("transformers", "huggingface_hub", "contextlib", "os", "pathlib", "fsspec"),
 }
 """Code that tells users about their input."""
 _NOISE = re.compile(
@@ -69,7 +69,8 @@ def end(message: str) -> NoReturn:
 
 def closest(name: str, names: Iterable[str]) -> str:
     """`` (did you mean ...?)`` with the most similar name, or nothing if none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1)
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.lower() == name.lower()]
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -1,6 +1,7 @@
 """Mistakes in options and yaml files, in one sentence with the closest name: jsonargparse's messages, shortened."""
 
 import importlib
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,10 @@ CLASSES = {
     "lr_scheduler": ("torch.optim.lr_scheduler",),
 }
 """The modules whose classes are usual values of an option."""
+
+
+_GROUPS = {"trainer": "max_steps: 10", "summary": "skip_steps: 2"}
+"""The keys that hold settings and no class, with an example."""
 
 
 def refuse(parser: ArgumentParser, message: str) -> NoReturn:
@@ -115,3 +120,10 @@ def _check_yaml(path: Path) -> None:
         kind = "nothing" if content is None else f"a {type(content).__name__}"
         expected = "a yaml file with settings such as `trainer:`"
         end(f"config must be {expected}, got {path}, which holds {kind}: `{PROGRAM} init` writes one")
+    try:
+        json.dumps(content, skipkeys=True, default=str)
+    except ValueError:
+        end(f"config must be a yaml file without aliases inside of what they stand for, got {path}")
+    for name in sorted(_GROUPS.keys() & content.keys()):
+        if not isinstance(content[name], dict):
+            end(f"{name} must be settings such as `{_GROUPS[name]}`, got {content[name]!r} in {path}")

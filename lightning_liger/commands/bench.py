@@ -18,6 +18,7 @@ from rich.table import Table
 
 from liger_ops.arguments import check_integer, check_number, check_path, wrong_value
 from lightning_liger.cli.messages import PROGRAM
+from lightning_liger.cli.mistakes import check_yaml_files
 
 _WORKER = (sys.executable, "-m", "lightning_liger.cli.bench_arm", "fit")
 _SETTINGS = {
@@ -40,6 +41,8 @@ _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 _TOLERANCE = 1e-3
 _REFUSED = f"{PROGRAM}: error: "
 _GIB = 2**30
+_WIDTH = 80
+"""Of tables at least: narrower ones would lose digits."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,12 @@ def run_bench(
     check_path("output", output)
     if not any(option.partition("=")[0] in ("--config", "-c", "--model") for option in fit_options):
         raise ValueError(f"config is required: {PROGRAM} bench --config user.yaml")
+    check_yaml_files(fit_options)
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"output must be a folder, or a new one, got {output!r}: {error.strerror}") from error
     rows = []
     for arm in chosen:
         print(f"{arm.name}: {warm_up} + {steps} steps ...", file=sys.stderr, flush=True)
@@ -272,6 +279,7 @@ def compare_losses(rows: Sequence[Row]) -> tuple[str, bool]:
 
 def _print(rows: Sequence[Row], agreement: str, more: str) -> None:
     console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
     measured = [row for row in rows if row.status == "ok"]
     table = Table(title=_title(measured), title_justify="left", title_style="bold")
     table.add_column("arm", no_wrap=True)
@@ -317,7 +325,7 @@ def draw(rows: Sequence[Row], path: Path) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "No plot: matplotlib is missing, pip install 'lightning-liger[bench]'"
+        return "No plot: matplotlib is missing, pip install 'lightning-liger[plots]'"
     figure = Figure(figsize=(8, 1.6 + 0.4 * len(measured)), layout="constrained")
     names = [row.arm for row in measured]
     values = {

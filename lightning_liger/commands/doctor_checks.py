@@ -43,7 +43,7 @@ class Check:
         status: ``"ok"``; ``"slow"``: it works, but something else would be faster; ``"wrong"``; ``"missing"``.
         detail: What was found.
         hint: What to do about it; empty if nothing.
-        is_broken: Whether the exit status is 1 for it; what is optional may be missing.
+        is_broken: Whether the exit status is 1 for it; what is optional may be missing, old or broken.
     """
 
     group: str
@@ -80,7 +80,7 @@ def needed_packages() -> list[Needed]:
     for line in metadata.requires(_DISTRIBUTION) or []:
         parsed = Requirement(line)
         extra = str(parsed.marker).rpartition('extra == "')[2].partition('"')[0] if parsed.marker else ""
-        if extra not in _HIDDEN_EXTRAS:
+        if extra not in _HIDDEN_EXTRAS and parsed.name != _DISTRIBUTION:  # an extra that takes another
             found.append(Needed(parsed.name, str(parsed.specifier), extra, _version(parsed.name)))
     return sorted(found, key=lambda each: bool(each.extra))
 
@@ -112,18 +112,20 @@ def check_packages(end: float) -> Iterator[Check]:
     for each in packages:
         name = f"{each.name} (optional)" if each.extra else each.name
         target = f"{_DISTRIBUTION}[{each.extra}]" if each.extra else f"{each.name}{each.versions}"
+        use, is_needed = "", not each.extra
+        if each.extra:
+            use = f"; extra {each.extra}" + (f", for {_USES[each.name]}" if each.name in _USES else "")
         if not each.installed:
-            use = f"for {_USES.get(each.name, f'the extra {each.extra}')}" if each.extra else f"needs {each.versions}"
-            hint = f"pip install '{target}'"
-            yield Check("Packages", name, "missing", f"not installed; {use}", hint, is_broken=not each.extra)
+            detail = f"not installed{use or f'; needs {each.versions}'}"
+            yield Check("Packages", name, "missing", detail, f"pip install '{target}'", is_broken=is_needed)
         elif not SpecifierSet(each.versions).contains(each.installed, prereleases=True):
-            detail = f"{each.installed}; needs {each.versions}"
-            yield Check("Packages", name, "wrong", detail, f"pip install '{target}'", is_broken=True)
+            detail = f"{each.installed}; needs {each.versions}{use}"
+            yield Check("Packages", name, "wrong", detail, f"pip install '{target}'", is_broken=is_needed)
         elif problem := errors[each.module]:
             hint = problem.hint(f"pip install --force-reinstall --no-deps '{each.name}{each.versions}'")
-            yield Check("Packages", name, "wrong", f"{each.installed}; {problem.text}", hint, is_broken=True)
+            yield Check("Packages", name, "wrong", f"{each.installed}; {problem.text}{use}", hint, is_broken=is_needed)
         else:
-            yield Check("Packages", name, "ok", each.installed)
+            yield Check("Packages", name, "ok", f"{each.installed}{use}")
 
 
 def is_installed(name: str) -> bool:
@@ -180,7 +182,8 @@ def check_probe(name: str, end: float) -> Iterator[Check]:
     if failure:
         group = {"gpus": "Hardware", "triton": "Triton"}.get(name, "Distributed")
         title = {"gpus": "GPU", "triton": "compiler", "deepspeed": "DeepSpeed"}[name]
-        yield Check(group, title, "wrong", failure, "see the rows of packages", is_broken=True)
+        is_broken = name != "deepspeed"  # which is optional
+        yield Check(group, title, "wrong", failure, "see the rows of packages", is_broken=is_broken)
 
 
 def driver() -> tuple[str, str]:

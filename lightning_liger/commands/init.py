@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 from lightning_liger.cli.messages import PROGRAM, closest
+from lightning_liger.commands.writing import check_output, write_files
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _PATH = re.compile(r"\bexamples/([\w./-]*\w)")
@@ -29,7 +30,9 @@ def run_init(story: str | None = None, *, output: str | None = None) -> int:
         return 0
     if story not in found:
         raise ValueError(f"story must be one that `{PROGRAM} init` lists, got {story!r}{closest(story, found)}")
-    path = Path(output or f"{story}.yaml")
+    if output is not None:
+        check_output(output)
+    path = Path(f"{story}.yaml" if output is None else output)
     written = write_story(found[story], path)
     folders = collections.Counter(file.parent for file in written)
     names = dict.fromkeys(file if folders[file.parent] < 5 else file.parent for file in written if file != path)
@@ -71,12 +74,12 @@ def write_story(story: Path, output: Path) -> list[Path]:
     Raises:
         FileExistsError: If ``output`` is there already, or data with other contents.
         FileNotFoundError: If the folder of ``output`` does not exist.
+        OSError: If a file cannot be written; then none is.
         ValueError: If ``output`` names no yaml file, or is in another folder and the story has Python code.
     """
     if output.suffix not in (".yaml", ".yml"):
         raise ValueError(f"output must be the name of a yaml file, got {str(output)!r}")
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"output must be in a folder that exists, got {str(output)!r}")
+    check_output(output)
     text = story.read_text(encoding="utf-8")
     if _MODULE.search(text) and output.parent.resolve() != Path.cwd():
         raise ValueError(f"output must be in this folder, whose Python code the yaml names, got {str(output)!r}")
@@ -89,11 +92,9 @@ def write_story(story: Path, output: Path) -> list[Path]:
     for path, content in files.items():
         if path.exists() and (path == output or not path.is_file() or path.read_bytes() != content):
             raise FileExistsError(f"{str(path)!r} exists already: delete it, or choose another --output")
-    written = [path for path in files if not path.exists()]
-    for path in written:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(files[path])
-    return written
+    missing = {path: content for path, content in files.items() if not path.exists()}
+    write_files(missing)
+    return list(missing)
 
 
 def _moved(text: str, folder: Path, renamed: dict[str, Path]) -> str:

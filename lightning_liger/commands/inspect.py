@@ -12,6 +12,8 @@ from lightning_liger.estimate.memory import OURS, Fit, Inspection, inspect_model
 from lightning_liger.estimate.states import STRATEGIES
 
 _GIB = 2**30
+_WIDTH = 80
+"""Of tables at least: narrower ones would lose digits."""
 _NOTES_OF_FIT = {None: None, True: "yes", False: "[red]no[/red]"}
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits")
 
@@ -44,12 +46,17 @@ def run_inspect(
         num_gpus: How many GPUs train together.
         strategy: single, ddp, fsdp, fsdp2, deepspeed_stage_1, deepspeed_stage_2 or deepspeed_stage_3; by default
             single for one GPU and fsdp for more.
-        precision: As of Lightning's Trainer: bf16-true, 16-true, 32-true; bf16-mixed and 16-mixed with sharded
-            strategies.
+        precision: As of Lightning's Trainer: bf16-true, 16-true, 32-true; bf16-mixed and 16-mixed with fsdp and
+            deepspeed_stage_*.
         optimizer: adamw (with fused=True), adamw_foreach (PyTorch's default), sgd or sgd_momentum.
         memory_budget: For the plan of layers, as strategies take it: GiB above 1, or a share of the GPU up to 1 or
             auto, which need --gpu.
-        gpu: What has to fit, such as h100-80gb; also sets memory_budget to auto.
+        gpu: What has to fit; also sets memory_budget to auto. One of h100-80gb, h100-pcie-80gb, h100-nvl-94gb,
+            h200-141gb, h200-nvl-141gb, h800-80gb, h20-96gb, gh200-96gb, gh200-144gb, b200-180gb, gb200-186gb,
+            b300-288gb, a100-80gb, a100-pcie-80gb, a100-40gb, a800-80gb, a40-48gb, a30-24gb, a10-24gb, a10g-24gb,
+            l40s-48gb, l40-48gb, l4-24gb, t4-16gb, v100-32gb, v100-16gb, v100-pcie-32gb, v100-pcie-16gb, rtx5090-32gb,
+            rtx4090-24gb, rtx3090-24gb, rtxa6000-48gb, rtx6000ada-48gb, rtxpro6000-96gb, mi250x-64gb, mi300x-192gb,
+            mi325x-256gb, mi355x-288gb.
         json: Print JSON, with the keys that docs/inspect.md lists.
 
     Returns:
@@ -71,7 +78,9 @@ def run_inspect(
     if json:
         print(json_format.dumps(found.as_dict(), indent=2))
     else:
-        show(found, Console())
+        console = Console()
+        console.width = max(console.width, _WIDTH)
+        show(found, console)
     return 0
 
 
@@ -94,9 +103,11 @@ def show(found: Inspection, console: Console) -> None:
             highlight=False,
             markup=False,
         )
-    plan = next((row.plan for row in found.rows if row.plan), None)
-    if plan:
-        console.print(f"The plan of memory_budget={found.settings.memory_budget}: {plan}.", highlight=False)
+    plan = next((row for row in found.rows if row.plan), None)
+    if plan is not None and found.budget_bytes is not None:
+        smallest = "" if plan.total <= found.budget_bytes else ". It exceeds the budget: no plan has a lower peak"
+        text = f"The plan of {_budget(found)}, {_gib(found.budget_bytes)} GiB: {plan.plan}{smallest}."
+        console.print(text, highlight=False)
     if found.fits:
         console.print()
         console.print(_fits(found))
@@ -140,11 +151,11 @@ def _fits(found: Inspection) -> Table:
     assert found.limit_bytes is not None
     title = f"What fits {gpu.name}: {_gib(found.limit_bytes)} GiB of tensors"
     table = _table(title)
-    table.add_column("Layers", no_wrap=True)
+    table.add_column("Layers")
     table.add_column(f"Longest seq_len\n(batch_size {settings.batch_size})", justify="right")
     table.add_column(f"Largest batch_size\n(seq_len {settings.seq_len})", justify="right")
     for fit in found.fits:
-        table.add_row(*_fit_cells(fit))
+        table.add_row(*_fit_cells(fit, f"plan of {_budget(found)}"))
     return table
 
 
@@ -160,9 +171,14 @@ def _table(title: str) -> Table:
     )
 
 
-def _fit_cells(fit: Fit) -> list[str]:
+def _budget(found: Inspection) -> str:
+    value = found.settings.memory_budget
+    return f"memory_budget={value if isinstance(value, str) else f'{value:g}'}"
+
+
+def _fit_cells(fit: Fit, plan: str) -> list[str]:
     numbers = (f"{number:,}" if number else "none" for number in (fit.longest_seq_len, fit.largest_batch_size))
-    how = "a plan for each size" if fit.implementation == OURS else fit.activations
+    how = plan if fit.implementation == OURS else fit.activations
     return [f"{fit.implementation}, {how}", *numbers]
 
 

@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser, capture_parser
 from lightning_liger.cli.help import plain
 from lightning_liger.cli.mistakes import CLASSES
 from lightning_liger.cli.training import LigerCLI
+from lightning_liger.commands.writing import check_output, write_files
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # which all editors know
 _SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", Path: "string"}
@@ -31,13 +32,13 @@ def run_schema(*, output: str | None = None) -> int:
         output: The file to write, by default the screen. A yaml file names it in its first line:
             # yaml-language-server: $schema=FILE
     """
-    if output is not None and not Path(output).parent.is_dir():
-        raise FileNotFoundError(f"output must be in a folder that exists, got {output!r}")
+    if output is not None:
+        check_output(output)
     text = json.dumps(make_schema(), indent=1)
     if output is None:
         print(text)
     else:
-        Path(output).write_text(f"{text}\n", encoding="utf-8")
+        write_files({Path(output): f"{text}\n".encode()})
         print(f"wrote {output}\n\nNext: begin yaml files with `# yaml-language-server: $schema={output}`")
     return 0
 

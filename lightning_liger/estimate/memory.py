@@ -67,7 +67,7 @@ class Row:
         num_bytes: At the peak, of each of :data:`~lightning_liger.estimate.step.OWNERS`.
         logits_bytes: The most that logits and loss take at any moment.
         plan: The plan of the memory budget in words.
-        fits: Whether the peak is within the GPU's limit, None without a GPU.
+        fits: Whether the peak is within the GPU's limit, that of the plan within its budget; None without a GPU.
     """
 
     implementation: Implementation
@@ -88,7 +88,7 @@ class Fit:
     """What fits a GPU.
 
     Attributes:
-        implementation, activations: As in :class:`Row`.
+        implementation, activations: As in :class:`Row`; ``"plan"`` is that of the memory budget for each size.
         longest_seq_len: At the batch size, a multiple of 256; 0 if none fits.
         largest_batch_size: At the sequence length; 0 if none fits.
     """
@@ -112,6 +112,7 @@ class Inspection:
         rows: The memory of each way to train.
         gpu: The GPU, None without one.
         limit_bytes: Of its memory, how much tensors may take.
+        budget_bytes: How much the memory budget lets tensors take, None without a budget.
         fits: What fits it.
         unknown: Why there are no rows, if the model's forward could not run on the meta device.
         state_bytes: Of weights, gradients and the optimizer, which are known in any case.
@@ -128,6 +129,7 @@ class Inspection:
     rows: list[Row] = field(default_factory=list)
     gpu: Gpu | None = None
     limit_bytes: int | None = None
+    budget_bytes: int | None = None
     fits: list[Fit] = field(default_factory=list)
     unknown: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -235,7 +237,7 @@ def inspect_model(
     found = None if gpu is None else get_gpu(gpu)
     if found is not None and memory_budget is None:
         memory_budget = "auto"
-    limit = _limit(memory_budget, found)
+    budget = _limit(memory_budget, found)
     settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget)
     built = make_model(find_config(model, config), PRECISIONS[precision].compute, lora)
     parameters = list(built.parameters())
@@ -250,12 +252,14 @@ def inspect_model(
         state_bytes=steps.states.totals(built),
         gpu=found,
         limit_bytes=None if found is None else Budget("auto").limit(_GpuMemory(found)),  # type: ignore[arg-type]
+        budget_bytes=budget,
     )
     try:
         for implementation in (OURS, HUGGING_FACE):
-            result.rows.extend(_rows(steps, implementation, limit, result.limit_bytes))
+            result.rows.extend(_rows(steps, implementation, budget, result.limit_bytes))
             if result.limit_bytes is not None:
-                result.fits.append(_fit(steps, implementation, result.limit_bytes))
+                within = budget if implementation == OURS and budget is not None else result.limit_bytes
+                result.fits.append(_fit(steps, implementation, within))
     except Unknowable as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         result = replace(result, rows=[], fits=[], unknown=line)
@@ -322,8 +326,10 @@ def _rows(steps: _Steps, implementation: Implementation, budget: int | None, lim
         ways["plan"] = plan.modes
     for activations, modes in ways.items():
         num_bytes = step.peak(modes)
-        fits = None if limit is None else sum(num_bytes.values()) <= limit
-        words = str(plan) if activations == "plan" else None
+        is_plan = activations == "plan"
+        most = budget if is_plan and budget is not None else limit
+        fits = None if limit is None or most is None else sum(num_bytes.values()) <= most
+        words = str(plan) if is_plan else None
         yield Row(implementation, activations, num_bytes, step.logits_bytes, words, fits)
 
 

@@ -1,7 +1,6 @@
 """Models on the meta device, from a folder, a name in the local cache or the name of an architecture."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from liger_ops.arguments import check_text
+from liger_ops.arguments import check_text, did_you_mean
 from lightning_liger.training.architecture import build_config
 from lightning_liger.training.lora import add_adapters, check_lora
 
@@ -43,11 +42,10 @@ def find_config(model: str, settings: Mapping[str, Any] | None = None) -> PreTra
         cached = None
     if isinstance(cached, str):
         return build_config(str(Path(cached).parent), settings=settings)
-    close = get_close_matches(model.lower(), list(CONFIG_MAPPING.keys()), n=3)
-    hint = f"; the closest architectures are {', '.join(close)}" if close else ""
     raise FileNotFoundError(
         "model must be a folder with a config.json, a name in the local Hugging Face cache (nothing is downloaded) or"
-        f" an architecture such as 'llama', got {model!r}{hint}"
+        f" an architecture such as 'llama' (transformers.CONFIG_MAPPING lists them), got {model!r}"
+        f"{did_you_mean(model, CONFIG_MAPPING.keys(), most=5)}"
     )
 
 

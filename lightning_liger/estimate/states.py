@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from liger_ops.arguments import check_choice, check_integer, wrong_value
+from lightning_liger.activations.layers import find_layers
 
 
 class Sharding(NamedTuple):
@@ -19,52 +20,36 @@ class Sharding(NamedTuple):
     optimizer: bool = False
     joins_gradients: bool = False
     """Whether a second buffer holds all gradients (DDP's buckets)."""
-    has_master_weights: bool = False
-    """Whether the optimizer has weights in float32 of its own, also where the model trains in 16 bits."""
-    bucket_bytes: int = 0
-    """Of buffers in which gradients are reduced."""
     casts_weights: bool = False
     """Whether mixed precision casts whole weights, not the arguments of operations."""
     frees_early: bool = False
     """Whether the last step's gradients are freed before the next forward without us too."""
+    flattens: bool = False
+    """Whether a layer is one parameter, so that frozen parameters next to trained ones have gradients (FSDP1)."""
+    zero_stage: int = 0
+    """Of DeepSpeed, whose optimizer has other weights in float32 in every precision; 0 for other strategies."""
 
 
-_DEEPSPEED_BUCKETS = 2 * 200_000_000 * 2
-"""Two buckets of Lightning's default size in 16 bits, of which one fills while the other is reduced."""
+_BUCKET_SIZE = 200_000_000
+"""Numbers in a buffer in which DeepSpeed reduces gradients, by default of Lightning."""
+_MAX_LIVE_PARAMETERS = 1_000_000_000
+"""Numbers in the weights that ZeRO stage 3 keeps gathered from forward to backward, by default of DeepSpeed."""
+
+
+def _zero(stage: int, weights: bool = False) -> Sharding:
+    # Stage 1 reduces gradients to shards too, since Lightning sets contiguous_gradients and overlap_comm.
+    title = f"DeepSpeed ZeRO stage {stage}"
+    return Sharding(title, weights, True, True, casts_weights=True, frees_early=True, zero_stage=stage)
+
 
 STRATEGIES = {
     "single": Sharding("one GPU"),
     "ddp": Sharding("DDP", joins_gradients=True),
-    "fsdp": Sharding("FSDP", True, True, True, casts_weights=True),
-    "fsdp2": Sharding("FSDP2", True, True, True, casts_weights=True),
-    "deepspeed_stage_1": Sharding(
-        "DeepSpeed ZeRO stage 1",
-        optimizer=True,
-        has_master_weights=True,
-        casts_weights=True,
-        bucket_bytes=_DEEPSPEED_BUCKETS,
-        frees_early=True,
-    ),
-    "deepspeed_stage_2": Sharding(
-        "DeepSpeed ZeRO stage 2",
-        False,
-        True,
-        True,
-        has_master_weights=True,
-        casts_weights=True,
-        bucket_bytes=_DEEPSPEED_BUCKETS,
-        frees_early=True,
-    ),
-    "deepspeed_stage_3": Sharding(
-        "DeepSpeed ZeRO stage 3",
-        True,
-        True,
-        True,
-        has_master_weights=True,
-        casts_weights=True,
-        bucket_bytes=_DEEPSPEED_BUCKETS,
-        frees_early=True,
-    ),
+    "fsdp": Sharding("FSDP", True, True, True, casts_weights=True, flattens=True),
+    "fsdp2": Sharding("FSDP2", True, True, True),
+    "deepspeed_stage_1": _zero(1),
+    "deepspeed_stage_2": _zero(2),
+    "deepspeed_stage_3": _zero(3, weights=True),
 }
 """The strategies of ``lightning-liger inspect``."""
 
@@ -114,29 +99,51 @@ class States:
 
     Attributes:
         weight_bytes: Of weights between their uses.
+        gathered_bytes: Of weights that are gathered from forward to the end of backward, besides those of a layer.
         optimizer_bytes: Of the optimizer's states and float32 weights, if there are any besides the model's.
         step_bytes: What the optimizer's step makes for a moment.
         bucket_bytes: Of gradients in buckets.
-        gathers: Whether weights are gathered for their use.
-        reduces: Whether a layer's gradients are reduced to a shard when its backward ends.
+        backward_bytes: Of buckets that exist in backward only.
+        gathers: Whether weights are gathered for their use, layer by layer.
+        reduces: Whether gradients are reduced to a shard in backward: of each layer when its backward ends.
+        fills_buckets: Whether each gradient is copied into a bucket and freed at once, before it is reduced.
+        keeps_gradients: Whether what is kept of gradients is there between steps too.
+        flattens: Whether all parameters of a layer, or of the rest, have gradients if one of them is trained.
         bytes_of_gradient: Of one number in what is kept of gradients.
         num_shards: Over how many GPUs gradients are sharded.
     """
 
     weight_bytes: int
+    gathered_bytes: int
     optimizer_bytes: int
     step_bytes: int
     bucket_bytes: int
+    backward_bytes: int
     gathers: bool
     reduces: bool
+    fills_buckets: bool
+    keeps_gradients: bool
+    flattens: bool
     bytes_of_gradient: int
     num_shards: int
 
     def totals(self, model: nn.Module) -> dict[str, int]:
         """The bytes of weights, gradients and the optimizer, by these names."""
-        trained = [each for each in model.parameters() if each.requires_grad]
-        gradients = self.gradient_bytes(trained) + self.bucket_bytes
+        gradients = self.gradient_bytes(self.with_gradients(model)) + self.bucket_bytes
         return {"weights": self.weight_bytes, "gradients": gradients, "optimizer": self.optimizer_bytes}
+
+    def with_gradients(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that have gradients."""
+        units = [list(layer.parameters()) for layer in find_layers(model)] if self.flattens else []
+        inside = {id(each) for unit in units for each in unit}
+        units.append([each for each in model.parameters() if id(each) not in inside])
+        return [each for unit in units for each in self.trained(unit)]
+
+    def trained(self, unit: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that have gradients, of a layer or of all others."""
+        every = list(unit)
+        own = [each for each in every if each.requires_grad]
+        return every if own and self.flattens else own
 
     def gradient_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """What is kept of the gradients of these parameters."""
@@ -186,23 +193,37 @@ def states_of(
     parameters = list(model.parameters())
     total = sum(each.numel() for each in parameters)
     trained = sum(each.numel() for each in parameters if each.requires_grad)
-    size, full = dtypes.weights.itemsize, torch.float32.itemsize
-    has_master = sharding.has_master_weights and dtypes.compute.itemsize < full
-    if has_master:
-        size = dtypes.compute.itemsize
+    stage, full = sharding.zero_stage, torch.float32.itemsize
+    size = (dtypes.compute if stage else dtypes.weights).itemsize
 
     def share(number: int, is_sharded: bool) -> int:
         return -(-number // num_gpus) if is_sharded else number
 
     own = share(trained, sharding.optimizer)
-    state_size = full if has_master else size
+    bucket_bytes = backward_bytes = 0
+    step_bytes = own * kind.num_temporaries * size
+    if stage:
+        # The shard is joined, cast to float32, and freed in stages 1 and 2, before the optimizer makes temporaries.
+        joined = own * (size + (full if size < full else 0))
+        freed = 0 if stage == 3 else own * size
+        step_bytes = max(joined, own * full * (1 + kind.num_temporaries) - freed)
+        bucket = _BUCKET_SIZE * size
+        copied = min(_BUCKET_SIZE, trained) * size  # of a bucket, in the order of the ranks
+        bucket_bytes, backward_bytes = (bucket, copied) if stage == 3 else (0, 2 * bucket + copied)
+    elif sharding.joins_gradients:
+        bucket_bytes = trained * size
     return States(
         weight_bytes=share(total, sharding.weights) * size,
-        optimizer_bytes=own * (kind.num_states * state_size + (full if has_master else 0)),
-        step_bytes=own * (kind.num_temporaries * state_size + (full if has_master else 0)),
-        bucket_bytes=trained * size if sharding.joins_gradients else sharding.bucket_bytes,
-        gathers=sharding.weights and num_gpus > 1,
-        reduces=sharding.gradients and num_gpus > 1,
+        gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage == 3 and num_gpus > 1 else 0,
+        optimizer_bytes=own * (kind.num_states * (full if stage else size) + (full if stage else 0)),
+        step_bytes=step_bytes,
+        bucket_bytes=bucket_bytes,
+        backward_bytes=backward_bytes,
+        gathers=sharding.weights and num_gpus > 1 and not stage,
+        reduces=sharding.gradients and num_gpus > 1 and not stage,
+        fills_buckets=bool(stage),
+        keeps_gradients=stage == 3,
+        flattens=sharding.flattens and num_gpus > 1,
         bytes_of_gradient=size,
         num_shards=num_gpus if sharding.gradients else 1,
     )

@@ -149,6 +149,8 @@ def _run(
     ledger.hold("weights", WEIGHTS, states.weight_bytes)
     ledger.hold("optimizer", OPTIMIZER, states.optimizer_bytes)
     ledger.hold("buckets", GRADIENTS, states.bucket_bytes)
+    if states.keeps_gradients:
+        ledger.hold("kept gradients", GRADIENTS, states.gradient_bytes(states.with_gradients(model)))
     num_tokens = next(iter(batch.values())).numel()
     with _skipped(layers, few):
         controlled = control_layers(model) or ControlledLayers([])
@@ -162,11 +164,11 @@ def _run(
         try:
             with units.hooks(model), ledger:
                 if not frees_early:
-                    trained = (each for each in model.parameters() if each.requires_grad)
-                    ledger.hold("old gradients", GRADIENTS, states.gradient_bytes(trained))
+                    ledger.hold("old gradients", GRADIENTS, states.gradient_bytes(states.with_gradients(model)))
                 with AttentionOfGpus():
                     loss = _loss_of(model(**batch))
                 ledger.hold("old gradients", GRADIENTS, 0)
+                ledger.hold("buckets of backward", GRADIENTS, states.backward_bytes)
                 loss.backward()
                 units.finish()
         finally:
@@ -299,6 +301,7 @@ class _Units:
     With sharded weights a layer's are gathered before its forward and freed after it; in backward those of the layer
     before it are gathered too, ahead of their use. The gradients of a unit are joined in one buffer, which lives until
     the next layer's backward ends. The rest of the model is gathered from its forward to the end of backward.
+    DeepSpeed copies each gradient into a bucket instead, and keeps weights gathered for longer.
     """
 
     def __init__(self, ledger: Ledger, states: States, layers: list[nn.Module], few: list[int]) -> None:
@@ -317,6 +320,7 @@ class _Units:
         self._parameters.append([each for each in model.parameters() if id(each) not in inside])
         self._root = len(layers)
         self._gather(self._root)
+        self._ledger.hold("gathered", WEIGHTS, self._states.gathered_bytes)
         handles = [
             each.register_post_accumulate_grad_hook(self._own_gradient)
             for own in self._parameters
@@ -364,13 +368,17 @@ class _Units:
     def _own_gradient(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         self._ledger.give(parameter.grad, GRADIENTS)
+        if self._states.fills_buckets:
+            parameter.grad = None
+            if not self._states.keeps_gradients:
+                self._ledger.hold(("shard", id(parameter)), GRADIENTS, self._states.gradient_bytes([parameter]))
 
     def _reduce(self, index: int) -> None:
         """Reduces the gradients of a unit whose backward has ended."""
         ledger, states = self._ledger, self._states
-        own = [each for each in self._parameters[index] if each.grad is not None]
-        if not states.reduces or not own:
+        if not states.reduces or all(each.grad is None for each in self._parameters[index]):
             return
+        own = states.trained(self._parameters[index])
         joined = sum(each.nbytes for each in own)
         ledger.hold("joined", GRADIENTS, 0)  # of the unit before, which has been reduced meanwhile
         ledger.hold("joined", GRADIENTS, joined)
@@ -385,6 +393,8 @@ class _Units:
             self._reduce(self._backward_of)
         self._reduce(self._root)
         self._free(self._root)
+        self._ledger.hold("gathered", WEIGHTS, 0)
         self._ledger.hold("joined", GRADIENTS, 0)
+        self._ledger.hold("buckets of backward", GRADIENTS, 0)
         self._ledger.hold("step", OPTIMIZER, self._states.step_bytes)
         self._ledger.hold("step", OPTIMIZER, 0)

@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from liger_ops.arguments import check_choice, check_integer, wrong_type, wrong_value
+from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
 from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
@@ -49,7 +49,7 @@ def check_kernels(kernels: KernelChoice) -> dict[str, dict[str, Any]]:
     named = _named(kernels)
     unknown = [name for name in named if name not in KERNELS]
     if unknown:
-        raise ValueError(f"kernels must be {_EXPECTED}, got unknown {unknown}")
+        raise ValueError(f"kernels must be {_EXPECTED}, got unknown {unknown}{did_you_mean(unknown[0], KERNELS)}")
     extends_auto = isinstance(kernels, Mapping) or kernels == "auto"
     choice = {**dict.fromkeys(KERNELS if extends_auto else (), True), **named}
     return {name: _check_options(name, options) for name, options in choice.items() if options is not False}

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from liger_ops.arguments import check_integer, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_integer, did_you_mean, shown, wrong_type, wrong_value
 
 
 def build_config(
@@ -50,9 +50,10 @@ def build_config(
     elif not isinstance(model_type, str):
         raise wrong_type("model_type", "the name of an architecture, such as 'llama'", model_type)
     elif model_type not in CONFIG_MAPPING:
-        close = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ValueError(f"model_type must be an architecture that transformers knows, got {model_type!r}{hint}")
+        raise ValueError(
+            "model_type must be an architecture that transformers knows (transformers.CONFIG_MAPPING lists them), got"
+            f" {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING.keys(), most=5)}"
+        )
     if settings is not None and not isinstance(settings, Mapping):
         raise wrong_type("config", "a dict of settings of the architecture, or None", settings)
     for name in settings or ():

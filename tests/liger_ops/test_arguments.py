@@ -12,7 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from liger_ops.arguments import check_choice, check_floating, check_same_device
+from liger_ops.arguments import check_choice, check_floating, check_same_device, did_you_mean
+
+
+def test_similar_names_are_proposed() -> None:
+    names = ("fsdp", "fsdp2", "ddp", None)
+    assert did_you_mean("FSDP", names, most=3, cutoff=0.5) == " (did you mean 'fsdp', 'fsdp2' or 'ddp'?)"
+    assert did_you_mean("zebra", names) == did_you_mean(3, names) == ""
+    with pytest.raises(ValueError, match=r"^strategy must be one of 'fsdp', .*, got 'dpp' \(did you mean 'ddp'\?\)$"):
+        check_choice("strategy", "dpp", names)
 
 
 def test_tensors_of_one_device_and_none_pass() -> None:

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from lightning_liger.commands.inspect import run_inspect
 from lightning_liger.hardware import GPUS, _measured, find_gpu, get_gpu, measure_matmul_flops
 
 GIB = 2**30
@@ -57,9 +58,16 @@ def test_rates_are_dense_and_in_one_unit():
     assert (h100.peak_flops(torch.bfloat16), h100.peak_flops(torch.float32)) == (989.4e12, 494.7e12)
 
 
-def test_an_unknown_name_lists_the_keys_with_the_most_similar_first():
-    with pytest.raises(ValueError, match=r"gpu must be one of h100-80gb, .*a100-80gb.*, got 'h100-80'"):
-        get_gpu("h100-80")
+def test_an_unknown_name_is_told_the_five_most_similar_and_where_all_are():
+    for name, meant in (("h100-80", "h100-80gb"), ("4090", "rtx4090-24gb"), ("A100", "a100-80gb")):
+        with pytest.raises(
+            ValueError, match=rf"inspect --help` lists them\), got '{name}' \(did you mean '{meant}'"
+        ) as found:
+            get_gpu(name)
+        assert str(found.value).count("gb'") == 5
+    with pytest.raises(ValueError, match="mean 'h100-80gb', 'h100-nvl-94gb', 'h100-pcie-80gb'"):
+        get_gpu("h100")
+    assert list(GPUS) == re.findall(r"[\w-]+gb\b", run_inspect.__doc__.partition("One of ")[2])
 
 
 def test_rate_of_matrix_products_is_measured_once(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
-from benchmarks.training import activations, examples, monitor, worker
+from benchmarks.training import activations, estimates, examples, monitor, worker
 from benchmarks.training.convergence import Curve, distances
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
@@ -20,6 +20,7 @@ from benchmarks.training.medusa_heads import shifted
 from benchmarks.training.processes import run_jobs
 from benchmarks.training.train import ratio
 from lightning_liger.cli import LigerCLI
+from lightning_liger.estimate.states import PRECISIONS
 from tests import docs_sections
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -249,6 +250,22 @@ def test_speed_is_relative_to_the_first_stock_arm_at_the_same_shape() -> None:
     ours = row("ours", 4, 150.0)
     assert ratio(ours, [row("hf:full", 2, 10.0), row("hf:full", 4, 100.0), row("hf:none", 4, 120.0), ours]) == 1.5
     assert ratio(ours, [row("hf:full", 4, None), ours]) is None
+
+
+def test_engines_are_jobs_whose_peaks_have_estimates() -> None:
+    found = estimates.jobs(estimates._ENGINES, devices=2, layers=2)
+    assert len(found) == len(estimates._ENGINES)
+    strategies = {job.strategy for job in found}
+    assert {"ddp", "fsdp", "fsdp2", "deepspeed_stage_2", "deepspeed_stage_3"} == strategies
+    assert all(job.parsed_arm.plan == "none" and job.precision in PRECISIONS for job in found)
+    peaks = {}
+    for job in (found[0], found[1], next(job for job in found if job.strategy == "deepspeed_stage_3")):
+        assert Job.from_json(job.to_json()) == job
+        row = Row.from_json(json.loads(job.row(1, 256, steady_peak_gib=2.0).to_json()))
+        peaks[row.arm, row.strategy] = estimates.of_engine(row)
+    assert all(2 < each.estimated < 12 for each in peaks.values())
+    assert "DDP, bf16-true, 256 tokens" in peaks["hf:none", "ddp"].setup
+    assert peaks["hf:none", "ddp"].estimated >= peaks["ours:none", "ddp"].estimated
 
 
 @pytest.mark.parametrize("name", DIMS)

@@ -50,11 +50,17 @@ COMMAND_LINES = [
     ((*FIT, "--data.batch_siz=1"), "option 'batch_siz' is not accepted (did you mean 'batch_size'?)"),
     ((*FIT, "--optimizer=Adamm"), "optimizer must be ", "got 'Adamm' (did you mean 'Adam'?)"),
     ((*FIT, "--print_config=all"), 'Invalid option "all" for --print_config'),
+    ((*FIT, "--trainer.default_root_dir=latin.yaml/runs"), "latin.yaml/runs"),
     ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path must be the path of a checkpoint that exists, got 'no.ckpt'"),
     (("inspect",), "model is required: lightning-liger inspect MODEL"),
     (("bench",), "config is required: lightning-liger bench --config user.yaml"),
     (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
     (("init", "sft", "--outptu=a.yaml"), "unrecognized arguments: --outptu=a.yaml (did you mean 'output'?)"),
+    (("schema", "--output=."), "output must be the name of a file, got '.'"),
+    (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
+    (("inspect", "llama", "--gpu=4090"), "got '4090' (did you mean 'rtx4090-24gb', "),
+    (("inspect", "llama", "--strategy=fspd"), "got 'fspd' (did you mean 'fsdp'?)"),
+    (("inspect", "lama"), "got 'lama' (did you mean 'llama'"),
     (("schema", "--output=no/folder.json"), "output must be in a folder that exists, got 'no/folder.json'"),
 ]
 """Arguments, and parts of the message."""
@@ -66,6 +72,9 @@ FILES = [
     ),
     ("trainer:\n\tmax_steps: 1\n", "parsing config a.yaml, line 2, column 1: ", "cannot start any token"),
     ("- 1\n", "config must be a yaml file with settings such as `trainer:`, got a.yaml, which holds a list"),
+    ("trainer: 3\n", "trainer must be settings such as `max_steps: 10`, got 3 in a.yaml"),
+    ("summary: [1]\n", "summary must be settings such as `skip_steps: 2`, got [1] in a.yaml"),
+    ("model: &x [*x]\n", "config must be a yaml file without aliases inside of what they stand for, got a.yaml"),
     ("", "got a.yaml, which holds nothing: `lightning-liger init` writes one"),
     (yaml_of(trainr__max_steps="1"), "does not accept option 'trainr.max_steps' (did you mean 'trainer.max_steps'?)"),
     (yaml_of(trainer__max_stepz="1"), "does not accept option 'trainer.max_stepz' (did you mean 'trainer.max_steps'?)"),
@@ -89,6 +98,7 @@ def test_mistakes_end_the_command_with_one_sentence(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-liger"])
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
     cases = [*COMMAND_LINES, *(((*FIT, "--config=a.yaml"), content, *parts) for content, *parts in FILES)]
     assert len(cases) >= 25
     for arguments, *parts in cases:

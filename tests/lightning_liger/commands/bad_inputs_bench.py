@@ -23,5 +23,11 @@ BAD_INPUTS = [
     bench("warm_up", -1, "at least 0", "-1"),
     bench("time_limit", 0, "above 0", "0"),
     bench("output", "", "a path", "''"),
+    BadInput(
+        "run_bench-output-file",
+        lambda: run_bench("--config=a.yaml", output=__file__),
+        ("output must be a folder", "File exists"),
+        OSError,
+    ),
     BadInput("run_bench-config-missing", lambda: run_bench("--trainer.devices=2"), ("--config", "user.yaml")),
 ]

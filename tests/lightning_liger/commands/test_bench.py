@@ -227,7 +227,7 @@ def test_table_at_two_widths_without_matplotlib(
         assert run_bench("--config=x", memory_budget="auto", output=str(tmp_path)) == 0
         table = capsys.readouterr().out
         assert max(map(len, table.splitlines())) <= int(columns)
-        for part in ("2,000.0", "9.8765", "2.00", "15.66 GiB", "12 of 32 layers", "lightning-liger[bench]"):
+        for part in ("2,000.0", "9.8765", "2.00", "15.66 GiB", "12 of 32 layers", "lightning-liger[plots]"):
             assert part in table
 
 

@@ -101,9 +101,13 @@ def test_packages_that_are_missing_or_of_another_version_are_named(monkeypatch: 
     requirements(
         monkeypatch,
         *("torch>=2.11", "numpy>=99", "not-there>=1.5", 'rich>=99; extra == "peft"', 'nor-there; extra == "parquet"'),
+        *('lightning-liger[peft]; extra == "bench"', 'psutil; extra == "plots"', 'pyarrow; extra == "parquet"'),
         *('ruff>=99; extra == "dev"', "typing-extensions"),
     )
-    monkeypatch.setattr(doctor_checks, "_import_errors", lambda modules, end: dict.fromkeys(modules))
+    problem = doctor_checks._ImportError("psutil", "", "OSError: no")
+    monkeypatch.setattr(
+        doctor_checks, "_import_errors", lambda modules, end: {**dict.fromkeys(modules), "psutil": problem}
+    )
     checks = by_name(check_packages(soon()))
     assert (checks["torch"].status, checks["typing-extensions"].status, checks["python"].status) == ("ok", "ok", "ok")
     assert checks["not-there"] == Check(
@@ -112,7 +116,12 @@ def test_packages_that_are_missing_or_of_another_version_are_named(monkeypatch: 
     assert (checks["numpy"].status, checks["numpy"].is_broken) == ("wrong", True)
     assert checks["numpy"].detail.endswith("; needs >=99")
     assert checks["rich (optional)"].hint == "pip install 'lightning-liger[peft]'"
-    assert checks["rich (optional)"].is_broken
+    rich, psutil = checks["rich (optional)"], checks["psutil (optional)"]
+    assert (rich.status, psutil.status, rich.is_broken, psutil.is_broken) == ("wrong", "wrong", False, False)
+    assert rich.detail.endswith("; needs >=99; extra peft")
+    assert psutil.detail.endswith("; import fails: OSError: no; extra plots")
+    assert checks["pyarrow (optional)"].detail.endswith("; extra parquet, for Parquet files as data")
+    assert not any("lightning-liger (" in name for name in checks)
     assert (checks["nor-there (optional)"].status, checks["nor-there (optional)"].is_broken) == ("missing", False)
     assert not any("ruff" in name for name in checks)
 

@@ -23,9 +23,23 @@ def test_tables_fit_narrow_screens(small_gpu: str) -> None:  # noqa: F811
         for words in ("LazyLogits", "cheap dropped", "Activations", "tiny GPU", "all 6 layers stored"):
             assert words in text
         assert "2 GPUs, FSDP" in text
+        assert "lightning-liger, plan of memory_budget=auto" in text
     of_gpu = found.as_dict()["gpu"]
     assert set(of_gpu) == {"name", "memory_bytes", "limit_bytes", "fits"}
     assert set(of_gpu["fits"][0]) == {"implementation", "activations", "longest_seq_len", "largest_batch_size"}
+
+
+def test_a_budget_that_no_plan_keeps_is_said(
+    small_gpu: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # on which digits would be lost
+    run_inspect("llama", config=TINY, gpu=small_gpu, memory_budget=0.02)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The plan of memory_budget=0.02, 0.0 GiB:" in text
+    assert "It exceeds the budget: no plan has a lower peak." in text
+    assert "…" not in text
 
 
 def test_unknown_activations_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

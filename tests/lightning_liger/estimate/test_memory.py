@@ -58,6 +58,32 @@ def test_inspection_of_an_architecture(small_gpu: str) -> None:
         assert (again.rows[-1].total <= found.limit_bytes) == fits
 
 
+def test_what_fits_a_gpu_is_within_the_memory_budget(small_gpu: str) -> None:
+    sizes = []
+    for budget in ("auto", 0.17, 0.14, 0.02):
+        found = inspect_model("llama", config=TINY, gpu=small_gpu, memory_budget=budget, batch_size=8, seq_len=256)
+        ours, plain = found.fits
+        plan = next(row for row in found.rows if row.activations == "plan")
+        assert found.budget_bytes is not None
+        assert plan.fits == (plan.total <= found.budget_bytes) == (budget != 0.02), budget
+        assert found.rows[2].fits  # not of the plan
+        sizes.append((ours.longest_seq_len, ours.largest_batch_size))
+        assert plain.largest_batch_size > 0
+        if ours.largest_batch_size:
+            again = inspect_model(
+                "llama",
+                config=TINY,
+                gpu=small_gpu,
+                memory_budget=budget,
+                batch_size=ours.largest_batch_size,
+                seq_len=256,
+            )
+            assert next(row for row in again.rows if row.activations == "plan").fits
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+    assert sizes[-1] == (0, 0)
+
+
 def test_budgets_and_adapters() -> None:
     config = {**TINY, "hidden_size": 512, "intermediate_size": 2048}
     plain = inspect_model("llama", config=config, batch_size=8, seq_len=8192)

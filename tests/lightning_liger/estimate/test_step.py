@@ -86,7 +86,9 @@ def test_states_of_precisions() -> None:
         ("single", "16-true", "sgd", (2, 2, 0)),
         ("fsdp", "bf16-mixed", "sgd_momentum", (1, 1, 1)),
         ("deepspeed_stage_3", "bf16-mixed", "adamw", (0.5, 0.5, 3)),
-        ("deepspeed_stage_1", "bf16-true", "adamw", (2, 2, 3)),
+        ("deepspeed_stage_1", "bf16-true", "adamw", (2, 0.5, 3)),
+        ("deepspeed_stage_2", "32-true", "adamw", (4, 1, 3)),  # other float32 weights than the model's
+        ("deepspeed_stage_3", "32-true", "sgd", (1, 1, 1)),
     ):
         num_gpus = 1 if strategy == "single" else 4
         states = states_of(model, strategy, num_gpus, precision, optimizer)

@@ -69,6 +69,7 @@ MORE_KERNELS: dict[str, tuple[Any, str]] = {
     "module": (nn.ModuleList(), "the module ModuleList"),
     "dict_of_numbers": ({5: True}, "got {5: True}"),
     "dict_of_unknown": ({"loss": True}, "['loss']"),
+    "typo": (["rms_nrm"], "(did you mean 'rms_norm'?)"),
 }
 CHOICES: dict[str, tuple[str, Any, str]] = {
     "one": ("rope", 1, "must be True or False, got 1"),

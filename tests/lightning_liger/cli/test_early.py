@@ -1,0 +1,59 @@
+"""Commands that need no PyTorch, where it cannot be imported; output whose reader ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PYTHONPATH = os.pathsep.join(path for path in sys.path if path)
+
+
+def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    (folder / "torch.py").write_text("raise ImportError('PyTorch is imported')")
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{PYTHONPATH}"}
+    command = [sys.executable, "-m", "lightning_liger", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--help"], 0, "usage: lightning-liger SUBCOMMAND"),
+        (["--version"], 0, "lightning-liger 0."),
+        (["init", "--help"], 0, "usage: lightning-liger init"),
+        (["init"], 0, "Stories:"),
+        ([], 2, "subcommand is required"),
+        (["init", "SFT"], 2, "got 'SFT' (did you mean 'sft'?)"),
+        (["init", "sft", "--output="], 2, "output must be the name of a file, got ''"),
+        (["init", "sft", "--output=no/a.yaml"], 2, "output must be in a folder that exists"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_commands_that_need_no_pytorch_do_not_import_it(
+    arguments: list[str], status: int, words: str, tmp_path: Path
+) -> None:
+    process = start(tmp_path, *arguments)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    assert words in (errors if status else output)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]
+
+
+def test_a_reader_that_ends_is_no_bug(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "lightning_liger", "init"],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (141, "")
