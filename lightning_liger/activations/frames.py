@@ -10,7 +10,7 @@ layer with state that no second run can get back (:mod:`lightning_liger.activati
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 

@@ -116,8 +116,8 @@ class ActivationControl:
         total = self._memory.total() / 2**30
         if not isinstance(self.budget, str) and self.budget > max(1, total):
             raise ValueError(
-                f"memory_budget must be at most {total:.1f} GiB, the memory of the GPU, got {shown(self.budget)}: numbers"
-                " up to 1 are shares of it, such as 0.9"
+                f"memory_budget must be at most {total:.1f} GiB, the memory of the GPU, got {shown(self.budget)}:"
+                " numbers up to 1 are shares of it, such as 0.9"
             )
         ranks = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
