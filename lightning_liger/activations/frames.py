@@ -3,12 +3,15 @@
 As ``torch.utils.checkpoint`` without reentrance, with two differences: the second run knows which tensors are cheap to
 make, and may drop them (:mod:`lightning_liger.activations.cheap`), and inputs may wait in host memory
 (:mod:`lightning_liger.activations.offload`).
+
+The first time that a layer runs again, it runs to its end, and its outputs are compared with those of its first run: a
+layer with state that no second run can get back (:mod:`lightning_liger.activations.repeats`) would get wrong gradients.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +20,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_ops.recipes import listening
 from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, unpack
+from lightning_liger.activations.repeats import (
+    Habits,
+    LayerState,
+    check_outputs,
+    host_random_again,
+    host_random_state,
+    random_again,
+    random_state,
+    samples_of,
+)
 
 
 class Waiting(Protocol):
@@ -71,6 +84,7 @@ class Frame:
     Args:
         layer: Whose buffers and training flags the second run sees as the first one did.
         device: Of the layer, whose random state and autocast settings the second run gets back.
+        habits: Of the layer, the same for all of its frames.
         watcher: Is told about the second run.
         keep: Makes something that has a ``get`` of each tensor in the arguments that requires a gradient; by default
             the tensor stays where it is.
@@ -82,17 +96,20 @@ class Frame:
         self,
         layer: nn.Module,
         device: torch.device,
+        habits: Habits,
         watcher: Watcher | None = None,
         keep: Callable[[Tensor], Waiting] = Kept,
         drops_cheap: bool = False,
     ) -> None:
         self._device = device
+        self._habits = habits
         self._watcher = watcher
         self._keep = keep
         self._drops_cheap = drops_cheap
         self._slots: list[weakref.ref[_Slot]] = []
         self._num_seen = 0
-        self._state = _State(layer)
+        self._state = LayerState(layer)
+        self._samples: list[Tensor] | None = None  # of the outputs, if the second run is to be compared
         self.lock = threading.RLock()
         """Held while slots are filled and emptied: several threads may run backward over one graph."""
 
@@ -100,7 +117,9 @@ class Frame:
         """Returns ``forward(*args, **kwargs)``, which backward will call again."""
         self._forward = forward
         self._arguments = _map_tensors(self._held, (args, kwargs))
-        self._random_state = _random_state(self._device)
+        self._random_state = random_state(self._device)
+        needs_host = self._habits.draws_on_host or not self._habits.are_known
+        host_state = host_random_state() if needs_host else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", self._device.type))
@@ -114,6 +133,11 @@ class Frame:
                 "a layer writes to one of its inputs, which it would need again: it cannot be recomputed in backward."
                 " Leave it out of activation checkpointing"
             )
+        self._state.check_writes()
+        if not self._habits.are_known:
+            self._habits.draws_on_host |= host_random_state() != host_state
+            self._samples = samples_of(tensors_in(outputs)) or None
+        self._host_random_state = host_state if self._habits.draws_on_host else None
         return outputs
 
     def _held(self, tensor: Tensor) -> "_Held":
@@ -132,11 +156,13 @@ class Frame:
             self._slots.pop()
         self._num_seen = 0
         args, kwargs = _map_held(self._arguments)
+        outputs: Any = ()
         outer, _running.frame = _running.frame, self
         try:
             with ExitStack() as stack:
                 enter = stack.enter_context
-                enter(_random_state_again(self._device, self._random_state))
+                enter(random_again(self._device, self._random_state))
+                enter(host_random_again(self._host_random_state))
                 enter(self._state.again())
                 for kind, is_enabled, dtype in self._autocast:
                     enter(torch.autocast(kind, dtype, is_enabled, self._caches_casts))
@@ -145,7 +171,7 @@ class Frame:
                 enter(torch.enable_grad())
                 enter(listening(cheap.listener))
                 enter(saved_tensors_hooks(lambda tensor: self._fill(tensor, cheap), _refuse))
-                self._forward(*args, **kwargs)
+                outputs = self._forward(*args, **kwargs)
         except _Finished:
             pass
         finally:
@@ -156,10 +182,15 @@ class Frame:
                 f"a layer saved {len(self._slots)} tensors for backward in its forward and {self._num_seen} when it was"
                 " recomputed: activation checkpointing needs a forward that does the same each time it runs"
             )
+        if self._samples is not None:
+            check_outputs(self._samples, samples_of(tensors_in(outputs)))
+        self._samples, self._habits.are_known = None, True
         if self._watcher is not None:
             self._watcher.recompute_ends(cheap.dropped_bytes, cheap.largest_bytes)
 
     def _fill(self, tensor: Tensor, cheap: CheapTensors) -> None:
+        if self._num_seen == len(self._slots):  # only the outputs are still wanted
+            return
         reference, self._num_seen = self._slots[self._num_seen], self._num_seen + 1
         slot = reference()
         if slot is not None:
@@ -171,50 +202,8 @@ class Frame:
                 )
             slot.packed = cheap.pack(tensor)
             slot.is_filled = True
-        if self._num_seen == len(self._slots):
+        if self._num_seen == len(self._slots) and self._samples is None:
             raise _Finished
-
-
-class _State:
-    """Buffers and training flags of a layer's modules.
-
-    Forward writes to buffers, as that of batch norm does. Writes by kernels are not counted, so all buffers are copied
-    that may hold statistics or counters; masks and quantized weights do not.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._training = [(part, part.training) for part in module.modules()]
-        self._places = [
-            (part._buffers, name)
-            for part, _ in self._training
-            for name, buffer in part._buffers.items()
-            if buffer is not None and (buffer.is_floating_point() or buffer.numel() == 1)
-        ]
-        self._buffers = _copies([buffers[name] for buffers, name in self._places])
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Gives the modules back what they had, for as long as the context lasts."""
-        flags = [part.training for part, _ in self._training]
-        current = [buffers[name] for buffers, name in self._places]
-        try:
-            self._set((training for _, training in self._training), _copies(self._buffers))
-            yield
-        finally:
-            self._set(flags, current)
-
-    def _set(self, flags: Iterable[bool], values: Iterable[Tensor | None]) -> None:
-        for (part, _), is_training in zip(self._training, flags, strict=True):
-            if part.training != is_training:
-                part.training = is_training
-        for (buffers, name), value in zip(self._places, values, strict=True):
-            buffers[name] = value
-
-
-def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies without a graph; one for each tensor, however often it comes."""
-    copies = {id(tensor): tensor.detach().clone() for tensor in tensors if tensor is not None}
-    return [copies.get(id(tensor)) for tensor in tensors]
 
 
 def rest_is_unneeded(num_saved: int) -> bool:
@@ -223,7 +212,7 @@ def rest_is_unneeded(num_saved: int) -> bool:
     An op that saves that many may then return without computing its output.
     """
     frame = _running.frame
-    return frame is not None and len(frame._slots) - frame._num_seen <= num_saved
+    return frame is not None and frame._samples is None and len(frame._slots) - frame._num_seen <= num_saved
 
 
 def _fetch(slot: _Slot) -> Tensor:
@@ -262,21 +251,3 @@ def _map_held(value: Any) -> Any:
     if type(value) is dict:
         return {name: _map_held(each) for name, each in value.items()}
     return value.tensor.get() if isinstance(value, _Held) else value
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The state of the CPU's generator and of the device's, if it has one."""
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if _has_own(device) else None
-
-
-@contextmanager
-def _random_state_again(device: torch.device, states: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    with torch.random.fork_rng([device] if _has_own(device) else [], device_type=device.type):
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.get_device_module(device).set_rng_state(states[1], device)
-        yield
-
-
-def _has_own(device: torch.device) -> bool:
-    return device.type not in ("cpu", "meta")

@@ -29,6 +29,7 @@ from liger_ops.recipes import listening
 from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
 from lightning_liger.activations.frames import Frame, Waiting, tensors_in
 from lightning_liger.activations.offload import HostMemory
+from lightning_liger.activations.repeats import Habits
 from lightning_liger.attention import AttentionBackend
 
 Mode = Literal["store", "cheap", "recompute", "offload"]
@@ -80,6 +81,7 @@ class ControlledLayers:
         self.input_bytes = [0] * len(layers)
         self.tiled_bytes = [0] * len(layers)
         self.tiled_cheap_bytes = [0] * len(layers)
+        self._habits = [Habits() for _ in layers]
         self._host_memory: dict[torch.device, HostMemory] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model, whose layers enter themselves
@@ -127,7 +129,8 @@ class ControlledLayers:
             return self._run_cheap(index, device, forward, args, kwargs)
         offloads = mode == "offload"
         keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
-        return Frame(layer, device, _LayerWatcher(self, index), keep, drops_cheap=offloads).run(forward, args, kwargs)
+        frame = Frame(layer, device, self._habits[index], _LayerWatcher(self, index), keep, drops_cheap=offloads)
+        return frame.run(forward, args, kwargs)
 
     def _run_cheap(
         self, index: int, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any

@@ -84,8 +84,8 @@ class ActivationControl:
             announce: Is called with a line about each new plan, the plan, and whether it fits; by default prints it.
 
         Raises:
-            ValueError: If the model does not have the layers that the arguments name, or for a number as the budget of
-                a device that is no GPU.
+            ValueError: If the model does not have the layers that the arguments name, for a number as the budget of a
+                device that is no GPU, or for one above the GPU's memory.
         """
         modules = set(model.modules())
         if self.recomputes and any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
@@ -113,6 +113,12 @@ class ActivationControl:
                     f" {str(device)!r}: leave it out there, set 'auto', or choose layers by activation_checkpointing"
                 )
             return
+        total = self._memory.total() / 2**30
+        if not isinstance(self.budget, str) and self.budget > max(1, total):
+            raise ValueError(
+                f"memory_budget must be at most {total:.1f} GiB, the memory of the GPU, got {shown(self.budget)}:"
+                " numbers up to 1 are shares of it, such as 0.9"
+            )
         ranks = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             ranks = AllRanks(partial(_run_together, controlled, runs_layers_together))

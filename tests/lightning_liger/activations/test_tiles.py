@@ -445,6 +445,7 @@ def test_patched_models_whose_layers_are_recomputed(
     control = control_layers(model)
     assert control is not None
     control.modes = ["recompute", "store"]
+    run(model)  # the first recomputation goes on to the end of the layer, to compare its outputs
     with (
         calls_of(model.model.layers[0].mlp.down_proj) as calls,
         calls_of(model.model.layers[1].mlp.down_proj) as others,

@@ -175,6 +175,14 @@ def test_plans_that_the_model_or_its_device_cannot_follow_are_refused_at_set_up(
     assert [text for text in mentions if text not in str(refused.value)] == []
 
 
+def test_budget_above_the_memory_of_the_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(activations, "memory_of", lambda device: FakeMemory(80 * 2**30))
+    for budget in (80, 1, 1e-3):
+        activations.ActivationControl(budget=budget).control(dropping_model(), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"memory_budget must be at most 80\.0 GiB, the memory of the GPU, got 90"):
+        activations.ActivationControl(budget=90).control(dropping_model(), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("options", [{"activation_checkpointing": 1}, {"memory_budget": "auto"}], ids=str)
 def test_model_that_recomputes_its_layers_itself_is_refused(tmp_path, options):
     module = LM()
