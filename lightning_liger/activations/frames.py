@@ -108,6 +108,7 @@ class Frame:
         self._drops_cheap = drops_cheap
         self._slots: list[weakref.ref[_Slot]] = []
         self._num_seen = 0
+        self._layer = layer
         self._state = LayerState(layer)
         self._samples: list[Tensor] | None = None  # of the outputs, if the second run is to be compared
         self.lock = threading.RLock()
@@ -136,7 +137,9 @@ class Frame:
         self._state.check_writes()
         if not self._habits.are_known:
             self._habits.draws_on_host |= host_random_state() != host_state
-            self._samples = samples_of(tensors_in(outputs)) or None
+            # Where a second run ends, DeepSpeed would free parameters that backward is about to use.
+            if not any(hasattr(parameter, "ds_id") for parameter in self._layer.parameters()):
+                self._samples = samples_of(tensors_in(outputs)) or None
         self._host_random_state = host_state if self._habits.draws_on_host else None
         return outputs
 
