@@ -147,6 +147,7 @@ class Meter(L.Callback):
         self._num_tokens = 0
         self._peak_before = 0
         self._loss: Any = None
+        self._first_loss: float | None = None
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -171,10 +172,19 @@ class Meter(L.Callback):
             return  # an optimizer step takes several batches
         self._num_steps = trainer.global_step
         self._loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if self._first_loss is None and not self._marks:
+            self._first_loss = self._last_loss(trainer)
         if self._marks:
             self._marks.append(Moment(trainer.strategy.root_device))
         elif trainer.global_step >= self._warm_up:
             self._begin(trainer)
+
+    def _last_loss(self, trainer: L.Trainer) -> float | None:
+        """The loss of the last step, for which the host waits; None if it is not known."""
+        metrics = trainer.callback_metrics
+        names = [name for name in ("train_loss_step", "train_loss", "loss") if name in metrics]
+        loss = metrics[names[0]] if names else self._loss
+        return float(loss) if isinstance(loss, Tensor) else None
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -182,9 +192,6 @@ class Meter(L.Callback):
         if not seconds:
             raise ValueError(f"steps must be fewer: training ended after {trainer.global_step} optimizer steps")
         num_shares = share_of_each(trainer) * trainer.world_size
-        metrics = trainer.callback_metrics
-        names = [name for name in ("train_loss_step", "train_loss", "loss") if name in metrics]
-        loss = metrics[names[0]] if names else self._loss
         result = {
             "status": "ok",
             "processes": trainer.world_size,
@@ -193,7 +200,8 @@ class Meter(L.Callback):
             "step_seconds": seconds,
             "seconds_per_step": statistics.median(seconds),
             "tokens_per_step": self._num_tokens * num_shares / len(seconds),
-            "loss": float(loss) if isinstance(loss, Tensor) else None,
+            "first_loss": self._first_loss,
+            "loss": self._last_loss(trainer),
             "plan": getattr(trainer.strategy, "activation_plan", "") or "",
         }
         if self._is_cuda:

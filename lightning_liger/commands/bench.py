@@ -72,6 +72,7 @@ class Row:
         tokens_per_second: Of all processes; 0 if batches have no tokens that are known.
         peak_bytes: Of the measured steps, of the process with the highest; on CPUs of the whole process.
         reserved_bytes: What PyTorch's allocator reserved, with the warm-up; None on CPUs.
+        first_loss: Of the first step, if there is a warm-up.
         loss: Of the last step.
         processes: How many trained together.
         device: Name of the first process's device.
@@ -87,6 +88,7 @@ class Row:
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
+    first_loss: float | None = None
     loss: float | None = None
     processes: int | None = None
     device: str = ""
@@ -251,6 +253,7 @@ def merge(name: str, results: Sequence[dict[str, Any]], failure: str) -> Row:
         tokens_per_second=first["tokens_per_step"] / seconds,
         peak_bytes=max(result["peak_bytes"] for result in results),
         reserved_bytes=max(reserved, default=None),
+        first_loss=first["first_loss"],
         loss=first["loss"],
         processes=first["processes"],
         device=first["device"],
@@ -261,16 +264,27 @@ def merge(name: str, results: Sequence[dict[str, Any]], failure: str) -> Row:
 
 
 def compare_losses(rows: Sequence[Row]) -> tuple[str, bool]:
-    """A sentence on the losses of the last step, and whether they agree within the tolerance of the precision."""
+    """A sentence on the losses of the last step, and whether they agree within the tolerance of the precision.
+
+    Where the loss rises from the first step on, in the first arm, nothing is said against the others: rounding errors
+    grow in a training that diverges.
+    """
     losses = [row.loss for row in rows if row.loss is not None]
     if len(losses) < 2:
         return "", True
-    precision = next(row.precision for row in rows if row.loss is not None)
+    first = next(row for row in rows if row.loss is not None)
+    precision = first.precision
     tolerance = _TOLERANCES.get(precision.partition("-")[0], _TOLERANCE)
     differences = [abs(loss - losses[0]) / max(abs(losses[0]), 1e-12) for loss in losses]
     agrees = all(difference <= tolerance for difference in differences)  # not if one is NaN
     difference = next((each for each in differences if each != each), max(differences))
     word = "agree" if agrees else "DIFFER"
+    if not agrees and first.first_loss is not None and losses[0] > first.first_loss:
+        return (
+            f"The losses of the last step cannot be compared: that of {first.arm!r} rises, from {first.first_loss:.4g}"
+            f" to {losses[0]:.4g}, and rounding errors grow in a training that diverges. Try a lower learning rate.",
+            all(loss == loss for loss in losses),  # none is NaN
+        )
     return (
         f"The losses of the last step {word}: {difference:.2g} relative, {tolerance:.2g} allowed ({precision}).",
         agrees,

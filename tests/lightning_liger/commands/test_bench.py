@@ -183,7 +183,14 @@ def measured(loss: float, peak: int = 100, **changes: Any) -> dict[str, Any]:
     given = {"status": "ok", "processes": 2, "device": "CPU", "precision": "32-true", "step_seconds": [2.0]}
     return {
         **given,
-        **{"seconds_per_step": 2.0, "tokens_per_step": 64, "loss": loss, "plan": "", "peak_bytes": peak},
+        **{
+            "seconds_per_step": 2.0,
+            "tokens_per_step": 64,
+            "first_loss": 2.0,
+            "loss": loss,
+            "plan": "",
+            "peak_bytes": peak,
+        },
         **changes,
     }
 
@@ -207,6 +214,15 @@ def test_losses_agree_within_the_precision(loss: float, precision: str, agrees: 
     sentence, found = compare_losses(rows)
     assert found == agrees
     assert ("agree" if agrees else "DIFFER") in sentence
+
+
+def test_losses_of_a_training_that_diverges_are_not_compared() -> None:
+    losses = {"off": 1.0, "on": 1.5, "broken": math.nan}
+    off, on, broken = (merge(name, 2 * [measured(loss, first_loss=0.5)], "") for name, loss in losses.items())
+    sentence, found = compare_losses([off, on])
+    assert found
+    assert "that of 'off' rises, from 0.5 to 1," in sentence
+    assert not compare_losses([off, broken])[1]
 
 
 def test_table_at_two_widths_without_matplotlib(
