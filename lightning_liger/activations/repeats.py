@@ -91,10 +91,14 @@ class LayerState:
 
 
 def samples_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies of some elements of each plain tensor, at most about 65536, ``[num_elements]``."""
-    plain = (each.detach() for each in tensors if type(each) is Tensor and each.device.type != "meta")
+    """Copies of some elements of each plain dense tensor, at most about 65536, ``[num_elements]``."""
+    plain = (each.detach().resolve_conj() for each in tensors if type(each) is Tensor and _is_dense(each))
     flat = [(torch.view_as_real(each) if each.is_complex() else each).reshape(-1) for each in plain]
     return [each[:: max(1, len(each) // _NUM_SAMPLES)].clone() for each in flat]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
 
 
 def check_outputs(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:

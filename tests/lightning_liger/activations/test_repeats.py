@@ -118,6 +118,22 @@ def test_rounding_is_a_warning_and_nan_equals_nan(recwarn: pytest.WarningsRecord
         check_outputs([y], [])
 
 
+def test_outputs_of_any_layout_may_be_returned() -> None:
+    x = torch.tensor([1 + 2j, 3j])
+    assert samples_of([x.conj()])[0].tolist() == [1, -2, 0, -3]
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    assert not samples_of([torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr(), nested])
+
+
+def test_frozen_layers_are_not_copied_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_liger.activations.frames.samples_of", pytest.fail)
+    model = nn.Sequential(Layer(lambda layer: 1.0), Layer(lambda layer: 1.0)).requires_grad_(False)
+    control = control_layers(model)
+    assert control is not None
+    control.modes[:] = ["recompute"] * 2
+    model(torch.ones(3, 4))
+
+
 def test_samples_are_few_copies() -> None:
     x = torch.arange(300_000.0).view(3, 100_000)
     (sample,) = samples_of([x.t(), x.to("meta")])
