@@ -24,6 +24,8 @@ class Layer(nn.Module):
         self.num_calls = 0
         self.generator = torch.Generator().manual_seed(0)
         self.register_buffer("counts", torch.ones(4, dtype=torch.int64))
+        self.cache_len = 1
+        self.register_buffer("cache", torch.ones(1), persistent=False)
         self.register_buffer("large_counts", torch.ones(repeats._MAX_COPIED + 1, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,6 +58,15 @@ def grows(layer: Any) -> Any:
     return 1 / len(layer.large_counts)
 
 
+def caches(layer: Any) -> Any:
+    layer.counts += 1
+    wanted = int(layer.counts[0])  # grows from step to step
+    if layer.cache_len < wanted:
+        layer.cache_len = wanted
+        layer.register_buffer("cache", 1 / torch.arange(1.0, wanted + 1), persistent=False)
+    return layer.cache[wanted - 1]
+
+
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 @pytest.mark.parametrize(
     "scale",
@@ -65,8 +76,9 @@ def grows(layer: Any) -> Any:
         lambda layer: torch.rand(4).tanh() if random.random() < 0.5 else 1.0,
         counts,
         grows,
+        caches,
     ],
-    ids=["python", "numpy", "branch", "integer_buffer", "buffer_that_grows"],
+    ids=["python", "numpy", "branch", "integer_buffer", "buffer_that_grows", "cache_that_grows"],
 )
 def test_random_numbers_and_buffers_are_those_of_the_first_run(scale: Callable[[Any], Any], mode: Any) -> None:
     assert train(scale, mode, num_steps=4) == train(scale, num_steps=4)
