@@ -103,9 +103,16 @@ class LayerState:
 
 def samples_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Copies of some elements of each plain dense tensor, at most about 65536, ``[num_elements]``."""
-    plain = (each.detach().resolve_conj() for each in tensors if type(each) is Tensor and _is_dense(each))
-    flat = [(torch.view_as_real(each) if each.is_complex() else each).reshape(-1) for each in plain]
-    return [each[:: max(1, len(each) // _NUM_SAMPLES)].clone() for each in flat]
+    plain = (each.detach() for each in tensors if type(each) is Tensor and _is_dense(each))
+    return [_sample(torch.view_as_real(each.resolve_conj()) if each.is_complex() else each) for each in plain]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    step = max(1, tensor.numel() // _NUM_SAMPLES)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step].clone()
+    places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)]  # without a copy of what is expanded
 
 
 def _is_dense(tensor: Tensor) -> bool:

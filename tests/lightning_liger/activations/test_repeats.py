@@ -152,3 +152,7 @@ def test_samples_are_few_copies() -> None:
     assert 2**16 <= len(sample) < 2**17
     x.zero_()
     assert sample.count_nonzero() > 0
+    x = torch.arange(300_000.0).view(3, 100_000)
+    assert torch.equal(samples_of([x.t()])[0], x.t().reshape(-1)[:: x.numel() // 2**16])
+    assert len(samples_of([torch.ones(()).expand(2**20, 2**20)])[0]) == 2**16  # whole, it would take 4 TiB
+    assert [len(each) for each in samples_of([torch.ones(()), torch.ones(2, 0), torch.ones(0, 3).t()])] == [1, 0, 0]
