@@ -59,7 +59,7 @@ _STRATEGIES: dict[str, tuple[type[Any], type[Any]]] = {
     "fsdp2": (LigerModelParallelStrategy, PlainFSDPStrategy),
     "deepspeed": (LigerDeepSpeedStrategy, DeepSpeedStrategy),
 }
-"""Ours and Lightning's."""
+"""Ours and Lightning's, which here has FSDP1 in the place of FSDP2."""
 
 
 def make_strategy(job: Job, device: torch.device) -> Strategy:

@@ -134,8 +134,8 @@ class Frame:
                 "a layer writes to one of its inputs, which it would need again: it cannot be recomputed in backward."
                 " Leave it out of activation checkpointing"
             )
-        self._state.check_writes()
-        if not self._habits.are_known:
+        self._state.first_run_ends()
+        if self._slots and not self._habits.are_known:
             self._habits.draws_on_host |= host_random_state() != host_state
             # Where a second run ends, DeepSpeed would free parameters that backward is about to use.
             if not any(hasattr(parameter, "ds_id") for parameter in self._layer.parameters()):

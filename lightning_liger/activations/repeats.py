@@ -37,18 +37,20 @@ class LayerState:
     """Buffers and training flags of a layer's modules.
 
     Forward writes to buffers, as that of batch norm does. Writes by kernels are not counted, so all buffers are copied
-    that may hold statistics or counters; large masks and quantized weights do not.
+    that may hold statistics or counters; large masks and quantized weights do not. A non-persistent buffer that forward
+    replaces is a cache, as of rotary embeddings, and stays: attributes may tell its length, which are not set back.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._training = [(part, part.training) for part in module.modules()]
         places = [
-            (part._buffers, name, buffer)
+            (part, name, buffer)
             for part, _ in self._training
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
-        self._places = [(buffers, name) for buffers, name, _ in places]
+        self._places = [(part._buffers, name) for part, name, _ in places]
+        self._originals = [each if name in part._non_persistent_buffers_set else None for part, name, each in places]
         self._uncopied = {
             id(buffer): (name, buffer, count_writes(buffer))
             for _, name, buffer in places
@@ -56,8 +58,8 @@ class LayerState:
         }
         self._buffers = self._copies([buffer for _, _, buffer in places])
 
-    def check_writes(self) -> None:
-        """Raises RuntimeError if a buffer was written to that is not copied."""
+    def first_run_ends(self) -> None:
+        """Raises RuntimeError if a buffer was written to that is not copied; leaves caches as they are now."""
         for name, buffer, num_writes in self._uncopied.values():
             if count_writes(buffer) != num_writes:
                 raise RuntimeError(
@@ -65,6 +67,15 @@ class LayerState:
                     " former values it would need again: it cannot be recomputed in backward. Leave it out of"
                     " activation checkpointing"
                 )
+
+        stays = [
+            original is not None and buffers.get(name) is not original
+            for (buffers, name), original in zip(self._places, self._originals, strict=True)
+        ]
+        self._originals.clear()
+        if any(stays):
+            self._places = [place for place, is_cache in zip(self._places, stays, strict=True) if not is_cache]
+            self._buffers = [buffer for buffer, is_cache in zip(self._buffers, stays, strict=True) if not is_cache]
 
     def _copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies without a graph; one for each tensor, however often it comes."""
@@ -91,10 +102,21 @@ class LayerState:
 
 
 def samples_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Copies of some elements of each plain tensor, at most about 65536, ``[num_elements]``."""
-    plain = (each.detach() for each in tensors if type(each) is Tensor and each.device.type != "meta")
-    flat = [(torch.view_as_real(each) if each.is_complex() else each).reshape(-1) for each in plain]
-    return [each[:: max(1, len(each) // _NUM_SAMPLES)].clone() for each in flat]
+    """Copies of some elements of each plain dense tensor, at most about 65536, ``[num_elements]``."""
+    plain = (each.detach() for each in tensors if type(each) is Tensor and _is_dense(each))
+    return [_sample(torch.view_as_real(each.resolve_conj()) if each.is_complex() else each) for each in plain]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    step = max(1, tensor.numel() // _NUM_SAMPLES)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step].clone()
+    places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)]  # without a copy of what is expanded
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
 
 
 def check_outputs(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:

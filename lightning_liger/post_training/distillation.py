@@ -39,6 +39,7 @@ from lightning_liger.post_training.alignment import aligned_tokens, universal_lo
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.causal_lm import options_of, refuse_loss_type
 from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
+from lightning_liger.post_training.rows import count_tokens
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
 from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
 from lightning_liger.training.architecture import build_config
@@ -249,8 +250,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
         rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
-        mask = rows.inputs.get("attention_mask")
-        num_tokens = torch.ones_like(rows.targets).sum() if mask is None else mask.sum()
+        num_tokens = count_tokens(rows.targets, rows.inputs.get("attention_mask"), rows.columns.get("sequence_ids"))
         rows = _checked(rows).to_context(self.context)
         logits, auxiliary = self.call_model(rows.inputs, rows.targets)
         compute = {

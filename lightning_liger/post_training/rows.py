@@ -32,9 +32,7 @@ class Rows(NamedTuple):
     @property
     def num_tokens(self) -> Tensor:
         """The number of tokens that are no padding, prompts included, a scalar."""
-        if (mask := self.inputs.get("attention_mask")) is not None:
-            return mask.sum()
-        return (torch.zeros_like(self.labels) if self.sequence_ids is None else self.sequence_ids).ge(0).sum()
+        return count_tokens(self.labels, self.inputs.get("attention_mask"), self.sequence_ids)
 
     def to_context(self, context: ContextParallel | None) -> "Rows":
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
@@ -113,6 +111,13 @@ def completion_labels(input_ids: Tensor, completion_mask: Tensor, attention_mask
         is_real = attention_mask.bool()
         mask = mask & is_real & F.pad(is_real[:, :-1], (1, 0), value=True)
     return input_ids.long().masked_fill(~mask, IGNORE_INDEX)
+
+
+def count_tokens(labels: Tensor, attention_mask: Any, sequence_ids: Tensor | None) -> Tensor:
+    """The number of tokens ``[rows, seq_len]`` that are no padding, a scalar; masks of other shapes tell nothing."""
+    if isinstance(attention_mask, Tensor) and attention_mask.shape == labels.shape:
+        return attention_mask.count_nonzero()
+    return (torch.zeros_like(labels) if sequence_ids is None else sequence_ids.expand_as(labels)).ge(0).sum()
 
 
 def count_sequences(batch: Mapping[str, Any], prefix: str = "") -> int:

@@ -24,6 +24,8 @@ class Layer(nn.Module):
         self.num_calls = 0
         self.generator = torch.Generator().manual_seed(0)
         self.register_buffer("counts", torch.ones(4, dtype=torch.int64))
+        self.cache_len = 1
+        self.register_buffer("cache", torch.ones(1), persistent=False)
         self.register_buffer("large_counts", torch.ones(repeats._MAX_COPIED + 1, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,6 +58,15 @@ def grows(layer: Any) -> Any:
     return 1 / len(layer.large_counts)
 
 
+def caches(layer: Any) -> Any:
+    layer.counts += 1
+    wanted = int(layer.counts[0])  # grows from step to step
+    if layer.cache_len < wanted:
+        layer.cache_len = wanted
+        layer.register_buffer("cache", 1 / torch.arange(1.0, wanted + 1), persistent=False)
+    return layer.cache[wanted - 1]
+
+
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 @pytest.mark.parametrize(
     "scale",
@@ -65,8 +76,9 @@ def grows(layer: Any) -> Any:
         lambda layer: torch.rand(4).tanh() if random.random() < 0.5 else 1.0,
         counts,
         grows,
+        caches,
     ],
-    ids=["python", "numpy", "branch", "integer_buffer", "buffer_that_grows"],
+    ids=["python", "numpy", "branch", "integer_buffer", "buffer_that_grows", "cache_that_grows"],
 )
 def test_random_numbers_and_buffers_are_those_of_the_first_run(scale: Callable[[Any], Any], mode: Any) -> None:
     assert train(scale, mode, num_steps=4) == train(scale, num_steps=4)
@@ -118,9 +130,29 @@ def test_rounding_is_a_warning_and_nan_equals_nan(recwarn: pytest.WarningsRecord
         check_outputs([y], [])
 
 
+def test_outputs_of_any_layout_may_be_returned() -> None:
+    x = torch.tensor([1 + 2j, 3j])
+    assert samples_of([x.conj()])[0].tolist() == [1, -2, 0, -3]
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    assert not samples_of([torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr(), nested])
+
+
+def test_frozen_layers_are_not_copied_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_liger.activations.frames.samples_of", pytest.fail)
+    model = nn.Sequential(Layer(lambda layer: 1.0), Layer(lambda layer: 1.0)).requires_grad_(False)
+    control = control_layers(model)
+    assert control is not None
+    control.modes[:] = ["recompute"] * 2
+    model(torch.ones(3, 4))
+
+
 def test_samples_are_few_copies() -> None:
     x = torch.arange(300_000.0).view(3, 100_000)
     (sample,) = samples_of([x.t(), x.to("meta")])
     assert 2**16 <= len(sample) < 2**17
     x.zero_()
     assert sample.count_nonzero() > 0
+    x = torch.arange(300_000.0).view(3, 100_000)
+    assert torch.equal(samples_of([x.t()])[0], x.t().reshape(-1)[:: x.numel() // 2**16])
+    assert len(samples_of([torch.ones(()).expand(2**20, 2**20)])[0]) == 2**16  # whole, it would take 4 TiB
+    assert [len(each) for each in samples_of([torch.ones(()), torch.ones(2, 0), torch.ones(0, 3).t()])] == [1, 0, 0]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_liger.post_training.rows import read_rows
+from lightning_liger.post_training.rows import count_tokens, read_rows
 from lightning_liger.post_training.tokens import read_tokens
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.tiny import tiny_llama
@@ -41,3 +41,11 @@ def test_padding_of_packed_rows_does_not_count_as_tokens() -> None:
     assert read_rows(batch).num_tokens == 5
     del batch["sequence_ids"], batch["position_ids"]
     assert read_rows(batch).num_tokens == 7
+
+
+def test_tokens_are_counted_by_masks_of_tokens_alone() -> None:
+    labels, ids = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[0, 0, 1, 1, -1]])
+    assert count_tokens(labels, ids + 1, None) == 4  # numbers of documents, of which 0 is padding
+    assert count_tokens(labels, torch.full((1, 1, 5, 5), -1e9), ids) == 4
+    assert count_tokens(labels.expand(2, 5), None, ids) == 8
+    assert count_tokens(labels, None, None) == 5
