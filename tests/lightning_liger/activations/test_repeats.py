@@ -118,6 +118,9 @@ def test_rounding_is_a_warning_and_nan_equals_nan(recwarn: pytest.WarningsRecord
     x = torch.tensor([1.0, float("nan"), float("inf"), -2.0])
     check_outputs([x, x[:0], torch.full((2,), float("nan"))], [x.clone(), x[:0], torch.full((2,), float("nan"))])
     assert not recwarn
+    for other in (x.nan_to_num(nan=0.0), x.nan_to_num(nan=float("nan"), posinf=1e4)):
+        with pytest.raises(RuntimeError, match="had other outputs"):
+            check_outputs([x], [other])
     y = torch.ones(100)
     with pytest.warns(UserWarning, match="were a little different"):
         check_outputs([y], [y * 1.01])  # of TF32 or bfloat16 inside
