@@ -48,6 +48,7 @@ class TrainingSummary(L.Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
         self._clock.fit_starts()
+        self._num_tokens, self._seconds = 0, 0.0  # an interrupted fit has counted tokens only
         report = _patch_report(trainer)
         if trainer.is_global_zero:
             console = Console()

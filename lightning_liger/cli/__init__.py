@@ -34,7 +34,8 @@ def main(args: list[str] | None = None) -> int:
         try:
             return _main(args)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None where the shell has closed it
+                sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_has_ended():
             raise

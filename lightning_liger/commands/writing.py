@@ -39,6 +39,10 @@ def write_files(files: Mapping[Path, bytes]) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a pipe or a device, which nothing may replace
+        path.write_bytes(content)
+        return
+    path = path.resolve()  # a link stays one
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_bytes(content)

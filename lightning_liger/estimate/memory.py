@@ -228,7 +228,7 @@ def inspect_model(
         FileNotFoundError: If there is no such model on this machine.
         ModuleNotFoundError: If ``lora`` is given and peft is not installed.
         TypeError: For arguments of a wrong type.
-        ValueError: For unknown names and settings, and for numbers below 1.
+        ValueError: For unknown names and settings, for numbers below 1, and for a budget above the GPU's memory.
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("num_gpus", num_gpus)):
         check_integer(name, value, at_least=1)
@@ -277,6 +277,10 @@ def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
         check_number("memory_budget", memory_budget, above=0)
     if gpu is None and (isinstance(memory_budget, str) or memory_budget <= 1):
         raise wrong_value("memory_budget", "GiB above 1 without gpu, which 'auto' and shares need", memory_budget)
+    if gpu is not None and not isinstance(memory_budget, str):
+        total = gpu.memory_bytes / 2**30
+        if memory_budget > max(1, total):
+            raise wrong_value("memory_budget", f"at most {total:.1f} GiB, the memory of the GPU", memory_budget)
     memory: Any = _NoGpu() if gpu is None else _GpuMemory(gpu)
     return Budget(memory_budget).limit(memory)
 

@@ -1,5 +1,6 @@
 """The counts and the speed of ``TrainingSummary``."""
 
+import contextlib
 import importlib
 from types import SimpleNamespace
 
@@ -81,6 +82,19 @@ def test_speed_leaves_out_the_first_steps(tmp_path, ticking, skip_steps, accumul
     trainer.fit(LM(), make_loader(0, NUM_BATCHES))
     assert summary._num_tokens == timed_batches * TOKENS
     assert summary.results["tokens_per_second"] == (TOKENS / 2.0 if timed_batches else 0.0)
+
+
+def test_speed_is_that_of_the_last_fit(tmp_path, ticking):
+    class Stops(LM):
+        def on_train_batch_end(self, *_):
+            raise RuntimeError("stop")
+
+    summary = TrainingSummary(skip_steps=0)
+    for module in (Stops(), LM()):
+        with contextlib.suppress(RuntimeError):
+            make_trainer(ticking, summary, root=tmp_path).fit(module, make_loader(0, NUM_BATCHES))
+    assert summary._num_tokens == NUM_BATCHES * TOKENS
+    assert summary.results["tokens_per_second"] == TOKENS / 2.0
 
 
 def test_speed_leaves_out_validation(tmp_path, ticking):

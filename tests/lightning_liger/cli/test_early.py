@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_liger.cli import main
+
 PYTHONPATH = os.pathsep.join(path for path in sys.path if path)
 
 
@@ -57,3 +59,8 @@ def test_a_reader_that_ends_is_no_bug(tmp_path: Path) -> None:
     )
     os.close(writing)
     assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_a_closed_output_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["--version"]) == 0

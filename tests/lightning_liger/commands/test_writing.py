@@ -1,5 +1,6 @@
 """Files of commands are written as a whole or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def test_all_files_are_written_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     write_files({old: b"1", nested: b"2"})
     assert (old.read_bytes(), nested.read_bytes()) == (b"1", b"2")
     assert [path.name for path in nested.parent.iterdir()] == ["nested.txt"]
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write_files({link: b"new"})
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    reader, writer = os.pipe()
+    write_files({Path(f"/dev/fd/{writer}"): b"content"})
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    os.close(writer)
 
 
 def test_outputs_that_are_no_files_are_refused(tmp_path: Path) -> None:

@@ -34,5 +34,10 @@ BAD_INPUTS = [
     BadInput("inspect-memory_budget-word", _inspect(memory_budget="most"), ("memory_budget", "'most'", "auto")),
     BadInput("inspect-memory_budget-share", _inspect(memory_budget=0.5), ("memory_budget", "0.5", "gpu")),
     BadInput("inspect-memory_budget-zero", _inspect(memory_budget=0.0), ("memory_budget", "0.0", "above 0")),
+    BadInput(
+        "inspect-memory_budget-large",
+        _inspect(memory_budget=100, gpu="h100-80gb"),
+        ("memory_budget", "100", "at most 79.1 GiB"),
+    ),
     BadInput("inspect-lora-type", _inspect(lora=3), ("lora", "3", "dict")),
 ]
