@@ -2,6 +2,7 @@
 
 import contextlib
 import json as json_module
+import math
 import os
 import signal
 import statistics
@@ -39,6 +40,8 @@ _SETTINGS = {
 _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 """Relative, of losses: four roundings in the dtype of the precision, since errors grow from step to step."""
 _TOLERANCE = 1e-3
+_RISE = 0.1
+"""Of its first value, by which the loss of a training that diverges has risen at least."""
 _REFUSED = f"{PROGRAM}: error: "
 _GIB = 2**30
 _WIDTH = 80
@@ -266,29 +269,43 @@ def merge(name: str, results: Sequence[dict[str, Any]], failure: str) -> Row:
 def compare_losses(rows: Sequence[Row]) -> tuple[str, bool]:
     """A sentence on the losses of the last step, and whether they agree within the tolerance of the precision.
 
-    Where the loss rises from the first step on, in the first arm, nothing is said against the others: rounding errors
-    grow in a training that diverges.
+    Rounding errors grow in a training that diverges: where the loss of the first arm has clearly risen, and the last
+    losses differ, it is those of the first step that must agree.
     """
-    losses = [row.loss for row in rows if row.loss is not None]
-    if len(losses) < 2:
+    measured = [row for row in rows if row.loss is not None]
+    if len(measured) < 2:
         return "", True
-    first = next(row for row in rows if row.loss is not None)
-    precision = first.precision
-    tolerance = _TOLERANCES.get(precision.partition("-")[0], _TOLERANCE)
-    differences = [abs(loss - losses[0]) / max(abs(losses[0]), 1e-12) for loss in losses]
-    agrees = all(difference <= tolerance for difference in differences)  # not if one is NaN
-    difference = next((each for each in differences if each != each), max(differences))
-    word = "agree" if agrees else "DIFFER"
-    if not agrees and first.first_loss is not None and losses[0] > first.first_loss:
+    first = measured[0]
+    tolerance = _TOLERANCES.get(first.precision.partition("-")[0], _TOLERANCE)
+    allowed = f"{tolerance:.2g} allowed ({first.precision})"
+    difference = _difference([row.loss for row in measured])
+    if difference > tolerance and _rises(first):
+        before = _difference([row.first_loss for row in measured])
         return (
             f"The losses of the last step cannot be compared: that of {first.arm!r} rises, from {first.first_loss:.4g}"
-            f" to {losses[0]:.4g}, and rounding errors grow in a training that diverges. Try a lower learning rate.",
-            all(loss == loss for loss in losses),  # none is NaN
+            f" to {first.loss:.4g}, and rounding errors grow in a training that diverges. Those of the first step"
+            f" {_word(before <= tolerance)}: {before:.2g} relative, {allowed}. Try a lower learning rate.",
+            before <= tolerance and difference < math.inf,
         )
-    return (
-        f"The losses of the last step {word}: {difference:.2g} relative, {tolerance:.2g} allowed ({precision}).",
-        agrees,
-    )
+    agrees = difference <= tolerance
+    return f"The losses of the last step {_word(agrees)}: {difference:.2g} relative, {allowed}.", agrees
+
+
+def _rises(row: Row) -> bool:
+    first, last = row.first_loss, row.loss
+    return first is not None and last is not None and last - first > _RISE * abs(first)
+
+
+def _difference(losses: Sequence[float | None]) -> float:
+    """The largest relative difference from the first loss; infinite where one is None or not finite."""
+    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    if len(known) < len(losses):
+        return math.inf
+    return max(abs(loss - known[0]) for loss in known) / max(abs(known[0]), 1e-12)
+
+
+def _word(agrees: bool) -> str:
+    return "agree" if agrees else "DIFFER"
 
 
 def _print(rows: Sequence[Row], agreement: str, more: str) -> None:

@@ -216,13 +216,23 @@ def test_losses_agree_within_the_precision(loss: float, precision: str, agrees: 
     assert ("agree" if agrees else "DIFFER") in sentence
 
 
-def test_losses_of_a_training_that_diverges_are_not_compared() -> None:
-    losses = {"off": 1.0, "on": 1.5, "broken": math.nan}
-    off, on, broken = (merge(name, 2 * [measured(loss, first_loss=0.5)], "") for name, loss in losses.items())
-    sentence, found = compare_losses([off, on])
+def test_training_that_diverges_is_judged_by_its_first_losses() -> None:
+    def row(first_loss: float, loss: float) -> Row:
+        return merge("off", 2 * [measured(loss, first_loss=first_loss)], "")
+
+    sentence, found = compare_losses([row(0.5, 1.0), row(0.5, 1.5)])
     assert found
-    assert "that of 'off' rises, from 0.5 to 1," in sentence
-    assert not compare_losses([off, broken])[1]
+    assert "that of 'off' rises, from 0.5 to 1, and" in sentence
+    assert "Those of the first step agree: 0 relative" in sentence
+    sentence, found = compare_losses([row(0.5, 1.0), row(0.6, 1.5)])
+    assert not found
+    assert "Those of the first step DIFFER: 0.2 relative" in sentence
+    for first, second in (
+        ((0.5, 1.0), (0.5, math.nan)),
+        ((0.5, 0.54), (0.5, 0.6)),  # noise of a short training
+        ((-1.0, -0.95), (-1.0, -0.5)),
+    ):
+        assert not compare_losses([row(*first), row(*second)])[1]
 
 
 def test_table_at_two_widths_without_matplotlib(
