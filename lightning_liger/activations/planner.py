@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from liger_ops.arguments import shown
 from lightning_liger.activations.layers import ControlledLayers, Mode
 from lightning_liger.activations.plan import Plan, choose
 from lightning_liger.activations.profile import Memory, Profile, Recorder
@@ -41,6 +42,15 @@ class Budget:
     """
 
     value: float | str
+
+    def check(self, memory: Memory) -> None:
+        """Raises ValueError if the budget is above the device's memory."""
+        total = memory.total() / _GIB
+        if not isinstance(self.value, str) and self.value > max(1, total):
+            raise ValueError(
+                f"memory_budget must be at most {total:.1f} GiB, the memory of the GPU, got {shown(self.value)}:"
+                " numbers up to 1 are shares of it, such as 0.9"
+            )
 
     def limit(self, memory: Memory) -> int:
         """The bytes, no more than the process can have."""

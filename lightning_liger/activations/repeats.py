@@ -67,7 +67,6 @@ class LayerState:
                     " former values it would need again: it cannot be recomputed in backward. Leave it out of"
                     " activation checkpointing"
                 )
-
         stays = [
             original is not None and buffers.get(name) is not original
             for (buffers, name), original in zip(self._places, self._originals, strict=True)

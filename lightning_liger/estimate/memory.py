@@ -184,7 +184,7 @@ class _NoGpu:
     """A GPU that is not named: the budget is in GiB."""
 
     def total(self) -> int:
-        return 0
+        return 2**62
 
     def available(self) -> int:
         return 2**62
@@ -277,12 +277,10 @@ def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
         check_number("memory_budget", memory_budget, above=0)
     if gpu is None and (isinstance(memory_budget, str) or memory_budget <= 1):
         raise wrong_value("memory_budget", "GiB above 1 without gpu, which 'auto' and shares need", memory_budget)
-    if gpu is not None and not isinstance(memory_budget, str):
-        total = gpu.memory_bytes / 2**30
-        if memory_budget > max(1, total):
-            raise wrong_value("memory_budget", f"at most {total:.1f} GiB, the memory of the GPU", memory_budget)
     memory: Any = _NoGpu() if gpu is None else _GpuMemory(gpu)
-    return Budget(memory_budget).limit(memory)
+    budget = Budget(memory_budget)
+    budget.check(memory)
+    return budget.limit(memory)
 
 
 class _Steps:

@@ -33,6 +33,11 @@ NOT_COMPARED = {
     "xlstm": "its sizes do not fit each other",
 }
 """Types that cannot be compared on GPUs, and why."""
+NOT_TRAINED_BY_ALL_VERSIONS = (
+    *("dbrx", "doge", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+    *("musicgen", "musicgen_melody"),
+)
+"""Types that transformers 5.17 cannot build or train."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,7 +117,9 @@ def test_every_architecture_gives_the_same_in_every_mode(model_type: str, dtype:
             for name, value in tiny_inputs(model).items()
         }
         train(model, inputs)
-    except Exception as error:  # as transformers 5.17 does of some
+    except Exception as error:
+        if model_type not in NOT_TRAINED_BY_ALL_VERSIONS:
+            raise
         pytest.skip(f"the stock model does not train: {type(error).__name__}: {error}")
     apply_liger_kernels(model)
     assert_same_in_every_mode(model, inputs, rtol=1e-3 if dtype == torch.float32 else 0.1)
