@@ -1,11 +1,12 @@
-"""``examples``: the stories of ``examples/`` on one GPU, with the dimensions of Llama 3.2 1B.
+"""``examples``: the stories of ``examples/`` on a GPU, with the dimensions of Llama 3.2 1B.
 
 Each example trains a few steps: the yaml files through the command line, the Fabric loop by its functions. That shows
 that it runs at a real size, and how fast and in how much memory. Those on the small files in ``examples/data`` have
 short sequences, so their speed is not that of a real run; those on text have rows of 2048 tokens, or of 32,768.
 
 All run in one process, one after the other, so that imports, CUDA and compiled kernels are paid for once. A failed
-example, and one that leaves memory on the GPU, ends the process, and the next one begins in a new one.
+example, and one that leaves memory on the GPU, ends the process, and the next one begins in a new one. The example for
+several nodes runs in two processes of this machine, each of which sees one GPU and takes itself for a node.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from benchmarks.arguments import names
 from benchmarks.environment import environment
 from benchmarks.records import Line, Writer
 from benchmarks.training.dims import DIMS
+from benchmarks.training.processes import free_port
 from benchmarks.training.train import number
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +96,10 @@ EXAMPLES = {
     "distill": lambda: _of_config("config", "teacher_config"),
     "distill_topk": lambda: _of_config("config"),
     "medusa": lambda: _of_config("config"),
+    "multi_node": lambda: _of_config("config", max_position_embeddings=2048) | _text(2048, 8),
 }
-_ON_TEXT = ("pretrain", "long_context", "plain_module", "fabric_loop")
+_NUM_NODES = {"multi_node": 2}
+_ON_TEXT = ("pretrain", "long_context", "plain_module", "fabric_loop", "multi_node")
 _MAX_BYTES_LEFT = 2**26
 """Of GPU memory after an example, with which the next one begins in a new process."""
 
@@ -240,13 +244,41 @@ def measure_and_clean(*arguments: Any) -> tuple[dict[str, Any], int]:
     return record, torch.cuda.memory_allocated()
 
 
+def measure_on_nodes(num_nodes: int, *arguments: Any) -> dict[str, Any]:
+    """The record of :func:`measure` in processes that take themselves for the only one of a node with one GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        # It ends the others if one fails.
+        torch.multiprocessing.spawn(_measure_on_node, (free_port(), Path(folder), arguments), num_nodes)
+        records = [json.loads((Path(folder) / str(node)).read_text(encoding="utf-8")) for node in range(num_nodes)]
+    summed = ("parameters", "tokens_per_step", "tokens_per_second")  # each has its shards and its batches
+    return {
+        **records[0],
+        "nodes": num_nodes,
+        **{key: sum(record[key] for record in records) for key in summed},
+        "step_ms": max(record["step_ms"] for record in records),
+        "peak_gib": max(record["peak_gib"] for record in records) if records[0]["peak_gib"] else None,
+        **{key: statistics.mean(record[key] for record in records) for key in ("first_loss", "last_loss")},
+    }
+
+
+def _measure_on_node(node: int, port: int, folder: Path, arguments: tuple[Any, ...]) -> None:
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": str(node),
+        "LOCAL_RANK": "0",
+        "CUDA_VISIBLE_DEVICES": visible[node] if visible else str(node),
+    }
+    (folder / str(node)).write_text(json.dumps(measure(*arguments)), encoding="utf-8")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         type=names("example", tuple(EXAMPLES)),
-        default=tuple(EXAMPLES),
         metavar="EXAMPLE,...",
-        help=f"which examples (default: all): {', '.join(EXAMPLES)}",
+        help=f"which examples (default: all that this machine has the GPUs for): {', '.join(EXAMPLES)}",
     )
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="half of them are measured (default: 12)")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="records in a batch (default: 16)")
@@ -257,24 +289,31 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
     records: list[dict[str, Any]] = []
     process: ProcessPoolExecutor | None = None
     with Writer(Path(f"{stem}.jsonl"), environment(), "examples") as writer:
-        for name in options.only:
+        for name in options.only or [name for name in EXAMPLES if _fits(name)]:
             arguments = (name, options.quick, max(2, options.steps), options.batch_size)
-            process = process or ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
             start, bytes_left = time.perf_counter(), _MAX_BYTES_LEFT + 1
             try:
-                record, bytes_left = process.submit(measure_and_clean, *arguments).result()
+                if name in _NUM_NODES:
+                    record = measure_on_nodes(_NUM_NODES[name], *arguments)
+                else:
+                    process = process or ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+                    record, bytes_left = process.submit(measure_and_clean, *arguments).result()
             except Exception as error:  # a row of the results: the others go on
                 record = {"example": name, "error": f"{type(error).__name__}: {error}"[:500]}
             records.append(record)
             writer.write(Line(record))
             console.print(f"{name}: {time.perf_counter() - start:.1f} s")
-            if bytes_left > _MAX_BYTES_LEFT:
+            if bytes_left > _MAX_BYTES_LEFT and process is not None:
                 process.shutdown()
                 process = None
     if process is not None:
         process.shutdown()
     console.print(table(records))
     return not any("error" in record for record in records)
+
+
+def _fits(name: str) -> bool:
+    return not torch.cuda.is_available() or torch.cuda.device_count() >= _NUM_NODES.get(name, 1)
 
 
 def table(records: Sequence[dict[str, Any]]) -> Table:

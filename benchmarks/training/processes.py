@@ -16,14 +16,19 @@ WORKER = (sys.executable, "-m", "benchmarks.training.worker")
 _GRACE = 20.0
 
 
+def free_port() -> int:
+    """A port of this machine on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class _Processes:
     """The processes of one job, waiting for it."""
 
     def __init__(self, job: Job, folder: Path, command: Sequence[str]) -> None:
         self.job, self.folder = job, folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._processes = []
         for rank in range(job.devices):
             environment = dict(os.environ, PYTHONUNBUFFERED="1")

@@ -111,7 +111,23 @@ def test_examples_are_measured_through_the_command_line(tmp_path: Path, monkeypa
     assert loop.keys() == record.keys()
 
 
-@pytest.mark.parametrize("name", ["pretrain", "long_context", "vision_language", "plain_module", "distill"])
+@without_gpu
+def test_nodes_of_an_example_are_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = ["--quick", "--only", "multi_node", "--steps", "2", "--out", str(tmp_path / "mine")]
+    assert main(["examples", *arguments]) == 0, capsys.readouterr().out
+    (record,) = read_results(tmp_path / "mine.jsonl").lines
+    assert (record["nodes"], record["steps"], record["tokens_per_step"]) == (2, 2, 2 * 2 * 128)
+    embedding, layer = 512 * 64, 64 * (2 * 64 + 2 * 32) + 3 * 64 * 176 + 2 * 64
+    assert record["parameters"] == embedding + 2 * layer + 64
+    assert record["last_loss"] != record["first_loss"]
+
+
+@pytest.mark.parametrize(
+    "name", ["pretrain", "multi_node", "long_context", "vision_language", "plain_module", "distill"]
+)
 def test_examples_take_their_settings_of_real_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(examples.ROOT)
     monkeypatch.setattr("sys.argv", ["pytest"])
