@@ -45,6 +45,7 @@ MEASURED = {
     "batches": ("batches_2xh200.jsonl",),
     "context": ("context_h200.jsonl",),
     "context_limit": ("context_limit_h200.jsonl",),
+    "context_parallel": ("context_8_layers_h200.jsonl", "context_8_layers_2xh200.jsonl"),
     "activations": ("activations_h200.jsonl",),
     "convergence": ("convergence_h200.jsonl",),
     "convergence_text": ("convergence_text_h200.jsonl",),
@@ -179,6 +180,19 @@ def context(path: Path = RESULTS / MEASURED["context"][0]) -> str:
 def context_limit() -> str:
     """The same within a limit of memory."""
     return context(RESULTS / MEASURED["context_limit"][0])
+
+
+def context_parallel() -> str:
+    """Speed and memory of one sequence on one GPU, and of one twice as long on two."""
+    table = []
+    for name in MEASURED["context_parallel"]:
+        (row,), attention = read_context(read_results(RESULTS / name).lines)
+        share = _number(attention_share(row, attention), ".0%")
+        speed, peak = _number(row.tokens_per_second, ",.0f"), _number(row.peak_gib, ".1f")
+        cells = speed, share, peak, _number(row.states_gib, ".1f"), _number(row.mib_per_token, ".2f")
+        table.append((str(row.devices), f"{row.sequence_length:,}", *cells))
+    memory = ("peak GiB", "of which states", "MiB per token of a GPU")
+    return _table(("GPUs", "tokens", "tokens/s per GPU", "attention alone", *memory), table)
 
 
 def activations(path: Path = RESULTS / MEASURED["activations"][0]) -> str:
@@ -382,7 +396,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     },
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
-        for section in (context, context_limit, activations, convergence, convergence_text)
+        for section in (context, context_limit, context_parallel, activations, convergence, convergence_text)
     },
     **{f"docs/losses.md: {section.__name__}": ("docs/losses.md", section) for section in (losses, medusa)},
     "docs/inspect.md: estimates": ("docs/inspect.md", estimates),

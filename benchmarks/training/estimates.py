@@ -88,12 +88,12 @@ def compare(results: Path) -> list[Comparison]:
         found += _of_training(results / f"{name}.jsonl")
     for path in sorted(results.glob("engines_*.jsonl")):
         rows = map(Row.from_json, read_results(path).lines)
-        found += [of_engine(row) for row in rows if row.steady_peak_gib is not None]
+        found += [of_engine(row) for row in rows if row.peak_gib is not None]
     return found
 
 
 def of_engine(row: Row) -> Comparison:
-    """A measured engine, all of whose layers' activations are stored."""
+    """A measured engine, all of whose layers' activations are stored, in ours but for cheap tensors."""
     dtype, ours = PRECISIONS[row.precision].compute, row.parsed_arm.is_ours
     lora = {"r": row.lora_rank} if row.lora_rank else None
     model = make_trained_model(DIMS[row.model].config(row.layers), dtype, lora)
@@ -105,9 +105,9 @@ def of_engine(row: Row) -> Comparison:
     adapters = ", LoRA" if lora else ""
     tokens = f"{row.batch_size * row.sequence_length:,} tokens"
     setup = f"{row.devices} GPUs, {STRATEGIES[row.strategy].title}, {row.precision}{adapters}, {tokens}"
-    estimated = sum(step.peak(["store"] * step.num_layers).values())
-    assert row.steady_peak_gib is not None
-    return Comparison(DIMS[row.model].title, row.arm, setup, row.steady_peak_gib, estimated / _GIB)
+    estimated = sum(_peak(step, row.parsed_arm).values())
+    assert row.peak_gib is not None
+    return Comparison(DIMS[row.model].title, row.arm, setup, row.peak_gib, estimated / _GIB)
 
 
 def jobs(engines: Sequence[str], devices: int, layers: int | None = None, tiny: bool = False) -> list[Job]:
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 break
     table = Table("model", "arm", "setup", "measured GiB", "estimated GiB", "error")
     for row in rows:
-        if row.steady_peak_gib is None:
+        if row.peak_gib is None:
             table.add_row(row.model, row.arm, f"{row.strategy}, {row.precision}", row.status, "-", row.error or "-")
             continue
         one = of_engine(row)

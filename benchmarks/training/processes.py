@@ -28,14 +28,12 @@ class _Processes:
 
     def __init__(self, job: Job, folder: Path, command: Sequence[str]) -> None:
         self.job, self.folder = job, folder
-        port = free_port()
         self._processes = []
         for rank in range(job.devices):
             environment = dict(os.environ, PYTHONUNBUFFERED="1")
             if job.devices > 1:
                 # Lightning takes processes with these variables for started from outside.
-                environment |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                environment |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             with (folder / f"log.{rank}").open("w") as log:
                 self._processes.append(
                     subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
@@ -43,7 +41,8 @@ class _Processes:
 
     def run(self, timeout: float) -> list[Row]:
         """The rows of the job, those of its processes merged."""
-        task = json.dumps({"job": self.job.to_json(), "out": str(self.folder / "rows")})
+        # The port is found only now: the job before this one may have taken it meanwhile.
+        task = json.dumps({"job": self.job.to_json(), "out": str(self.folder / "rows"), "port": free_port()})
         for process in self._processes:
             assert process.stdin is not None
             try:

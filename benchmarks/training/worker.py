@@ -406,6 +406,8 @@ def main() -> None:
         return  # started ahead for a job that does not come
     task = json.loads(text)
     job = Job.from_json(task["job"])
+    if job.devices > 1:
+        os.environ["MASTER_PORT"] = str(task["port"])
     out = Path(f"{task['out']}.{os.environ.get('LOCAL_RANK', '0')}")
 
     def write(row: Row) -> None:

@@ -70,8 +70,8 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
                 self.add(tensor)
         if func in _TEMPORARIES:
             self.note(_TEMPORARIES[func](*args, **kwargs))
-        if func._overloadpacket in flop_registry:
-            self._flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        if func._overloadpacket in _FLOPS:
+            self._flops += _FLOPS[func._overloadpacket](*args, **kwargs, out_val=result)
         return result
 
     def add(self, tensor: Tensor, num_bytes: int | None = None) -> None:
@@ -184,6 +184,26 @@ _TEMPORARIES: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _of_flash_backward,
 }
 """What operations allocate and free before they return."""
+
+
+def _flops_of_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """The two products, of each query head, whatever number of heads keys and values have."""
+    return 2 * query.shape[:-1].numel() * key.shape[2] * (query.shape[-1] + value.shape[-1])
+
+
+def _flops_of_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """The products of scores again, and the four of the gradients."""
+    return 2 * query.shape[:-1].numel() * key.shape[2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    # PyTorch's own formulas raise for grouped queries up to some version.
+    _aten._scaled_dot_product_flash_attention: _flops_of_attention,
+    _aten._scaled_dot_product_efficient_attention: _flops_of_attention,
+    _aten._scaled_dot_product_flash_attention_backward: _flops_of_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: _flops_of_attention_backward,
+}
 
 
 class AttentionOfGpus(TorchFunctionMode):

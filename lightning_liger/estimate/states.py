@@ -103,6 +103,7 @@ class States:
         optimizer_bytes: Of the optimizer's states and float32 weights, if there are any besides the model's.
         step_bytes: What the optimizer's step makes for a moment.
         bucket_bytes: Of gradients in buckets.
+        forward_bytes: Of buckets that exist in the forward of the second step, when DDP has made others.
         backward_bytes: Of buckets that exist in backward only.
         gathers: Whether weights are gathered for their use, layer by layer.
         reduces: Whether gradients are reduced to a shard in backward: of each layer when its backward ends.
@@ -118,6 +119,7 @@ class States:
     optimizer_bytes: int
     step_bytes: int
     bucket_bytes: int
+    forward_bytes: int
     backward_bytes: int
     gathers: bool
     reduces: bool
@@ -218,6 +220,7 @@ def states_of(
         optimizer_bytes=own * (kind.num_states * (full if stage else size) + (full if stage else 0)),
         step_bytes=step_bytes,
         bucket_bytes=bucket_bytes,
+        forward_bytes=bucket_bytes if sharding.joins_gradients else 0,
         backward_bytes=backward_bytes,
         gathers=sharding.weights and num_gpus > 1 and not stage,
         reduces=sharding.gradients and num_gpus > 1 and not stage,

@@ -165,9 +165,11 @@ def _run(
             with units.hooks(model), ledger:
                 if not frees_early:
                     ledger.hold("old gradients", GRADIENTS, states.gradient_bytes(states.with_gradients(model)))
+                ledger.hold("buckets of forward", GRADIENTS, states.forward_bytes)
                 with AttentionOfGpus():
                     loss = _loss_of(model(**batch))
                 ledger.hold("old gradients", GRADIENTS, 0)
+                ledger.hold("buckets of forward", GRADIENTS, 0)
                 ledger.hold("buckets of backward", GRADIENTS, states.backward_bytes)
                 loss.backward()
                 units.finish()

@@ -8,12 +8,14 @@ import yaml
 
 from examples import fabric_loop, plain_module
 from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts
+from tests.lightning_liger.strategies.workers.multi_node import of_torchrun
 from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
     NUM_STEPS,
     OF_DEEPSPEED,
     OF_ONE_PROCESS,
     OF_SEVERAL_PROCESSES,
+    ON_TWO_NODES,
     POST_TRAINING,
     STRATEGIES,
     run,
@@ -53,7 +55,10 @@ METRICS = {
 """A metric of each other example, one that only its loss has if there is one."""
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
 def ranks(request, tmp_path_factory):
     """What every rank got out of every example for several processes: two on CPUs, else as many as there are GPUs."""
     num_ranks = 2 if request.param == "cpu" else torch.cuda.device_count()
@@ -73,12 +78,30 @@ def assert_trained(result, example):
     assert result["saved"]
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def nodes(request, tmp_path_factory):
+    """The same of the examples for several nodes, in processes that see only the GPUs of their node."""
+    folder = tmp_path_factory.mktemp("several") / "nodes"
+    folder.mkdir()
+    write_text(folder)
+    return launch(request.param, folder, worker=WORKER, environment_of=of_torchrun)
+
+
+def assert_trained_together(results, example):
+    for result in results:
+        assert_trained(result[example], example)
+    first, *others = (result[example]["losses"] for result in results)
+    assert others == [first] * len(others)  # they are means over all ranks
+
+
 @pytest.mark.parametrize("example", OF_SEVERAL_PROCESSES)
 def test_example_trains_on_several_processes(ranks, example):
-    for result in ranks:
-        assert_trained(result[example], example)
-    first, *others = (result[example]["losses"] for result in ranks)
-    assert others == [first] * len(others)  # they are means over all ranks
+    assert_trained_together(ranks, example)
+
+
+@pytest.mark.parametrize("example", ON_TWO_NODES)
+def test_example_trains_on_two_nodes(nodes, example):
+    assert_trained_together(nodes, example)
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -157,7 +180,8 @@ def test_every_yaml_is_run_and_every_name_of_a_strategy_has_one():
     # Those of next_item/ and ranking/ have tests next to them, tests/examples/.
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.y*ml")}
     found -= {name for name in found if name.startswith(("next_item/", "ranking/"))}
-    assert found - set(POST_TRAINING) == set(OF_SEVERAL_PROCESSES + OF_ONE_PROCESS + OF_DEEPSPEED) == set(CLASSES)
+    others = OF_SEVERAL_PROCESSES + ON_TWO_NODES + OF_ONE_PROCESS + OF_DEEPSPEED
+    assert found - set(POST_TRAINING) == set(others) == set(CLASSES)
     names = ["liger", "liger_ddp", "liger_fsdp", "liger_fsdp_cpu_offload", "liger_model_parallel"]
     for name in [*names, "liger_deepspeed_stage_2", "liger_deepspeed_stage_3"]:
         assert f"strategies/{name}.yaml" in found

@@ -75,3 +75,19 @@ def test_values_that_only_a_device_has_are_unknowable() -> None:
         assert bool(torch.ones(2, dtype=torch.bool, device="meta").all())
         with pytest.raises(Unknowable, match="values of tensors"):
             torch.ones((), device="meta").item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_flops_of_attention_are_of_query_heads(dtype: torch.dtype, num_kv_heads: int) -> None:
+    query = _meta(3, 4, 40, 16, dtype=dtype)
+    key, value = (_meta(3, num_kv_heads, 56, 16, dtype=dtype) for _ in range(2))
+    ledger = Ledger()
+    with ledger, AttentionOfGpus():
+        if num_kv_heads < 4 and dtype == torch.float32:  # as models repeat them for the memory-efficient backend
+            key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
+        output = F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < 4)
+        product = 2 * 3 * 4 * 40 * 56 * 16
+        assert ledger.mark() == 2 * product
+        output.sum().backward()
+        assert ledger.mark() == (2 + 5) * product

@@ -74,7 +74,8 @@ def test_shards_are_gathered_layer_by_layer() -> None:
     assert total / 4 + root <= parts[WEIGHTS] <= total / 4 + root + 2 * layer + 0.02 * total
     assert parts[OPTIMIZER] == pytest.approx(2 * total / 4, rel=0.01)
     ddp, single = (_step(model, *of).peak(["recompute"] * 12) for of in (("ddp", 4), ("single", 1)))
-    assert ddp[GRADIENTS] - single[GRADIENTS] == total
+    assert single[GRADIENTS] < total
+    assert ddp[GRADIENTS] == 2 * total  # in the second step's forward: its buckets and those of the first step
 
 
 def test_states_of_precisions() -> None:

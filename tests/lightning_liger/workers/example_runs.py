@@ -8,8 +8,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,8 @@ POST_TRAINING = sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.nam
 STRATEGIES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("strategies/*.yaml"))
 OF_ONE_PROCESS = ["strategies/liger.yaml"]
 OF_DEEPSPEED = [name for name in STRATEGIES if "deepspeed" in name]
-OF_SEVERAL_PROCESSES = [name for name in PROGRAMS + STRATEGIES if name not in OF_ONE_PROCESS + OF_DEEPSPEED]
+_OTHERS = ON_TWO_NODES + OF_ONE_PROCESS + OF_DEEPSPEED
+OF_SEVERAL_PROCESSES = [name for name in PROGRAMS + STRATEGIES if name not in _OTHERS]
 
 
 def configs(example: str) -> list[str]:
@@ -107,28 +106,12 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": options}
 
 
-@contextmanager
-def _as_launched(example: str) -> Iterator[None]:
-    """For an example on several nodes, the environment in which each rank is alone on its node."""
-    kept = dict(os.environ)
-    if example in ON_TWO_NODES:
-        os.environ |= {"GROUP_RANK": kept["RANK"], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    try:
-        yield
-    finally:
-        os.environ |= kept
-
-
 def _run_rank(device: str, folder: Path) -> None:
     torch.set_num_threads(1)
     on_cpu = ["--trainer.accelerator=cpu"] if device == "cpu" else []
-    examples = OF_DEEPSPEED if folder.name == "deepspeed" else OF_SEVERAL_PROCESSES
-    results = {}
-    for example in examples:
-        with _as_launched(example):
-            results[example] = run(
-                example, folder, *on_cpu, *(["--trainer.devices=1"] if example in ON_TWO_NODES else [])
-            )
+    examples = {"deepspeed": OF_DEEPSPEED, "nodes": ON_TWO_NODES}.get(folder.name, OF_SEVERAL_PROCESSES)
+    of_node = [f"--trainer.devices={os.environ['LOCAL_WORLD_SIZE']}"] if folder.name == "nodes" else []
+    results = {example: run(example, folder, *on_cpu, *of_node) for example in examples}
     torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 
