@@ -1,5 +1,6 @@
 # make demo   train a small language model on this machine's Python sources, and continue a prompt with it
 # make test   run the whole test suite
+# make lowest the same with the oldest torch and transformers that pyproject.toml allows, in an environment of its own
 # make docs   write docs/models.md again, and the tables that are made from data and code
 # make site   build the documentation site into build/site; warnings are errors
 # make smoke  build sdist and wheel, install the wheel into an empty environment, and train two steps with it
@@ -7,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo predict test lint docs site wheel smoke clean
+.PHONY: demo predict test lowest lint docs site wheel smoke clean
 
 # The virtual environment is complete when this file is newer than what it was made from.
 $(VENV)/.complete: pyproject.toml constraints.txt
@@ -34,6 +35,15 @@ predict: $(VENV)/.complete
 
 test: $(VENV)/.complete
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+$(VENV)-lowest/.complete: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
+	touch $@
+
+lowest: $(VENV)-lowest/.complete
+	$(VENV)-lowest/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .

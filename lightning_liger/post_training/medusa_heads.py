@@ -56,7 +56,7 @@ class MedusaHead(nn.Sequential):
         return None if isinstance(last, MedusaBlock) else last
 
 
-class MedusaHeads(nn.ModuleList):
+class MedusaHeads(nn.Sequential):  # not a ModuleList, which FSDP2 refuses
     """Further heads of a causal language model.
 
     Args:

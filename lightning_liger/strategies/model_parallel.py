@@ -10,7 +10,7 @@ import lightning.pytorch.strategies.model_parallel as pytorch_model_parallel
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
@@ -81,7 +81,7 @@ class _FullySharded(_Strategy):
         Over the data-parallel dimension, it shards the layers of ``auto_wrap_policy`` one by one, then ``roots``.
         """
         layers = self._layer_classes(model)
-        units = [module for module in model.modules() if isinstance(module, layers)] + roots
+        units = [module for module in model.modules() if isinstance(module, layers) and module not in roots] + roots
         check_tied_units(model, set(units))
         if mesh["tensor_parallel"].size() > 1 and not is_distributed(model):
             parallelize(model, mesh["tensor_parallel"])
@@ -204,8 +204,16 @@ class LigerModelParallelStrategy(
 
     def _shard_children(self, model: Module) -> None:
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
-            children = [child for child in model.children() if any(True for _ in child.parameters())]
-            self._shard(model, children, self.device_mesh)
+            self._shard(model, list(_units_below(model)), self.device_mesh)
+
+
+def _units_below(model: Module) -> Iterator[Module]:
+    """The children with parameters; in place of lists and dictionaries of modules, which FSDP2 refuses, their items."""
+    for child in model.children():
+        if isinstance(child, ModuleList | ModuleDict):
+            yield from _units_below(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 class FabricLigerModelParallelStrategy(

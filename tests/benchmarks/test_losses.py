@@ -44,7 +44,7 @@ def test_losses_writes_records_and_a_table(tmp_path: Path, capsys: pytest.Captur
     found = [Measurement(**line) for line in results.lines]
     assert list(dict.fromkeys(one.problem for one in found)) == list(PROBLEMS)
     assert [(one.problem, one.contender, one.error) for one in found if one.status != OK] == []
-    assert all(one.wall_ms > 0 and one.gradient_error < 0.05 for one in found)
+    assert all(one.wall_ms > 0 and one.gradient_error < 0.1 for one in found)
     assert "log-probabilities, head trained" in capsys.readouterr().out
     section = docs_sections.losses(tmp_path / "losses.jsonl")
     assert section.startswith("Forward and backward, wall ms / peak MiB beyond the inputs")

@@ -20,6 +20,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 CAUSAL_LM_TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Every model type of ``AutoModelForCausalLM``."""
 
+NOT_TRAINED_BY_ALL_VERSIONS = (
+    *("dbrx", "doge", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+    *("musicgen", "musicgen_melody"),
+)
+"""Types that transformers 5.17 cannot build or train."""
+
 UNBUILDABLE: dict[str, str] = {
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": "its configuration asks for key and value sharing in all layers, its layers refuse that",

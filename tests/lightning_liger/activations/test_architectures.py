@@ -11,7 +11,13 @@ from transformers import PreTrainedModel
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.activations.layers import Mode, control_layers, release_layers
-from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
+from tests.lightning_liger.architectures import (
+    CAUSAL_LM_TYPES,
+    NOT_TRAINED_BY_ALL_VERSIONS,
+    UNBUILDABLE,
+    tiny_causal_lm,
+    tiny_inputs,
+)
 
 RISKY = {
     "bart": "an encoder's states as input",
@@ -33,11 +39,6 @@ NOT_COMPARED = {
     "xlstm": "its sizes do not fit each other",
 }
 """Types that cannot be compared on GPUs, and why."""
-NOT_TRAINED_BY_ALL_VERSIONS = (
-    *("dbrx", "doge", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-    *("musicgen", "musicgen_melody"),
-)
-"""Types that transformers 5.17 cannot build or train."""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,5 +1,7 @@
 """Model FLOPs counted from the architecture, against formulas."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,11 @@ ATTENTION_WEIGHTS = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
 WEIGHTS = LAYERS * (ATTENTION_WEIGHTS + 3 * HIDDEN * MLP) + HIDDEN * VOCAB
 PER_PAIR = 12 * LAYERS * HEADS * HEAD_DIM
 """Of PaLM, appendix B: 12 L H Q T for each token."""
+
+
+def about(flops: float) -> Any:
+    """Up to those of rotary embeddings, which some versions of transformers make by a product."""
+    return pytest.approx(flops, rel=3e-4)
 
 
 class Plain(nn.Module):
@@ -49,9 +56,9 @@ def test_flops_of_a_llama_are_those_of_the_formula():
     model = tiny_llama()
     for seq_len, batch_size in ((10, 1), (32, 3), (1000, 2)):
         expected = batch_size * (6 * WEIGHTS * seq_len + PER_PAIR * seq_len**2)
-        assert count_flops(model, seq_len, batch_size) == expected
-    assert model_flops(model) == ModelFlops(6 * WEIGHTS, ((PER_PAIR, None),))
-    assert count_flops(tiny_llama(tie_word_embeddings=True), 10) == 6 * WEIGHTS * 10 + PER_PAIR * 100
+        assert count_flops(model, seq_len, batch_size) == about(expected)
+    assert model_flops(model) == ModelFlops(about(6 * WEIGHTS), ((PER_PAIR, None),))
+    assert count_flops(tiny_llama(tie_word_embeddings=True), 10) == about(6 * WEIGHTS * 10 + PER_PAIR * 100)
 
 
 def test_kernels_and_controlled_layers_cost_the_same_and_the_model_is_left_as_it_is():
@@ -59,19 +66,19 @@ def test_kernels_and_controlled_layers_cost_the_same_and_the_model_is_left_as_it
     apply_liger_kernels(model)
     control_layers(model)
     classes = {name: type(module) for name, module in model.named_modules()}
-    assert model_flops(model) == ModelFlops(6 * WEIGHTS, ((PER_PAIR, None),))
+    assert model_flops(model) == ModelFlops(about(6 * WEIGHTS), ((PER_PAIR, None),))
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
     model(**tiny_batch()).loss.backward()
     with torch.inference_mode():  # as in a validation
-        assert model_flops(model.half()) == ModelFlops(6 * WEIGHTS, ((PER_PAIR, None),))
+        assert model_flops(model.half()) == ModelFlops(about(6 * WEIGHTS), ((PER_PAIR, None),))
 
 
 def test_frozen_weights_and_adapters_cost_less():
     model = tiny_llama().requires_grad_(False)
-    assert model_flops(model) == ModelFlops(2 * WEIGHTS, ((PER_PAIR // 3, None),))
+    assert model_flops(model) == ModelFlops(about(2 * WEIGHTS), ((PER_PAIR // 3, None),))
     model.lm_head.requires_grad_(True)  # no gradient has to go further back
-    assert model_flops(model) == ModelFlops(2 * WEIGHTS + 2 * HIDDEN * VOCAB, ((PER_PAIR // 3, None),))
+    assert model_flops(model) == ModelFlops(about(2 * WEIGHTS + 2 * HIDDEN * VOCAB), ((PER_PAIR // 3, None),))
 
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=["v_proj"]))
@@ -80,7 +87,7 @@ def test_frozen_weights_and_adapters_cost_less():
     # The first layer's adapters pass no gradient on to its input, nor do its projections.
     no_input_gradient = ATTENTION_WEIGHTS - HIDDEN * HIDDEN + 2 * HIDDEN
     found = model_flops(adapted)
-    assert found.per_token == 4 * WEIGHTS + 6 * adapters - 2 * no_input_gradient
+    assert found.per_token == about(4 * WEIGHTS + 6 * adapters - 2 * no_input_gradient)
     # In the first layer, only the values of attention have a gradient.
     assert found.attention[0][0] < PER_PAIR
 
@@ -89,7 +96,7 @@ def test_experts_count_those_that_a_token_is_sent_to():
     options = {"num_local_experts": 8, "num_experts_per_tok": 2}
     model = tiny_model("mixtral", **options, sliding_window=None)
     weights = LAYERS * (ATTENTION_WEIGHTS + 8 * HIDDEN + 2 * 3 * HIDDEN * MLP) + HIDDEN * VOCAB
-    assert model_flops(model).per_token == 6 * weights
+    assert model_flops(model).per_token == about(6 * weights)
     assert model.config._experts_implementation != "batched_mm"
 
 

@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.patching.rules import Replacement
-from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
+from tests.lightning_liger.architectures import (
+    CAUSAL_LM_TYPES,
+    NOT_TRAINED_BY_ALL_VERSIONS,
+    UNBUILDABLE,
+    tiny_causal_lm,
+    tiny_inputs,
+)
 from tests.lightning_liger.tiny import TensorSizes, has_memory
 
 NOT_FUSED: dict[str, str] = {
@@ -45,6 +53,16 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+def stock_model(model_type: str) -> PreTrainedModel:
+    """The model, if the installed version of transformers can train it."""
+    if model_type in NOT_TRAINED_BY_ALL_VERSIONS:
+        try:
+            train(tiny_causal_lm(model_type))
+        except Exception as error:
+            pytest.skip(f"the stock model does not train: {type(error).__name__}: {error}")
+    return tiny_causal_lm(model_type)
 
 
 def patched_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -117,13 +135,13 @@ def assert_same_training(model: PreTrainedModel, patched: PreTrainedModel) -> No
 
 @every_type
 def test_patched_model_has_the_loss_and_gradients_of_the_unpatched(model_type: str) -> None:
-    model = tiny_causal_lm(model_type)
+    model = stock_model(model_type)
     assert_same_training(model, patched_copy(model))
 
 
 @every_type
 def test_patched_model_has_the_logits_and_losses_of_the_unpatched_without_gradients(model_type: str) -> None:
-    model = tiny_causal_lm(model_type).eval()
+    model = stock_model(model_type).eval()
     patched = patched_copy(model)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(model.forward).parameters.values())
     with torch.no_grad():
@@ -155,7 +173,7 @@ def assert_nothing_else_changes(model: PreTrainedModel, patched: PreTrainedModel
 
 @every_type
 def test_patching_changes_nothing_but_the_instance(model_type: str) -> None:
-    model = tiny_causal_lm(model_type)
+    model = stock_model(model_type)
     assert_nothing_else_changes(model, copy.deepcopy(model))
 
 
@@ -190,7 +208,7 @@ class LogitsSizes(TensorSizes):
 def test_loss_is_fused_and_no_tensor_of_the_logits_size_is_made(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_causal_lm(model_type)
+    model = stock_model(model_type)
     patched = patched_copy(model)
     with torch.no_grad():
         vocab_size = logits_of(model).shape[-1]
@@ -205,7 +223,7 @@ def test_loss_is_fused_and_no_tensor_of_the_logits_size_is_made(
 
 @pytest.mark.parametrize("model_type", NOT_FUSED)
 def test_loss_of_the_types_left_out_is_not_fused(model_type: str) -> None:
-    model = tiny_causal_lm(model_type)
+    model = stock_model(model_type)
     patched = patched_copy(model)
     train(patched)
     assert not is_fused(patched)
@@ -213,13 +231,15 @@ def test_loss_of_the_types_left_out_is_not_fused(model_type: str) -> None:
 
 def test_nearly_every_architecture_is_covered() -> None:
     assert NOT_FUSED.keys() | UNBUILDABLE.keys() <= set(CAUSAL_LM_TYPES)
-    assert len(CAUSAL_LM_TYPES) - len(NOT_FUSED) - len(UNBUILDABLE) >= 180
+    assert len(CAUSAL_LM_TYPES) - len(NOT_FUSED) - len(UNBUILDABLE) >= 170  # of the oldest version of transformers
 
 
 @pytest.mark.parametrize("model_type", UNBUILDABLE)
 def test_architecture_that_is_left_out_cannot_be_built(model_type: str) -> None:
     if model_type == "gemma3n" and importlib.util.find_spec("timm") is not None:
         pytest.skip("timm is installed")
+    if model_type == "gemma4_assistant" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("the first versions build it")
     with pytest.raises((ImportError, ValueError), match=r"timm|layer types"):
         tiny_causal_lm(model_type)
 

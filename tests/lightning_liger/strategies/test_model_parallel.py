@@ -4,6 +4,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 
 from lightning_liger import LigerLMMixin, LigerModelParallelStrategy
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -140,6 +142,40 @@ class MadeInInit(LigerLMMixin, L.LightningModule):
 
     def configure_optimizers(self):
         return make_optimizer(self.parameters())
+
+
+class OfLists(L.LightningModule):
+    """A language model whose layers are in lists of the module itself, which FSDP2 refuses as units."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(32, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2))
+        self.parts = torch.nn.ModuleDict({"last": torch.nn.ModuleList([torch.nn.Linear(16, 32)])})
+
+    def training_step(self, ids, batch_idx):
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).relu()
+        logits = self.parts["last"][0](hidden)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_module_with_lists_of_modules_trains_as_on_one_device(tmp_path):
+    batches = list(torch.randint(32, (4, 2, 8), generator=torch.Generator().manual_seed(0)))
+    found, expected = Losses(), Losses()
+    for recorder, strategy in ((found, "liger_model_parallel"), (expected, "liger")):
+        module = OfLists()
+        make_trainer(recorder, root=tmp_path, strategy=strategy).fit(module, DataLoader(batches, batch_size=None))
+        if recorder is found:
+            sharded = {name for name, child in module.named_modules() if isinstance(child, FSDPModule)}
+    assert sharded == {"embedding", "layers.0", "layers.1", "parts.last.0"}
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-6, atol=0)
+    assert len(found.losses) == 4 != found.losses[0]
 
 
 def test_module_without_configure_model_trains_as_one_with_it(tmp_path):
