@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -17,10 +18,12 @@ _GRACE = 20.0
 
 
 def free_port() -> int:
-    """A port of this machine on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A port on which nothing listens, below those of outgoing connections, which may take any other meanwhile."""
+    for port in random.SystemRandom().sample(range(10_000, 20_000), 100):
+        with socket.socket() as candidate:
+            if candidate.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise RuntimeError("no free port in 10000 to 19999")
 
 
 class _Processes:
