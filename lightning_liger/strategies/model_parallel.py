@@ -204,7 +204,9 @@ class LigerModelParallelStrategy(
 
     def _shard_children(self, model: Module) -> None:
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
-            self._shard(model, list(_units_below(model)), self.device_mesh)
+            units = list(dict.fromkeys(_units_below(model)))
+            inside = {module for unit in units for module in unit.modules() if module is not unit}
+            self._shard(model, [unit for unit in units if unit not in inside], self.device_mesh)
 
 
 def _units_below(model: Module) -> Iterator[Module]:

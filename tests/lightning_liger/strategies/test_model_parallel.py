@@ -153,6 +153,7 @@ class OfLists(L.LightningModule):
         self.embedding = torch.nn.Embedding(32, 16)
         self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2))
         self.parts = torch.nn.ModuleDict({"last": torch.nn.ModuleList([torch.nn.Linear(16, 32)])})
+        self.again = torch.nn.ModuleList([self.layers[0][0], self.layers[1]])  # other names of what has units
 
     def training_step(self, ids, batch_idx):
         hidden = self.embedding(ids)
