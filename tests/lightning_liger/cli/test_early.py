@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,13 +12,13 @@ from lightning_liger.cli import main
 PYTHONPATH = os.pathsep.join(path for path in sys.path if path)
 
 
-def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+def start(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "lightning_liger")) -> tuple[int, str, str]:
+    """The status, output and errors of a program that cannot import PyTorch."""
     (folder / "torch.py").write_text("raise ImportError('PyTorch is imported')")
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{PYTHONPATH}"}
-    command = [sys.executable, "-m", "lightning_liger", *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    command = [sys.executable, *program, *arguments]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.mark.parametrize(
@@ -39,11 +38,23 @@ def start(folder: Path, *arguments: str, **options: Any) -> "subprocess.Popen[st
 def test_commands_that_need_no_pytorch_do_not_import_it(
     arguments: list[str], status: int, words: str, tmp_path: Path
 ) -> None:
-    process = start(tmp_path, *arguments)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == status, errors
+    found, output, errors = start(tmp_path, *arguments)
+    assert found == status, errors
     assert words in (errors if status else output)
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]
+
+
+def test_the_script_runs_early_and_processes_that_it_starts_do_not(tmp_path: Path) -> None:
+    script = tmp_path / "lightning-liger"
+    script.write_text("import sys\nfrom lightning_liger.cli import main\nsys.exit(main())\n")
+    status, output, errors = start(tmp_path, "--version", program=(str(script),))
+    assert (status, errors) == (0, "")
+    assert output.startswith("lightning-liger 0.")
+    for given in ([], ["doctor"], ["--version"]):
+        code = f"import sys; sys.argv = {[str(script), *given]}; import lightning_liger"  # as multiprocessing does
+        status, output, errors = start(tmp_path, program=("-c", code))
+        assert (status, output) == (1, "")
+        assert "PyTorch is imported" in errors
 
 
 def test_a_reader_that_ends_is_no_bug(tmp_path: Path) -> None:
