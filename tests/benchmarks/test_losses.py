@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from benchmarks.__main__ import main
@@ -44,7 +45,9 @@ def test_losses_writes_records_and_a_table(tmp_path: Path, capsys: pytest.Captur
     found = [Measurement(**line) for line in results.lines]
     assert list(dict.fromkeys(one.problem for one in found)) == list(PROBLEMS)
     assert [(one.problem, one.contender, one.error) for one in found if one.status != OK] == []
-    assert all(one.wall_ms > 0 and one.gradient_error < 0.1 for one in found)
+    # With the numbers that torch 2.11 draws, eager code's gradient of total variation is off by 0.067 too.
+    most = 0.1 if Version(torch.__version__) < Version("2.12") else 0.05
+    assert all(one.wall_ms > 0 and one.gradient_error < most for one in found)
     assert "log-probabilities, head trained" in capsys.readouterr().out
     section = docs_sections.losses(tmp_path / "losses.jsonl")
     assert section.startswith("Forward and backward, wall ms / peak MiB beyond the inputs")
