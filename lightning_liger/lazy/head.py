@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
-from liger_ops.backend import without_autocast
+from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
+from liger_ops.loss.gradient_memory import holds_logits
 
 
 @dataclass
@@ -26,7 +27,7 @@ class FusionCounters:
     num_materialized: int = 0
     """Times that the logits were materialized with gradients enabled."""
     bytes_avoided: int = 0
-    """Bytes of the logits minus those of one chunk, summed over the losses."""
+    """Bytes of the logits minus those of one chunk, or those outside of the head's gradient, over all losses."""
     is_gathered: bool = False
     """Whether an engine gathers the parameters for each use, so that they change without a change of their version."""
 
@@ -158,6 +159,20 @@ class HeadParameters:
         if chunk_bytes is None:
             return default_chunk_size(num_tokens, vocab_size, element_size, self.weight.device, hidden_size)
         return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
+
+    def gradient_holds_logits(self, num_tokens: int) -> bool:
+        """Whether the loss's logits lie in the memory of the weight's gradient, if they take several chunks."""
+        return (
+            self.options.get("chunk_bytes") is None
+            and needs_graph(self.weight)
+            and holds_logits(
+                num_tokens,
+                self.weight,
+                self.compute_dtype,
+                beside=(self.bias, self.adapter),
+                accumulate_dtype=self.options.get("accumulate_dtype"),
+            )
+        )
 
 
 class LogitTransform(NamedTuple):

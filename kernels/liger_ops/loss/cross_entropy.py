@@ -28,6 +28,7 @@ checking them would make the host wait for the device.
 import itertools
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_bool, check_floating, check_shape
+from liger_ops.loss.column_launch import launch_column_loss
 from liger_ops.loss.launch import launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
@@ -140,7 +142,7 @@ def loss_and_gradient_in_place(
     """Writes losses and stats of some tokens, and overwrites their logits, which the caller owns, with the gradient.
 
     Args:
-        logits: ``[num_rows, vocab_size]``, unit stride in the last dimension.
+        logits: ``[num_rows, vocab_size]``, unit stride in the last dimension; or in the first, then without ``lse``.
         targets: Labels and weights of all tokens, ``[num_tokens]``.
         grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
         options: Of the loss.
@@ -151,10 +153,10 @@ def loss_and_gradient_in_place(
         lse, lse_error: ``[num_tokens]``, log-sum-exp and its rounding error, written at these tokens; or None.
     """
     if backend.use_triton(logits):
-        grad_logits = logits if with_gradient else None
-        launch_loss(
-            logits, targets, grad_scale, options, losses=losses, lse=lse, lse_error=lse_error, stats=stats,
-            grad_logits=grad_logits, token_index=token_index,
+        launch = launch_column_loss if logits.stride(1) > 1 else partial(launch_loss, lse=lse, lse_error=lse_error)
+        launch(
+            logits, targets, grad_scale, options, losses=losses, stats=stats,
+            grad_logits=logits if with_gradient else None, token_index=token_index,
         )  # fmt: skip
         return
     some, token_index = _targets_of(token_index, targets)

@@ -34,6 +34,7 @@ from liger_ops.loss.chunked_loss import (
     chunked_linear_loss,
 )
 from liger_ops.loss.cross_entropy import cross_entropy, gradient_in_place, loss_and_gradient_in_place
+from liger_ops.loss.gradient_memory import linear_loss_in_gradient
 from liger_ops.loss.groups import is_grouped, join_groups, join_values
 from liger_ops.loss.linear_head import NUM_GRADIENTS, check_head
 from liger_ops.loss.options import (
@@ -77,6 +78,8 @@ class LossArguments(NamedTuple):
     grad_losses: Tensor | None
     """``[num_tokens]``: the upstream gradient of the losses, None for ones."""
     chunk_size: int
+    logits_in_gradient: bool
+    """Whether logits lie in the memory of the head's gradient; see :mod:`liger_ops.loss.gradient_memory`."""
     accumulate_dtype: torch.dtype
     max_valid_tokens: int | None
     needs_gradient: list[bool]
@@ -174,18 +177,29 @@ def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | 
             stats=stats,
         )
 
-    gradients = chunked_linear_loss(
-        input,
-        arguments.weight,
-        arguments.bias,
-        KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens),
-        chunk_loss,
-        chunk_size=chunk_size,
-        accumulate_dtype=arguments.accumulate_dtype,
-        needs_gradient=arguments.needs_gradient,
-        adapter=adapter_pair(arguments.adapter_input, arguments.adapter_weight),
-        saved=None if saved is None else saved.logits,
-    )
+    tokens = KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens)
+    if arguments.logits_in_gradient:
+        gradients = linear_loss_in_gradient(
+            input,
+            arguments.weight,
+            tokens,
+            chunk_loss,
+            first_rows=chunk_size,
+            needs_hidden=arguments.needs_gradient[0],
+        )
+    else:
+        gradients = chunked_linear_loss(
+            input,
+            arguments.weight,
+            arguments.bias,
+            tokens,
+            chunk_loss,
+            chunk_size=chunk_size,
+            accumulate_dtype=arguments.accumulate_dtype,
+            needs_gradient=arguments.needs_gradient,
+            adapter=adapter_pair(arguments.adapter_input, arguments.adapter_weight),
+            saved=None if saved is None else saved.logits,
+        )
     if saved is not None and stats is not None:
         saved.lse.copy_(stats.lse)
     if shard is not None:
@@ -197,8 +211,8 @@ def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | 
 @backend.register_op(
     "linear_cross_entropy(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
     " Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
-    " ScalarType accumulate_dtype, SymInt? max_valid_tokens, bool[] needs_gradient, str reduction, bool with_stats,"
-    " int ignore_index,"
+    " bool logits_in_gradient, ScalarType accumulate_dtype, SymInt? max_valid_tokens, bool[] needs_gradient,"
+    " str reduction, bool with_stats, int ignore_index,"
     " float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
     fake=_fake_linear_cross_entropy,
 )
@@ -419,11 +433,19 @@ def linear_cross_entropy(
     dtype, vocab_size = head.dtype, head.vocab_size
     check_weights(weight, token_weight, target, vocab_size)
     check_labels("target", target, vocab_size, ignore_index)
+    chunks_are_chosen = chunk_size is None and chunk_bytes is None
     if saved_logits_bytes is None:
-        chunks_are_chosen = chunk_size is None and chunk_bytes is None
         saved_logits_bytes = MAX_CHUNK_BYTES if input.is_cuda and chunks_are_chosen else 0
     chunk_size = head.chunk_size(chunk_bytes) if chunk_size is None else chunk_size
-    accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-target.numel() // chunk_size))
+    in_gradient = (
+        chunks_are_chosen
+        and chunk_size < target.numel()
+        and reduction != "none"
+        and vocab_shard is None
+        and head.gradient_holds_logits(accumulate_dtype)
+    )
+    num_sums = 1 if in_gradient else -(-target.numel() // chunk_size)
+    accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, num_sums)
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
     targets = flat_targets(target, weight, token_weight)
@@ -435,8 +457,8 @@ def linear_cross_entropy(
     saved_chunks = head.saved_chunks(saved_logits_bytes, chunk_size) if keeps_logits else 0
     with head.products_dtype():
         loss, *stats = _LinearCrossEntropyFunction.apply(
-            compute, saved_chunks, *head.tensors, *targets, None, chunk_size, accumulate_dtype, max_valid_tokens,
-            head.needs_gradient, reduction, return_stats, *token_options.as_scalars(),
+            compute, saved_chunks, *head.tensors, *targets, None, chunk_size, in_gradient, accumulate_dtype,
+            max_valid_tokens, head.needs_gradient, reduction, return_stats, *token_options.as_scalars(),
         )  # fmt: skip
     if reduction == "none":
         stats = [loss.detach(), *stats]

@@ -88,8 +88,11 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def to_exponent(shift, HALF: tl.constexpr):
-    """The value that ``shifted_exp`` subtracts: ``shift``, for HALF precision logits in powers of two and rounded."""
-    return shift * _LOG2_E if HALF else shift
+    """The value that ``shifted_exp`` subtracts: ``shift``, for HALF precision logits in powers of two and rounded.
+
+    Rounded before it meets anything else: sums are moved from one exponent to another by their difference.
+    """
+    return tl.fma(shift, _LOG2_E, 0.0) if HALF else shift
 
 
 @triton.jit

@@ -607,7 +607,7 @@ def test_op_passes_opcheck(
     grad_losses = torch.randn(num_tokens, device=triton_device) if reduction == "none" and any(needs_gradient) else None
     adapter = [torch.randn(size, 2).to(tensors[0]) if has_adapter else None for size in (num_tokens, 50)]
     arguments = (
-        *tensors, *adapter, labels, *weights, grad_losses, 3, torch.float32, max_valid_tokens,
+        *tensors, *adapter, labels, *weights, grad_losses, 3, False, torch.float32, max_valid_tokens,
         needs_gradient + [has_adapter and any(needs_gradient)] * 2, reduction, with_stats,
         *TokenLossOptions(**options).as_scalars(),
     )  # fmt: skip

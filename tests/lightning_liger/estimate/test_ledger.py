@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_ops import linear_cross_entropy
 from lightning_liger.estimate.ledger import AttentionOfGpus, Ledger, Unknowable
 
 KIB = 1024
@@ -68,6 +69,26 @@ def test_attention_saves_no_scores_where_a_gpu_does_not() -> None:
         assert (ledger.peak > scores) == saves_scores, (num_kv_heads, dtype)
         assert key.grad is not None
         assert key.grad.shape == key.shape
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chunk_bytes", "beside"),
+    [
+        pytest.param(4096, None, 8192 * 4096, id="in_the_gradient"),
+        pytest.param(5120, None, 32000 * 1024 + 6400 * 5120, id="partly"),
+        pytest.param(4096, 32000 * 1024 * 2, (32000 + 4096) * 1024, id="chunks"),
+    ],
+)
+def test_loss_takes_its_gradients_and_what_the_op_allocates_beside(
+    num_tokens: int, chunk_bytes: int | None, beside: int
+) -> None:
+    ledger = Ledger()
+    with ledger:
+        states, weight = _meta(num_tokens, 4096), _meta(32000, 4096)
+        labels = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+        before = ledger.allocated
+        linear_cross_entropy(states, weight, labels, chunk_bytes=chunk_bytes, accumulate_dtype=torch.bfloat16)
+    assert ledger.peak - before - states.nbytes - weight.nbytes == pytest.approx(2 * beside, abs=2 * KIB)
 
 
 def test_values_that_only_a_device_has_are_unknowable() -> None:

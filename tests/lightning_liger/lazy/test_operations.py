@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+from liger_ops.loss import gradient_memory
 from lightning_liger import LazyLogits
 from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.patching.rules.head import HeadReplacement
 from tests.lightning_liger.lazy.twin import (
     BATCH_SIZE,
     LABELS,
@@ -268,6 +270,19 @@ def test_counters_count_the_bytes_that_were_not_needed() -> None:
     assert twin.counters.num_losses == 2
     # Two chunks of half of the tokens, one of them at a time.
     assert twin.counters.bytes_avoided == 2 * (num_tokens // 2) * VOCAB_SIZE * element_size
+
+
+@pytest.mark.parametrize(("reduction", "is_in_gradient"), [("sum", True), ("none", False)])
+def test_counters_know_logits_in_the_memory_of_the_gradient(
+    reduction: str, is_in_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_memory, "_is_on_gpu", lambda weight: True)
+    head = nn.Linear(64, VOCAB_SIZE, bias=False)
+    head.__class__ = HeadReplacement().patched_class(nn.Linear)
+    labels = torch.arange(48) % VOCAB_SIZE
+    head(torch.randn(48, 64)).cross_entropy(labels, reduction=reduction)
+    tokens_avoided = 48 if is_in_gradient else 24
+    assert head.fusion_counters.bytes_avoided == tokens_avoided * VOCAB_SIZE * 4
 
 
 CLASS_TARGETS = LABELS.clone()
