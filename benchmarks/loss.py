@@ -38,12 +38,14 @@ def small_budget(hidden_states: Tensor, weight: Tensor) -> int:
     """Bytes of one chunk of logits in the setting that saves memory, whose peak is ``SMALL_MEMORY`` of liger-kernel's.
 
     liger-kernel 0.8.5 holds the gradients of the hidden states and the head and, of all tokens divided by
-    ``vocab_size / hidden_size`` rounded up to a power of two, the logits; we also hold the chunk's hidden states.
+    ``vocab_size / hidden_size`` rounded up to a power of two, the logits; we also hold the chunk's hidden states, and
+    sum their gradient in float32 if the vocabulary is unaligned.
     """
     num_tokens, (vocab_size, hidden_size) = hidden_states.shape[0], weight.shape
     gradients = (num_tokens + vocab_size) * hidden_size
     its_rows = 1 << (math.ceil(num_tokens / math.ceil(vocab_size / hidden_size)) - 1).bit_length()
-    rows = (SMALL_MEMORY * (gradients + its_rows * vocab_size) - gradients) // (vocab_size + hidden_size)
+    ours = vocab_size + hidden_size * (3 if vocab_size % 8 else 1)
+    rows = (SMALL_MEMORY * (gradients + its_rows * vocab_size) - gradients) // ours
     return int(rows) * vocab_size * weight.itemsize
 
 

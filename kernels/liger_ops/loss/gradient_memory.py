@@ -24,6 +24,8 @@ from liger_ops.loss.chunked_loss import (
 
 _BLOCK_BYTES = 64 * 2**20  # of logits' gradients that are copied out at a time
 _ROW_MULTIPLE = 256
+# Fewer logits are faster in chunks: on an H200, 4096 tokens and a head of 4096 x 32000 take 5.1 ms, in two chunks 4.8.
+_MIN_LOGITS_BYTES = 256 * 2**20
 TOKEN_MULTIPLE = 16
 """The number of tokens must be a multiple of this, or lines of memory would be shared between tiles of the kernels."""
 
@@ -38,8 +40,8 @@ def holds_logits(
 ) -> bool:
     """Whether so many tokens' logits are better kept in a head's gradient, which is wanted, than in chunks.
 
-    On a GPU, if at most the tokens of a chunk do not fit into the gradient, so that they take no more memory than that
-    chunk, and if the gradient has the logits' dtype. On a CPU never, where chunks fit its cache.
+    On a GPU, if the logits are not small, at most the tokens of a chunk do not fit into the gradient, so that they take
+    no more memory than that chunk, and the gradient has the logits' dtype. On a CPU never, where chunks fit its cache.
 
     Args:
         num_tokens: Of the hidden states.
@@ -48,11 +50,12 @@ def holds_logits(
         beside: A bias or an adapter: with one of them, never.
         accumulate_dtype: Of the gradient, None for the default.
     """
-    hidden_size = weight.shape[1]
+    vocab_size, hidden_size = weight.shape
     multiple = product_multiple(weight.new_empty(0, dtype=dtype))
     return (
         _is_on_gpu(weight)
         and num_tokens <= hidden_size + GOOD_CHUNK_TOKENS
+        and num_tokens * vocab_size * dtype.itemsize >= _MIN_LOGITS_BYTES
         and num_tokens % TOKEN_MULTIPLE == 0
         and hidden_size % multiple == 0
         and all(each is None for each in beside)

@@ -2,11 +2,11 @@
 
 Chunks of tokens are projected, turned into their loss and gradient in place, and reduced to the gradients of the
 hidden states and the head at once, so a training step costs the same three matrix products as without fusion and
-the memory of one chunk. Forward therefore saves gradients, not activations, and they include the mean's 1 / n
-(but not in float16, where they could underflow). ``reduction="none"``, whose upstream gradient is not known in
-forward, saves the logits of as many chunks as a budget allows, and projects the others once more in backward. The idea
-of taking the gradient in forward is from Liger Kernel (arXiv:2410.10989); see :mod:`liger_ops.loss.cross_entropy` for
-the formula and its options.
+the memory of one chunk. Logits of few tokens take none: they lie where the head's gradient will be. Forward therefore
+saves gradients, not activations, and they include the mean's 1 / n (but not in float16, where they could underflow).
+``reduction="none"``, whose upstream gradient is not known in forward, saves the logits of as many chunks as a budget
+allows, and projects the others once more in backward. The idea of taking the gradient in forward is from Liger Kernel
+(arXiv:2410.10989); see :mod:`liger_ops.loss.cross_entropy` for the formula and its options.
 """
 
 from collections.abc import Callable, Sequence
@@ -359,7 +359,8 @@ def linear_cross_entropy(
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
             it is divided by the tokens' number, or their summed ``token_weight``.
         chunk_bytes: Budget for one chunk of logits, which never holds all tokens. By default chunks are chosen for
-            speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), and 8 MiB on a CPU.
+            speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), where few tokens' logits lie in
+            the memory of the head's gradient (see :mod:`~liger_ops.loss.gradient_memory`), and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
             bfloat16 over at most 4 chunks, everything else in at least float32.
         saved_logits_bytes: Budget for logits that ``reduction="none"`` saves from forward for backward, in whole

@@ -30,7 +30,7 @@ INSIDE, OUTSIDE = 48, 80  # numbers of tokens: all logits fit into the gradient 
 def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Where small losses are computed in the gradient's memory, in small blocks."""
     monkeypatch.setattr(LinearHead, "chunk_size", lambda self, chunk_bytes: 16)
-    sizes = {"GOOD_CHUNK_TOKENS": 32, "_ROW_MULTIPLE": 16, "_BLOCK_BYTES": 2**11}
+    sizes = {"GOOD_CHUNK_TOKENS": 32, "_ROW_MULTIPLE": 16, "_BLOCK_BYTES": 2**11, "_MIN_LOGITS_BYTES": 48 * 2 * CLASSES}
     for name, value in sizes.items():
         monkeypatch.setattr(gradient_memory, name, value)
     monkeypatch.setattr(gradient_memory, "_is_on_gpu", lambda like: True)
@@ -203,21 +203,25 @@ def test_compiles_to_one_graph_with_the_same_result(num_tokens: int, device: tor
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "hidden_size", "expected"),
+    ("num_tokens", "hidden_size", "vocab_size", "expected"),
     [
-        pytest.param(4096, 4096, True, id="all_inside"),
-        pytest.param(4095, 4096, False, id="no_multiple_of_16"),
-        pytest.param(6144, 4096, True, id="a_chunk_outside"),
-        pytest.param(6160, 4096, False, id="more_than_a_chunk_outside"),
-        pytest.param(2048, 4097, False, id="unaligned_head"),
-        pytest.param(2816, 768, True, id="narrow_head"),
+        pytest.param(4096, 4096, 128256, True, id="all_inside"),
+        pytest.param(4095, 4096, 128256, False, id="no_multiple_of_16"),
+        pytest.param(6144, 4096, 128256, True, id="a_chunk_outside"),
+        pytest.param(6160, 4096, 128256, False, id="more_than_a_chunk_outside"),
+        pytest.param(2048, 4097, 128256, False, id="unaligned_head"),
+        pytest.param(2816, 768, 128256, True, id="narrow_head"),
+        pytest.param(4096, 4096, 32000, False, id="few_logits"),
+        pytest.param(4096, 4096, 32768, True, id="256MiB"),
     ],
 )
-def test_where_logits_lie(num_tokens: int, hidden_size: int, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_logits_lie(
+    num_tokens: int, hidden_size: int, vocab_size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gradient_memory, "product_multiple", lambda like: 8)
-    weight = torch.empty(100, hidden_size, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device="meta")
     assert holds_logits(num_tokens, weight, torch.bfloat16) == expected
-    assert not holds_logits(num_tokens, torch.empty_like(weight, device="cpu"), torch.bfloat16)
+    assert not holds_logits(num_tokens, torch.empty(1, dtype=torch.bfloat16).expand(weight.shape), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +258,7 @@ def make_real_head(num_tokens: int, hidden_size: int, vocab_size: int) -> tuple[
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab_size", [3000, 32000, 50257, 128256])
+@pytest.mark.parametrize("vocab_size", [65536, 71001, 128256])
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(2048, 256), (2048, 2048), (2080, 2304)])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_real_heads_match_plain_pytorch(name: str, num_tokens: int, hidden_size: int, vocab_size: int) -> None:
@@ -284,7 +288,7 @@ def test_memory_beside_the_gradients_is_a_block(reduction: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_valid_tokens", [None, 1900], ids=["", "max_valid_tokens"])
 def test_replay_of_a_cuda_graph_computes_new_data(max_valid_tokens: int | None) -> None:
-    (states, weight, _), labels = make_real_head(2048, 256, 3000)
+    (states, weight, _), labels = make_real_head(2048, 256, 65536)
     leaves = [states.requires_grad_(), weight.requires_grad_()]
 
     def step(bound: int | None) -> tuple[Tensor, ...]:
@@ -309,7 +313,7 @@ def test_replay_of_a_cuda_graph_computes_new_data(max_valid_tokens: int | None) 
 
 @pytest.mark.gpu
 def test_host_never_waits_for_the_device_that_need_not_count() -> None:
-    (states, weight, _), labels = make_real_head(2048, 256, 3000)
+    (states, weight, _), labels = make_real_head(2048, 256, 65536)
     leaves = [states.requires_grad_(), weight.requires_grad_()]
     torch.cuda.set_sync_debug_mode("error")
     try:

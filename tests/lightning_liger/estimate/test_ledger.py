@@ -75,8 +75,8 @@ def test_attention_saves_no_scores_where_a_gpu_does_not() -> None:
     ("num_tokens", "chunk_bytes", "beside"),
     [
         pytest.param(4096, None, 8192 * 4096, id="in_the_gradient"),
-        pytest.param(5120, None, 32000 * 1024 + 6400 * 5120, id="partly"),
-        pytest.param(4096, 32000 * 1024 * 2, (32000 + 4096) * 1024, id="chunks"),
+        pytest.param(5120, None, 64000 * 1024 + 6400 * 5120, id="partly"),
+        pytest.param(4096, 64000 * 1024 * 2, (64000 + 4096) * 1024, id="chunks"),
     ],
 )
 def test_loss_takes_its_gradients_and_what_the_op_allocates_beside(
@@ -84,7 +84,7 @@ def test_loss_takes_its_gradients_and_what_the_op_allocates_beside(
 ) -> None:
     ledger = Ledger()
     with ledger:
-        states, weight = _meta(num_tokens, 4096), _meta(32000, 4096)
+        states, weight = _meta(num_tokens, 4096), _meta(64000, 4096)
         labels = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
         before = ledger.allocated
         linear_cross_entropy(states, weight, labels, chunk_bytes=chunk_bytes, accumulate_dtype=torch.bfloat16)
