@@ -359,8 +359,8 @@ def linear_cross_entropy(
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
             it is divided by the tokens' number, or their summed ``token_weight``.
         chunk_bytes: Budget for one chunk of logits, which never holds all tokens. By default chunks are chosen for
-            speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), where few tokens' logits lie in
-            the memory of the head's gradient (see :mod:`~liger_ops.loss.gradient_memory`), and 8 MiB on a CPU.
+            speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), where few tokens' logits lie
+            in the memory of the head's gradient (see :mod:`~liger_ops.loss.gradient_memory`), and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
             bfloat16 over at most 4 chunks, everything else in at least float32.
         saved_logits_bytes: Budget for logits that ``reduction="none"`` saves from forward for backward, in whole
