@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from liger_ops.loss.gradient_memory import block_rows, num_tokens_outside
+from liger_ops.loss.gradient_memory import num_numbers_outside
 from liger_ops.loss.linear_cross_entropy import LossArguments
 from lightning_liger.lazy.tensor import NO_MEMORY
 
@@ -164,13 +164,13 @@ def _assumed(tensor: Tensor) -> bool:
 
 
 def _of_loss(*values: Any) -> int:
-    """One chunk of logits and hidden states, or the logits that the head's gradient does not hold and a block."""
+    """One chunk of logits and hidden states, or hidden states and the logits that the head's gradient does not hold."""
     arguments = LossArguments(*values)
     num_tokens, hidden_size = arguments.input.shape
     if arguments.logits_in_gradient:
-        vocab_size, element_size = len(arguments.weight), arguments.input.element_size()
-        copied = num_tokens * block_rows(num_tokens, vocab_size, hidden_size, element_size)
-        return (vocab_size * num_tokens_outside(num_tokens, hidden_size) + copied) * element_size
+        element_size = arguments.input.element_size()
+        outside = num_numbers_outside(num_tokens, len(arguments.weight), hidden_size, element_size)
+        return (outside + num_tokens * hidden_size) * element_size
     rows = min(arguments.chunk_size, num_tokens)
     hidden = 0 if rows == num_tokens else hidden_size
     return rows * (arguments.weight.shape[0] + hidden) * arguments.input.element_size()

@@ -162,15 +162,17 @@ class HeadParameters:
 
     def gradient_holds_logits(self, num_tokens: int) -> bool:
         """Whether the loss's logits lie in the memory of the weight's gradient, if they take several chunks."""
+        options = self.loss_options()
         return (
-            self.options.get("chunk_bytes") is None
+            options.get("chunk_bytes") is None
+            and options.get("vocab_shard") is None
             and needs_graph(self.weight)
             and holds_logits(
                 num_tokens,
                 self.weight,
                 self.compute_dtype,
                 beside=(self.bias, self.adapter),
-                accumulate_dtype=self.options.get("accumulate_dtype"),
+                accumulate_dtype=options.get("accumulate_dtype"),
             )
         )
 

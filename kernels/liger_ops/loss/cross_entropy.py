@@ -28,7 +28,6 @@ checking them would make the host wait for the device.
 import itertools
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -153,10 +152,18 @@ def loss_and_gradient_in_place(
         lse, lse_error: ``[num_tokens]``, log-sum-exp and its rounding error, written at these tokens; or None.
     """
     if backend.use_triton(logits):
-        launch = launch_column_loss if logits.stride(1) > 1 else partial(launch_loss, lse=lse, lse_error=lse_error)
-        launch(
-            logits, targets, grad_scale, options, losses=losses, stats=stats,
-            grad_logits=logits if with_gradient else None, token_index=token_index,
+        grad_logits = logits if with_gradient else None
+        if logits.stride(1) > 1:
+            assert lse is None
+            assert lse_error is None
+            launch_column_loss(
+                logits, targets, grad_scale, options, losses=losses, stats=stats, grad_logits=grad_logits,
+                token_index=token_index,
+            )  # fmt: skip
+            return
+        launch_loss(
+            logits, targets, grad_scale, options, losses=losses, lse=lse, lse_error=lse_error, stats=stats,
+            grad_logits=grad_logits, token_index=token_index,
         )  # fmt: skip
         return
     some, token_index = _targets_of(token_index, targets)

@@ -19,15 +19,18 @@ from liger_ops.loss.chunked_loss import (
     Gradients,
     KeptTokens,
     choose_accumulate_dtype,
-    product_multiple,
 )
 
 _BLOCK_BYTES = 64 * 2**20  # of logits' gradients that are copied out at a time
 _ROW_MULTIPLE = 256
+_UNIT_BYTES = 16  # of complex128
 # Fewer logits are faster in chunks: on an H200, 4096 tokens and a head of 4096 x 32000 take 5.1 ms, in two chunks 4.8.
 _MIN_LOGITS_BYTES = 256 * 2**20
+# Products with a narrower head are so short that a third passage over the logits, and the copy, take too large a share.
+_MIN_HIDDEN_SIZE = 2048
 TOKEN_MULTIPLE = 16
-"""The number of tokens must be a multiple of this, or lines of memory would be shared between tiles of the kernels."""
+"""Must divide the number of tokens: rows of the logits are copied 16 bytes at a time, and Triton reads as much at once
+where 16 divides their length."""
 
 
 def holds_logits(
@@ -40,8 +43,8 @@ def holds_logits(
 ) -> bool:
     """Whether so many tokens' logits are better kept in a head's gradient, which is wanted, than in chunks.
 
-    On a GPU, if the logits are not small, at most the tokens of a chunk do not fit into the gradient, so that they take
-    no more memory than that chunk, and the gradient has the logits' dtype. On a CPU never, where chunks fit its cache.
+    On a GPU, if logits and head are not small, what does not fit into the gradient takes no more memory than a chunk of
+    ``GOOD_CHUNK_TOKENS``, and the gradient has the logits' dtype. On a CPU never, where chunks fit its cache.
 
     Args:
         num_tokens: Of the hidden states.
@@ -50,15 +53,16 @@ def holds_logits(
         beside: A bias or an adapter: with one of them, never.
         accumulate_dtype: Of the gradient, None for the default.
     """
+    if not _is_on_gpu(weight) or any(each is not None for each in beside):
+        return False
     vocab_size, hidden_size = weight.shape
-    multiple = product_multiple(weight.new_empty(0, dtype=dtype))
+    chunk = GOOD_CHUNK_TOKENS * (vocab_size + hidden_size)
     return (
-        _is_on_gpu(weight)
-        and num_tokens <= hidden_size + GOOD_CHUNK_TOKENS
-        and num_tokens * vocab_size * dtype.itemsize >= _MIN_LOGITS_BYTES
+        hidden_size >= _MIN_HIDDEN_SIZE
+        and hidden_size % (_UNIT_BYTES // dtype.itemsize) == 0
         and num_tokens % TOKEN_MULTIPLE == 0
-        and hidden_size % multiple == 0
-        and all(each is None for each in beside)
+        and num_tokens * vocab_size * dtype.itemsize >= _MIN_LOGITS_BYTES
+        and num_numbers_outside(num_tokens, vocab_size, hidden_size, dtype.itemsize) <= chunk
         and (accumulate_dtype or choose_accumulate_dtype(dtype, 1)) == dtype
     )
 
@@ -86,6 +90,12 @@ def block_rows(num_tokens: int, vocab_size: int, hidden_size: int, element_size:
     block = block // 2 if allocated + block > most else block
     rows = max(1, block // max(1, num_tokens))
     return min(vocab_size, max(rows - rows % _ROW_MULTIPLE, min(rows, _ROW_MULTIPLE)))
+
+
+def num_numbers_outside(num_tokens: int, vocab_size: int, hidden_size: int, element_size: int) -> int:
+    """How many numbers the logits take beside the gradients: of tokens outside, and a block of classes."""
+    copied = num_tokens * block_rows(num_tokens, vocab_size, hidden_size, element_size)
+    return vocab_size * num_tokens_outside(num_tokens, hidden_size) + copied
 
 
 def linear_loss_in_gradient(
@@ -119,9 +129,11 @@ def linear_loss_in_gradient(
     _project(hidden_states.index_select(0, tokens.order[:first_rows]), weight, first)
     num_kept = tokens.count()
     num_visited = min(num_tokens, max(first_rows, num_kept + -num_kept % TOKEN_MULTIPLE))
-    in_order = num_kept == num_tokens
+    in_order = tokens.is_exact and num_kept == num_tokens
     order = tokens.order[:num_visited]
     states = hidden_states if in_order else hidden_states.index_select(0, order)
+    if tokens.is_exact and not in_order:
+        states[num_kept:] = 0.0  # of ignored tokens, which may be NaN
     inside = grad_weight[:, : num_visited - num_outside]
     _project(states[first_rows:], weight, inside[:, first_rows - num_outside :])
 
@@ -169,5 +181,5 @@ def _write_head_gradient(grad_weight: Tensor, parts: list[Tensor], states: Tenso
 
 
 def _in_units(tensor: Tensor) -> Tensor:
-    """``tensor`` as numbers of 16 bytes, whose strided copies are as fast as the memory."""
+    """``tensor`` as numbers of ``_UNIT_BYTES``, whose strided copies are as fast as the memory."""
     return tensor.view(torch.complex128)

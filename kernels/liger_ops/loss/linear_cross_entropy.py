@@ -368,8 +368,8 @@ def linear_cross_entropy(
             2 GiB on a GPU, but 0 if chunks are given by ``chunk_bytes`` or ``options``, and on other devices. Nothing
             is saved under ``torch.compile`` and with ``vocab_shard``.
         max_valid_tokens: How many labels are not ``ignore_index``, at most, if the caller knows. On a GPU the host then
-            need not wait, once the first of several chunks is queued, for the device to count them. A bound that is
-            too small gives a NaN loss.
+            need not wait, once the first of several chunks is queued, for the device to count them. A bound that is so
+            small that tokens are left out gives a NaN loss.
         adapter: A low-rank update of the logits, as LoRA makes it: ``[..., rank]``, already scaled, and ``[vocab_size,
             rank]``, in input's dtype; ``adapter[0] @ adapter[1].T`` is added to the logits before anything else.
         vocab_shard: This rank's part of the vocabulary, if each rank of a process group holds a part of the head:

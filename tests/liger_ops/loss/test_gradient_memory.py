@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_ops import linear_cross_entropy
@@ -13,6 +15,7 @@ from liger_ops.loss import column_launch, gradient_memory
 from liger_ops.loss.gradient_memory import block_rows, holds_logits, num_tokens_outside
 from liger_ops.loss.linear_head import LinearHead
 from liger_ops.loss.options import REDUCTIONS, TokenLossOptions
+from liger_ops.loss.vocab_parallel import VocabShard
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.loss.test_cross_entropy import OPTIONS, make_options
 from tests.liger_ops.loss.test_linear_cross_entropy import (
@@ -26,11 +29,20 @@ CLASSES = 75
 INSIDE, OUTSIDE = 48, 80  # numbers of tokens: all logits fit into the gradient of 64 columns, or 64 of them do
 
 
+OUR_ARGUMENTS = ("max_valid_tokens", "vocab_shard")  # that change no result
+
+
 @pytest.fixture
 def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Where small losses are computed in the gradient's memory, in small blocks."""
     monkeypatch.setattr(LinearHead, "chunk_size", lambda self, chunk_bytes: 16)
-    sizes = {"GOOD_CHUNK_TOKENS": 32, "_ROW_MULTIPLE": 16, "_BLOCK_BYTES": 2**11, "_MIN_LOGITS_BYTES": 48 * 2 * CLASSES}
+    sizes = {
+        "GOOD_CHUNK_TOKENS": 64,
+        "_ROW_MULTIPLE": 16,
+        "_BLOCK_BYTES": 2**11,
+        "_MIN_LOGITS_BYTES": 0,
+        "_MIN_HIDDEN_SIZE": 0,
+    }
     for name, value in sizes.items():
         monkeypatch.setattr(gradient_memory, name, value)
     monkeypatch.setattr(gradient_memory, "_is_on_gpu", lambda like: True)
@@ -67,7 +79,7 @@ def assert_matches_plain(
     tensors: list[Tensor | None], labels: Tensor, needed: tuple[bool, bool, bool] = (True, True, False), **options: Any
 ) -> list[Tensor]:
     upstream = torch.tensor(0.7)
-    plain_options = {name: value for name, value in options.items() if name != "max_valid_tokens"}
+    plain_options = {name: value for name, value in options.items() if name not in OUR_ARGUMENTS}
     in_double = [None if tensor is None else tensor.double() for tensor in tensors]
     run = {"upstream": upstream, "needed": needed}
     truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels, **run, **plain_options)
@@ -107,18 +119,33 @@ def test_any_number_of_tokens_may_be_ignored(
     ignored = labels == -100
     assert (actual[1][ignored] == 0).all()
     assert (actual[1][~ignored] != 0).any(dim=1).all()
-    bounded = assert_matches_plain(tensors, labels, reduction="sum", max_valid_tokens=num_kept)
-    assert all(torch.equal(one, other) for one, other in zip(bounded, actual, strict=True))
-    assert losses == [num_tokens] * 2
+    bounds = {num_kept, num_kept + 1, num_tokens - 1, num_tokens, num_tokens + 5}
+    for bound in (each for each in bounds if each >= num_kept):
+        assert_matches_plain(tensors, labels, reduction="sum", max_valid_tokens=bound)
+        assert losses.pop() == num_tokens
+    assert losses == [num_tokens]
+
+
+def test_states_of_ignored_tokens_may_be_nan(device: torch.device, losses: list[int]) -> None:
+    (states, weight, _), labels = make_head(INSIDE, device=device)
+    kept = labels != -100
+    assert kept.sum() % gradient_memory.TOKEN_MULTIPLE  # some ignored tokens are computed
+    expected = loss_and_gradients(linear_cross_entropy, (states, weight, None), labels, needed=(True, True, False))
+    states = states.clone()
+    states[~kept] = torch.nan
+    actual = loss_and_gradients(linear_cross_entropy, (states, weight, None), labels, needed=(True, True, False))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    assert losses == [INSIDE] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [INSIDE, OUTSIDE], ids=["inside", "outside"])
-def test_a_bound_that_is_too_small_gives_nan(num_tokens: int, device: torch.device) -> None:
-    tensors, labels = make_head(num_tokens, device=device)
-    labels = labels.clamp(min=0)
-    assert linear_cross_entropy(*tensors[:2], labels, max_valid_tokens=num_tokens - 17).requires_grad is False
-    leaves = [tensor.requires_grad_() for tensor in tensors[:2] if tensor is not None]
-    assert linear_cross_entropy(*leaves, labels, max_valid_tokens=num_tokens - 17).isnan()
+def test_a_bound_that_leaves_tokens_out_gives_nan(num_tokens: int, device: torch.device, losses: list[int]) -> None:
+    (states, weight, _), labels = make_head(num_tokens, device=device)
+    labels.clamp_(min=0)
+    leaves = [states.requires_grad_(), weight.requires_grad_()]
+    assert linear_cross_entropy(*leaves, labels, max_valid_tokens=num_tokens - 16).isnan()
+    assert losses == [num_tokens]
+    assert_matches_plain([states, weight, None], labels, max_valid_tokens=num_tokens - 15)
 
 
 @pytest.mark.parametrize("num_tokens", [INSIDE, OUTSIDE], ids=["inside", "outside"])
@@ -162,7 +189,7 @@ def test_gradient_is_of_the_parameter_and_can_be_summed_over_steps(device: torch
     ["bias", "adapter", "none", "chunk_bytes", "accumulate_dtype", "frozen_head", "half", "few", "many", "unaligned"],
 )
 def test_other_losses_are_computed_in_chunks(case: str, device: torch.device, losses: list[int]) -> None:
-    num_tokens = {"few": 16, "many": 112, "unaligned": 47}.get(case, INSIDE)
+    num_tokens = {"few": 16, "many": 208, "unaligned": 47}.get(case, INSIDE)
     tensors, labels = make_head(num_tokens, torch.float16 if case == "half" else torch.bfloat16, device)
     states, weight, _ = tensors
     weight = weight.requires_grad_(case != "frozen_head")
@@ -176,6 +203,32 @@ def test_other_losses_are_computed_in_chunks(case: str, device: torch.device, lo
     }.get(case, {})
     linear_cross_entropy(states, weight, labels, **options).sum().backward()
     assert losses == []
+
+
+def test_loss_of_a_shard_is_computed_in_chunks(device: torch.device, losses: list[int], tmp_path: Path) -> None:
+    backend = {"cuda": "nccl"}.get(device.type, "gloo")
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    shard = VocabShard(dist.group.WORLD, 0, CLASSES)
+    tensors, labels = make_head(INSIDE, device=device)
+    assert_matches_plain(tensors, labels, vocab_shard=shard)
+    assert losses == []
+
+
+@pytest.mark.parametrize("num_chunks", [3, 48])
+def test_gradient_is_rounded_once(num_chunks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearHead, "chunk_size", lambda self, chunk_bytes: INSIDE // num_chunks)
+    arguments: list[Any] = []
+
+    def logged(*values: Any) -> list[Tensor]:
+        arguments.append(MODULE.LossArguments(*values))
+        return compute(*values)
+
+    compute = MODULE._linear_cross_entropy
+    monkeypatch.setattr(MODULE, "_linear_cross_entropy", logged)
+    (states, weight, _), labels = make_head(INSIDE, torch.bfloat16, device)
+    linear_cross_entropy(states, weight.requires_grad_(), labels)
+    assert [(each.logits_in_gradient, each.accumulate_dtype) for each in arguments] == [(True, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("num_tokens", [INSIDE, OUTSIDE], ids=["inside", "outside"])
@@ -207,18 +260,17 @@ def test_compiles_to_one_graph_with_the_same_result(num_tokens: int, device: tor
     [
         pytest.param(4096, 4096, 128256, True, id="all_inside"),
         pytest.param(4095, 4096, 128256, False, id="no_multiple_of_16"),
-        pytest.param(6144, 4096, 128256, True, id="a_chunk_outside"),
-        pytest.param(6160, 4096, 128256, False, id="more_than_a_chunk_outside"),
+        pytest.param(5888, 4096, 128256, True, id="less_than_a_chunk_outside"),
+        pytest.param(6144, 4096, 128256, False, id="a_chunk_outside"),
         pytest.param(2048, 4097, 128256, False, id="unaligned_head"),
-        pytest.param(2816, 768, 128256, True, id="narrow_head"),
+        pytest.param(4096, 2560, 262208, True, id="narrower_head"),
+        pytest.param(4096, 2048, 128256, False, id="more_than_a_chunk_with_the_block"),
+        pytest.param(2048, 1536, 128256, False, id="narrow_head"),
         pytest.param(4096, 4096, 32000, False, id="few_logits"),
         pytest.param(4096, 4096, 32768, True, id="256MiB"),
     ],
 )
-def test_where_logits_lie(
-    num_tokens: int, hidden_size: int, vocab_size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradient_memory, "product_multiple", lambda like: 8)
+def test_where_logits_lie(num_tokens: int, hidden_size: int, vocab_size: int, expected: bool) -> None:
     weight = torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device="meta")
     assert holds_logits(num_tokens, weight, torch.bfloat16) == expected
     assert not holds_logits(num_tokens, torch.empty(1, dtype=torch.bfloat16).expand(weight.shape), torch.bfloat16)
@@ -259,7 +311,7 @@ def make_real_head(num_tokens: int, hidden_size: int, vocab_size: int) -> tuple[
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [65536, 71001, 128256])
-@pytest.mark.parametrize(("num_tokens", "hidden_size"), [(2048, 256), (2048, 2048), (2080, 2304)])
+@pytest.mark.parametrize(("num_tokens", "hidden_size"), [(2048, 2048), (2080, 2304), (2560, 2048)])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_real_heads_match_plain_pytorch(name: str, num_tokens: int, hidden_size: int, vocab_size: int) -> None:
     options = make_options(name, num_tokens, vocab_size, torch.device("cuda"))
@@ -271,10 +323,13 @@ def test_real_heads_match_plain_pytorch(name: str, num_tokens: int, hidden_size:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("all_count", [True, False])
 @pytest.mark.parametrize("reduction", [each for each in REDUCTIONS if each != "none"])
-def test_memory_beside_the_gradients_is_a_block(reduction: str) -> None:
+def test_memory_beside_the_gradients_is_a_block(reduction: str, all_count: bool) -> None:
     (states, weight, _), labels = make_real_head(4096, 4096, 64000)
-    labels.clamp_(min=0)
+    gathered = 0 if all_count else states.nbytes
+    if all_count:
+        labels.clamp_(min=0)
     leaves = [states.requires_grad_(), weight.requires_grad_()]
     linear_cross_entropy(*leaves, labels, reduction=reduction)  # compiles
     torch.cuda.synchronize()
@@ -282,14 +337,20 @@ def test_memory_beside_the_gradients_is_a_block(reduction: str) -> None:
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(*leaves, labels, reduction=reduction).backward()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= sum(leaf.nbytes for leaf in leaves) + 70 * 2**20
+    assert peak <= sum(leaf.nbytes for leaf in leaves) + gathered + 70 * 2**20
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_valid_tokens", [None, 1900], ids=["", "max_valid_tokens"])
 def test_replay_of_a_cuda_graph_computes_new_data(max_valid_tokens: int | None) -> None:
-    (states, weight, _), labels = make_real_head(2048, 256, 65536)
+    (states, weight, _), labels = make_real_head(2048, 2048, 65536)
     leaves = [states.requires_grad_(), weight.requires_grad_()]
+
+    def fill(num_ignored: int) -> None:
+        with torch.no_grad():
+            states.normal_()
+        labels.random_(65536)
+        labels[torch.randperm(2048, device="cuda")[:num_ignored]] = -100
 
     def step(bound: int | None) -> tuple[Tensor, ...]:
         loss = linear_cross_entropy(*leaves, labels, max_valid_tokens=bound)
@@ -303,17 +364,17 @@ def test_replay_of_a_cuda_graph_computes_new_data(max_valid_tokens: int | None) 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step(max_valid_tokens)
-    for _ in range(3):
-        with torch.no_grad():
-            states.normal_()
+    for num_ignored in (148, 1000, 200):
+        fill(num_ignored)
         graph.replay()
-        torch.testing.assert_close(results, step(max_valid_tokens or 2048))
+        # Counted exactly, and in another order of the tokens than the graph's.
+        torch.testing.assert_close(results, step(None))
         assert not results[0].isnan()
 
 
 @pytest.mark.gpu
 def test_host_never_waits_for_the_device_that_need_not_count() -> None:
-    (states, weight, _), labels = make_real_head(2048, 256, 65536)
+    (states, weight, _), labels = make_real_head(2048, 2048, 65536)
     leaves = [states.requires_grad_(), weight.requires_grad_()]
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -19,7 +19,7 @@ RANK = 3
 
 @pytest.fixture(autouse=True)
 def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "product_multiple", lambda like: 8)
+    monkeypatch.setattr(chunked_loss, "_product_multiple", lambda like: 8)
     monkeypatch.setattr(chunked_loss, "_COLUMN_MULTIPLE", 16)
     monkeypatch.setattr(chunked_loss, "_LONG_ROW", 64)
 

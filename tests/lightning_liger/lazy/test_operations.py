@@ -278,6 +278,7 @@ def test_counters_know_logits_in_the_memory_of_the_gradient(
 ) -> None:
     monkeypatch.setattr(gradient_memory, "_is_on_gpu", lambda weight: True)
     monkeypatch.setattr(gradient_memory, "_MIN_LOGITS_BYTES", 0)
+    monkeypatch.setattr(gradient_memory, "_MIN_HIDDEN_SIZE", 0)
     head = nn.Linear(64, VOCAB_SIZE, bias=False)
     head.__class__ = HeadReplacement().patched_class(nn.Linear)
     labels = torch.arange(48) % VOCAB_SIZE
