@@ -22,7 +22,7 @@ class Record:
         contender: Name of the implementation.
         pass_: ``"forward"``, ``"backward"`` or ``"both"``; ``"pass"`` in JSON.
         gpu_ms, gpu_ms_quartiles: Milliseconds of GPU kernels.
-        wall_ms, wall_ms_quartiles: Milliseconds from step to step.
+        wall_ms, wall_ms_quartiles: Milliseconds from step to step, or of a step in turns with others.
         peak_mib: Peak memory above what was allocated before the step, gradients included.
         inputs_mib: Memory of the inputs and the incoming gradients.
         floor_ms: Milliseconds of the least work that any implementation must do, at the best rate measured on the GPU.

@@ -130,10 +130,10 @@ class Runner:
             self._empty_cache()
         steps = [contender.both[0] for contender in ready]
         repeats = self.settings.effort.repeats(slowest)
-        walls = timing.wall_ms(steps, repeats * len(steps), device) if steps else []
-        for turn, contender in enumerate(ready):
+        walls = timing.wall_ms_in_turns(steps, repeats, device) if steps else []
+        for contender, wall in zip(ready, walls, strict=True):
             gpu = timing.gpu_ms(contender.both, repeats, device) if device.type == "cuda" else None
-            times = {"both": (gpu and Spread.of(gpu), Spread.of(walls[turn :: len(steps)]))}
+            times = {"both": (gpu and Spread.of(gpu), Spread.of(wall))}
             yield from self._records(op, contender, shape, small[contender.name], times, **where)
 
     def _empty_cache(self) -> None:

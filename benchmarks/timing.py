@@ -83,6 +83,29 @@ def wall_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[f
     return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
+_AHEAD_CYCLES = 6_000_000  # of the GPU's clock: some 3 ms, more than the host takes for a step's first kernels
+
+
+def wall_ms_in_turns(steps: Sequence[Step], rounds: int, device: torch.device) -> list[list[float]]:
+    """Milliseconds of each step in ``rounds`` rounds of all ``steps``, one after the other.
+
+    On a GPU every step finds the host ahead of the GPU, as a loss does in training, whatever ran before it: the GPU
+    first waits a little. Otherwise the step after one that waits for the GPU would pay for that.
+    """
+    if device.type != "cuda":
+        walls = wall_ms(steps, rounds * len(steps), device)
+        return [walls[turn :: len(steps)] for turn in range(len(steps))]
+    events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)] for _ in steps]
+    for turn in range(rounds):
+        for step, (start, end) in zip(steps, [of_step[turn] for of_step in events], strict=True):
+            torch.cuda._sleep(_AHEAD_CYCLES)
+            start.record()
+            step()
+            end.record()
+    torch.cuda.synchronize(device)
+    return [[start.elapsed_time(end) for start, end in of_step] for of_step in events]
+
+
 def gpu_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[float]:
     """Milliseconds of kernels and copies on the GPU in each of ``repeats`` steps, alternating ``steps``."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

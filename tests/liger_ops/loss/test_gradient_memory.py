@@ -266,8 +266,8 @@ def test_compiles_to_one_graph_with_the_same_result(num_tokens: int, device: tor
         pytest.param(4096, 2560, 262208, True, id="narrower_head"),
         pytest.param(4096, 2048, 128256, False, id="more_than_a_chunk_with_the_block"),
         pytest.param(2048, 1536, 128256, False, id="narrow_head"),
-        pytest.param(4096, 4096, 32000, False, id="few_logits"),
-        pytest.param(4096, 4096, 32768, True, id="256MiB"),
+        pytest.param(2048, 4096, 32000, False, id="few_logits"),
+        pytest.param(2048, 4096, 32768, True, id="128MiB"),
     ],
 )
 def test_where_logits_lie(num_tokens: int, hidden_size: int, vocab_size: int, expected: bool) -> None:
