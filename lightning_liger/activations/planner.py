@@ -188,7 +188,8 @@ class Planner:
     def _may_exceed(self, num_tokens: int) -> bool:
         """Whether a step in which all layers are recomputed might exceed the limit, as far as one before it tells."""
         num_bytes, for_tokens = self._needed
-        return for_tokens > 0 and self._start_bytes + num_bytes * num_tokens / for_tokens > self._limit
+        expected = self._start_bytes + num_bytes * num_tokens / max(1, for_tokens)
+        return for_tokens > 0 and expected > (1 - MARGIN) * self._limit
 
     def _set_base(self, base: Mode) -> None:
         self._base = base
