@@ -310,7 +310,7 @@ def make_real_head(num_tokens: int, hidden_size: int, vocab_size: int) -> tuple[
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab_size", [65536, 71001, 128256])
+@pytest.mark.parametrize("vocab_size", [32768, 50257, 65536])
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(2048, 2048), (2080, 2304), (2560, 2048)])
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_real_heads_match_plain_pytorch(name: str, num_tokens: int, hidden_size: int, vocab_size: int) -> None:
