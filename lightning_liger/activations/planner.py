@@ -186,7 +186,7 @@ class Planner:
     # The rest
 
     def _may_exceed(self, num_tokens: int) -> bool:
-        """Whether a step in which all layers are recomputed might exceed the limit, as far as one before it tells."""
+        """Whether a step in which all layers are recomputed might leave less than the margin, as one before tells."""
         num_bytes, for_tokens = self._needed
         expected = self._start_bytes + num_bytes * num_tokens / max(1, for_tokens)
         return for_tokens > 0 and expected > (1 - MARGIN) * self._limit

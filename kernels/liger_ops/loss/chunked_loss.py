@@ -115,9 +115,9 @@ class KeptTokens:
 
     Args:
         order: ``[num_tokens]``, int64, those that are visited first; None visits tokens as they are.
-        count: How many are visited at most, an integer, or a scalar on the device; None for one chunk. The scalar is
-            copied to the host in the background: :meth:`count` waits for it, which the loop does only once the first
-            chunk's work is queued, so that the device is never idle.
+        count: How many are visited: an integer, which may be a bound, or their exact number as a scalar on the device;
+            None for one chunk. The scalar is copied to the host in the background: :meth:`count` waits for it, which
+            the loop does only once the first chunk's work is queued, so that the device is never idle.
         chunks: Where chunks of the order start and end, in place of chunks of one size.
     """
 

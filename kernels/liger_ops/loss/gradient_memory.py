@@ -103,6 +103,7 @@ def linear_loss_in_gradient(
     tokens: KeptTokens,
     chunk_loss: ChunkLoss,
     *,
+    num_valid: Tensor,
     first_rows: int,
     needs_hidden: bool,
 ) -> Gradients:
@@ -113,6 +114,7 @@ def linear_loss_in_gradient(
         weight: ``[vocab_size, hidden_size]``, of the same dtype.
         tokens: The order of visiting.
         chunk_loss: Overwrites logits ``[rows, vocab_size]``, of unit stride in the first dimension, with the gradient.
+        num_valid: ``[]``, on the device: how many tokens are not ignored, whatever bound ``tokens`` has.
         first_rows: How many tokens' logits are computed before the host asks for the number of tokens to visit, if all
             logits fit into the gradient; a multiple of ``TOKEN_MULTIPLE``. Otherwise they are those that do not.
         needs_hidden: Whether the gradient of the hidden states is wanted.
@@ -131,8 +133,8 @@ def linear_loss_in_gradient(
     in_order = tokens.is_exact and num_kept == num_tokens
     order = tokens.order[:num_visited]
     states = hidden_states if in_order else hidden_states.index_select(0, order)
-    if tokens.is_exact and not in_order:
-        states[num_kept:] = 0.0  # of ignored tokens, which may be NaN
+    if not in_order:  # of ignored tokens, which may be NaN
+        states.masked_fill_((torch.arange(num_visited, device=states.device) >= num_valid)[:, None], 0.0)
     inside = grad_weight[:, : num_visited - num_outside]
     _project(states[first_rows:], weight, inside[:, first_rows - num_outside :])
 
@@ -147,8 +149,11 @@ def linear_loss_in_gradient(
         for logits, rows in parts:
             if in_order:
                 torch.mm(logits.t(), weight, out=grad_hidden[rows])
-            else:
-                grad_hidden.index_copy_(0, order[rows], torch.mm(logits.t(), weight))
+                continue
+            for some, index in zip(
+                logits.split(GOOD_CHUNK_TOKENS, 1), order[rows].split(GOOD_CHUNK_TOKENS), strict=True
+            ):
+                grad_hidden.index_copy_(0, index, torch.mm(some.t(), weight))
     _write_head_gradient(grad_weight, [logits for logits, _ in parts], states)
     nothing = weight.new_empty(0)
     return Gradients(grad_hidden, grad_weight, nothing, hidden_states.new_empty(0), weight.new_empty(0))

@@ -179,11 +179,13 @@ def _compute_loss(shard: VocabShard | None, *values: Any, saved: _SavedChunks | 
 
     tokens = KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens)
     if arguments.logits_in_gradient:
+        assert plan.num_kept is not None  # there are several chunks
         gradients = linear_loss_in_gradient(
             input,
             arguments.weight,
             tokens,
             chunk_loss,
+            num_valid=plan.num_kept,
             first_rows=chunk_size,
             needs_hidden=arguments.needs_gradient[0],
         )

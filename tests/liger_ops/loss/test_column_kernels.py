@@ -16,7 +16,7 @@ from tests.liger_ops.loss.test_cross_entropy import (
     make_case,
     plain_cross_entropy,
 )
-from tests.liger_ops.loss.test_row_kernels import run_loss, split_options
+from tests.liger_ops.loss.test_row_kernels import run_loss, split_options, unwritten_stats
 
 TOKENS, LANES, COLUMNS = 16, 4, 2
 ROWS, CLASSES = 21, 75  # two tiles; several ranges, each of whole blocks but the last
@@ -53,10 +53,7 @@ def run(
     with_stats: bool = True,
     token_index: Tensor | None = None,
 ) -> TokenStats:
-    buffer = torch.full(labels.shape, 77.0, device=labels.device)
-    stats = TokenStats(
-        *(buffer.clone() for _ in range(4)), torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool)
-    )
+    stats = unwritten_stats(labels)
     targets, token_options = split_options(options, labels)
     launch_column_loss(
         logits, targets, grad_scale, token_options, losses=stats.losses, stats=stats if with_stats else None,

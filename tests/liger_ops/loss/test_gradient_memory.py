@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,16 +127,26 @@ def test_any_number_of_tokens_may_be_ignored(
     assert losses == [num_tokens]
 
 
-def test_states_of_ignored_tokens_may_be_nan(device: torch.device, losses: list[int]) -> None:
-    (states, weight, _), labels = make_head(INSIDE, device=device)
+@pytest.mark.parametrize("bound", [None, 0, 1, "all"])
+@pytest.mark.parametrize("num_tokens", [INSIDE, OUTSIDE], ids=["inside", "outside"])
+def test_states_of_ignored_tokens_may_be_nan(
+    num_tokens: int, bound: int | str | None, device: torch.device, losses: list[int]
+) -> None:
+    (states, weight, _), labels = make_head(num_tokens, device=device)
+    labels[1] = -100
     kept = labels != -100
-    assert kept.sum() % gradient_memory.TOKEN_MULTIPLE  # some ignored tokens are computed
-    expected = loss_and_gradients(linear_cross_entropy, (states, weight, None), labels, needed=(True, True, False))
+    num_kept = int(kept.sum())
+    assert num_kept % gradient_memory.TOKEN_MULTIPLE  # some ignored tokens are computed
+    bounds = {None: None, "all": num_tokens}
+    options = {"max_valid_tokens": bounds[bound] if bound in bounds else num_kept + bound}
+    run = partial(loss_and_gradients, linear_cross_entropy, labels=labels, needed=(True, True, False), **options)
+    expected = run(tensors=(states, weight, None))
     states = states.clone()
     states[~kept] = torch.nan
-    actual = loss_and_gradients(linear_cross_entropy, (states, weight, None), labels, needed=(True, True, False))
+    actual = run(tensors=(states, weight, None))
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
-    assert losses == [INSIDE] * 2
+    assert not any(each.isnan().any() for each in actual)
+    assert losses == [num_tokens] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [INSIDE, OUTSIDE], ids=["inside", "outside"])
@@ -326,7 +337,7 @@ def test_real_heads_match_plain_pytorch(name: str, num_tokens: int, hidden_size:
 @pytest.mark.parametrize("all_count", [True, False])
 @pytest.mark.parametrize("reduction", [each for each in REDUCTIONS if each != "none"])
 def test_memory_beside_the_gradients_is_a_block(reduction: str, all_count: bool) -> None:
-    (states, weight, _), labels = make_real_head(4096, 4096, 64000)
+    (states, weight, _), labels = make_real_head(8192, 8192, 32000)
     gathered = 0 if all_count else states.nbytes
     if all_count:
         labels.clamp_(min=0)

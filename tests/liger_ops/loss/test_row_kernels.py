@@ -71,6 +71,13 @@ def split_options(options: dict[str, Any], labels: Tensor) -> tuple[Targets, Tok
     return Targets(labels, options.get("weight"), options.get("token_weight")), TokenLossOptions(**others)
 
 
+def unwritten_stats(labels: Tensor) -> TokenStats:
+    """Output buffers, of 77 where nothing is written."""
+    buffer = torch.full(labels.shape, 77.0, device=labels.device)
+    buffers = (buffer.clone() for _ in range(4))
+    return TokenStats(*buffers, torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool))
+
+
 def run_loss(
     logits: Tensor,
     labels: Tensor,
@@ -83,11 +90,8 @@ def run_loss(
     mean_scale: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor]:
     """The stats (meaningless but for the losses without ``with_stats``) and the error of lse."""
-    buffer = torch.full(labels.shape, 77.0, device=labels.device)
-    stats = TokenStats(
-        *(buffer.clone() for _ in range(4)), torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool)
-    )
-    lse_error = buffer.clone()
+    stats = unwritten_stats(labels)
+    lse_error = stats.lse.clone()
     targets, token_options = split_options(options, labels)
     launch_loss(
         logits, targets, grad_scale, token_options, losses=stats.losses, lse_error=lse_error,
