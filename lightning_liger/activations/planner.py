@@ -188,8 +188,12 @@ class Planner:
     def _may_exceed(self, num_tokens: int) -> bool:
         """Whether a step in which all layers are recomputed might leave less than the margin, as one before tells."""
         num_bytes, for_tokens = self._needed
-        expected = self._start_bytes + num_bytes * num_tokens / max(1, for_tokens)
-        return for_tokens > 0 and expected > (1 - MARGIN) * self._limit
+        limit = self._limit - self._margin
+        return for_tokens > 0 and self._start_bytes + num_bytes * num_tokens / for_tokens > limit
+
+    @property
+    def _margin(self) -> int:
+        return max(1, int(MARGIN * self._limit))
 
     def _set_base(self, base: Mode) -> None:
         self._base = base
@@ -238,7 +242,7 @@ class Planner:
 
     def _plan_for(self, profile: Profile) -> Plan:
         """The plan for a batch that ``profile`` covers, with what else was allocated before this step."""
-        margin = max(1, int(MARGIN * self._limit))
+        margin = self._margin
         grown = self._start_bytes - profile.start_bytes
         extra = self._correction + (math.ceil(grown / margin) * margin if grown > margin else 0)
         key = profile.num_tokens, extra

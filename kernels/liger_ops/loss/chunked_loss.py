@@ -128,7 +128,8 @@ class KeptTokens:
         self._chunks = chunks
         self._ready: torch.cuda.Event | None = None
         self._count = count
-        self._is_exact = isinstance(count, Tensor)
+        self.is_exact = isinstance(count, Tensor)
+        """Whether :meth:`count` is the number of tokens that are not ignored, no bound of it."""
         if isinstance(self._count, Tensor) and self._count.is_cuda:
             on_device, self._count = self._count, torch.empty((), dtype=torch.int64, pin_memory=True)
             self._count.copy_(on_device, non_blocking=True)
@@ -141,11 +142,6 @@ class KeptTokens:
             self._ready.synchronize()
         assert self._count is not None  # needed with more than one chunk
         return int(self._count)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether :meth:`count` is the number of tokens that are not ignored, no bound of it."""
-        return self._is_exact
 
     def chunks(self, num_tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
         """Where each chunk starts and ends: the first one at once, the others after :meth:`count`."""

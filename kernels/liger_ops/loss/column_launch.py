@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.loss.column_kernels import column_gradient_kernel, column_sums_kernel, column_tokens_kernel
+from liger_ops.loss.launch import transform_arguments
 from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
 
 # Of a tile. On an H200, 4096 tokens and 128256 classes in bfloat16, the time over that of three passes: 1.27; with 64
@@ -77,10 +78,7 @@ def launch_column_loss(
     range_predictions = None if stats is None else labels.new_empty(launch.num_ranges, num_rows, dtype=torch.int32)
     label_z = losses.new_empty(num_rows, dtype=torch.float32)
     factors = None if grad_logits is None else losses.new_empty(4, num_rows, dtype=torch.float32)
-    transform = {
-        "softcap": options.softcap,
-        "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale,
-    }
+    transform = transform_arguments(options)
     tile = {"TOKENS": _TOKENS, "LANES": _LANES, "COLUMNS": _COLUMNS, "num_warps": _NUM_WARPS}
     column_sums_kernel.launch(
         launch.num_tiles * launch.num_ranges,

@@ -155,8 +155,7 @@ def linear_loss_in_gradient(
             ):
                 grad_hidden.index_copy_(0, index, torch.mm(some.t(), weight))
     _write_head_gradient(grad_weight, [logits for logits, _ in parts], states)
-    nothing = weight.new_empty(0)
-    return Gradients(grad_hidden, grad_weight, nothing, hidden_states.new_empty(0), weight.new_empty(0))
+    return Gradients(grad_hidden, grad_weight, *(weight.new_empty(0) for _ in range(3)))
 
 
 def _project(states: Tensor, weight: Tensor, logits: Tensor) -> None:

@@ -149,6 +149,11 @@ class GradientRows(NamedTuple):
     """Divides ``logit_scale`` and ``softcap``."""
 
 
+def transform_arguments(options: TokenLossOptions) -> dict[str, float | None]:
+    """What kernels transform logits by, None for what they leave out."""
+    return {"softcap": options.softcap, "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale}
+
+
 def _shared_arguments(
     logits: Tensor, grad_logits: Tensor | None, targets: Targets, grad_scale: Tensor | None, options: TokenLossOptions
 ) -> dict[str, Any]:
@@ -170,8 +175,7 @@ def _shared_arguments(
         "vocab_size": logits.shape[1],
         "ignore_index": options.ignore_index,
         "label_smoothing": options.label_smoothing or None,
-        "softcap": options.softcap,
-        "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale,
+        **transform_arguments(options),
         "z_loss_weight": options.z_loss_weight,
     }
 
@@ -307,8 +311,7 @@ def launch_shard_gradient(
         logits_row_stride=logits.stride(0),
         num_columns=num_columns,
         label_smoothing=options.label_smoothing or None,
-        softcap=options.softcap,
-        logit_scale=None if options.logit_scale == 1.0 else options.logit_scale,
+        **transform_arguments(options),
         GROUP=_GROUP,
         GROUPED=_grouping(logits, None),
         BLOCK_SIZE=launch.block_size,

@@ -18,21 +18,16 @@ from tests.liger_ops.loss.test_cross_entropy import (
 )
 from tests.liger_ops.loss.test_row_kernels import run_loss, split_options, unwritten_stats
 
-TOKENS, LANES, COLUMNS = 16, 4, 2
 ROWS, CLASSES = 21, 75  # two tiles; several ranges, each of whole blocks but the last
 
 
 @pytest.fixture(params=["many_ranges", "one_range"])
 def device(
-    request: pytest.FixtureRequest, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, triton_device: torch.device, small_tiles: None, monkeypatch: pytest.MonkeyPatch
 ) -> torch.device:
     """Where kernels are launched with small tiles."""
-    for name, value in (("_TOKENS", TOKENS), ("_LANES", LANES), ("_COLUMNS", COLUMNS), ("_MERGED_TOKENS", 16)):
-        monkeypatch.setattr(column_launch, name, value)
     monkeypatch.setattr(column_launch, "_MAX_RANGES", 5 if request.param == "many_ranges" else 1)
-    choose_column_launch.cache_clear()
-    yield triton_device
-    choose_column_launch.cache_clear()
+    return triton_device
 
 
 def by_columns(logits: Tensor, fill: float = torch.nan) -> Tensor:

@@ -1,7 +1,6 @@
 """The loss whose logits lie in the memory of the head's gradient."""
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_ops import linear_cross_entropy
-from liger_ops.loss import column_launch, gradient_memory
+from liger_ops.loss import gradient_memory
 from liger_ops.loss.gradient_memory import block_rows, holds_logits, num_tokens_outside
 from liger_ops.loss.linear_head import LinearHead
 from liger_ops.loss.options import REDUCTIONS, TokenLossOptions
 from liger_ops.loss.vocab_parallel import VocabShard
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.loss import test_linear_cross_entropy
 from tests.liger_ops.loss.test_cross_entropy import OPTIONS, make_options
-from tests.liger_ops.loss.test_linear_cross_entropy import (
-    MODULE,
-    loss_and_gradients,
-    make_batch,
-    plain_linear_cross_entropy,
-)
+from tests.liger_ops.loss.test_linear_cross_entropy import MODULE, loss_and_gradients, make_batch
 
 CLASSES = 75
 INSIDE, OUTSIDE = 48, 80  # numbers of tokens: all logits fit into the gradient of 64 columns, or 64 of them do
 
 
-OUR_ARGUMENTS = ("max_valid_tokens", "vocab_shard")  # that change no result
-
-
 @pytest.fixture
-def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device(device: torch.device, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where small losses are computed in the gradient's memory, in small blocks."""
     monkeypatch.setattr(LinearHead, "chunk_size", lambda self, chunk_bytes: 16)
     sizes = {
@@ -47,11 +38,7 @@ def device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[to
     for name, value in sizes.items():
         monkeypatch.setattr(gradient_memory, name, value)
     monkeypatch.setattr(gradient_memory, "_is_on_gpu", lambda like: True)
-    for name, value in (("_TOKENS", 16), ("_LANES", 4), ("_COLUMNS", 2), ("_MERGED_TOKENS", 16)):
-        monkeypatch.setattr(column_launch, name, value)
-    column_launch.choose_column_launch.cache_clear()
-    yield device
-    column_launch.choose_column_launch.cache_clear()
+    return device
 
 
 @pytest.fixture
@@ -78,17 +65,11 @@ def make_head(
 
 def assert_matches_plain(
     tensors: list[Tensor | None], labels: Tensor, needed: tuple[bool, bool, bool] = (True, True, False), **options: Any
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     upstream = torch.tensor(0.7)
-    plain_options = {name: value for name, value in options.items() if name not in OUR_ARGUMENTS}
-    in_double = [None if tensor is None else tensor.double() for tensor in tensors]
-    run = {"upstream": upstream, "needed": needed}
-    truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels, **run, **plain_options)
-    eager = loss_and_gradients(plain_linear_cross_entropy, tensors, labels, **run, **plain_options)
-    actual = loss_and_gradients(linear_cross_entropy, tensors, labels, **run, **options)
-    for number, results in enumerate(zip(actual, eager, truth, strict=True)):
-        assert_as_accurate(f"result {number}", *results)
-    return list(actual)
+    return test_linear_cross_entropy.assert_matches_plain(
+        tensors, labels, upstream, rows=None, needed=needed, **options
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [INSIDE, OUTSIDE], ids=["inside", "outside"])

@@ -26,7 +26,7 @@ from tests.liger_ops.loss.test_cross_entropy import (
 MODULE = importlib.import_module("liger_ops.loss.linear_cross_entropy")  # the package's attribute is the function
 HIDDEN = 16
 NAMES = ("input", "linear_weight", "linear_bias")
-OUR_BUDGETS = ("max_valid_tokens", "saved_logits_bytes")  # options that change no result
+OUR_BUDGETS = ("max_valid_tokens", "saved_logits_bytes", "vocab_shard")  # options that change no result
 WHOLE = 1000  # stands for as many rows as there are, in one chunk
 
 
@@ -85,21 +85,23 @@ def assert_matches_plain(
     labels: Tensor,
     upstream: Tensor | None = None,
     *,
-    rows: int = 3,
+    rows: int | None = 3,
     needed: tuple[bool, bool, bool] = (True, True, True),
     **options: Any,
-) -> None:
+) -> tuple[Tensor, ...]:
+    """Returns the loss and the gradients for more assertions; ``rows`` are None for chunks by default."""
     in_double = [None if tensor is None else tensor.double() for tensor in tensors]
     run = {"upstream": upstream, "needed": needed}
     plain_options = {name: value for name, value in options.items() if name not in OUR_BUDGETS}
     truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels, **run, **plain_options)
     eager = loss_and_gradients(plain_linear_cross_entropy, tensors, labels, **run, **plain_options)
-    chunks = chunks_of(rows, tensors)
+    chunks = {} if rows is None else chunks_of(rows, tensors)
     actual = loss_and_gradients(linear_cross_entropy, tensors, labels, **run, **chunks, **options)
     names = ["loss", *(name for name, need in zip(NAMES, needed, strict=True) if need)]
     assert [result.dtype for result in actual] == [torch.float32] + [tensors[0].dtype] * sum(needed)
     for name, *results in zip(names, actual, eager, truth, strict=True):
         assert_as_accurate(name, *results)
+    return actual
 
 
 # Every option meets every dtype in test_cross_entropy; here half precision meets the loop.
