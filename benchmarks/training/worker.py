@@ -25,6 +25,7 @@ from benchmarks.timing import GpuTrace
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.medusa_heads import COEFFICIENT, DECAY, HEAD_LOSSES, medusa_loss
+from liger_ops.optim import AdamW
 from lightning_liger import (
     LigerDDPStrategy,
     LigerDeepSpeedStrategy,
@@ -118,7 +119,10 @@ class BenchmarkLM(L.LightningModule):
         make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[job.optimizer]
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = make(trained, lr=job.learning_rate, fused=on_gpu)
+        if job.optimizer == "adamw" and job.parsed_arm.is_ours:
+            optimizer: torch.optim.Optimizer = AdamW(trained, lr=job.learning_rate)
+        else:
+            optimizer = make(trained, lr=job.learning_rate, fused=on_gpu)
         if not job.learning_rate_warm_up:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(

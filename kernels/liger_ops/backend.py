@@ -7,6 +7,7 @@ the dispatcher only when a tracer must see it: the compiler, or a dispatch mode 
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,34 @@ def runs_directly(*arguments: Any) -> bool:
 def graph_ends() -> bool:
     """Whether the running backward pass frees its graph, so that buffers that we saved may be overwritten."""
     return not is_traced() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def take_saved_tensors(ctx: Any) -> tuple[list[Any], bool]:
+    """The tensors that a Function saved, or None, and whether its backward may write over all of them.
+
+    It may if backward frees its graph, and nothing but the caller refers to their memory. Then the Function's own
+    references are gone: a second call would raise.
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return list(ctx.saved_tensors), False
+    tensors = [*ctx.saved_tensors, torch.empty(0)]  # the last is referred to as the others would be
+    ctx.maybe_clear_saved_tensors()
+    counts = [None if tensor is None else _count_references(tensor) for tensor in tensors]
+    *tensors, _ = tensors
+    is_free = all(
+        tensor is None
+        or (count == counts[-1] and type(tensor) is Tensor and tensor.grad_fn is not None and tensor.is_contiguous())
+        for tensor, count in zip(tensors, counts, strict=False)
+    )
+    return tensors, is_free
+
+
+def _count_references(tensor: Tensor) -> tuple[int, ...]:
+    """How many refer to a tensor and to its memory, each in Python and below it."""
+    storage = tensor.untyped_storage()
+    num_uses = tensor._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
+    of_memory = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(tensor), num_uses, *of_memory
 
 
 def as_rows(tensor: Tensor, num_columns: int) -> Tensor:

@@ -256,10 +256,43 @@ def _gated_unit_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of gate (the packed tensor, if it is one) and up; one that is not needed is empty."""
     gradients = _gated_unit_backward_fake(grad_y, gate, up, activation, packed, needs_grad_gate, needs_grad_up)
-    if grad_y.numel() == 0:
-        return gradients
     grad_gate, grad_up = gradients
-    if packed:
+    _launch_backward(
+        grad_y, gate, up, activation, packed, grad_gate if needs_grad_gate else None, grad_up if needs_grad_up else None
+    )
+    return gradients
+
+
+def _gated_unit_backward_in_place_fake(
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool
+) -> None:
+    pass
+
+
+@backend.register_op(
+    "gated_unit_backward_(Tensor grad_y, Tensor(a!) gate, Tensor(b!)? up, str activation, bool packed) -> ()",
+    fake=_gated_unit_backward_in_place_fake,
+)
+def _gated_unit_backward_in_place(
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool
+) -> None:
+    """Writes the gradients of gate and up, both contiguous, over them."""
+    _launch_backward(grad_y, gate, up, activation, packed, gate, up)
+
+
+def _launch_backward(
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    packed: bool,
+    grad_gate: Tensor | None,
+    grad_up: Tensor | None,
+) -> None:
+    """Writes the gradients that are not None, contiguous; of the packed tensor, if it is one, into ``grad_gate``."""
+    if grad_y.numel() == 0:
+        return
+    if packed and grad_gate is not None:
         gate, up = _halves(gate)
         grad_gate, grad_up = _halves(grad_gate)
     (grad_y_rows, gate_rows, up_rows), strides, num_rows, num_columns = _as_rows(grad_y, gate, up)
@@ -269,8 +302,8 @@ def _gated_unit_backward(
         grad_y_ptr=grad_y_rows,
         gate_ptr=gate_rows,
         up_ptr=up_rows,
-        grad_gate_ptr=grad_gate if needs_grad_gate else None,
-        grad_up_ptr=grad_up if packed or needs_grad_up else None,
+        grad_gate_ptr=grad_gate,
+        grad_up_ptr=grad_up,
         grad_y_row_stride=strides[0],
         gate_row_stride=strides[1],
         up_row_stride=strides[2],
@@ -280,7 +313,6 @@ def _gated_unit_backward(
         BLOCK_SIZE=launch.block_size,
         num_warps=launch.num_warps,
     )
-    return gradients
 
 
 class GatedUnitFunction(torch.autograd.Function):
@@ -296,9 +328,11 @@ class GatedUnitFunction(torch.autograd.Function):
     @backend.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         needs_grad_gate, needs_grad_up = ctx.needs_input_grad[:2]
-        grad_gate, grad_up = _gated_unit_backward(
-            grad_y, *ctx.saved_tensors, *ctx.settings, needs_grad_gate, needs_grad_up
-        )
+        (gate, up), is_free = backend.take_saved_tensors(ctx)
+        if is_free and needs_grad_gate and (needs_grad_up or up is None):
+            _gated_unit_backward_in_place(grad_y, gate, up, *ctx.settings)
+            return gate.detach(), None if up is None else up.detach(), None, None
+        grad_gate, grad_up = _gated_unit_backward(grad_y, gate, up, *ctx.settings, needs_grad_gate, needs_grad_up)
         return grad_gate if needs_grad_gate else None, grad_up if needs_grad_up else None, None, None
 
 

@@ -1,5 +1,6 @@
 """activation(gate) * up: kernels against the reference in float64, with plain PyTorch as the yardstick."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -247,3 +248,88 @@ def test_unknown_approximation_raises() -> None:
 def test_choose_launch(num_columns: int, expected: tuple[int, int]) -> None:
     launch = choose_launch(num_columns)
     assert (launch.block_size, launch.num_warps) == expected
+
+
+def project(device: torch.device, *sizes: int) -> list[Tensor]:
+    """Outputs of a product each, which saves none of them, as those of a linear layer."""
+    x = torch.randn(5, 7, device=device, requires_grad=True)
+    return [x @ torch.randn(7, size, device=device) for size in sizes]
+
+
+def loss_of(unit: Unit, inputs: list[Tensor]) -> Tensor:
+    """A loss after the unit; empties ``inputs``, so that nobody else holds what they were."""
+    y = unit[0](*inputs)
+    inputs.clear()
+    gc.collect()  # the interpreter leaves cycles behind that hold memory
+    return y.square().sum()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_take_the_memory_of_the_inputs(triton_device: torch.device, unit: Unit, packed: bool) -> None:
+    inputs = project(triton_device, *([16] if packed else [8, 8]))
+    copies = [each.detach().clone().requires_grad_() for each in inputs]
+    expected = torch.autograd.grad(loss_of(unit, list(copies)), copies)
+    addresses, found = [each.data_ptr() for each in inputs], {}
+    for index in range(len(inputs)):
+        inputs[index].register_hook(
+            lambda gradient, index=index: found.__setitem__(index, (gradient.data_ptr(), gradient.clone()))
+        )
+    loss_of(unit, inputs).backward()
+    for index, gradient in enumerate(expected):
+        assert found[index][0] == addresses[index]
+        assert torch.equal(found[index][1], gradient)
+
+
+HOLDERS: dict[str, Callable[[Tensor], object]] = {
+    "the tensor": lambda gate: gate,
+    "a view": lambda gate: gate[:1],
+    "a detached one": lambda gate: gate.detach(),
+    "its storage": lambda gate: gate.untyped_storage(),
+    "what an op saved": lambda gate: gate.square(),
+    "a closure": lambda gate: lambda: gate,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_inputs_that_others_hold_stay(triton_device: torch.device, unit: Unit, holder: str) -> None:
+    inputs = project(triton_device, 8, 8)
+    held, copies = HOLDERS[holder](inputs[0]), [each.detach().clone() for each in inputs]
+    address = inputs[0].data_ptr()
+    loss_of(unit, inputs).backward()
+    memory = torch.empty(0, device=triton_device)
+    if holder == "its storage":
+        memory = torch.empty(0, device=triton_device).set_(held, 0, (5, 8), (8, 1))
+    elif holder == "what an op saved":
+        memory = held.grad_fn._saved_self
+    else:
+        memory = held() if callable(held) and not isinstance(held, Tensor) else held
+    assert memory.data_ptr() == address
+    assert torch.equal(memory, copies[0][: len(memory)])
+
+
+def test_inputs_of_a_graph_that_is_kept_stay(triton_device: torch.device, unit: Unit) -> None:
+    x = torch.randn(5, 7, device=triton_device, requires_grad=True)
+    loss = loss_of(unit, [x @ torch.randn(7, 8, device=triton_device) for _ in range(2)])
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+def test_leaves_and_shared_memory_stay(triton_device: torch.device, unit: Unit) -> None:
+    leaves = [torch.randn(3, 8, device=triton_device, requires_grad=True) for _ in range(2)]
+    before = [leaf.detach().clone() for leaf in leaves]
+    loss_of(unit, list(leaves)).backward()
+    assert all(torch.equal(leaf, each) for leaf, each in zip(leaves, before, strict=True))
+    (both,) = project(triton_device, 16)
+    copy = both.detach().clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss_of(unit, [*copy.chunk(2, dim=-1)]), copy)
+    (actual,) = torch.autograd.grad(loss_of(unit, [*both.chunk(2, dim=-1)]), both)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_op_in_place_is_well_formed(triton_device: torch.device, packed: bool) -> None:
+    op = torch.ops.liger_ops.gated_unit_backward_.default
+    gate, up = torch.randn(3, 8, device=triton_device), None if packed else torch.randn(3, 8, device=triton_device)
+    grad_y = torch.randn(3, 4 if packed else 8, device=triton_device)
+    torch.library.opcheck(op, (grad_y, gate, up, "silu", packed), test_utils=("test_schema", "test_faketensor"))

@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.norm.checks import as_number, check_row_norm
 from liger_ops.norm.launch import MAX_HIDDEN_SIZE, launch_backward, launch_forward
+from liger_ops.norm.residual import connect, take
 from liger_ops.recipes import made
 
 
@@ -56,6 +57,7 @@ def _layer_norm_forward(
 
 def _layer_norm_backward_fake(
     grad_y: Tensor,
+    grad_total: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -72,12 +74,13 @@ def _layer_norm_backward_fake(
 
 
 @backend.register_op(
-    "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, SymInt hidden_size,"
-    " bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor grad_y, Tensor? grad_total, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics,"
+    " SymInt hidden_size, bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)",
     fake=_layer_norm_backward_fake,
 )
 def _layer_norm_backward(
     grad_y: Tensor,
+    grad_total: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -87,13 +90,14 @@ def _layer_norm_backward(
     needs_grad_weight: bool,
     needs_grad_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight and bias; one that is not needed comes back empty."""
+    """Returns the gradients of x, with ``grad_total`` added, weight and bias; those not needed come back empty."""
     grad_x, grad_weight, grad_bias = _layer_norm_backward_fake(
-        grad_y, x, weight, bias, statistics, hidden_size, needs_grad_x, needs_grad_weight, needs_grad_bias
+        grad_y, grad_total, x, weight, bias, statistics, hidden_size, needs_grad_x, needs_grad_weight, needs_grad_bias
     )
     launch_backward(
         x, grad_y, weight, statistics, hidden_size,
         centered=True,
+        grad_total=grad_total,
         grad_x=grad_x if needs_grad_x else None,
         grad_weight=grad_weight if needs_grad_weight else None,
         grad_bias=grad_bias if needs_grad_bias else None,
@@ -117,7 +121,7 @@ class LayerNormFunction(torch.autograd.Function):
     @backend.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
-        gradients = _layer_norm_backward(grad_y, *ctx.saved_tensors, ctx.hidden_size, *needs)
+        gradients = _layer_norm_backward(grad_y, take(ctx), *ctx.saved_tensors, ctx.hidden_size, *needs)
         wanted = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
         return *wanted, None, None
 
@@ -156,5 +160,5 @@ def _compute(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: t
         return layer_norm_reference(input, shape, weight, bias, eps)
     if not backend.needs_graph(input, weight, bias):
         return _layer_norm_forward(input, weight, bias, hidden_size, eps)[0]
-    y = LayerNormFunction.apply(input, weight, bias, hidden_size, eps)
+    y = connect(LayerNormFunction.apply(input, weight, bias, hidden_size, eps), input)
     return made(y, _compute, input, weight, bias, shape, eps)

@@ -22,6 +22,7 @@ from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating_tensors, check_shape, wrong_value
 from liger_ops.norm.checks import as_number, check_row_norm
 from liger_ops.norm.launch import MAX_HIDDEN_SIZE, launch_backward, launch_forward
+from liger_ops.norm.residual import connect, take
 from liger_ops.recipes import made
 
 Casting = Literal["gemma", "llama", "none"]
@@ -177,7 +178,7 @@ class RMSNormFunction(torch.autograd.Function):
         needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
         hidden_size, _, offset, _ = ctx.options
         grad_x, grad_weight = _rms_norm_backward(
-            grad_y, None, *ctx.saved_tensors, hidden_size, offset, needs_grad_x, needs_grad_weight
+            grad_y, take(ctx), *ctx.saved_tensors, hidden_size, offset, needs_grad_x, needs_grad_weight
         )
         return grad_x if needs_grad_x else None, grad_weight if needs_grad_weight else None, None
 
@@ -284,7 +285,8 @@ def _compute(input: Tensor, weight: Tensor | None, shape: tuple[int, ...], optio
         return rms_norm_reference(input, shape, weight, eps=eps, offset=offset, casting=casting)
     if not backend.needs_graph(input, weight):
         return _rms_norm_forward(input, weight, *options)[0]
-    return made(RMSNormFunction.apply(input, weight, options), _compute, input, weight, shape, options)
+    y = connect(RMSNormFunction.apply(input, weight, options), input)
+    return made(y, _compute, input, weight, shape, options)
 
 
 def add_rms_norm(

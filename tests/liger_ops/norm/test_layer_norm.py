@@ -202,7 +202,9 @@ def test_layer_norm_ops_are_well_formed(triton_device: torch.device, weighted: b
     y, statistics = forward(x, *parameters, 16, 1e-5)
     assert y.dtype == torch.bfloat16
     for needs in ((True, weighted, biased), (True, False, False), (False, weighted, biased)):
-        torch.library.opcheck(backward, (grad_output, x, *parameters, statistics, 16, *needs), test_utils=checks)
+        for grad_total in (None, torch.randn_like(x)):
+            arguments = (grad_output, grad_total, x, *parameters, statistics, 16, *needs)
+            torch.library.opcheck(backward, arguments, test_utils=checks)
 
 
 def test_layer_norm_compiles_to_one_graph(triton_device: torch.device) -> None:

@@ -1,0 +1,259 @@
+"""Optimizers that read and write each number once, at the rate of the memory.
+
+AdamW (arXiv:1711.05101, algorithm 2), for a gradient g in step t:
+
+    m = beta1 m + (1 - beta1) g             v = beta2 v + (1 - beta2) g**2
+    p = p - lr weight_decay p - lr / (1 - beta1**t) m / (sqrt(v / (1 - beta2**t)) + eps)
+
+Computed in float32, from the m and v of this step before they are rounded.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from liger_ops import backend
+from liger_ops.arguments import check_bool, check_number, wrong_type
+
+_MIN_ELEMENTS = 2**22
+"""Of a tensor with a kernel of its own. Fewer take less time on the GPU than the launch takes on the host."""
+_BLOCK_SIZE, _NUM_WARPS = 1024, 4
+_DTYPES = (torch.float32, torch.bfloat16)
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
+_VARIANTS = ("amsgrad", "capturable", "differentiable")
+_plain_step = inspect.unwrap(torch.optim.AdamW.step)
+"""Without what PyTorch wraps around it: hooks of a step run around the whole of ours."""
+
+
+@backend.Kernel
+def _adamw_kernel(
+    param_ptr,  # [num_elements], as all but step
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    step_ptr,  # [], float32: this step's number, from 1
+    lr,
+    decay,  # 1 - lr * weight_decay
+    beta2,
+    rate1,  # 1 - beta1, rounded once, as the next one
+    rate2,
+    log_beta1,
+    log_beta2,
+    eps,
+    num_elements,
+    MAXIMIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program updates BLOCK_SIZE elements."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < num_elements
+    step = tl.load(step_ptr).to(tl.float64)  # in float32, 1 - beta2**t would keep four digits of the first steps
+    correction1 = (1.0 - tl.exp(step * log_beta1)).to(tl.float32)
+    correction2 = (1.0 - tl.exp(step * log_beta2)).to(tl.float32)
+    param = tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
+    grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
+    exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask).to(tl.float32)
+    if MAXIMIZE:
+        grad = -grad
+    exp_avg = exp_avg + (grad - exp_avg) * rate1
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rate2
+    # Rounded to nearest: the fast square root takes denormal numbers for zero.
+    denominator = tl.sqrt_rn(exp_avg_sq) / tl.sqrt_rn(correction2) + eps
+    param = param * decay - lr / correction1 * exp_avg / denominator
+    tl.store(param_ptr + offsets, param.to(param_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_ptr + offsets, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+
+
+def adamw_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> None:
+    """Updates ``param``, ``exp_avg`` and ``exp_avg_sq`` in place.
+
+    Args:
+        param: Any shape, contiguous, on a GPU, as the next three.
+        grad: Of the shape of ``param``.
+        exp_avg: m, of the shape of ``param``.
+        exp_avg_sq: v, of the shape of ``param``.
+        step: ``[]``, float32: this step's number, from 1.
+        lr, betas, eps, weight_decay, maximize: As in :class:`AdamW`.
+    """
+    beta1, beta2 = betas
+    _adamw_kernel.launch(
+        triton.cdiv(param.numel(), _BLOCK_SIZE),
+        num_warps=_NUM_WARPS,
+        param_ptr=param,
+        grad_ptr=grad,
+        exp_avg_ptr=exp_avg,
+        exp_avg_sq_ptr=exp_avg_sq,
+        step_ptr=step,
+        lr=float(lr),
+        decay=1.0 - lr * weight_decay,
+        beta2=float(beta2),
+        rate1=1.0 - beta1,
+        rate2=1.0 - beta2,
+        log_beta1=_log(beta1),
+        log_beta2=_log(beta2),
+        eps=float(eps),
+        num_elements=param.numel(),
+        MAXIMIZE=maximize,
+        BLOCK_SIZE=_BLOCK_SIZE,
+    )
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf
+
+
+class AdamW(torch.optim.AdamW):
+    """:class:`torch.optim.AdamW`, as fast as the memory: its fused kernel takes about half again as long in bfloat16.
+
+    On GPUs, contiguous float32 and bfloat16 parameters of 4 Mi elements or more (of this rank's shard) are updated by
+    kernels of ours; all else, and all of a step that a ``GradScaler`` scales, by PyTorch, fused where all parameters
+    are on GPUs. States are those of :class:`torch.optim.AdamW`, so each loads the other's checkpoints.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate; a tensor leaves all parameters to PyTorch.
+        betas: Averaging factors of the gradient and its square.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay, multiplied by the learning rate.
+        maximize: Whether to go up the gradient.
+
+    Raises:
+        TypeError: For an argument of a wrong type.
+        ValueError: For a number out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not isinstance(lr, Tensor):
+            check_number("lr", lr, at_least=0.0)
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise wrong_type("betas", "a pair of numbers", betas)
+        for index, beta in enumerate(betas):
+            check_number(f"betas[{index}]", beta, at_least=0.0, below=1.0)
+        check_number("eps", eps, at_least=0.0)
+        check_number("weight_decay", weight_decay, at_least=0.0)
+        check_bool("maximize", maximize)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters):
+            # Only now: the argument may be an iterator, which can be read once.
+            for options in (self.defaults, *self.param_groups):
+                options["fused"] = True
+            self._step_supports_amp_scaling = True  # as PyTorch's optimizers say that they take a GradScaler's scale
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step.
+
+        Args:
+            closure: Called first, to compute the gradients; by default they are there.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            updates = self._find_updates()
+            for update in updates:
+                update.parameter.grad = None  # so that PyTorch leaves it out
+            try:
+                _plain_step(self)
+            finally:
+                for update in updates:
+                    update.parameter.grad = update.grad
+            if updates:
+                torch._foreach_add_([update.tensors[-1] for update in updates], 1)
+            for update in updates:
+                adamw_step(*update.tensors, **update.options)
+        return loss
+
+    def _find_updates(self) -> list["_Update"]:
+        """The parameters that kernels of ours update."""
+        scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
+        if scaled or torch.compiler.is_compiling():
+            return []
+        updates = []
+        for group in self.param_groups:
+            options = {name: group[name] for name in _OPTIONS}
+            if any(group[name] for name in _VARIANTS) or isinstance(options["lr"], Tensor):
+                continue
+            updates += [update for parameter in group["params"] if (update := self._update_of(parameter, options))]
+        return updates
+
+    def _update_of(self, parameter: Tensor, options: dict[str, Any]) -> "_Update | None":
+        """How ``parameter`` is updated by a kernel of ours; None if PyTorch has to."""
+        grad, state = parameter.grad, self.state.get(parameter)
+        if grad is None or not state or grad.layout != torch.strided:  # PyTorch makes the states, in the first step
+            return None
+        step = state["step"]
+        tensors = tuple(map(_local, (parameter, grad, state["exp_avg"], state["exp_avg_sq"])))
+        first = tensors[0]
+        is_taken = (
+            first.numel() >= _MIN_ELEMENTS
+            and first.dtype in _DTYPES
+            and backend.use_triton(first)
+            and step.device == first.device
+            and step.dtype == torch.float32
+            and backend.runs_directly(*tensors, step)
+            and all(
+                tensor.shape == first.shape
+                and tensor.dtype == first.dtype
+                and tensor.device == first.device
+                and tensor.is_contiguous()
+                for tensor in tensors
+            )
+        )
+        return _Update(parameter, grad, (*tensors, step), options) if is_taken else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """One parameter's part of a step.
+
+    Attributes:
+        parameter, grad: As the optimizer has them.
+        tensors: This rank's part of the parameter, of its gradient and of both averages, and the number of steps.
+        options: Of its group.
+    """
+
+    parameter: Tensor
+    grad: Tensor
+    tensors: tuple[Tensor, ...]
+    options: dict[str, Any]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

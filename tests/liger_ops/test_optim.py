@@ -1,0 +1,339 @@
+"""AdamW: the kernel against float64, and the optimizer against PyTorch's in whole trainings."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from liger_ops import optim
+from liger_ops.optim import AdamW, adamw_step
+from tests.liger_ops.accuracy import assert_as_accurate
+
+OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def plain_step(tensors: list[Tensor], step: int, *, maximize: bool = False, **options: Any) -> list[Tensor]:
+    """The parameter and both averages after a step, in float32 or wider until each is rounded."""
+    dtype = tensors[0].dtype
+    param, grad, exp_avg, exp_avg_sq = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in tensors)
+    grad = -grad if maximize else grad
+    (beta1, beta2), lr = options["betas"], options["lr"]
+    exp_avg = beta1 * exp_avg + (1 - beta1) * grad
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad.square()
+    update = (exp_avg / (1 - beta1**step)) / ((exp_avg_sq / (1 - beta2**step)).sqrt() + options["eps"])
+    param = param - lr * options["weight_decay"] * param - lr * update
+    return [param.to(dtype), exp_avg.to(dtype), exp_avg_sq.to(dtype)]
+
+
+def assert_step_is_accurate(tensors: list[Tensor], step: int, **options: Any) -> None:
+    """Compares what a step makes of the parameter and both averages."""
+    eager = plain_step(tensors, step, **options)
+    truth = plain_step([tensor.double() for tensor in tensors], step, **options)
+    param, grad, exp_avg, exp_avg_sq = tensors
+    number = torch.tensor(float(step), device=param.device)
+    grad_before = grad.clone()
+    adamw_step(param, grad, exp_avg, exp_avg_sq, number, **options)
+    torch.testing.assert_close(grad, grad_before, rtol=0, atol=0)
+    for name, *results in zip(
+        ("param", "exp_avg", "exp_avg_sq"), (param, exp_avg, exp_avg_sq), eager, truth, strict=True
+    ):
+        assert_as_accurate(name, *results)
+
+
+def make_tensors(num_elements: int, dtype: torch.dtype, device: torch.device, *, offset: int = 0) -> list[Tensor]:
+    """A parameter, a gradient and both averages, which begin ``offset`` elements after what memory is aligned to."""
+    param, grad, exp_avg, root = (torch.randn(num_elements + offset, device=device) for _ in range(4))
+    return [tensor.to(dtype)[offset:] for tensor in (param, grad, 0.1 * exp_avg, 0.01 * root.square())]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_elements", [1, 1023, 1024, 2500])
+@pytest.mark.parametrize("step", [1, 2, 1000, 10**6])
+def test_step_is_as_accurate_as_pytorch(
+    triton_device: torch.device, dtype: torch.dtype, num_elements: int, step: int
+) -> None:
+    assert_step_is_accurate(make_tensors(num_elements, dtype, triton_device), step, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"betas": (0.0, 0.0)},
+        {"betas": (0.9, 0.9999)},
+        {"weight_decay": 0.0},
+        {"lr": 0.0},
+        {"eps": 1.0},
+        {"maximize": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("step", [1, 7])
+def test_options_of_a_step(triton_device: torch.device, changed: dict[str, Any], step: int) -> None:
+    assert_step_is_accurate(make_tensors(777, torch.float32, triton_device, offset=1), step, **OPTIONS | changed)
+
+
+def test_first_steps_correct_the_bias_to_all_digits(triton_device: torch.device) -> None:
+    # 1 - 0.999999**1 in float32 would be wrong by 5%.
+    tensors = make_tensors(64, torch.float32, triton_device)
+    tensors[2].zero_()
+    tensors[3].zero_()
+    assert_step_is_accurate(tensors, 1, **OPTIONS | {"betas": (0.999, 0.999999)})
+
+
+def test_tiny_and_infinite_gradients(triton_device: torch.device) -> None:
+    """Denormal averages of squares are not zero, and what is not finite stays where it is."""
+    tensors = make_tensors(64, torch.float32, triton_device)
+    tensors[1].fill_(1e-20)
+    tensors[2].fill_(1e-20)
+    tensors[3].fill_(1e-40)
+    assert_step_is_accurate(tensors, 10, **OPTIONS | {"eps": 0.0})
+    param, grad, exp_avg, exp_avg_sq = make_tensors(64, torch.float32, triton_device)
+    grad[7], grad[9] = float("nan"), float("inf")
+    adamw_step(param, grad, exp_avg, exp_avg_sq, torch.tensor(3.0, device=triton_device), **OPTIONS)
+    assert param.isfinite().logical_not().nonzero().flatten().tolist() == [7, 9]
+
+
+@pytest.fixture
+def small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Lets kernels update tensors of 16 elements or more; the parameters that they update, as long as that goes on."""
+    updated: list[Tensor] = []
+
+    def step(param: Tensor, *tensors: Tensor, **options: Any) -> None:
+        updated.append(param)
+        adamw_step(param, *tensors, **options)
+
+    monkeypatch.setattr(optim, "_MIN_ELEMENTS", 16)
+    monkeypatch.setattr(optim, "adamw_step", step)
+    return updated
+
+
+SHAPES = [(4, 8), (5,), (33,), (3,), (2, 3, 7)]
+
+
+def make_parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in SHAPES]
+
+
+def fill_gradients(parameters: list[Tensor], step: int) -> None:
+    """The gradients of a step, the same for each call; the last parameter has none in odd steps."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+    if step % 2:
+        parameters[-1].grad = None
+
+
+def in_groups(parameters: list[Tensor]) -> list[dict[str, Any]]:
+    return [
+        {"params": iter(parameters[:2]), "weight_decay": 0.5},
+        {"params": parameters[2:], "lr": 0.01, "maximize": True},
+    ]
+
+
+def assert_same(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    """Compares parameters and states, to a few roundings of the dtype."""
+    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for parameter, wanted in zip(group["params"], other["params"], strict=True):
+            tolerance = {"rtol": 20 * torch.finfo(parameter.dtype).eps, "atol": 4 * torch.finfo(parameter.dtype).eps}
+            torch.testing.assert_close(parameter, wanted, **tolerance)
+            assert ours.state[parameter].keys() == theirs.state[wanted].keys()
+            for name, state in ours.state[parameter].items():
+                torch.testing.assert_close(state, theirs.state[wanted][name], **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("arrange", [list, in_groups], ids=["one group", "groups"])
+def test_trains_as_pytorch(
+    triton_device: torch.device, small_tensors_count: list[Tensor], dtype: torch.dtype, arrange: Callable[..., Any]
+) -> None:
+    ours, theirs = make_parameters(triton_device, dtype), make_parameters(triton_device, dtype)
+    optimizer = AdamW(arrange(ours), **OPTIONS)
+    plain = torch.optim.AdamW(arrange(theirs), **OPTIONS, fused=triton_device.type == "cuda")
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.7) for each in (optimizer, plain)]
+    for step in range(6):
+        fill_gradients(ours, step)
+        fill_gradients(theirs, step)
+        gradients = [parameter.grad for parameter in ours]
+        for each in (optimizer, plain, *schedules):
+            each.step()
+        assert all(parameter.grad is grad for parameter, grad in zip(ours, gradients, strict=True))
+    # The states come from PyTorch's first step; the last parameter has no gradient in three of the others.
+    assert len(small_tensors_count) == 5 + 5 + 2
+    assert_same(optimizer, plain)
+
+
+def test_each_loads_the_others_states(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+    pairs = []
+    theirs = partial(torch.optim.AdamW, fused=triton_device.type == "cuda")
+    for first, second in ((AdamW, theirs), (theirs, AdamW)):
+        parameters = make_parameters(triton_device)
+        optimizer = first(parameters, **OPTIONS)
+        for step in range(4):
+            if step == 2:
+                state, optimizer = optimizer.state_dict(), second(parameters, **OPTIONS)
+                optimizer.load_state_dict(state)
+            fill_gradients(parameters, step)
+            optimizer.step()
+        pairs.append(optimizer)
+    assert small_tensors_count
+    assert_same(*pairs)
+
+
+def test_closure_and_hooks_run_once(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+    parameters = make_parameters(triton_device)
+    torch.optim.AdamW(parameters)  # PyTorch wraps the steps of classes that were instantiated
+    optimizer, calls = AdamW(parameters, **OPTIONS), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = sum(parameter.square().sum() for parameter in parameters)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    assert calls == ["before", "closure", "after"] * 3
+    assert small_tensors_count
+
+
+@pytest.mark.parametrize("reason", ["scale", "tensor lr", "amsgrad", "float64"])
+def test_leaves_to_pytorch_what_kernels_do_not_take(
+    triton_device: torch.device, small_tensors_count: list[Tensor], reason: str
+) -> None:
+    dtype = torch.float64 if reason == "float64" else torch.float32
+    lr = torch.tensor(0.03, device=triton_device) if reason == "tensor lr" else 0.03
+    pairs = []
+    for kind in (AdamW, torch.optim.AdamW):
+        parameters = make_parameters(triton_device, dtype)
+        optimizer = kind(parameters, **OPTIONS | {"lr": lr})
+        optimizer.param_groups[0].update(fused=True, amsgrad=reason == "amsgrad")
+        for step in range(4):
+            fill_gradients(parameters, step)
+            if reason == "scale":
+                optimizer.grad_scale = torch.tensor(2.0, device=triton_device)
+                optimizer.found_inf = torch.tensor(float(step == 2), device=triton_device)
+            optimizer.step()
+        pairs.append(optimizer)
+    assert not small_tensors_count
+    assert_same(*pairs)
+
+
+def test_leaves_transposed_parameters_to_pytorch(
+    triton_device: torch.device, small_tensors_count: list[Tensor]
+) -> None:
+    pairs = []
+    for kind in (AdamW, torch.optim.AdamW):
+        weight = torch.arange(32.0, device=triton_device).view(4, 8).t().requires_grad_()
+        optimizer = kind([weight], **OPTIONS)
+        for step in range(3):
+            weight.grad = torch.full_like(weight, 1.0 + step)
+            optimizer.step()
+        pairs.append(optimizer)
+    assert not small_tensors_count
+    assert_same(*pairs)
+
+
+def test_sparse_gradients_raise_as_in_pytorch(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+    weight = torch.randn(8, 4, device=triton_device, requires_grad=True)
+    optimizer = AdamW([weight], **OPTIONS)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    weight.grad = torch.randn_like(weight).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        optimizer.step()
+    assert weight.grad is not None
+
+
+def test_failing_step_leaves_gradients(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+    parameters = make_parameters(triton_device)
+    optimizer = AdamW(parameters, **OPTIONS)
+    fill_gradients(parameters, 0)
+    optimizer.step()
+    before = parameters[0].clone()
+    parameters[1].grad = torch.randn_like(parameters[1]).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        optimizer.step()
+    assert all(parameter.grad is not None for parameter in parameters)
+    assert torch.equal(parameters[0], before)
+
+
+def test_shards_of_dtensors(tmp_path: Path, triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+    backend = {"cuda": "nccl"}.get(triton_device.type, "gloo")
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh(triton_device.type, (1,))
+    theirs = make_parameters(triton_device)
+    ours = [torch.nn.Parameter(distribute_tensor(parameter.detach().clone(), mesh, [Shard(0)])) for parameter in theirs]
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for step in range(4):
+        fill_gradients(theirs, step)
+        for parameter, other in zip(ours, theirs, strict=True):
+            parameter.grad = None if other.grad is None else distribute_tensor(other.grad, mesh, [Shard(0)])
+        optimizer.step()
+        plain.step()
+    assert len(small_tensors_count) == 3 + 3 + 1
+    for parameter, other in zip(ours, theirs, strict=True):
+        assert isinstance(parameter, DTensor)
+        torch.testing.assert_close(parameter.to_local(), other)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("lr", -1.0, "lr must be a finite number of at least 0"),
+        ("lr", "fast", "lr must be a finite number"),
+        ("betas", 0.9, "betas must be a pair of numbers"),
+        ("betas", (0.9,), "betas must be a pair of numbers"),
+        ("betas", (0.9, 1.0), r"betas\[1\] must be a finite number of at least 0.0 and below 1.0, got 1.0"),
+        ("eps", -1e-8, "eps must be"),
+        ("weight_decay", float("nan"), "weight_decay must be"),
+        ("maximize", 1, "maximize must be"),
+    ],
+)
+def test_bad_arguments_raise(name: str, value: Any, match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        AdamW([torch.zeros(2, requires_grad=True)], **{name: value})
+
+
+@pytest.mark.gpu
+def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its real bound, under a GradScaler too, against PyTorch's fused kernel."""
+    updated: list[int] = []
+
+    def step_of(param: Tensor, *tensors: Tensor, **options: Any) -> None:
+        updated.append(param.numel())
+        adamw_step(param, *tensors, **options)
+
+    def make() -> list[Tensor]:
+        generator = torch.Generator("cuda").manual_seed(3)
+        shapes = [(2**22 - 1,), (2**22 + 3,), (3, 2**21)]
+        return [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for shape in shapes]
+
+    monkeypatch.setattr(optim, "adamw_step", step_of)
+    ours, theirs = make(), make()
+    optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, fused=True)
+    scalers = [torch.amp.GradScaler("cuda", init_scale=4.0) for _ in range(2)]
+    for step in range(5):
+        for parameters, each, scaler in zip((ours, theirs), (optimizer, plain), scalers, strict=True):
+            generator = torch.Generator("cuda").manual_seed(step)
+            scale = 4.0 if step == 3 else 1.0
+            for parameter in parameters:
+                parameter.grad = scale * torch.randn(parameter.shape, device="cuda", generator=generator)
+            if step == 3:
+                scaler.scale(torch.ones((), device="cuda"))
+                scaler.step(each)
+            else:
+                each.step()
+    assert updated == [2**22 + 3, 3 * 2**21] * 3
+    assert_same(optimizer, plain)
