@@ -19,7 +19,7 @@ from benchmarks.loss import LOSS
 from benchmarks.losses import command as losses
 from benchmarks.ops import OPS
 from benchmarks.run import Runner, Settings, rms_norm_host_us
-from benchmarks.training import activations, context, convergence, examples, medusa, models, train
+from benchmarks.training import activations, context, convergence, examples, medusa, models, optimizer, train
 
 _OUT_HELP = (
     "where to write: a path without suffix, such as benchmarks/results/ops_h200, makes ops_h200.jsonl and"
@@ -34,6 +34,7 @@ _MODULES = {
     "examples": (examples, "the stories of examples/ on one GPU"),
     "activations": (activations, "bytes that layers keep between forward and backward"),
     "convergence": (convergence, "losses with kernels and plans, and without"),
+    "optimizer": (optimizer, "AdamW's step over a model's parameters"),
     "models": (models, "two layers of many models, with their distance to float64"),
 }
 """Commands of a module each: losses, and whole models."""

@@ -35,6 +35,9 @@ from benchmarks.training.job import Row
 from benchmarks.training.medusa import cells as medusa_cells
 from benchmarks.training.medusa import groups as medusa_groups
 from benchmarks.training.medusa import lengths_of
+from benchmarks.training.optimizer import HEADER as OPTIMIZER_HEADER
+from benchmarks.training.optimizer import Step
+from benchmarks.training.optimizer import cells as optimizer_cells
 from benchmarks.training.train import baseline
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +54,7 @@ MEASURED = {
     "convergence_text": ("convergence_text_h200.jsonl",),
     "losses": ("losses_h200.jsonl",),
     "medusa": ("medusa_h200.jsonl",),
+    "optimizer": ("optimizer_h200.jsonl",),
 }
 """The files that sections are made from, where these are more than one or tests have others."""
 
@@ -323,6 +327,12 @@ def ops() -> str:
     return _table(("op", *names), rows)
 
 
+def optimizer() -> str:
+    """Time of AdamW's step."""
+    (name,) = MEASURED["optimizer"]
+    return _table(OPTIMIZER_HEADER, [optimizer_cells(Step(**line)) for line in read_results(RESULTS / name).lines])
+
+
 def claims() -> str:
     """The claims of arXiv:2410.10989 and what was measured here, as ratios to eager code."""
     _, records = read(RESULTS / "ops_h200.jsonl")
@@ -392,7 +402,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     "docs/index.md: training": ("docs/index.md", training),
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
-        for section in (training, budgets, scaling, batches, models, loss, ops, claims)
+        for section in (training, budgets, scaling, batches, models, loss, ops, optimizer, claims)
     },
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)

@@ -264,4 +264,5 @@ _FIGURES: dict[str | None, Callable[[Sequence[dict[str, Any]], str], dict[str, F
     "medusa": _medusa,
     "examples": lambda lines, where: {},  # tables only
     "models": lambda lines, where: {},
+    "optimizer": lambda lines, where: {},
 }

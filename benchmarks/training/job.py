@@ -115,7 +115,6 @@ class Row:
         step_seconds: Seconds of each measured step, of the slowest process.
         tokens_per_second: Per process, from the median of ``step_seconds``.
         peak_gib: Peak memory that tensors had in any step of this shape, of the process with the highest.
-        steady_peak_gib: The same, in measured steps only.
         reserved_gib: Peak memory that PyTorch's allocator held.
         parameters_gib, optimizer_gib: Memory of a process's parameters (as much as gradients take) and of the
             optimizer's states.
@@ -138,7 +137,6 @@ class Row:
     step_seconds: list[float] = field(default_factory=list)
     tokens_per_second: float | None = None
     peak_gib: float | None = None
-    steady_peak_gib: float | None = None
     reserved_gib: float | None = None
     parameters_gib: float | None = None
     optimizer_gib: float | None = None
@@ -204,6 +202,6 @@ def merge(rows: list[Row]) -> Row:
         tokens_per_second=min(speeds) if speeds else None,
         losses=[sum(losses) / len(rows) for losses in zip(*(row.losses for row in rows), strict=True)],
         loss=mean([row.loss for row in rows]),
-        **{name: highest(name) for name in ("peak_gib", "steady_peak_gib", "reserved_gib", "seconds")},
+        **{name: highest(name) for name in ("peak_gib", "reserved_gib", "seconds")},
         **{name: highest(name) for name in ("parameters_gib", "optimizer_gib", "idle_share")},
     )

@@ -303,11 +303,10 @@ class Meter(L.Callback):
         tokens = batch_size * length / self.job.context_parallel_size
         memory: dict[str, float] = {}
         if self._cuda:
-            steady = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated()
             of_planning = getattr(trainer.strategy, "peak_before_resets", 0)
             memory = {
-                "peak_gib": max(self._highest, steady, of_planning) / GIB,
-                "steady_peak_gib": steady / GIB,
+                "peak_gib": max(self._highest, peak, of_planning) / GIB,
                 "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
             }
         return self.job.row(

@@ -42,6 +42,7 @@ API = {
     "lightning_liger.data": "Data modules",
     "liger_ops": "liger_ops: functions",
     "liger_ops.nn": "liger_ops.nn: modules",
+    "liger_ops.optim": "liger_ops.optim: optimizers",
 }
 """The pages of the API: the folder that public names are imported from, and the title."""
 PACKAGES = {
@@ -51,6 +52,7 @@ PACKAGES = {
     "lightning_liger.monitor": "lightning_liger/monitor/__init__.py",
     "liger_ops": "kernels/liger_ops/__init__.py",
     "liger_ops.nn": "kernels/liger_ops/nn.py",
+    "liger_ops.optim": "kernels/liger_ops/optim.py",
 }
 """Packages and modules with public names, and their files."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

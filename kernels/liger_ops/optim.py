@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from liger_ops import backend
 from liger_ops.arguments import check_bool, check_number, wrong_type
 
+__all__ = ["AdamW"]
+
 _MIN_ELEMENTS = 2**22
 """Of a tensor with a kernel of its own. Fewer take less time on the GPU than the launch takes on the host."""
 _BLOCK_SIZE, _NUM_WARPS = 1024, 4
@@ -125,7 +127,7 @@ def _log(beta: float) -> float:
 
 
 class AdamW(torch.optim.AdamW):
-    """:class:`torch.optim.AdamW`, as fast as the memory: its fused kernel takes about half again as long in bfloat16.
+    """:class:`torch.optim.AdamW`, at the rate of the memory.
 
     On GPUs, contiguous float32 and bfloat16 parameters of 4 Mi elements or more (of this rank's shard) are updated by
     kernels of ours; all else, and all of a step that a ``GradScaler`` scales, by PyTorch, fused where all parameters

@@ -308,8 +308,8 @@ def _checked(name: str, owner: object) -> str:
     """``name``, if it is a method of ``owner``; assigning to another name would change nothing, silently."""
     if not callable(getattr(owner, name, None)):
         raise RuntimeError(
-            f"torch {torch.__version__}: {type(owner).__name__} has no method {name!r}, which liger_fsdp"
-            " replaces. Use a version of torch that lightning-liger supports"
+            f"torch {torch.__version__}: {type(owner).__name__} has no method {name!r}, which liger_fsdp replaces on"
+            " CPUs. Use a version of torch that lightning-liger supports, or train on GPUs"
         )
     return name
 
@@ -338,8 +338,6 @@ def _connect_gradients(model: Module, precision: Any) -> Module:
     """Lets NCCL average gradients while it sums them, where FSDP would divide them in separate passes, and lets the
     precision plugin mend what FSDP leaves undone after backward."""
     units = FullyShardedDataParallel.fsdp_modules(model)
-    for unit in units:
-        _join_gradients_beside_backward(unit)
     if any(unit.cpu_offload.offload_params for unit in units):
         precision.accumulate_offloaded(model)
     precision.show_frozen(unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD)
@@ -352,25 +350,6 @@ def _connect_gradients(model: Module, precision: Any) -> Module:
     ):
         model.register_comm_hook(model.process_group, reduce_scatter_mean)
     return model
-
-
-def _join_gradients_beside_backward(unit: FullyShardedDataParallel) -> None:
-    """Lets the gradients of a unit's parameters be joined into one while backward goes on.
-
-    Autograd joins them in the stream in which the views of the gathered parameters were made. FSDP makes them in that
-    of all-gathers, for which backward waits; here it is that in which FSDP reduces gradients.
-    """
-    handle, replaced = unit._handle, "_use_unsharded_views"
-    if handle is None or handle.device.type != "cuda" or replaced in vars(handle):
-        return
-    use_unsharded_views = getattr(handle, _checked(replaced, handle))
-
-    def use_views(as_params: bool) -> None:
-        stream = getattr(unit, "_post_backward_stream", None)  # made in the first forward
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            use_unsharded_views(as_params)
-
-    setattr(handle, replaced, use_views)
 
 
 def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -> None:

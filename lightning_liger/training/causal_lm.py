@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
+from liger_ops.optim import AdamW
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
@@ -204,13 +205,12 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
                     grouped.add(parameter)
                     decay = 0.0 if is_undecayed else hparams.weight_decay
                     groups.setdefault((scale, warmup_steps, decay), []).append(parameter)
-        optimizer = torch.optim.AdamW(
+        optimizer = AdamW(
             [
                 {"params": parameters, "lr": hparams.learning_rate * scale, "weight_decay": decay}
                 for (scale, _, decay), parameters in groups.items()
             ],
             betas=hparams.betas,
-            fused=all(parameter.is_cuda for parameter in grouped),
         )
         factors: list[Callable[[int], float]] = [
             partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups

@@ -237,6 +237,7 @@ def test_leaves_transposed_parameters_to_pytorch(
     for kind in (AdamW, torch.optim.AdamW):
         weight = torch.arange(32.0, device=triton_device).view(4, 8).t().requires_grad_()
         optimizer = kind([weight], **OPTIONS)
+        optimizer.param_groups[0]["fused"] = True
         for step in range(3):
             weight.grad = torch.full_like(weight, 1.0 + step)
             optimizer.step()
