@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from liger_ops import backend, gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from liger_ops.shared_linear import shared_linear
 from lightning_liger.activations.tiles import run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
@@ -95,16 +96,15 @@ class MLPReplacement(Replacement):
         return self._compute(module, x) if sizes is None else run_in_tiles(self._compute, module, x, width=sizes[0])
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        gate = getattr(module, self.gate)(x)
-        if self.activation == "relu_squared":
-            hidden = relu_squared(gate)
-        elif self.up is not None:
-            hidden = _GATES[self.activation](gate, getattr(module, self.up)(x))
+        if self.up is not None:
+            hidden = _GATES[self.activation](*_project(x, getattr(module, self.gate), getattr(module, self.up)))
+        elif self.activation == "relu_squared":
+            hidden = relu_squared(getattr(module, self.gate)(x))
         elif self.up_first:
-            up, gate = gate.chunk(2, dim=-1)
+            up, gate = getattr(module, self.gate)(x).chunk(2, dim=-1)
             hidden = _GATES[self.activation](gate, up)
         else:
-            hidden = _GATES[self.activation](gate)
+            hidden = _GATES[self.activation](getattr(module, self.gate)(x))
         if self.inner_dropout is not None:
             hidden = getattr(module, self.inner_dropout)(hidden)
         output = getattr(module, self.down)(hidden)
@@ -125,6 +125,31 @@ class MLPReplacement(Replacement):
             x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or own_dtype, scale=size)
             error = compare(partial(probe.forward, x), partial(patched.forward, x), (x,))
         return error
+
+
+def _project(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
+    """The output of each projection of ``x``, in one op if they are linear layers as PyTorch has them."""
+    if torch.compiler.is_compiling() or not backend.use_triton(x) or not all(map(_is_plain_linear, projections)):
+        return [projection(x) for projection in projections]
+    weights: list[Any] = [projection.weight for projection in projections]
+    plain = {Tensor, nn.Parameter}.issuperset(map(type, (x, *weights)))
+    dtypes = {x.dtype, backend.autocast_dtype(x.device.type) or x.dtype, *(weight.dtype for weight in weights)}
+    if not plain or len(dtypes) > 1:
+        return [projection(x) for projection in projections]
+    return shared_linear(x, weights)
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling ``module`` does no more than ``F.linear`` without a bias."""
+    # Private to torch, which has no public way to see hooks.
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return (
+        type(module) is nn.Linear
+        and module.bias is None
+        and "forward" not in vars(module)
+        and not any(hooks)
+        and not nn.modules.module._has_any_global_hook()
+    )
 
 
 def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> Any:
