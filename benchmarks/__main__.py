@@ -34,7 +34,7 @@ _MODULES = {
     "examples": (examples, "the stories of examples/ on one GPU"),
     "activations": (activations, "bytes that layers keep between forward and backward"),
     "convergence": (convergence, "losses with kernels and plans, and without"),
-    "optimizer": (optimizer, "AdamW's step over a model's parameters"),
+    "optimizer": (optimizer, "AdamW's step, compared with PyTorch's"),
     "models": (models, "two layers of many models, with their distance to float64"),
 }
 """Commands of a module each: losses, and whole models."""

@@ -1,4 +1,4 @@
-"""``optimizer``: the time of AdamW's step over a model's parameters, beside the time that its memory traffic takes."""
+"""``optimizer``: AdamW's step over a model's parameters, compared with the time of its memory traffic alone."""
 
 import argparse
 import dataclasses
@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.environment import environment
 from benchmarks.records import Writer
 from benchmarks.timing import Rates, wall_ms
+from benchmarks.training.arms import parse_numbers
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.train import number, parse_models
 from liger_ops.optim import AdamW
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL,...",
         help=f"which dimensions (default: llama3_8b), out of {', '.join(DIMS)}",
     )
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="depth (default: 8)")
+    parser.add_argument("--layers", type=parse_numbers, default=(8,), metavar="N", help="depth (default: 8)")
 
 
 def _measure(name: str, contender: str, layers: int, dtype: torch.dtype, options: Any, rate: float | None) -> Step:
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
     """Measures, prints and writes; returns True."""
     device = torch.device("cuda") if torch.cuda.is_available() else None
     rate = None if device is None else Rates.measure(device).copy
-    layers = 2 if options.quick else options.layers
+    (layers,) = options.layers
     steps: list[Step] = []
     with Writer(Path(f"{stem}.jsonl"), environment() | {"copy_tb_s": rate and rate / 1e12}, "optimizer") as writer:
         for name in options.model:
@@ -110,11 +111,11 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
 def cells(step: Step) -> tuple[str, ...]:
     """A row of the table."""
     ratio = None if step.floor_ms is None else step.step_ms / step.floor_ms
-    title = f"{DIMS[step.model].title}, {step.layers} layers, {step.num_parameters / 1e9:.2f}B parameters"
+    title = f"{DIMS[step.model].title}, {step.layers} layers, {step.num_parameters / 1e6:,.0f}M parameters"
     return title, step.dtype, TITLES[step.contender], number(step.step_ms, ".2f"), number(ratio, ".2f")
 
 
-HEADER = ("model", "dtype", "AdamW", "step ms", "of the floor")
+HEADER = ("model", "dtype", "AdamW", "step ms", "times the floor")
 
 
 def table(steps: Sequence[Step]) -> Table:

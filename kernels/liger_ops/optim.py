@@ -1,4 +1,4 @@
-"""Optimizers that read and write each number once, at the rate of the memory.
+"""Optimizers at memory bandwidth: each number is read and written once.
 
 AdamW (arXiv:1711.05101, algorithm 2), for a gradient g in step t:
 
@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from liger_ops import backend
@@ -29,7 +30,7 @@ _MIN_ELEMENTS = 2**22
 """Of a tensor with a kernel of its own. Fewer take less time on the GPU than the launch takes on the host."""
 _BLOCK_SIZE, _NUM_WARPS = 1024, 4
 _DTYPES = (torch.float32, torch.bfloat16)
-_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
+_NUMBERS = ("lr", "eps", "weight_decay")
 _VARIANTS = ("amsgrad", "capturable", "differentiable")
 _plain_step = inspect.unwrap(torch.optim.AdamW.step)
 """Without what PyTorch wraps around it: hooks of a step run around the whole of ours."""
@@ -43,7 +44,7 @@ def _adamw_kernel(
     exp_avg_sq_ptr,
     step_ptr,  # [], float32: this step's number, from 1
     lr,
-    decay,  # 1 - lr * weight_decay
+    decay,  # lr * weight_decay
     beta2,
     rate1,  # 1 - beta1, rounded once, as the next one
     rate2,
@@ -70,13 +71,14 @@ def _adamw_kernel(
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rate2
     # Rounded to nearest: the fast square root takes denormal numbers for zero.
     denominator = tl.sqrt_rn(exp_avg_sq) / tl.sqrt_rn(correction2) + eps
-    param = param * decay - lr / correction1 * exp_avg / denominator
+    # Both are subtracted at once: 1 - decay would lose most digits of a small decay.
+    param = param - (param * decay + lr / correction1 * exp_avg / denominator)
     tl.store(param_ptr + offsets, param.to(param_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_ptr + offsets, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
 
-def adamw_step(
+def _adamw_step(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -108,14 +110,14 @@ def adamw_step(
         exp_avg_ptr=exp_avg,
         exp_avg_sq_ptr=exp_avg_sq,
         step_ptr=step,
-        lr=float(lr),
-        decay=1.0 - lr * weight_decay,
-        beta2=float(beta2),
+        lr=lr,
+        decay=lr * weight_decay,
+        beta2=beta2,
         rate1=1.0 - beta1,
         rate2=1.0 - beta2,
         log_beta1=_log(beta1),
         log_beta2=_log(beta2),
-        eps=float(eps),
+        eps=eps,
         num_elements=param.numel(),
         MAXIMIZE=maximize,
         BLOCK_SIZE=_BLOCK_SIZE,
@@ -127,15 +129,18 @@ def _log(beta: float) -> float:
 
 
 class AdamW(torch.optim.AdamW):
-    """:class:`torch.optim.AdamW`, at the rate of the memory.
+    """:class:`torch.optim.AdamW` at memory bandwidth.
 
-    On GPUs, contiguous float32 and bfloat16 parameters of 4 Mi elements or more (of this rank's shard) are updated by
-    kernels of ours; all else, and all of a step that a ``GradScaler`` scales, by PyTorch, fused where all parameters
-    are on GPUs. States are those of :class:`torch.optim.AdamW`, so each loads the other's checkpoints.
+    Our kernels update parameters of 4 Mi elements or more (of this rank's shard) that are contiguous, on a GPU, in
+    float32 or bfloat16, with gradients and states alike. PyTorch updates all others, in its fused kernel if all
+    parameters of a group are floating-point and on GPUs, and all of a group whose options are tensors. States are those
+    of :class:`torch.optim.AdamW`, so each loads the other's checkpoints. There is no ``amsgrad``, ``foreach``,
+    ``fused``, ``capturable`` and ``differentiable``; groups may have them, and are then left to PyTorch or to its
+    choice of an implementation.
 
     Args:
         params: Parameters, or groups of them.
-        lr: Learning rate; a tensor leaves all parameters to PyTorch.
+        lr: Learning rate, a number or a tensor.
         betas: Averaging factors of the gradient and its square.
         eps: Added to the denominator.
         weight_decay: Decoupled decay, multiplied by the learning rate.
@@ -150,28 +155,30 @@ class AdamW(torch.optim.AdamW):
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
     ) -> None:
-        if not isinstance(lr, Tensor):
-            check_number("lr", lr, at_least=0.0)
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise wrong_type("betas", "a pair of numbers", betas)
-        for index, beta in enumerate(betas):
-            check_number(f"betas[{index}]", beta, at_least=0.0, below=1.0)
+        for name, value, below in (("lr", lr, None), ("betas[0]", betas[0], 1.0), ("betas[1]", betas[1], 1.0)):
+            if not isinstance(value, Tensor):
+                check_number(name, value, at_least=0.0, below=below)
         check_number("eps", eps, at_least=0.0)
         check_number("weight_decay", weight_decay, at_least=0.0)
         check_bool("maximize", maximize)
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters):
-            # Only now: the argument may be an iterator, which can be read once.
-            for options in (self.defaults, *self.param_groups):
-                options["fused"] = True
-            self._step_supports_amp_scaling = True  # as PyTorch's optimizers say that they take a GradScaler's scale
+        first, second = (beta if isinstance(beta, Tensor) else float(beta) for beta in betas)
+        super().__init__(params, lr, (first, second), eps, weight_decay, maximize=maximize)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as PyTorch's optimizers do."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        is_open = group["fused"] is None and group["foreach"] is None and not group["differentiable"]
+        if is_open and group["params"] and all(each.is_cuda and each.is_floating_point() for each in group["params"]):
+            group["fused"] = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes a step.
@@ -188,9 +195,9 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         with torch.no_grad():
             updates = self._find_updates()
-            for update in updates:
-                update.parameter.grad = None  # so that PyTorch leaves it out
             try:
+                for update in updates:
+                    update.parameter.grad = None  # so that PyTorch leaves it out
                 _plain_step(self)
             finally:
                 for update in updates:
@@ -198,46 +205,55 @@ class AdamW(torch.optim.AdamW):
             if updates:
                 torch._foreach_add_([update.tensors[-1] for update in updates], 1)
             for update in updates:
-                adamw_step(*update.tensors, **update.options)
+                _adamw_step(*update.tensors, **update.options)
+                increment_version(update.parameter)  # a graph that saved the parameter is out of date
         return loss
 
     def _find_updates(self) -> list["_Update"]:
-        """The parameters that kernels of ours update."""
+        """The parameters that our kernels update."""
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
         if scaled or torch.compiler.is_compiling():
             return []
         updates = []
         for group in self.param_groups:
-            options = {name: group[name] for name in _OPTIONS}
-            if any(group[name] for name in _VARIANTS) or isinstance(options["lr"], Tensor):
+            numbers = {name: group[name] for name in _NUMBERS}
+            has_tensors = any(isinstance(value, Tensor) for value in (*numbers.values(), *group["betas"]))
+            if has_tensors or any(group[name] for name in _VARIANTS) or not group["decoupled_weight_decay"]:
                 continue
+            options: dict[str, Any] = {name: float(value) for name, value in numbers.items()}
+            options |= {"betas": tuple(map(float, group["betas"])), "maximize": bool(group["maximize"])}
             updates += [update for parameter in group["params"] if (update := self._update_of(parameter, options))]
         return updates
 
     def _update_of(self, parameter: Tensor, options: dict[str, Any]) -> "_Update | None":
         """How ``parameter`` is updated by a kernel of ours; None if PyTorch has to."""
-        grad, state = parameter.grad, self.state.get(parameter)
-        if grad is None or not state or grad.layout != torch.strided:  # PyTorch makes the states, in the first step
+        grad = parameter.grad
+        if grad is None or parameter.numel() < _MIN_ELEMENTS or grad.layout != torch.strided:
             return None
-        step = state["step"]
-        tensors = tuple(map(_local, (parameter, grad, state["exp_avg"], state["exp_avg_sq"])))
+        state = self.state.get(parameter)
+        if not state or not isinstance(state["step"], Tensor):  # PyTorch makes the states, in the first step
+            return None
+        tensors = _parts((parameter, grad, state["exp_avg"], state["exp_avg_sq"]))
         first = tensors[0]
         is_taken = (
             first.numel() >= _MIN_ELEMENTS
             and first.dtype in _DTYPES
             and backend.use_triton(first)
-            and step.device == first.device
-            and step.dtype == torch.float32
-            and backend.runs_directly(*tensors, step)
+            and backend.runs_directly(*tensors)
             and all(
                 tensor.shape == first.shape
                 and tensor.dtype == first.dtype
                 and tensor.device == first.device
                 and tensor.is_contiguous()
+                and not tensor.is_neg()
                 for tensor in tensors
             )
         )
-        return _Update(parameter, grad, (*tensors, step), options) if is_taken else None
+        if not is_taken:
+            return None
+        # An optimizer that is not fused, which the state may come from, counts on the CPU.
+        state["step"] = step = state["step"].to(first.device, torch.float32)
+        return _Update(parameter, grad, (*tensors, step), options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +272,11 @@ class _Update:
     options: dict[str, Any]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _parts(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """This rank's parts of DTensors that are spread alike; other tensors as they are."""
+    if not all(isinstance(tensor, DTensor) for tensor in tensors):
+        return tensors
+    spread = {(tensor.device_mesh, tensor.placements) for tensor in tensors if isinstance(tensor, DTensor)}
+    if len(spread) > 1 or any(placement.is_partial() for _, placements in spread for placement in placements):
+        return tensors
+    return tuple(tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor))

@@ -77,6 +77,8 @@ class _FusedDeepSpeed(_Strategy):
         self.config = copy.deepcopy(self.config)  # Lightning writes into the user's
         # With offloaded states DeepSpeed accepts no optimizer but its own, which needs a compiler.
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        # Lightning sets this too where it makes the config: else only a few classes of optimizers are accepted.
+        self.config.setdefault("zero_allow_untested_optimizer", True)
 
     @property
     def _classes_in_checkpoints(self) -> tuple[type, ...]:

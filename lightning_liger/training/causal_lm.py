@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -193,6 +194,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hparams = self._settings
+        on_gpu = all(parameter.is_cuda for parameter in self.parameters() if parameter.requires_grad)
         # A tied parameter is found in each module that holds it; the first one, the embedding, decides.
         groups: dict[tuple[float, int, float], list[nn.Parameter]] = {}
         grouped: set[nn.Parameter] = set()
@@ -205,7 +207,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
                     grouped.add(parameter)
                     decay = 0.0 if is_undecayed else hparams.weight_decay
                     groups.setdefault((scale, warmup_steps, decay), []).append(parameter)
-        optimizer = AdamW(
+        strategy = None if self._trainer is None else self._trainer.strategy
+        # DeepSpeed knows optimizers by their class, and warns of all others.
+        make = partial(torch.optim.AdamW, fused=on_gpu) if isinstance(strategy, DeepSpeedStrategy) else AdamW
+        optimizer = make(
             [
                 {"params": parameters, "lr": hparams.learning_rate * scale, "weight_decay": decay}
                 for (scale, _, decay), parameters in groups.items()

@@ -1,19 +1,21 @@
 """AdamW: the kernel against float64, and the optimizer against PyTorch's in whole trainings."""
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from liger_ops import optim
-from liger_ops.optim import AdamW, adamw_step
+from liger_ops.optim import AdamW, _adamw_step
 from tests.liger_ops.accuracy import assert_as_accurate
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -40,7 +42,7 @@ def assert_step_is_accurate(tensors: list[Tensor], step: int, **options: Any) ->
     param, grad, exp_avg, exp_avg_sq = tensors
     number = torch.tensor(float(step), device=param.device)
     grad_before = grad.clone()
-    adamw_step(param, grad, exp_avg, exp_avg_sq, number, **options)
+    _adamw_step(param, grad, exp_avg, exp_avg_sq, number, **options)
     torch.testing.assert_close(grad, grad_before, rtol=0, atol=0)
     for name, *results in zip(
         ("param", "exp_avg", "exp_avg_sq"), (param, exp_avg, exp_avg_sq), eager, truth, strict=True
@@ -97,21 +99,21 @@ def test_tiny_and_infinite_gradients(triton_device: torch.device) -> None:
     assert_step_is_accurate(tensors, 10, **OPTIONS | {"eps": 0.0})
     param, grad, exp_avg, exp_avg_sq = make_tensors(64, torch.float32, triton_device)
     grad[7], grad[9] = float("nan"), float("inf")
-    adamw_step(param, grad, exp_avg, exp_avg_sq, torch.tensor(3.0, device=triton_device), **OPTIONS)
+    _adamw_step(param, grad, exp_avg, exp_avg_sq, torch.tensor(3.0, device=triton_device), **OPTIONS)
     assert param.isfinite().logical_not().nonzero().flatten().tolist() == [7, 9]
 
 
 @pytest.fixture
-def small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def updated_parameters(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Lets kernels update tensors of 16 elements or more; the parameters that they update, as long as that goes on."""
     updated: list[Tensor] = []
 
     def step(param: Tensor, *tensors: Tensor, **options: Any) -> None:
         updated.append(param)
-        adamw_step(param, *tensors, **options)
+        _adamw_step(param, *tensors, **options)
 
     monkeypatch.setattr(optim, "_MIN_ELEMENTS", 16)
-    monkeypatch.setattr(optim, "adamw_step", step)
+    monkeypatch.setattr(optim, "_adamw_step", step)
     return updated
 
 
@@ -153,7 +155,7 @@ def assert_same(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> N
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("arrange", [list, in_groups], ids=["one group", "groups"])
 def test_trains_as_pytorch(
-    triton_device: torch.device, small_tensors_count: list[Tensor], dtype: torch.dtype, arrange: Callable[..., Any]
+    triton_device: torch.device, updated_parameters: list[Tensor], dtype: torch.dtype, arrange: Callable[..., Any]
 ) -> None:
     ours, theirs = make_parameters(triton_device, dtype), make_parameters(triton_device, dtype)
     optimizer = AdamW(arrange(ours), **OPTIONS)
@@ -167,11 +169,11 @@ def test_trains_as_pytorch(
             each.step()
         assert all(parameter.grad is grad for parameter, grad in zip(ours, gradients, strict=True))
     # The states come from PyTorch's first step; the last parameter has no gradient in three of the others.
-    assert len(small_tensors_count) == 5 + 5 + 2
+    assert len(updated_parameters) == 5 + 5 + 2
     assert_same(optimizer, plain)
 
 
-def test_each_loads_the_others_states(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+def test_each_loads_the_others_states(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     pairs = []
     theirs = partial(torch.optim.AdamW, fused=triton_device.type == "cuda")
     for first, second in ((AdamW, theirs), (theirs, AdamW)):
@@ -184,11 +186,11 @@ def test_each_loads_the_others_states(triton_device: torch.device, small_tensors
             fill_gradients(parameters, step)
             optimizer.step()
         pairs.append(optimizer)
-    assert small_tensors_count
+    assert updated_parameters
     assert_same(*pairs)
 
 
-def test_closure_and_hooks_run_once(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+def test_closure_and_hooks_run_once(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     parameters = make_parameters(triton_device)
     torch.optim.AdamW(parameters)  # PyTorch wraps the steps of classes that were instantiated
     optimizer, calls = AdamW(parameters, **OPTIONS), []
@@ -205,12 +207,12 @@ def test_closure_and_hooks_run_once(triton_device: torch.device, small_tensors_c
     losses = [optimizer.step(closure).item() for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
     assert calls == ["before", "closure", "after"] * 3
-    assert small_tensors_count
+    assert updated_parameters
 
 
 @pytest.mark.parametrize("reason", ["scale", "tensor lr", "amsgrad", "float64"])
 def test_leaves_to_pytorch_what_kernels_do_not_take(
-    triton_device: torch.device, small_tensors_count: list[Tensor], reason: str
+    triton_device: torch.device, updated_parameters: list[Tensor], reason: str
 ) -> None:
     dtype = torch.float64 if reason == "float64" else torch.float32
     lr = torch.tensor(0.03, device=triton_device) if reason == "tensor lr" else 0.03
@@ -226,13 +228,11 @@ def test_leaves_to_pytorch_what_kernels_do_not_take(
                 optimizer.found_inf = torch.tensor(float(step == 2), device=triton_device)
             optimizer.step()
         pairs.append(optimizer)
-    assert not small_tensors_count
+    assert not updated_parameters
     assert_same(*pairs)
 
 
-def test_leaves_transposed_parameters_to_pytorch(
-    triton_device: torch.device, small_tensors_count: list[Tensor]
-) -> None:
+def test_leaves_transposed_parameters_to_pytorch(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     pairs = []
     for kind in (AdamW, torch.optim.AdamW):
         weight = torch.arange(32.0, device=triton_device).view(4, 8).t().requires_grad_()
@@ -242,11 +242,129 @@ def test_leaves_transposed_parameters_to_pytorch(
             weight.grad = torch.full_like(weight, 1.0 + step)
             optimizer.step()
         pairs.append(optimizer)
-    assert not small_tensors_count
+    assert not updated_parameters
     assert_same(*pairs)
 
 
-def test_sparse_gradients_raise_as_in_pytorch(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+def test_many_small_decays_add_up(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
+    # lr * weight_decay is below the last digit of 1 in float32.
+    options = {"lr": 1e-6, "weight_decay": 0.01, "eps": 1e-8}
+    generator = torch.Generator().manual_seed(5)
+    values = 4 * torch.rand(2048, generator=generator)
+    weights = [values.clone().to(triton_device, each).requires_grad_() for each in (torch.float32, torch.float64)]
+    optimizers = [AdamW([weight], **options) for weight in weights]
+    for _ in range(400):
+        gradient = torch.randn(2048, generator=generator)
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = gradient.to(weight)
+            optimizer.step()
+    assert len(updated_parameters) == 399
+    decay = 400 * options["lr"] * options["weight_decay"] * values.mean().item()
+    error = (weights[0].detach().double() - weights[1].detach()).mean().item()
+    assert abs(error) < 0.1 * decay
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr": np.float32(0.01)},
+        {"lr": Fraction(1, 100)},
+        {"betas": (np.float32(0.5), np.float32(0.75))},
+        {"weight_decay": np.float64(0.3)},
+        {"weight_decay": 1, "lr": 0},
+        {"betas": (torch.tensor(0.5), torch.tensor(0.75))},
+        {"decoupled_weight_decay": False},
+        {"foreach": False},
+    ],
+    ids=str,
+)
+def test_options_of_a_group_that_change(
+    triton_device: torch.device, updated_parameters: list[Tensor], changed: dict[str, Any]
+) -> None:
+    pairs = []
+    for kind in (AdamW, torch.optim.AdamW):
+        parameters = make_parameters(triton_device)
+        optimizer = kind(parameters, **OPTIONS)
+        if "betas" in changed or triton_device.type == "cpu":
+            optimizer.param_groups[0]["fused"] = None
+        for step in range(4):
+            if step == 2:
+                optimizer.param_groups[0].update(changed)
+            fill_gradients(parameters, step)
+            optimizer.step()
+        pairs.append(optimizer)
+    assert updated_parameters
+    for parameter, wanted in zip(pairs[0].param_groups[0]["params"], pairs[1].param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_that_were_counted_elsewhere(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
+    """On the CPU, as an optimizer does that is not fused."""
+    pairs = []
+    for kind in (AdamW, torch.optim.AdamW):
+        parameters = make_parameters(triton_device)
+        first = torch.optim.AdamW(parameters, **OPTIONS, foreach=False)
+        fill_gradients(parameters, 0)
+        first.step()
+        optimizer = kind(parameters, **OPTIONS)
+        optimizer.load_state_dict(first.state_dict())
+        for state in optimizer.state.values():
+            assert not state["step"].is_cuda
+            state["step"] = state["step"].double()
+        for step in (1, 2):
+            fill_gradients(parameters, step)
+            optimizer.step()
+        pairs.append(optimizer)
+    assert len(updated_parameters) == 2 + 3
+    for parameter, wanted in zip(pairs[0].param_groups[0]["params"], pairs[1].param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_fused_is_decided_for_each_group() -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = AdamW([{"params": []}])
+    optimizer.add_param_group({"params": [weight, torch.zeros(2, dtype=torch.complex64, requires_grad=True)]})
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
+    for parameter in optimizer.param_groups[1]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")  # so that gradients can be clipped in 16-mixed
+
+
+@pytest.mark.gpu
+def test_groups_on_a_gpu_are_fused_unless_they_say_otherwise() -> None:
+    weights = [torch.zeros(3, device="cuda", requires_grad=True) for _ in range(3)]
+    optimizer = AdamW([{"params": weights[:1]}, {"params": weights[1:2], "foreach": True}])
+    optimizer.add_param_group({"params": [weights[2], torch.zeros(2, requires_grad=True)]})
+    assert [group["fused"] for group in optimizer.param_groups] == [True, None, None]
+
+
+def test_graphs_that_saved_a_parameter_are_out_of_date(
+    triton_device: torch.device, updated_parameters: list[Tensor]
+) -> None:
+    weight = torch.randn(32, device=triton_device, requires_grad=True)
+    optimizer = AdamW([weight], **OPTIONS)
+    for _ in range(2):
+        loss = weight.exp().square().sum() * weight.square().sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+    assert updated_parameters
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_negative_views_are_read_as_such(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
+    weights = [torch.ones(32, device=triton_device, requires_grad=True) for _ in range(2)]
+    for weight, kind in zip(weights, (AdamW, torch.optim.AdamW), strict=True):
+        optimizer = kind([weight], **OPTIONS)
+        for _ in range(2):
+            weight.grad = torch._neg_view(torch.ones_like(weight))
+            optimizer.step()
+    assert not updated_parameters
+    torch.testing.assert_close(*weights)
+
+
+def test_sparse_gradients_raise_as_in_pytorch(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     weight = torch.randn(8, 4, device=triton_device, requires_grad=True)
     optimizer = AdamW([weight], **OPTIONS)
     weight.grad = torch.randn_like(weight)
@@ -257,7 +375,7 @@ def test_sparse_gradients_raise_as_in_pytorch(triton_device: torch.device, small
     assert weight.grad is not None
 
 
-def test_failing_step_leaves_gradients(triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+def test_failing_step_leaves_gradients(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     parameters = make_parameters(triton_device)
     optimizer = AdamW(parameters, **OPTIONS)
     fill_gradients(parameters, 0)
@@ -270,7 +388,7 @@ def test_failing_step_leaves_gradients(triton_device: torch.device, small_tensor
     assert torch.equal(parameters[0], before)
 
 
-def test_shards_of_dtensors(tmp_path: Path, triton_device: torch.device, small_tensors_count: list[Tensor]) -> None:
+def test_shards_of_dtensors(tmp_path: Path, triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     backend = {"cuda": "nccl"}.get(triton_device.type, "gloo")
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     mesh = init_device_mesh(triton_device.type, (1,))
@@ -283,10 +401,30 @@ def test_shards_of_dtensors(tmp_path: Path, triton_device: torch.device, small_t
             parameter.grad = None if other.grad is None else distribute_tensor(other.grad, mesh, [Shard(0)])
         optimizer.step()
         plain.step()
-    assert len(small_tensors_count) == 3 + 3 + 1
+    assert len(updated_parameters) == 3 + 3 + 1
     for parameter, other in zip(ours, theirs, strict=True):
         assert isinstance(parameter, DTensor)
         torch.testing.assert_close(parameter.to_local(), other)
+
+
+@pytest.mark.parametrize("kind", ["partial", "swapped"])
+def test_dtensors_that_are_spread_in_other_ways_are_left_to_pytorch(
+    tmp_path: Path, triton_device: torch.device, updated_parameters: list[Tensor], kind: str
+) -> None:
+    backend = {"cuda": "nccl"}.get(triton_device.type, "gloo")
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh(triton_device.type, (1, 1))
+    of_weight, of_grad = {
+        "partial": ([Replicate(), Replicate()], [Partial(), Replicate()]),
+        "swapped": ([Shard(0), Shard(1)], [Shard(1), Shard(0)]),
+    }[kind]
+    weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8, device=triton_device), mesh, of_weight))
+    optimizer = AdamW([weight], **OPTIONS)
+    for _ in range(3):
+        local = torch.randn(8, 8, device=triton_device)
+        weight.grad = DTensor.from_local(local, mesh, of_grad)
+        optimizer.step()
+    assert not updated_parameters
 
 
 @pytest.mark.parametrize(
@@ -314,14 +452,14 @@ def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPat
 
     def step_of(param: Tensor, *tensors: Tensor, **options: Any) -> None:
         updated.append(param.numel())
-        adamw_step(param, *tensors, **options)
+        _adamw_step(param, *tensors, **options)
 
     def make() -> list[Tensor]:
         generator = torch.Generator("cuda").manual_seed(3)
         shapes = [(2**22 - 1,), (2**22 + 3,), (3, 2**21)]
         return [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for shape in shapes]
 
-    monkeypatch.setattr(optim, "adamw_step", step_of)
+    monkeypatch.setattr(optim, "_adamw_step", step_of)
     ours, theirs = make(), make()
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, fused=True)
     scalers = [torch.amp.GradScaler("cuda", init_scale=4.0) for _ in range(2)]
@@ -336,5 +474,5 @@ def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPat
                 scaler.step(each)
             else:
                 each.step()
-    assert updated == [2**22 + 3, 3 * 2**21] * 3
+    assert updated == [2**22 + 3, 3 * 2**21] * 4
     assert_same(optimizer, plain)

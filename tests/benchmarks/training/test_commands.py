@@ -154,6 +154,17 @@ def test_medusa_heads_predict_further_ahead() -> None:
 
 
 @without_gpu
+def test_optimizer_measures_each_implementation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimizer", "--quick", "--layers", "1", "--out", str(tmp_path)]) == 0
+    results = read_results(tmp_path / "optimizer.jsonl")
+    assert results.command == "optimizer"
+    found = {(line["contender"], line["dtype"]): line for line in results.lines}
+    assert found.keys() == {(name, kind) for name in ("foreach", "fused", "ours") for kind in ("bfloat16", "float32")}
+    assert all(line["step_ms"] > 0 and line["layers"] == 1 for line in results.lines)
+    assert "times the floor" in capsys.readouterr().out
+    assert "expected positive integers" in rejected(capsys, "optimizer", "--quick", "--layers", "-3", "--out", "x")
+
+
 def test_activations_counts_what_layers_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["activations", "--quick", "--model", "llama3_8b", "--out", str(tmp_path)]) == 0
     found = {line["contender"]: line["bytes_per_token"] for line in read_results(tmp_path / "activations.jsonl").lines}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_liger import LigerCallback, LigerCausalLM, apply_liger_kernels
+from liger_ops.optim import AdamW
+from lightning_liger import LigerCallback, LigerCausalLM, LigerDeepSpeedStrategy, apply_liger_kernels
 from tests.lightning_liger.architectures import tiny_causal_lm, tiny_config
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
@@ -103,6 +104,14 @@ def test_weight_decay_leaves_norms_and_biases_and_takes_tied_weights_once(patche
     assert names[frozen] not in together
     assert {group["initial_lr"] for group in optimizer.param_groups} == {0.01}
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+
+
+def test_optimizer_is_ours_unless_deepspeed_wants_its_own_kind() -> None:
+    module = make_module(make_trainer())
+    assert type(module.configure_optimizers()["optimizer"]) is AdamW
+    module.trainer = make_trainer(strategy=LigerDeepSpeedStrategy(config={"zero_optimization": {"stage": 2}}))
+    assert type(module.configure_optimizers()["optimizer"]) is torch.optim.AdamW
+    assert module.trainer.strategy.config["zero_allow_untested_optimizer"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
