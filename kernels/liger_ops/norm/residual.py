@@ -28,8 +28,7 @@ def connect(y: Tensor, x: Tensor) -> Tensor:
     node: Any = y.grad_fn
     source, index = node.next_functions[0]
     if source is not None:
-        node.residual = None
-        node.backward_task = -1
+        node.residuals = {}  # by backward pass, of which several may run at once; None where the norm's is over
         node.input_like = x.shape, x.dtype
         source.metadata[_NORM, index] = weakref.ref(node)  # a strong one would be a cycle, which is never freed
     total: Any = x.grad_fn
@@ -52,13 +51,12 @@ def _hand_over(norm: "weakref.ref[Any]", place: int, gradients: _Gradients, _: _
         or type(gradient) is not Tensor
         or torch.is_grad_enabled()  # the graph of a second derivative has to have the sum
         or task == -1
-        or task == node.backward_task
-        or (node.residual is not None and node.residual[0] == task)
+        or task in node.residuals
         or (gradient.shape, gradient.dtype) != node.input_like
         or not torch._C._will_engine_execute_node(node)
     ):
         return None
-    node.residual = task, gradient, _stream(gradient)
+    node.residuals[task] = gradient, _stream(gradient)
     return (*gradients[:place], None, *gradients[place + 1 :])
 
 
@@ -66,11 +64,11 @@ def take(node: Any) -> Tensor | None:
     """What the running backward of a norm must add to its input's gradient, of the input's shape and dtype, or None."""
     if torch.compiler.is_compiling():
         return None
-    residual, node.residual = getattr(node, "residual", None), None
-    node.backward_task = torch._C._current_graph_task_id()
-    if residual is None or residual[0] != node.backward_task:  # left over from a backward that an error ended
+    residuals, task = getattr(node, "residuals", {}), torch._C._current_graph_task_id()
+    residual, residuals[task] = residuals.get(task), None
+    if residual is None:
         return None
-    _, gradient, stream = residual
+    gradient, stream = residual
     if (own := _stream(gradient)) != stream:
         own.wait_stream(stream)
         gradient.record_stream(own)

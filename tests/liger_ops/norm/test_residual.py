@@ -254,6 +254,33 @@ def test_backward_after_one_that_failed(
     assert len(taken) == 2
 
 
+@pytest.mark.parametrize("place", ["in the branch", "past it"])
+def test_backward_within_backward(triton_device: torch.device, taken: list[Tensor], norm: Norm, place: str) -> None:
+    """A hook runs another backward over the same graph, before or after the norm's own in the first."""
+
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, weight, projection = make_block(triton_device, dtype)
+        inside: list[Tensor] = []
+        y = norm(x, weight)
+        branch = y @ projection
+        total = (x + branch) if place == "in the branch" else (x * 1 + x.detach())
+        late = total + 0
+        loss = norm(x + branch if place == "in the branch" else late, weight).square().sum() + y.exp().sum()
+
+        def hook(gradient: Tensor) -> None:
+            if not inside:
+                inside.append(gradient)
+                inside.extend(torch.autograd.grad(loss, [x], retain_graph=True))
+
+        (branch if place == "in the branch" else late).register_hook(hook)
+        return [*torch.autograd.grad(loss, [x, weight], retain_graph=True), *inside[1:]]
+
+    for got, wanted in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert taken or place == "past it"
+
+
 def test_second_derivatives_raise(triton_device: torch.device, norm: Norm) -> None:
     x, *weights = make_block(triton_device)
     loss = norm(residual_block(x, norm, *weights), weights[0]).sum()
