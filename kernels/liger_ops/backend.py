@@ -103,21 +103,29 @@ def graph_ends() -> bool:
 def take_saved_tensors(ctx: Any) -> tuple[list[Any], bool]:
     """The tensors that a Function saved, or None, and whether its backward may write over all of them.
 
-    It may if backward frees its graph, and nothing but the caller refers to their memory. Then the Function's own
-    references are gone: a second call would raise.
+    It may if backward frees its graph, and nothing but the caller refers to them and to memory that PyTorch allocated.
+    Then the Function's own references are gone: a second call would raise.
     """
+    tensors = list(ctx.saved_tensors)  # once: hooks may make them anew each time
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return list(ctx.saved_tensors), False
-    tensors = [*ctx.saved_tensors, torch.empty(0)]  # the last is referred to as the others would be
+        return tensors, False
+    if is_traced() and not tensors[0].is_meta:  # a dispatch mode may keep what it sees
+        return tensors, False
+    tensors.append(torch.empty(0))  # referred to as the others would be
     ctx.maybe_clear_saved_tensors()
     counts = [None if tensor is None else _count_references(tensor) for tensor in tensors]
     *tensors, _ = tensors
     is_free = all(
-        tensor is None
-        or (count == counts[-1] and type(tensor) is Tensor and tensor.grad_fn is not None and tensor.is_contiguous())
+        tensor is None or (count == counts[-1] and _is_result(tensor))
         for tensor, count in zip(tensors, counts, strict=False)
     )
     return tensors, is_free
+
+
+def _is_result(tensor: Tensor) -> bool:
+    """Whether an op made a tensor, in memory of PyTorch's and dense: no leaf, and no view of an array, say."""
+    is_plain = type(tensor) is Tensor and tensor.grad_fn is not None and tensor.is_contiguous()
+    return is_plain and tensor.untyped_storage().resizable()
 
 
 def _count_references(tensor: Tensor) -> tuple[int, ...]:

@@ -2,11 +2,14 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops.gated_linear_unit import (
     choose_launch,
@@ -305,6 +308,77 @@ def test_inputs_that_others_hold_stay(triton_device: torch.device, unit: Unit, h
         memory = held() if callable(held) and not isinstance(held, Tensor) else held
     assert memory.data_ptr() == address
     assert torch.equal(memory, copies[0][: len(memory)])
+
+
+def test_arrays_that_a_hook_keeps_stay(triton_device: torch.device, unit: Unit) -> None:
+    """Memory that PyTorch did not allocate has owners that it does not count."""
+    arrays: dict[int, np.ndarray] = {}
+
+    def pack(tensor: Tensor) -> int:
+        arrays[len(arrays)] = tensor.detach().cpu().numpy().copy()
+        return len(arrays) - 1
+
+    def unpack(key: int) -> Tensor:
+        tensor = torch.from_numpy(arrays[key])
+        return tensor.to(triton_device) if triton_device.type == "cuda" else tensor
+
+    inputs = project(triton_device, 8, 8)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = loss_of(unit, inputs)
+    before = {key: array.copy() for key, array in arrays.items()}
+    loss.backward()
+    assert all(np.array_equal(array, before[key]) for key, array in arrays.items())
+
+
+class FromArray(torch.autograd.Function):
+    """Returns the memory of an array."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def test_arrays_of_others_stay(triton_device: torch.device) -> None:
+    if triton_device.type == "cuda":
+        pytest.skip("an array is on the CPU")
+    arrays = [np.random.default_rng(seed).standard_normal((5, 8), dtype=np.float32) for seed in (1, 2)]
+    copies = [array.copy() for array in arrays]
+    x = torch.randn(5, 8, requires_grad=True)
+    loss_of(UNITS["silu"], [FromArray.apply(x, array) for array in arrays]).backward()
+    assert all(np.array_equal(array, copy) for array, copy in zip(arrays, copies, strict=True))
+
+
+class Keeper(TorchDispatchMode):
+    """Keeps what each operation returns, as a tensor that shares its memory, and a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.kept.append((result.detach(), result.detach().clone()))
+        return result
+
+
+def test_tensors_that_a_dispatch_mode_keeps_stay(triton_device: torch.device, unit: Unit) -> None:
+    with Keeper() as keeper:
+        loss_of(unit, project(triton_device, 8, 8)).backward()
+    assert len(keeper.kept) >= 2
+    assert all(torch.equal(tensor, copy) for tensor, copy in keeper.kept)
+
+
+def test_transposed_inputs_stay_what_they_are(triton_device: torch.device, unit: Unit) -> None:
+    x = torch.randn(8, 5, device=triton_device, requires_grad=True)
+    copy = x.detach().clone().requires_grad_()
+    loss_of(unit, [x.t().contiguous().t() * 1.0, x.t().contiguous().t() * 2.0]).backward()
+    unit[1](copy).mul(2 * copy).square().sum().backward()
+    torch.testing.assert_close(x.grad, copy.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_inputs_of_a_graph_that_is_kept_stay(triton_device: torch.device, unit: Unit) -> None:

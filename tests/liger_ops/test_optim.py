@@ -1,7 +1,6 @@
 """AdamW: the kernel against float64, and the optimizer against PyTorch's in whole trainings."""
 
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,7 +267,6 @@ def test_many_small_decays_add_up(triton_device: torch.device, updated_parameter
     "changed",
     [
         {"lr": np.float32(0.01)},
-        {"lr": Fraction(1, 100)},
         {"betas": (np.float32(0.5), np.float32(0.75))},
         {"weight_decay": np.float64(0.3)},
         {"weight_decay": 1, "lr": 0},
@@ -285,8 +283,8 @@ def test_options_of_a_group_that_change(
     for kind in (AdamW, torch.optim.AdamW):
         parameters = make_parameters(triton_device)
         optimizer = kind(parameters, **OPTIONS)
-        if "betas" in changed or triton_device.type == "cpu":
-            optimizer.param_groups[0]["fused"] = None
+        if isinstance(changed.get("betas", [None])[0], Tensor):
+            optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them
         for step in range(4):
             if step == 2:
                 optimizer.param_groups[0].update(changed)
@@ -357,6 +355,7 @@ def test_negative_views_are_read_as_such(triton_device: torch.device, updated_pa
     weights = [torch.ones(32, device=triton_device, requires_grad=True) for _ in range(2)]
     for weight, kind in zip(weights, (AdamW, torch.optim.AdamW), strict=True):
         optimizer = kind([weight], **OPTIONS)
+        optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them on a GPU
         for _ in range(2):
             weight.grad = torch._neg_view(torch.ones_like(weight))
             optimizer.step()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NORM = "liger_ops.norm"
-"""With an output's number, the key of a norm of that output in its node's metadata."""
+_NORM, _CONNECTED = "liger_ops.norm", "liger_ops.connected"
+"""Keys in the metadata of nodes: with an output's number, of a norm of that output; of a sum that has got its hook."""
 _Gradients = tuple[Tensor | None, ...]
 
 
@@ -32,11 +32,11 @@ def connect(y: Tensor, x: Tensor) -> Tensor:
         node.input_like = x.shape, x.dtype
         source.metadata[_NORM, index] = weakref.ref(node)  # a strong one would be a cycle, which is never freed
     total: Any = x.grad_fn
-    if total is not None and total.name() == "AddBackward0" and _NORM not in total.metadata:
+    if total is not None and total.name() == "AddBackward0" and _CONNECTED not in total.metadata:
         for place, (summand, index) in enumerate(total.next_functions):
             norm = None if summand is None else summand.metadata.get((_NORM, index))
             if norm is not None:
-                total.metadata[_NORM] = True
+                total.metadata[_CONNECTED] = True
                 total.register_hook(partial(_hand_over, norm, place))
                 break
     return y
@@ -44,15 +44,17 @@ def connect(y: Tensor, x: Tensor) -> Tensor:
 
 def _hand_over(norm: "weakref.ref[Any]", place: int, gradients: _Gradients, _: _Gradients) -> _Gradients | None:
     """Leaves one of the sum's ``gradients`` to a norm whose backward is still to come; None changes nothing."""
+    if torch.compiler.is_compiling():  # compiled autograd
+        return None
     node, gradient = norm(), gradients[place]
     task = torch._C._current_graph_task_id()
     if (
         node is None
         or type(gradient) is not Tensor
-        or torch.is_grad_enabled()  # the graph of a second derivative has to have the sum
+        or gradient.layout is not torch.strided
         or task == -1
         or task in node.residuals
-        or (gradient.shape, gradient.dtype) != node.input_like
+        or (gradient.shape, gradient.dtype) != node.input_like  # a hook before this one may have changed it
         or not torch._C._will_engine_execute_node(node)
     ):
         return None

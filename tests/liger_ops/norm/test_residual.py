@@ -254,7 +254,7 @@ def test_backward_after_one_that_failed(
     assert len(taken) == 2
 
 
-@pytest.mark.parametrize("place", ["in the branch", "past it"])
+@pytest.mark.parametrize("place", ["before the norm", "after the norm"])
 def test_backward_within_backward(triton_device: torch.device, taken: list[Tensor], norm: Norm, place: str) -> None:
     """A hook runs another backward over the same graph, before or after the norm's own in the first."""
 
@@ -262,23 +262,57 @@ def test_backward_within_backward(triton_device: torch.device, taken: list[Tenso
         torch.manual_seed(0)
         x, weight, projection = make_block(triton_device, dtype)
         inside: list[Tensor] = []
-        y = norm(x, weight)
-        branch = y @ projection
-        total = (x + branch) if place == "in the branch" else (x * 1 + x.detach())
-        late = total + 0
-        loss = norm(x + branch if place == "in the branch" else late, weight).square().sum() + y.exp().sum()
+        h = x * 1
+        if place == "before the norm":
+            y = norm(h, weight)
+            hooked = y @ projection
+            total = h + hooked
+        else:  # the norm has a later node than the sum, so its backward is earlier
+            total = hooked = h + torch.ones_like(h)
+            y = norm(h, weight)
+        loss = norm(total, weight).square().sum() + y.exp().sum()
 
         def hook(gradient: Tensor) -> None:
             if not inside:
                 inside.append(gradient)
                 inside.extend(torch.autograd.grad(loss, [x], retain_graph=True))
 
-        (branch if place == "in the branch" else late).register_hook(hook)
+        hooked.register_hook(hook)
         return [*torch.autograd.grad(loss, [x, weight], retain_graph=True), *inside[1:]]
 
     for got, wanted in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
-    assert taken or place == "past it"
+    assert taken or place == "after the norm"
+
+
+def test_sparse_gradients_are_left_to_autograd(triton_device: torch.device, norm: Norm) -> None:
+    def gradient(dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(0)
+        x, weight, _ = make_block(triton_device, dtype)
+        h = x * 1
+        y = norm(h, weight)
+        total = h + torch.ones_like(h)
+        norm(total, weight)
+        rows = torch.nn.functional.embedding(torch.tensor([0, 2], device=triton_device), total, sparse=True)
+        return torch.autograd.grad(rows.sum() + y.sum(), weight)[0]
+
+    torch.testing.assert_close(gradient(torch.float32).double(), gradient(torch.float64), rtol=1e-4, atol=1e-4)
+
+
+def test_under_compiled_autograd(triton_device: torch.device, norm: Norm) -> None:
+    from torch._dynamo import compiled_autograd
+
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, *weights = make_block(triton_device, dtype)
+        loss = norm(residual_block(x * 1, norm, *weights), weights[0]).square().sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        return [leaf.grad for leaf in (x, *weights)]
+
+    torch._dynamo.reset()
+    for got, wanted in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_second_derivatives_raise(triton_device: torch.device, norm: Norm) -> None:
