@@ -21,7 +21,7 @@ from benchmarks.environment import environment
 from benchmarks.records import Writer
 from benchmarks.timing import wall_ms
 from benchmarks.training.dims import DIMS, make_model
-from benchmarks.training.train import number, parse_models
+from benchmarks.training.train import add_models_argument, number
 
 MODELS = ("llama3_8b", "qwen3_8b", "gemma_7b", "mistral_7b", "phi3_mini")
 CONTENDERS = ("eager", "liger_kernel", "store", "cheap")
@@ -58,13 +58,7 @@ class Kept:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        type=parse_models,
-        default=MODELS,
-        metavar="MODEL,...",
-        help=f"which dimensions (default: {','.join(MODELS)}), out of {', '.join(DIMS)}",
-    )
+    add_models_argument(parser, MODELS)
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences (default: 8)")
     parser.add_argument("--sequence-length", type=int, default=2048, metavar="N", help="their tokens (default: 2048)")
 

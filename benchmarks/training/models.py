@@ -23,7 +23,7 @@ from benchmarks.environment import environment
 from benchmarks.records import Line, Writer
 from benchmarks.timing import synchronize, wall_ms
 from benchmarks.training.dims import DIMS, make_model
-from benchmarks.training.train import parse_models
+from benchmarks.training.train import add_models_argument
 from benchmarks.training.worker import apply_liger_kernel
 from lightning_liger import apply_liger_kernels
 
@@ -151,13 +151,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        type=parse_models,
-        default=MODELS,
-        metavar="MODEL,...",
-        help=f"which dimensions (default: {','.join(MODELS)})",
-    )
+    add_models_argument(parser, MODELS)
 
 
 def run(options: argparse.Namespace, stem: str, console: Console) -> bool:

@@ -19,7 +19,7 @@ from benchmarks.records import Writer
 from benchmarks.timing import Rates, wall_ms
 from benchmarks.training.arms import parse_numbers
 from benchmarks.training.dims import DIMS, make_model
-from benchmarks.training.train import number, parse_models
+from benchmarks.training.train import add_models_argument, number
 from liger_ops.optim import AdamW
 
 CONTENDERS: dict[str, Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -58,13 +58,7 @@ class Step:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        type=parse_models,
-        default=("llama3_8b",),
-        metavar="MODEL,...",
-        help=f"which dimensions (default: llama3_8b), out of {', '.join(DIMS)}",
-    )
+    add_models_argument(parser, ["llama3_8b"])
     parser.add_argument("--layers", type=parse_numbers, default=(8,), metavar="N", help="depth (default: 8)")
 
 

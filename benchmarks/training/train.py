@@ -22,6 +22,17 @@ parse_models = names("model", DIMS)
 """The ``type`` of an argument that is a comma-separated list of models."""
 
 
+def add_models_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """``--model`` of commands that measure several models."""
+    parser.add_argument(
+        "--model",
+        type=parse_models,
+        default=tuple(default),
+        metavar="MODEL,...",
+        help=f"which dimensions (default: {','.join(default)}), out of {', '.join(DIMS)}",
+    )
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, arms: str) -> None:
     """Arguments that several commands share."""
     parser.add_argument(
@@ -41,13 +52,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, arms: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, DEFAULT_ARMS)
-    parser.add_argument(
-        "--model",
-        type=parse_models,
-        default=("llama3_8b",),
-        metavar="MODEL,...",
-        help=f"which dimensions (default: llama3_8b): {', '.join(DIMS)}",
-    )
+    add_models_argument(parser, ["llama3_8b"])
     parser.add_argument(
         "--batches",
         type=parse_numbers,
