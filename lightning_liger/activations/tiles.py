@@ -91,6 +91,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return backend.autocast_dtype(x.device.type) or x.dtype
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of ``module`` runs hooks of its own."""
+    # Private to torch, which has no public way to see them.
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
 def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:
     """Each parameter of ``module`` and where its modules hold it; None if the module cannot be tiled.
 
@@ -98,9 +104,8 @@ def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:
     """
     places: dict[Tensor, list[Place]] = {}
     for part in module.modules():
-        # Private to torch, which has no public way to see them. The module's own hooks run outside of the tiles.
-        hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-        if part is not module and (any(hooks) or isinstance(part, FullyShardedDataParallel)):
+        # The module's own hooks run outside of the tiles.
+        if part is not module and (has_hooks(part) or isinstance(part, FullyShardedDataParallel)):
             return None
         if any(buffer is not None and buffer.is_floating_point() for buffer in part._buffers.values()):
             return None

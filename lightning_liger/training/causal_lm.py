@@ -194,7 +194,6 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hparams = self._settings
-        on_gpu = all(parameter.is_cuda for parameter in self.parameters() if parameter.requires_grad)
         # A tied parameter is found in each module that holds it; the first one, the embedding, decides.
         groups: dict[tuple[float, int, float], list[nn.Parameter]] = {}
         grouped: set[nn.Parameter] = set()
@@ -209,7 +208,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
                     groups.setdefault((scale, warmup_steps, decay), []).append(parameter)
         strategy = None if self._trainer is None else self._trainer.strategy
         # DeepSpeed knows optimizers by their class, and warns of all others.
-        make = partial(torch.optim.AdamW, fused=on_gpu) if isinstance(strategy, DeepSpeedStrategy) else AdamW
+        plain = partial(torch.optim.AdamW, fused=all(parameter.is_cuda for parameter in grouped))
+        make = plain if isinstance(strategy, DeepSpeedStrategy) else AdamW
         optimizer = make(
             [
                 {"params": parameters, "lr": hparams.learning_rate * scale, "weight_decay": decay}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_ops import backend, gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from liger_ops.shared_linear import shared_linear
-from lightning_liger.activations.tiles import run_in_tiles
+from lightning_liger.activations.tiles import has_hooks, run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
     Randoms,
@@ -141,13 +141,11 @@ def _project(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
 
 def _is_plain_linear(module: nn.Module) -> bool:
     """Whether calling ``module`` does no more than ``F.linear`` without a bias."""
-    # Private to torch, which has no public way to see hooks.
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return (
         type(module) is nn.Linear
         and module.bias is None
         and "forward" not in vars(module)
-        and not any(hooks)
+        and not has_hooks(module)
         and not nn.modules.module._has_any_global_hook()
     )
 
