@@ -28,9 +28,6 @@ _FRAGMENTATION = 0.06
 """Of the memory that is available, left free by "auto": what the allocator has reserved for sizes that nobody wants."""
 MARGIN = 0.01
 """Of the budget: for what a prediction does not see, such as the order in which tensors are freed."""
-_TIGHTER = 0.05
-"""Of the expected peak: how much less the next plan takes after one that ran out of memory."""
-_NEXT_MODE: dict[Mode, Mode] = {"store": "cheap", "cheap": "recompute", "recompute": "offload"}
 
 
 @dataclass(frozen=True)
@@ -162,26 +159,6 @@ class Planner:
                 self._memory.reset_peak()
         self._num_steps += 1
         self._is_between_steps = True
-
-    def ran_out_of_memory(self) -> bool:
-        """Makes the plan tighter, after a step that is to be repeated; whether there is a tighter one."""
-        self._recorder = None
-        self._is_between_steps = True
-        if self.plan is None:
-            is_tighter = self._base != "offload"
-            self._set_base("offload")
-            return is_tighter
-        failed, covering = self.plan, self._covering(self._num_tokens)
-        assert covering is not None  # there was a plan for it
-        self._limit = min(self._budget.limit(self._memory), int((1 - _TIGHTER) * failed.predicted_peak))
-        self._plans.clear()
-        if self._plan_for(covering).predicted_peak < failed.predicted_peak:
-            return True
-        # Something that the prediction does not see.
-        tighter = Plan(tuple(_NEXT_MODE.get(mode, mode) for mode in failed.modes), failed.predicted_peak)
-        self._plans = dict.fromkeys(self._plans, tighter)
-        self._describe(tighter, covering.num_tokens)
-        return tighter.modes != failed.modes
 
     # The rest
 

@@ -23,8 +23,7 @@ class LigerCallback(L.Callback):
         kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
         activation_checkpointing: The layers that are recomputed in backward: ``"none"``, ``"full"``, the number of the
             first ones, or classes of layers or their names; see docs/training.md.
-        memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``. A step that runs out of memory
-            is not repeated, as it is under our strategies.
+        memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``.
         attention_backend: The backend of attention that is tried first: ``"flash"``, ``"cudnn"``, ``"efficient"``,
             ``"math"``, or ``"auto"``; None leaves PyTorch's order.
 

@@ -37,13 +37,7 @@ class PolicyOptions:
         use_bias_correction_kl: Whether the divergence is multiplied by the ratio, gradient included.
         top_entropy_quantile: Share of tokens, those of the highest entropy, that the policy trains on
             (arXiv:2506.01939).
-        entropy_coef: Weight of the mean entropy that the loss rewards; with ``use_adaptive_entropy`` at the start.
-        use_adaptive_entropy: Whether the coefficient changes by ``entropy_coef_delta`` with each optimizer step, up
-            while the entropy is at most ``entropy_target``, down above it, where it is not applied (arXiv:2505.22312).
-        entropy_coef_min: Its lower bound.
-        entropy_coef_max: Its upper bound.
-        entropy_coef_delta: Its change in a step.
-        entropy_target: In nats.
+        entropy_coef: Weight of the mean entropy that the loss rewards.
         off_policy_mask_threshold: Completions of negative advantage are left out if the mean of sampling minus policy
             log-probability is above it (arXiv:2512.02556, equation 9). None leaves out none.
         vllm_importance_sampling_correction: Whether losses are multiplied by the ratio of old to sampling probability
@@ -74,11 +68,6 @@ class PolicyOptions:
     use_bias_correction_kl: bool = True
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
-    use_adaptive_entropy: bool = False
-    entropy_coef_min: float = 0.0
-    entropy_coef_max: float = 1.0
-    entropy_coef_delta: float = 0.005
-    entropy_target: float = 0.2
     off_policy_mask_threshold: float | None = None
     vllm_importance_sampling_correction: bool = True
     vllm_importance_sampling_mode: str = "sequence_mask"
@@ -101,15 +90,14 @@ class PolicyOptions:
         check_choice("loss_type", self.loss_type, LOSS_TYPES)
         check_choice("importance_sampling_level", self.importance_sampling_level, _LEVELS)
         check_choice("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, SAMPLING_MODES)
-        for name in ("use_bias_correction_kl", "use_adaptive_entropy", "vllm_importance_sampling_correction"):
+        for name in ("use_bias_correction_kl", "vllm_importance_sampling_correction"):
             check_bool(name, getattr(self, name))
         check_number("beta", self.beta, at_least=0)
         for name in ("epsilon", "epsilon_high"):
             check_number(name, getattr(self, name), above=0, optional=True)
         check_number("delta", self.delta, above=0, optional=True)
         check_number("top_entropy_quantile", self.top_entropy_quantile, above=0, at_most=1)
-        for name in ("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):
-            check_number(name, getattr(self, name), at_least=0)
+        check_number("entropy_coef", self.entropy_coef, at_least=0)
         check_number("off_policy_mask_threshold", self.off_policy_mask_threshold, optional=True)
         for bound in ("max", "min"):
             name = f"vllm_importance_sampling_clip_{bound}"
@@ -161,11 +149,6 @@ class PolicyOptions:
                 f"off_policy_mask_threshold must be None for loss_type={self.loss_type!r}, got"
                 f" {self.off_policy_mask_threshold}"
             )
-        if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef_min must be at most entropy_coef_max = {self.entropy_coef_max}, got"
-                f" {self.entropy_coef_min}"
-            )
         if self.vllm_importance_sampling_correction:
             self._check_sampling_bounds()
 
@@ -180,11 +163,6 @@ class PolicyOptions:
                 "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min must be set for"
                 f" vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}, got None for both"
             )
-
-    @property
-    def has_entropy_bonus(self) -> bool:
-        """Whether the loss needs the gradient of the entropy."""
-        return self.use_adaptive_entropy or self.entropy_coef > 0
 
     @property
     def counts_tokens(self) -> bool:

@@ -24,6 +24,7 @@ from lightning_liger.post_training.metrics import (
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.training.language_model import LanguageModel
 from lightning_liger.training.protocol import engine_of
+from lightning_liger.training.step_mean import sum_over_ranks
 from lightning_liger.training.steps import STAGES, LigerStepMixin
 from lightning_liger.training.window import upcoming_batches
 
@@ -60,10 +61,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
     over pairs is over the pairs of all its micro-batches and ranks, a mean over tokens over all their tokens, however
     they were split. With ``loss_normalization = "micro_batch"`` they are means of the micro-batches' means.
 
-    A loss of one unit is divided by the number of units after the last backward pass, as in ``LigerLMMixin``. In a loss
-    of several units, the second and later ones are weighted before backward by the numbers of units in the step, which
-    the ranks add up when its first micro-batch arrives: the batches that follow are looked at ahead of time, see
-    :meth:`count_units`. Under DeepSpeed, a step that ends in the next epoch cannot be looked at as a whole.
+    The loss of a batch is weighted by its share of the step's units where it is differentiated, as in ``LigerLMMixin``.
+    That of several units is divided by the numbers of units in the whole step, which the ranks add up when its first
+    micro-batch arrives: the batches that follow are looked at ahead of time, see :meth:`count_units`, and none may be
+    skipped. Under DeepSpeed, a step that ends in the next epoch cannot be looked at as a whole.
 
     Each stage logs its loss and metrics as ``{train,val,test}_{name}``, exact over batches and ranks, and training
     steps also as ``train_{name}_step``.
@@ -78,10 +79,11 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self.step_metrics = nn.ModuleDict()
         self._hidden_metrics: set[str] = set()
         """Metrics of ``metric_kinds`` that the data do not have, which are not logged; the same on all ranks."""
-        self._has_auxiliary = False
+        self._has_auxiliary = self._has_begun = False
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
-        self._num_counted = self._position = 0
+        self._num_counted = self._next_index = 0
+        self._last_index = -1
         self._step_sums: Tensor | None = None
 
     # To be implemented
@@ -164,6 +166,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
         self._refuse_replaced_model()
+        if not self._has_begun:  # hooks that were overridden
+            self._begin_stage()
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
         result = self.step_loss(stage, batch)
@@ -183,48 +187,39 @@ class LigerPostTrainingMixin(LigerStepMixin):
             )
         parts = torch.stack([torch.stack((term.total.detach().double(), cast(Tensor, term.count))) for term in terms])
         self._measure(stage, result, parts)
-        normalizes = stage == "train" and self._normalizes_steps()
         counts = parts[:, 1].contiguous()  # gloo adds up the wrong elements of a view with strides
-        totals = self._count_step(counts, terms) if normalizes else counts
-        loss_sum = terms[0].total
-        for index, term in enumerate(terms[1:], start=1):
-            if term.unit == terms[0].unit:
-                loss_sum = loss_sum + term.total
-            else:  # a term without units is 0
-                factor = totals[0] / totals[index].masked_fill(totals[index] == 0, 1)
-                loss_sum = loss_sum + term.total * factor.to(term.total.dtype)
-        if normalizes:
-            return self._token_mean.add(loss_sum, count.to(loss_sum.dtype))
-        loss = loss_sum / count.masked_fill(count == 0, 1).to(loss_sum.dtype)
-        if stage == "train":
-            self._log_step(loss.detach())
-        return loss
+        size, num_batches = counts[0], None
+        if len({term.unit for term in terms}) == 1:
+            counts = size.expand_as(counts)
+        elif stage == "train" and self._normalizes_steps():
+            counts, num_batches = self._count_step(counts, terms)
+            size = torch.ones_like(size)
+        counts = counts.masked_fill(counts == 0, 1)  # a term without units is 0
+        means = [term.total / number.to(term.total.dtype) for term, number in zip(terms, counts, strict=True)]
+        loss = torch.stack(means).sum()
+        return self._counted(loss, size, num_batches) if stage == "train" else loss
 
     def _num_shares(self, term: Term) -> int:
         """On how many ranks the term is the same, which then count a share of it each."""
         return 1 if self.context is None or not term.is_whole else self.context.size
 
-    def _count_step(self, own: Tensor, terms: list[Term]) -> Tensor:
-        """The numbers of units of the whole optimizer step, ``[number of terms]``, from those of this batch."""
-        if len({term.unit for term in terms}) == 1:
-            return own
-        if self._token_mean.is_empty:
-            self._unit_totals, self._num_counted, self._position = None, 0, 0
-        self._position += 1
-        if self._num_counted < self._position:
-            ahead = upcoming_batches(self.trainer, self.trainer.accumulate_grad_batches - self._position)
+    def _count_step(self, own: Tensor, terms: list[Term]) -> tuple[Tensor, int]:
+        """The numbers of units in an average batch of the optimizer step, ``[number of terms]``, and of its batches."""
+        index = engine_of(self.trainer).micro_batch_index()
+        if index <= self._last_index:  # of the step before
+            self._unit_totals, self._num_counted, self._next_index = None, 0, 0
+        self._last_index = index
+        if index >= self._next_index:
+            ahead = upcoming_batches(self.trainer, self.trainer.accumulate_grad_batches - index - 1)
             counts = [self.count_units(upcoming) for upcoming in ahead]
             if counts:
                 rows = [[float(each[term.unit]) / self._num_shares(term) for term in terms] for each in counts]
                 own = own + torch.tensor(rows, dtype=torch.float64).sum(0).to(own.device)
-            totals = cast(Tensor, self.trainer.strategy.reduce(own, reduce_op="sum"))
+            totals = sum_over_ranks(self.trainer, own)
             self._unit_totals = totals if self._unit_totals is None else self._unit_totals + totals
-            self._num_counted = self._position + len(ahead)
-        return cast(Tensor, self._unit_totals)
-
-    def forget_micro_batches(self) -> None:
-        super().forget_micro_batches()
-        self._step_sums = None
+            self._num_counted += 1 + len(ahead)
+            self._next_index = index + 1 + len(ahead)
+        return cast(Tensor, self._unit_totals) / (self._num_counted * self.trainer.world_size), self._num_counted
 
     # Metrics
 
@@ -237,20 +232,9 @@ class LigerPostTrainingMixin(LigerStepMixin):
                 metrics: dict[str, Any] = {name: make_metric(kind) for name, kind in kinds.items()}
                 self.step_metrics[f"{stage}_metrics"] = nn.ModuleDict({"loss": SumOfMeans(), **metrics}).to(self.device)
 
-    def _frozen_models(self) -> list[nn.Module]:
-        """The submodules that are in evaluation mode on purpose."""
-        return []
-
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        for model in self._frozen_models():  # Lightning warns of evaluation mode before on_train_start
-            model.train()
         self._begin_stage()
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        for model in self._frozen_models():
-            model.eval()
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -261,7 +245,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self._begin_stage()
 
     def _begin_stage(self) -> None:
-        """Makes what steps need; called when fit, validation or test begins, also again."""
+        """Makes what steps need; called when fit, validation or test begins, also again, and at the latest in a step."""
+        self._has_begun = True
         self._make_metrics()
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
@@ -300,7 +285,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
             row = value if len(value) == 2 else (value[0], 1.0)
             rows.append(torch.stack([_count(part, device) for part in row]))
         sums = torch.stack(rows)
-        self._step_sums = sums if self._step_sums is None or self._token_mean.is_empty else self._step_sums + sums
+        is_first = engine_of(self.trainer).micro_batch_index() == 0
+        self._step_sums = sums if self._step_sums is None or is_first else self._step_sums + sums
 
     def _log_step(self, loss: Tensor) -> None:
         super()._log_step(loss)
@@ -308,7 +294,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
             return
         sums, self._step_sums = self._step_sums, None
         if self._normalizes_steps():
-            sums = cast(Tensor, self.trainer.strategy.reduce(sums, reduce_op="sum"))
+            sums = sum_over_ranks(self.trainer, sums)
         kinds, has_auxiliary = self.metric_kinds(), self._has_auxiliary
         for name, (total, count) in zip(self._step_names(), sums, strict=True):
             if name not in self._hidden_metrics and (name != "aux_loss" or has_auxiliary):

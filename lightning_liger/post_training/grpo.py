@@ -27,11 +27,6 @@ class LigerGRPO(LigerPolicyMixin, ReferenceCausalLM):
         use_bias_correction_kl: Whether the divergence is multiplied by the ratio.
         top_entropy_quantile: Share of tokens, those of the highest entropy, that the policy trains on.
         entropy_coef: Weight of the mean entropy that the loss rewards.
-        use_adaptive_entropy: Whether that weight follows ``entropy_target``.
-        entropy_coef_min: Its lower bound then.
-        entropy_coef_max: Its upper bound then.
-        entropy_coef_delta: Its change in a step.
-        entropy_target: In nats.
         off_policy_mask_threshold: Completions of negative advantage that are further from the policy are left out.
         vllm_importance_sampling_correction: Whether losses are multiplied by the ratio of old to sampling probability
             where the data have ``sampling_per_token_logps``.
@@ -71,11 +66,6 @@ class LigerGRPO(LigerPolicyMixin, ReferenceCausalLM):
         use_bias_correction_kl: bool = True,
         top_entropy_quantile: float = 1.0,
         entropy_coef: float = 0.0,
-        use_adaptive_entropy: bool = False,
-        entropy_coef_min: float = 0.0,
-        entropy_coef_max: float = 1.0,
-        entropy_coef_delta: float = 0.005,
-        entropy_target: float = 0.2,
         off_policy_mask_threshold: float | None = None,
         vllm_importance_sampling_correction: bool = True,
         vllm_importance_sampling_mode: str = "sequence_mask",

@@ -121,9 +121,6 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
             raise wrong_type("configure_original_model()", "a module, for a model without adapters", original)
         self._original = (prepare_frozen(original, self.device, context=self.context),)
 
-    def _frozen_models(self) -> list[nn.Module]:
-        return [self.model] if self.medusa_only_heads else []
-
     def train(self, mode: bool = True) -> Self:
         """As of any module; a frozen model stays in evaluation mode."""
         super().train(mode)

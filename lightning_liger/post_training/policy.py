@@ -30,11 +30,9 @@ from lightning_liger.losses.policy_reductions import num_units
 from lightning_liger.losses.policy_weights import num_top_entropies
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.completions import read_completions
-from lightning_liger.post_training.entropy import EntropyCoefficient
 from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
 from lightning_liger.post_training.rows import Rows
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
-from lightning_liger.training.protocol import engine_of
 
 
 class LigerPolicyMixin(LigerReferenceMixin):
@@ -83,9 +81,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
             raise wrong_type("policy_options", "a PolicyOptions", self.policy_options)
         check_number("temperature", self.temperature, above=0)
         check_integer("steps_per_generation", self.steps_per_generation, at_least=1, optional=True)
-        self._entropy_coefficient = EntropyCoefficient(self.policy_options)
         names = metric_names(self.policy_options)
-        names += ["policy_loss", "entropy_coef"] * self.policy_options.has_entropy_bonus
+        names += ["policy_loss"] * (self.policy_options.entropy_coef > 0)
         self._hidden_metrics = set(names_of_data()) - set(names)
         self._kinds = {name: metric_kind(name) for name in (*names, *sorted(self._hidden_metrics))}
         self._kinds["num_tokens"] = "sum"
@@ -99,8 +96,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
             with self._reference_model() as model:
                 policy = policy._replace(ref_log_probs=self._log_probs(rows, model))
         check_policy_batch(policy, options)
-        device, mask = rows.labels.device, policy.completions.mask
-        coefficient = self._entropy_coefficient.applied(device) if options.has_entropy_bonus else None
+        mask = policy.completions.mask
+        coefficient = options.entropy_coef or None
         count, unit = self._policy_units(batch, policy)
         local = rows.to_context(self.context)
         logits, auxiliary = self.call_model(local.inputs, local.labels)
@@ -120,9 +117,6 @@ class LigerPolicyMixin(LigerReferenceMixin):
         metrics = self._measured(rows, batch, policy, result, entropies)
         if coefficient is not None:
             metrics["policy_loss"] = Mean(result.total.detach(), count)
-            metrics["entropy_coef"] = Mean(self._entropy_coefficient.current(device), 1.0)
-            if stage == "train":
-                self._entropy_coefficient.add(result.entropy, self._num_entropies(mask))
         return StepLoss(tuple(terms), metrics, auxiliary)
 
     def per_token_log_probs(self, batch: Mapping[str, Any], model: nn.Module | None = None) -> Tensor:
@@ -253,30 +247,6 @@ class LigerPolicyMixin(LigerReferenceMixin):
             measured |= {name: Mean(*parts) for name, parts in means.items()}
         self._hidden_metrics -= measured.keys()
         return measured
-
-    def on_after_backward(self) -> None:
-        super().on_after_backward()
-        if self.policy_options.use_adaptive_entropy and not engine_of(self.trainer).should_accumulate():
-            strategy = self.trainer.strategy
-            self._entropy_coefficient.step(lambda sums: cast(Tensor, strategy.reduce(sums, reduce_op="sum")))
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._entropy_coefficient.forget()
-
-    def forget_micro_batches(self) -> None:
-        super().forget_micro_batches()
-        self._entropy_coefficient.forget()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        if self.policy_options.use_adaptive_entropy:
-            checkpoint["entropy_coefficient"] = self._entropy_coefficient.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        if "entropy_coefficient" in checkpoint:
-            self._entropy_coefficient.load_state_dict(checkpoint["entropy_coefficient"])
 
 
 def _end_of_sequence_ids(model: nn.Module) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from typing_extensions import Self
 
 from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, wrong_value
 from lightning_liger.post_training.base import LigerPostTrainingMixin
@@ -72,14 +73,18 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
                 raise wrong_value("ref_model", "another module than model, as it is frozen", self.ref_model)
             freeze(self.ref_model)
 
-    def _frozen_models(self) -> list[nn.Module]:
-        return [] if self.ref_model is None else [self.ref_model]
+    def train(self, mode: bool = True) -> Self:
+        """As of any module; the reference stays in evaluation mode."""
+        super().train(mode)
+        if self.ref_model is not None:
+            self.ref_model.eval()
+        return self
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
+    def _begin_stage(self) -> None:
+        super()._begin_stage()
         if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
             raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
-        if self.sync_ref_model:
+        if self.sync_ref_model and self._trainer is not None and self.trainer.training:
             self._check_sync()
         if self.disable_dropout:
             disable_dropout(self.model)
@@ -98,8 +103,8 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         if pair[0] != pair[1]:
             raise wrong_value("sync_ref_model", "False for a ref_model with other parameters than the model", True)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
+    def _step_ends(self) -> None:
+        super()._step_ends()
         # Here, as callbacks that save checkpoints run before on_train_batch_end.
         if self.sync_ref_model and (self.trainer.global_step + 1) % self.ref_model_sync_steps == 0:
             self._sync_reference()

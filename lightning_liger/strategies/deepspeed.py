@@ -251,8 +251,10 @@ class LigerDeepSpeedStrategy(
         """Whether DeepSpeed's optimizer divides gradients by a loss scale; those of ZeRO 2 and 3 do."""
         return hasattr(type(getattr(self.model, "optimizer", None)), "loss_scale")
 
+    def micro_batch_index(self) -> int:
+        return self.deepspeed_engine.micro_steps % self.deepspeed_engine.gradient_accumulation_steps()
+
     def should_accumulate(self) -> bool:
-        """Whether more micro-batches come before the optimizer steps."""
         return not self.deepspeed_engine.is_gradient_accumulation_boundary()
 
     def scale_gradients(self, parameters: Iterable[Parameter], factor: Tensor) -> None:

@@ -78,7 +78,6 @@ class LigerSingleDeviceStrategy(
     """
 
     strategy_name = "liger"
-    _repeats_steps = True
 
 
 class FabricLigerSingleDeviceStrategy(

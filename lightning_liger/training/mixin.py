@@ -56,9 +56,11 @@ class LigerLMMixin(LigerStepMixin):
             labels = batch.pop("labels")
             return self.lm_loss(self.model(**batch).logits, labels)
 
-    The training loss is the mean over the target tokens of a whole optimizer step: gradients do not depend on how
-    tokens were split over accumulated micro-batches and ranks. With ``loss_normalization = "micro_batch"`` in the class
-    they are the mean of the means of micro-batches, as with a training step of your own.
+    A step returns the mean over the target tokens of its batch. Gradients are those of the mean over the tokens of the
+    whole optimizer step, however they were split over accumulated micro-batches and ranks: where the loss is
+    differentiated, it is weighted by the batch's share of the tokens. A term that you add to it has the same weight,
+    which is 1 with one micro-batch and one rank. With ``loss_normalization = "micro_batch"`` in the class, all
+    micro-batches weigh the same, as with a training step of your own.
 
     With ``loss_type = "dft"`` in the class the loss of each token is its cross entropy times its probability, which has
     no gradient (dynamic fine-tuning, arXiv:2508.05629). Perplexity stays that of the cross entropy.
@@ -179,14 +181,12 @@ class LigerLMMixin(LigerStepMixin):
         if own_loss is not None and position_ids is None and not shifted:
             model.compare(own_loss, result.loss if result.cross_entropy is None else result.cross_entropy)
         self._log_tokens(stage, result, auxiliary_loss)
+        loss = result.loss
+        if stage == "train" and self._normalizes_steps():  # no tokens are no NaN among those of other micro-batches
+            loss = result.loss_sum / result.num_tokens.clamp(min=1)
         if auxiliary_loss is not None:
-            # Weighted by tokens as the cross entropy is, in every mean over micro-batches and ranks.
-            result = result._replace(
-                loss=result.loss + auxiliary_loss, loss_sum=result.loss_sum + auxiliary_loss * result.num_tokens
-            )
-        if stage == "train" and self._normalizes_steps():
-            return self._token_mean.add(result.loss_sum, result.num_tokens)
-        return result.loss
+            loss = loss + auxiliary_loss
+        return self._counted(loss, result.num_tokens) if stage == "train" else loss
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
@@ -211,8 +211,6 @@ class LigerLMMixin(LigerStepMixin):
             further = torch.where(result.num_tokens > 0, result.loss - result.cross_entropy, 0.0)
             further = further if auxiliary_loss is None else further + auxiliary_loss
             metrics.update_tokens(result.cross_entropy, result.num_correct, result.num_tokens, further)
-        if stage == "train" and not self._normalizes_steps():
-            self._log_step((result.loss if auxiliary_loss is None else result.loss + auxiliary_loss).detach())
         for name, metric in metrics.items():
             self.log(name, metric, on_step=False, on_epoch=True, prog_bar=stage != "train" and not name.endswith("y"))
         if auxiliary_loss is not None:

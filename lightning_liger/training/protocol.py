@@ -1,14 +1,14 @@
 """The protocol between a module and the strategy that trains it, whether ours or another."""
 
 from collections.abc import Iterable
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import lightning as L
 from torch import Tensor, nn
 
 from lightning_liger.patching import PatchReport
 from lightning_liger.sequences.context_parallel import ContextParallel
-from lightning_liger.training.token_mean import scale_gradients
+from lightning_liger.training.step_mean import scale_gradients
 
 
 @runtime_checkable
@@ -33,7 +33,10 @@ class TrainingEngine(Protocol):
 
     @property
     def scales_gradients(self) -> bool:
-        """Whether :meth:`scale_gradients` reaches the buffers of an engine that accumulates by itself."""
+        """Whether :meth:`scale_gradients` reaches the gradients that the next optimizer step uses."""
+
+    def micro_batch_index(self) -> int:
+        """The index of the current micro-batch in its optimizer step."""
 
     def should_accumulate(self) -> bool:
         """Whether more micro-batches follow before the optimizer steps."""
@@ -47,17 +50,26 @@ class EngineDefaults:
 
     lightning_module: L.LightningModule | None
     context_parallel: ContextParallel | None = None
+    handles_gradient_accumulation: bool
     materializes = False
 
     @property
     def scales_gradients(self) -> bool:
-        return False
+        return not self.handles_gradient_accumulation
+
+    def micro_batch_index(self) -> int:
+        # As Lightning, which zeroes gradients at 0, whatever became of the step before.
+        return self._epoch_loop.batch_idx % self._epoch_loop.trainer.accumulate_grad_batches
 
     def should_accumulate(self) -> bool:
-        if self.lightning_module is None:
-            raise RuntimeError("should_accumulate needs a Trainer that is fitting")
         # Lightning's only account of it: the last batch of an epoch steps too, whose number may be unknown until then.
-        return self.lightning_module.trainer.fit_loop.epoch_loop._should_accumulate()
+        return self._epoch_loop._should_accumulate()
+
+    @property
+    def _epoch_loop(self) -> Any:
+        if self.lightning_module is None:
+            raise RuntimeError(f"{type(self).__name__} needs a Trainer that is fitting")
+        return self.lightning_module.trainer.fit_loop.epoch_loop
 
     def scale_gradients(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         scale_gradients(parameters, factor)

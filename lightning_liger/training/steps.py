@@ -13,7 +13,7 @@ from liger_ops.arguments import check_choice
 from lightning_liger.training.language_model import LanguageModel
 from lightning_liger.training.metrics import ShownLoss
 from lightning_liger.training.protocol import engine_of
-from lightning_liger.training.token_mean import TokenMean
+from lightning_liger.training.step_mean import StepMean
 
 if TYPE_CHECKING:
     _Module = L.LightningModule
@@ -27,7 +27,8 @@ _LOSS = "train_loss_step"
 class LigerStepMixin(_Module):
     """Hooks that make gradients those of the mean over a whole optimizer step, and the model as steps see it.
 
-    A step of training adds its sum of losses and the number of units (tokens, pairs) with ``self._token_mean.add``.
+    A training step returns ``self._counted(loss, num_units)``: the mean over its units (tokens, pairs), as it is. How
+    much it weighs in the optimizer step is decided where it is differentiated, see :mod:`.step_mean`.
     """
 
     model: nn.Module
@@ -54,7 +55,7 @@ class LigerStepMixin(_Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_choice("loss_normalization", self.loss_normalization, self._normalizations)
-        self._token_mean = TokenMean()
+        self._step_mean = StepMean()
         self._language_model: LanguageModel | None = None
         self._is_configured = False
         self._replaced_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
@@ -108,8 +109,22 @@ class LigerStepMixin(_Module):
         """Whether gradients become those of the step's mean; not where an engine gives no access to them."""
         if self.loss_normalization == "micro_batch" or self._trainer is None or not self.automatic_optimization:
             return False
-        engine = engine_of(self.trainer)
-        return not engine.handles_gradient_accumulation or engine.scales_gradients
+        return self.trainer.accumulate_grad_batches == 1 or engine_of(self.trainer).scales_gradients
+
+    @torch.compiler.disable  # changes the Trainer's precision plugin, once
+    def _counted(self, loss: Tensor, num_units: Tensor, num_batches: int | None = None) -> Tensor:
+        """The loss of a training step, which is the mean of so many units; see :meth:`.StepMean.add`."""
+        if self._trainer is None:
+            return loss
+        _follow_steps(self.trainer.precision_plugin)
+        if self._normalizes_steps():
+            self._step_mean.add(self.trainer.fit_loop.epoch_loop.total_batch_idx, loss, num_units, num_batches)
+        else:
+            self._log_step(loss.detach())
+        return loss
+
+    def _step_ends(self) -> None:
+        """Called after each step of an optimizer, whatever hooks the module overrides."""
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -126,52 +141,66 @@ class LigerStepMixin(_Module):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._refuse_replaced_model()
-        self._token_mean.reset()
+        _follow_steps(self.trainer.precision_plugin)
         self.shown_loss.forget()
         if self.loss_normalization != "micro_batch" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
-                f"{type(self.trainer.strategy).__name__} gives no access to its gradients: the training loss is the"
-                f" mean of the means of micro-batches and ranks, whatever their numbers of {self._units}. Use"
-                f" 'liger_deepspeed_stage_2' or '_3' for the mean over {self._units}, or set loss_normalization ="
-                " 'micro_batch' if you do not want it."
+                f"{type(self.trainer.strategy).__name__} gives no access to its gradients: with accumulate_grad_batches"
+                f" the training loss is the mean of the means of micro-batches, whatever their numbers of"
+                f" {self._units}. Use 'liger_deepspeed_stage_2' or '_3' for the mean over {self._units}, or set"
+                " loss_normalization = 'micro_batch' if you do not want it."
             )
-
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        # An engine that accumulates by itself finishes the last step of an epoch in the next epoch.
-        if not engine_of(self.trainer).handles_gradient_accumulation:
-            self._token_mean.reset()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         # Of both entries with this name, the later one is in callback_metrics: the exact one, on the device.
         self.log(_LOSS, self.shown_loss, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         return super().on_train_batch_start(batch, batch_idx)
 
-    def on_after_backward(self) -> None:
-        super().on_after_backward()
-        # Not in a hook of the optimizer's step, where callbacks, which may look at gradients, run first.
-        if self._token_mean.is_empty:
-            return
-        strategy, engine = self.trainer.strategy, engine_of(self.trainer)
-        if engine.should_accumulate():
-            return
-        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
-        loss = self._token_mean.normalize(
-            (parameter for group in groups for parameter in group["params"]),
-            num_micro_batches=self.trainer.accumulate_grad_batches,
-            num_ranks=self.trainer.world_size,
-            sum_over_ranks=lambda tensor: cast(Tensor, strategy.reduce(tensor, reduce_op="sum")),
-            scale=engine.scale_gradients,
-        )
-        self._log_step(loss)
-
-    def forget_micro_batches(self) -> None:
-        """Forgets the tokens that were counted since the last optimizer step, for an engine that repeats a step."""
-        self._token_mean.reset()
-
     def _log_step(self, loss: Tensor) -> None:
         self.shown_loss.show(loss)
         self.log(_LOSS, loss, on_step=True, on_epoch=False)
+
+
+def _follow_steps(plugin: Any) -> None:
+    """Extends the Trainer's precision plugin: no override of a module's hooks can leave out what it calls."""
+    if "_follows_steps" not in vars(plugin):
+        plugin._follows_steps = True
+        plugin.backward = functools.partial(_backward, plugin.backward)
+        plugin.optimizer_step = functools.partial(_optimizer_step, plugin.optimizer_step)
+
+
+def _backward(backward: Callable[..., None], tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+    """``backward`` of a precision plugin, which runs between the hooks before and after backward."""
+    if not isinstance(model, LigerStepMixin) or not model._normalizes_steps():
+        backward(tensor, model, *args, **kwargs)
+        return
+    engine = engine_of(model.trainer)
+    weight = model._step_mean.weight(model, engine, model.trainer.fit_loop.epoch_loop.total_batch_idx)
+    if weight is not None:
+        tensor = tensor * weight.to(tensor.device, torch.float32)
+    backward(tensor, model, *args, **kwargs)
+    model._step_mean.finish(model, engine)
+
+
+def _optimizer_step(
+    step: Callable[..., Any], optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
+) -> Any:
+    """``optimizer_step`` of a precision plugin, whose closure runs the training step and backward."""
+    if not isinstance(model, LigerStepMixin):
+        return step(optimizer, model=model, closure=closure, **kwargs)
+
+    def finished() -> Any:
+        result = closure()
+        if model._normalizes_steps():
+            # Again, as the last micro-batch may have been skipped.
+            loss = model._step_mean.finish(model, engine_of(model.trainer))
+            if loss is not None:
+                model._log_step(loss)
+        return result
+
+    result = step(optimizer, model=model, closure=finished, **kwargs)
+    model._step_ends()
+    return result
 
 
 def _noting_the_model(configure_model: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """``activation_checkpointing``, ``memory_budget``, ``attention_backend``: how strategies run the layers of models."""
 
-import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
@@ -22,10 +22,8 @@ from lightning_liger.activations.planner import Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
 from lightning_liger.activations.ranks import AllRanks
 from lightning_liger.attention import AttentionBackend, Backend
-from lightning_liger.resuming.random_state import random_state, set_random_state
 from lightning_liger.sequences.context_parallel import attention_implementation
 from lightning_liger.strategies.parts.policies import LayerPolicy, resolve_policy, select_modules
-from lightning_liger.training.mixin import LigerLMMixin
 
 if TYPE_CHECKING:
     _Strategy = Any
@@ -292,57 +290,32 @@ class TrainerActivations(_Activations, _TrainerStrategy):
         **kwargs: For the next class.
     """
 
-    _repeats_steps = False
-    """Whether a step that ran out of memory may begin anew: no engine is in the middle of anything then."""
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(super().training_step, *args, **kwargs)
-        if not self._activations.planners or self._repeats_backward:
-            return step()
-        return self._repeat(step)
+        with self._advice_on_memory():
+            return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if self._activations.planners and self._repeats_backward:
-            closure = partial(self._repeat, closure)
         is_step = not (self.handles_gradient_accumulation and self.should_accumulate())
-        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        with self._advice_on_memory():
+            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         if is_step:
             self._activations.step_ends()
         return result
 
-    @property
-    def _repeats_backward(self) -> bool:
-        """Whether a step may begin anew in backward: its gradients are not added to those of other micro-batches."""
-        module = self.lightning_module
-        assert module is not None
-        return module.automatic_optimization and module.trainer.accumulate_grad_batches == 1
-
-    def _repeat(self, step: Callable[[], Any]) -> Any:
-        """Runs ``step`` under tighter plans until it does not run out of memory."""
-        state = random_state()
-        while True:
-            try:
-                return step()
-            except torch.OutOfMemoryError as error:
-                plan = self.activation_plan or "no plan yet, all layers are recomputed"
-                tighter = [planner.ran_out_of_memory() for planner in self._activations.planners]
-                if not self._repeats_steps or not any(tighter):
-                    raise torch.OutOfMemoryError(
-                        f"with memory_budget={self._activations.budget} and this plan: {plan}. Set a smaller"
-                        " memory_budget, which leaves more to fragmentation and to what else is on the GPU, or use"
-                        f" fewer or shorter rows in a batch. {error}"
-                    ) from error
-            # After the error, whose traceback holds the tensors of the step.
-            gc.collect()
-            torch.cuda.empty_cache()
-            set_random_state(state)
-            rank_zero_warn("lightning-liger: out of memory; the step is repeated under a tighter plan")
-            self._forget_micro_batch()
-
-    def _forget_micro_batch(self) -> None:
-        """Lets the module forget the tokens that it has counted in a step that is repeated."""
-        if self._repeats_backward and isinstance(self.lightning_module, LigerLMMixin):
-            self.lightning_module.forget_micro_batches()
+    @contextmanager
+    def _advice_on_memory(self) -> Iterator[None]:
+        """Says in the error of a step that runs out of memory under a budget what its plan was."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if not self._activations.planners or "memory_budget=" in str(error):
+                raise
+            plan = self.activation_plan or "no plan yet, all layers are recomputed"
+            raise torch.OutOfMemoryError(
+                f"with memory_budget={self._activations.budget} and this plan: {plan}. Set a smaller memory_budget,"
+                " which leaves more to fragmentation and to what else is on the GPU, or use fewer or shorter rows in a"
+                f" batch. {error}"
+            ) from error
 
     def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
         super()._announce_plan(line, plan, fits)

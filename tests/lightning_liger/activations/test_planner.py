@@ -196,28 +196,6 @@ def test_message_says_what_is_needed_where_no_plan_fits():
     assert "No plan fits: set a larger memory_budget" in line
 
 
-def test_plans_get_tighter_until_there_is_none_left():
-    trained = Trained(budget=10**5)
-    for _ in range(3):
-        trained.step(100)
-    seen = [tuple(trained.modes)]
-    while trained.planner.ran_out_of_memory():
-        trained.step(100)
-        seen.append(tuple(trained.modes))
-    assert len(set(seen)) == len(seen) > 4
-    assert seen[-1] == ("offload",) * 6
-
-
-def test_measured_steps_that_run_out_of_memory_are_repeated_with_inputs_in_host_memory():
-    trained = Trained(budget=10**5)
-    for _ in range(2):
-        assert trained.planner.ran_out_of_memory() is True or trained.modes == ["offload"] * 6
-        trained.step(100)
-        assert trained.modes == ["offload"] * 6
-    trained.step(100)
-    assert trained.modes == ["store"] * 6
-
-
 def test_step_of_a_second_optimizer_changes_nothing():
     trained = Trained(budget=10**5)
     trained.step(100)

@@ -28,10 +28,6 @@ _OPTIONS: dict[str, list[tuple[str, Any, str]]] = {
     "delta": [*_ABOVE_0, ("low", 1.1, "1.1")],
     "top_entropy_quantile": [*_ABOVE_0, ("large", 1.5, "1.5")],
     "entropy_coef": _AT_LEAST_0,
-    "entropy_coef_min": [*_AT_LEAST_0, ("above max", 2.0, "2.0")],
-    "entropy_coef_max": _AT_LEAST_0,
-    "entropy_coef_delta": _AT_LEAST_0,
-    "entropy_target": _AT_LEAST_0,
     "off_policy_mask_threshold": [("nan", math.nan, "nan"), ("text", "low", "'low'")],
     "vllm_importance_sampling_clip_max": _AT_LEAST_0,
     "vllm_importance_sampling_clip_min": [*_AT_LEAST_0, ("above max", 3.0, "3.0")],
@@ -43,7 +39,6 @@ _OPTIONS: dict[str, list[tuple[str, Any, str]]] = {
     "vespo_lambda_neg": _AT_LEAST_0,
     "max_completion_length": [("zero", 0, "0"), ("fraction", 1.5, "1.5"), ("text", "9", "'9'")],
     "use_bias_correction_kl": _BOOL,
-    "use_adaptive_entropy": _BOOL,
     "vllm_importance_sampling_correction": _BOOL,
 }
 _COMBINATIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [

@@ -71,7 +71,7 @@ def trl_loss(
         aux_loss_enabled=False,
         model=SimpleNamespace(training=mode == "train"),
         _metrics=defaultdict(lambda: defaultdict(list)),
-        _entropy_bonus_enabled=options.has_entropy_bonus,
+        _entropy_bonus_enabled=options.entropy_coef > 0,
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (log_probs, entropies, None),
     )
     trainer.epsilon_high = options.bound_high
@@ -137,13 +137,13 @@ def test_loss_gradient_and_metrics_are_trls(loss_type: str, changes: dict[str, A
     ours, entropies = values.clone().requires_grad_(), entropy_values.clone().requires_grad_()
     result = policy_objective(ours, entropies, batch, options)
     loss = result.total / num_units(batch.completions, options)
-    if options.has_entropy_bonus:
+    if options.entropy_coef > 0:
         kept = mask.sum() * options.top_entropy_quantile
         loss = loss - options.entropy_coef * result.entropy / kept
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)
-    if options.has_entropy_bonus:
+    if options.entropy_coef > 0:
         torch.testing.assert_close(entropies.grad, their_entropies.grad, rtol=1e-6, atol=1e-9)
 
     found = policy_metrics(entropies, batch, result.details, options)

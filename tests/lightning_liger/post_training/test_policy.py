@@ -181,26 +181,6 @@ def test_entropy_bonus_is_the_mean_over_the_tokens_that_the_mask_keeps() -> None
         assert losses[0] - losses[1] == pytest.approx(0.1 * kept.mean().item(), rel=1e-4)
 
 
-def test_adaptive_entropy_coefficient_follows_its_target(tmp_path: Any) -> None:
-    settings: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.04}
-    batches = [apart(sequences(3, columns=(), seed=seed)) for seed in range(3)]
-    high, low = (Policy(PolicyOptions(**settings, entropy_target=target)) for target in (100.0, 0.0))
-    fit(high, batches)
-    fit(low, batches)
-    for module, coefficients in ((high, [0.1, 0.14, 0.18]), (low, [0.1, 0.06, 0.02])):
-        assert [step["train_entropy_coef_step"] for step in module.steps] == pytest.approx(coefficients, rel=1e-5)
-    for module, applied in ((high, [0, 0.14, 0.18]), (low, [0, 0, 0])):  # never in the first step
-        for step, coefficient in zip(module.steps, applied, strict=True):
-            bonus = step["train_policy_loss_step"] - step["train_loss_step"]
-            assert bonus == pytest.approx(coefficient * step["train_entropy_step"], rel=1e-4, abs=1e-6)
-    checkpoint: dict[str, Any] = {}
-    high.on_save_checkpoint(checkpoint)
-    resumed = Policy(high.policy_options)
-    resumed.on_load_checkpoint(checkpoint)
-    assert float(resumed._entropy_coefficient.current(torch.device("cpu"))) == pytest.approx(0.22)
-    assert float(resumed._entropy_coefficient.applied(torch.device("cpu"))) == pytest.approx(0.22)
-
-
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
 def test_per_token_log_probs_are_columns_of_the_batch() -> None:
     module = Policy(PolicyOptions())

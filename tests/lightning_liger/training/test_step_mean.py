@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerCausalLM
-from lightning_liger.training.token_mean import TokenMean
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama
 from tests.lightning_liger.training.logging_lm import LoggingLM as LM
 
@@ -110,22 +109,6 @@ def test_step_without_any_label_moves_nothing_but_by_weight_decay() -> None:
     fit(module, [tiny_batch(1, 9, num_ignored=9)])
     assert_same_parameters(module, tiny_llama())
     assert module.logged == [0.0]
-
-
-def test_value_is_the_mean_and_gradient_that_of_the_sum() -> None:
-    losses = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    mean = TokenMean()
-    loss = mean.add(losses.sum(), torch.tensor(3))
-    assert loss.item() == 3.0
-    loss.backward()
-    parameter = nn.Parameter(losses.detach().clone())
-    parameter.grad = losses.grad.clone()
-    result = mean.normalize([parameter], num_micro_batches=1, num_ranks=1, sum_over_ranks=lambda tensor: tensor)
-    assert result.item() == 3.0
-    torch.testing.assert_close(parameter.grad, torch.full((3,), 1 / 3))
-    assert mean.is_empty
-    with pytest.raises(RuntimeError, match="at least one micro-batch"):
-        mean.normalize([], num_micro_batches=1, num_ranks=1, sum_over_ranks=lambda tensor: tensor)
 
 
 def test_unknown_normalization_is_refused() -> None:
