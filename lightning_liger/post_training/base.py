@@ -83,7 +83,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
         self._num_counted = self._next_index = 0
-        self._last_index = -1
+        self._first_batch = self._last_batch = -1
         self._step_sums: Tensor | None = None
 
     # To be implemented
@@ -205,10 +205,16 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def _count_step(self, own: Tensor, terms: list[Term]) -> tuple[Tensor, int]:
         """The numbers of units in an average batch of the optimizer step, ``[number of terms]``, and of its batches."""
-        index = engine_of(self.trainer).micro_batch_index()
-        if index <= self._last_index:  # of the step before
-            self._unit_totals, self._num_counted, self._next_index = None, 0, 0
-        self._last_index = index
+        index, batch = engine_of(self.trainer).micro_batch_index(), self.trainer.fit_loop.epoch_loop.total_batch_idx
+        is_again = batch == self._last_batch
+        if is_again and self.trainer.accumulate_grad_batches > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}.training_step must be called once for a batch with accumulate_grad_batches: its"
+                " loss has several units, which are counted for whole batches"
+            )
+        self._last_batch = batch
+        if batch - index != self._first_batch or is_again:
+            self._first_batch, self._unit_totals, self._num_counted, self._next_index = batch - index, None, 0, 0
         if index >= self._next_index:
             ahead = upcoming_batches(self.trainer, self.trainer.accumulate_grad_batches - index - 1)
             counts = [self.count_units(upcoming) for upcoming in ahead]
@@ -245,7 +251,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self._begin_stage()
 
     def _begin_stage(self) -> None:
-        """Makes what steps need; called when fit, validation or test begins, also again, and at the latest in a step."""
+        """Makes what steps need; called when a stage begins, also again, and at the latest in a step."""
         self._has_begun = True
         self._make_metrics()
 
@@ -268,9 +274,11 @@ class LigerPostTrainingMixin(LigerStepMixin):
             update_metric(cast(Any, metrics[name]), value)
         for name, metric in cast(Mapping[str, Metric], metrics).items():
             if name not in self._hidden_metrics and (name != "aux_loss" or result.auxiliary is not None):
+                # Lightning finds only the attributes that there were when the first metric was logged.
                 self.log(
-                    f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss"
-                )
+                    f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss",
+                    metric_attribute=f"step_metrics.{stage}_metrics.{name}",
+                )  # fmt: skip
         if stage == "train":
             self._add_step_sums(measured, parts.device)
 

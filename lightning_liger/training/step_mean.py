@@ -1,10 +1,11 @@
 """The mean over the units (tokens, pairs) of all micro-batches and ranks of an optimizer step, however they were split.
 
 Micro-batches and ranks hold different numbers of units, so the mean of their means is not the mean over units. The loss
-of a micro-batch is its own mean, with that mean's gradient. Where it is differentiated, in ``backward`` of the Trainer's
-precision plugin, it is multiplied by the micro-batch's share of the step. With one micro-batch in a step the share is
-known by then. Of several, each is weighted relative to the first one, so that gradients have about their final scale,
-and after the last backward the gradients are multiplied by what is missing, before any hook of a callback or module.
+of a micro-batch is its own mean, with that mean's gradient. Where it is differentiated, in ``backward`` of the
+Trainer's precision plugin, it is multiplied by the micro-batch's share of the step. With one micro-batch in a step the
+share is known by then. Of several, each is weighted relative to the first one, so that gradients have about their final
+scale, and after the last backward the gradients are multiplied by what is missing, before any hook of a callback or
+module.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,13 +45,13 @@ class StepMean:
     """Weights the losses of one optimizer step so that its gradients are those of the mean over all of its units."""
 
     def __init__(self) -> None:
-        self._batch = -1
+        self._batch = self._first_batch = -1
         self._added: Tensor | None = None  # of this batch: the sum of losses and the number of units, in float64
         self._step: Tensor | None = None  # of all micro-batches of the step that reached backward
         self._reference: Tensor | None = None  # the number of units of a micro-batch with weight 1
         self._num_backwards = 0
         self._num_batches: int | None = None
-        self._is_scaled = True
+        self._is_scaled = self._is_first = True
         self._loss: Tensor | None = None
 
     def add(self, batch: int, loss: Tensor, num_units: Tensor, num_batches: int | None = None) -> None:
@@ -71,11 +72,11 @@ class StepMean:
         """What to multiply the loss of a batch by before its backward, a scalar; None for 1. A collective.
 
         Raises:
-            RuntimeError: If gradients of the step are there already that are not weighted by units.
+            RuntimeError: If gradients of the step are there already that are not weighted by units, or if an optimizer
+                steps inside of backward before the share is known.
         """
         added, self._added = self._added if batch == self._batch else None, None
-        if engine.micro_batch_index() == 0:
-            self._step, self._num_backwards = None, 0
+        self._begin(engine, batch)
         self._num_backwards += 1
         if self._step is None and added is not None:
             return self._first_weight(module, engine, added)
@@ -86,33 +87,44 @@ class StepMean:
         self._step = cast(Tensor, self._step) + added
         return added[1] / cast(Tensor, self._reference)
 
+    def _begin(self, engine: Any, batch: int) -> None:
+        first_batch = batch - engine.micro_batch_index()
+        if first_batch != self._first_batch:
+            self._first_batch, self._step, self._loss, self._num_backwards = first_batch, None, None, 0
+
     def _first_weight(self, module: L.LightningModule, engine: Any, added: Tensor) -> Tensor | None:
         trainer = module.trainer
         if self._num_backwards > 1:
             raise _mixed(module)
         self._is_scaled = engine.should_accumulate()
-        if self._is_scaled and (self._loss is None or _zeroes_gradients_itself(module)):
-            if any(bool(gradient.any()) for gradient in _gradients(_parameters(trainer))):
-                raise _mixed(module)
+        may_hold = self._is_scaled and (self._is_first or _zeroes_gradients_itself(module))
+        if may_hold and any(bool(gradient.any()) for gradient in _gradients(_parameters(trainer))):
+            raise _mixed(module)
+        if self._is_scaled and not engine.handles_gradient_accumulation and _steps_inside(_parameters(trainer)):
+            raise RuntimeError(
+                "an optimizer that steps inside backward (register_post_accumulate_grad_hook) cannot wait for the last"
+                f" micro-batch of a step: {_REMEDY}"
+            )
         total = sum_over_ranks(trainer, added)
         mean = total[1] / trainer.world_size
-        self._step, self._loss = added, total[0] / total[1]
+        self._is_first, self._step, self._loss = False, added, total[0] / total[1]
         self._reference = mean.clamp(min=1) if self._is_scaled else mean / trainer.accumulate_grad_batches
         if not self._is_scaled and trainer.accumulate_grad_batches == trainer.world_size == 1:
             return None
         return added[1] / self._reference
 
-    def finish(self, module: L.LightningModule, engine: Any) -> Tensor | None:
+    def finish(self, module: L.LightningModule, engine: Any, batch: int) -> Tensor | None:
         """Makes gradients those of the mean over the step, once its last micro-batch has passed. A collective.
 
         Returns:
-            That mean; None if more micro-batches follow.
+            That mean; None if more micro-batches follow, or none had a loss.
 
         Raises:
-            RuntimeError: If there are no gradients any more.
+            RuntimeError: If a batch was skipped that the others' losses depend on.
         """
         if engine.should_accumulate():
             return None
+        self._begin(engine, batch)
         trainer, step, self._step = module.trainer, self._step, None
         if step is not None and self._num_batches not in (None, self._num_backwards):
             raise RuntimeError(
@@ -123,14 +135,8 @@ class StepMean:
         if step is not None and self._is_scaled:
             total = sum_over_ranks(trainer, step)
             self._loss = total[0] / total[1]
-            parameters = list(_parameters(trainer))
-            if not engine.handles_gradient_accumulation and _are_consumed(parameters):
-                raise RuntimeError(
-                    "the optimizers' parameters must have gradients after backward, got none: an optimizer that steps"
-                    f" inside backward cannot wait for the last micro-batch of a step: {_REMEDY}"
-                )
             num_parts = trainer.accumulate_grad_batches * trainer.world_size
-            engine.scale_gradients(parameters, num_parts * cast(Tensor, self._reference) / total[1])
+            engine.scale_gradients(_parameters(trainer), num_parts * cast(Tensor, self._reference) / total[1])
         return self._loss
 
 
@@ -148,10 +154,8 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
     return (_local(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 
-def _are_consumed(parameters: list[nn.Parameter]) -> bool:
-    """Whether none has a gradient; a rank whose shards are empty has none anyway."""
-    has_elements = any(_local(parameter).numel() for parameter in parameters)
-    return has_elements and all(parameter.grad is None for parameter in parameters)
+def _steps_inside(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
 def _zeroes_gradients_itself(module: L.LightningModule) -> bool:

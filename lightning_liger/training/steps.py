@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -118,7 +118,7 @@ class LigerStepMixin(_Module):
             return loss
         _follow_steps(self.trainer.precision_plugin)
         if self._normalizes_steps():
-            self._step_mean.add(self.trainer.fit_loop.epoch_loop.total_batch_idx, loss, num_units, num_batches)
+            self._step_mean.add(_batch_of(self.trainer), loss, num_units, num_batches)
         else:
             self._log_step(loss.detach())
         return loss
@@ -161,6 +161,11 @@ class LigerStepMixin(_Module):
         self.log(_LOSS, loss, on_step=True, on_epoch=False)
 
 
+def _batch_of(trainer: L.Trainer) -> int:
+    """The number of the batch that is trained on, over all epochs."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx
+
+
 def _follow_steps(plugin: Any) -> None:
     """Extends the Trainer's precision plugin: no override of a module's hooks can leave out what it calls."""
     if "_follows_steps" not in vars(plugin):
@@ -169,17 +174,19 @@ def _follow_steps(plugin: Any) -> None:
         plugin.optimizer_step = functools.partial(_optimizer_step, plugin.optimizer_step)
 
 
-def _backward(backward: Callable[..., None], tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+def _backward(
+    backward: Callable[..., None], tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any
+) -> None:
     """``backward`` of a precision plugin, which runs between the hooks before and after backward."""
     if not isinstance(model, LigerStepMixin) or not model._normalizes_steps():
         backward(tensor, model, *args, **kwargs)
         return
-    engine = engine_of(model.trainer)
-    weight = model._step_mean.weight(model, engine, model.trainer.fit_loop.epoch_loop.total_batch_idx)
+    engine, batch = engine_of(model.trainer), _batch_of(model.trainer)
+    weight = model._step_mean.weight(model, engine, batch)
     if weight is not None:
         tensor = tensor * weight.to(tensor.device, torch.float32)
     backward(tensor, model, *args, **kwargs)
-    model._step_mean.finish(model, engine)
+    model._step_mean.finish(model, engine, batch)
 
 
 def _optimizer_step(
@@ -193,7 +200,7 @@ def _optimizer_step(
         result = closure()
         if model._normalizes_steps():
             # Again, as the last micro-batch may have been skipped.
-            loss = model._step_mean.finish(model, engine_of(model.trainer))
+            loss = model._step_mean.finish(model, engine_of(model.trainer), _batch_of(model.trainer))
             if loss is not None:
                 model._log_step(loss)
         return result
