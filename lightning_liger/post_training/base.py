@@ -127,8 +127,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
             The logits, lazy if the head was patched, ``[batch_size, seq_len, vocab_size]``, and the sum of the losses
             that the model adds to cross entropy, None if it adds none.
         """
-        seen, inputs = self._seen(model), dict(inputs)
-        seen.leave_out_cache(inputs)
+        seen = self._seen(model)
         with lazy_logits():
             output, auxiliary, _ = seen(inputs, labels)
             logits = output.logits

@@ -140,13 +140,12 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         positions, num_heads = document_positions(rows.inputs), len(self.medusa_heads)
         ahead = {f"ahead{k}": targets_ahead(rows.targets, k + 1, positions) for k in range(num_heads)}
         rows = rows.with_columns(**ahead).to_context(self.context)
-        inputs, targets = dict(rows.inputs), [rows.columns[name] for name in ahead]
-        model.leave_out_cache(inputs)
+        targets = [rows.columns[name] for name in ahead]
         if self.medusa_only_heads:
             self.model.eval()
         with lazy_logits():
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.medusa_only_heads):
-                output, auxiliary, _ = model(inputs, rows.targets)
+                output, auxiliary, _ = model(rows.inputs, rows.targets)
             logits = _checked(output.logits, with_gradient=not self.medusa_only_heads)
             weights = medusa_weights(num_heads, self.medusa_decay_coefficient)
             total, measured = self._heads_loss(logits, targets, weights)

@@ -58,10 +58,9 @@ class LigerMultipleChoice(LigerCausalLM):
         context = None if self._trainer is None else engine_of(self.trainer).context_parallel
         rows = read_rows(batch).to_context(context)
         question_ids, is_answer, num_characters = _choices(batch, rows.num_sequences)
-        inputs, labels, model = dict(rows.inputs), rows.labels, self._seen_model()
-        model.leave_out_cache(inputs)
+        labels, model = rows.labels, self._seen_model()
         with lazy_logits():
-            output, auxiliary, _ = model(inputs, labels)
+            output, auxiliary, _ = model(rows.inputs, labels)
             scores = token_scores(output.logits, labels, outputs=("log_probs", "predictions"))
         log_probs = cast(Tensor, scores.log_probs)
         sums = sequence_sums(log_probs, rows.sequence_ids, rows.num_sequences)

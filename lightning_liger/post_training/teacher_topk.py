@@ -93,12 +93,11 @@ def _rows(model: nn.Module, batches: Iterable[Mapping[str, Any]], chosen: Any) -
 @torch.no_grad()
 def _rows_of_batch(seen: LanguageModel, batch: Any, chosen: Any) -> list[dict[str, Tensor]]:
     rows = read_tokens("teacher", batch, seen, prefixes=("teacher_",))
-    input_ids, inputs = rows.inputs.get("input_ids"), dict(rows.inputs)
+    input_ids = rows.inputs.get("input_ids")
     if input_ids is None:
         raise ValueError(f"batch must have 'input_ids', got {sorted(map(str, batch))}")
-    seen.leave_out_cache(inputs)
     with lazy_logits():
-        logits = seen(inputs, rows.targets)[0].logits
+        logits = seen(rows.inputs, rows.targets)[0].logits
     chunk_size = choose_chunk_size(input_ids.numel(), logits.shape[-1], _BYTES_OF_LOGIT, _CHUNK_BYTES)
     log_probs, ids = over_chunks(chosen, [logit_rows(logits)], [], chunk_size)
     # At the token that they are about.

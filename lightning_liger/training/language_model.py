@@ -4,9 +4,10 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -130,10 +131,17 @@ class LanguageModel:
             inputs: All that it takes besides labels.
             labels: ``[batch_size, seq_len]``, for which the model has a loss of its own.
 
+        Raises:
+            ValueError: For an ``attention_mask`` that leaves out tokens within a document of a packed row.
+
         Returns:
             Its output; the sum of the losses that it adds to cross entropy, such as a router's, None if it adds none;
             and its whole loss if cross entropy could not be told apart, else None. The latter is computed once only.
         """
+        inputs = dict(inputs)
+        self.leave_out_cache(inputs)
+        if self._reads_documents(inputs):
+            del inputs["attention_mask"]
         if not self._passes_labels:
             output = self.model(**inputs)
             self._warn_of_other_losses(output)
@@ -145,6 +153,24 @@ class LanguageModel:
                 self._passes_labels = False
                 return output, None, loss
             return output, loss if loss is not None and function.was_added_to(loss) else None, None
+
+    @torch.compiler.disable  # depends on values
+    def _reads_documents(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether packed documents are kept apart by ``position_ids``, which transformers reads without a mask only."""
+        mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+        if not (self.reads_tokens and self.returns_tokens and _is_of_tokens(mask) and _is_of_tokens(position_ids)):
+            return False
+        is_real, starts = mask.bool(), F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+        documents = starts.cumsum(-1)
+        is_packed = is_real & (documents != documents.where(is_real, 0).amax(-1, keepdim=True))
+        has_hole = is_real & ~F.pad(is_real[:, :-1], (1, 0)) & ~starts
+        packed, holes = torch.stack((is_packed.any(), has_hole.any())).tolist()  # the host waits, as transformers does
+        if packed and holes:
+            raise ValueError(
+                "batch['attention_mask'] must be 0 only where no token of the same document follows in rows that are"
+                " packed by position_ids, got zeros within or before a document: let position_ids start again after them"
+            )
+        return bool(packed)
 
     @contextmanager
     def _without_cross_entropy(self) -> Iterator[_NoCrossEntropy]:
@@ -191,6 +217,10 @@ class LanguageModel:
             + (f" (did you mean {close[0]!r}?)" if close else "")
             + (f"; known: {', '.join(known)}" if known else "")
         )
+
+
+def _is_of_tokens(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim == 2
 
 
 def _named_arguments(module: nn.Module) -> tuple[set[str], bool]:

@@ -173,7 +173,6 @@ class LigerLMMixin(LigerStepMixin):
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
         if position_ids is not None and position_ids.ndim > 2:  # of images and text: a restart is not a new document
             position_ids = None
-        model.leave_out_cache(inputs)
         labels = batch["shift_labels" if shifted else "labels"]
         with lazy_logits():
             output, auxiliary_loss, own_loss = model(inputs, labels)

@@ -1,0 +1,93 @@
+"""Documents in packed rows are kept apart, with an attention mask too: loss and gradients are those of separate rows."""
+
+import copy
+import random
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_liger import LigerLMMixin
+from lightning_liger.training.language_model import LanguageModel
+from tests.lightning_liger.architectures import tiny_causal_lm
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def random_rows(seed: int, vocab_size: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A batch of packed rows with random padding, and its documents."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    documents, rows, length = [], [], rng.choice([9, 16])
+    gaps = rng.choice([0, 0, 3])  # padding after each document, or at the end only
+    for _ in range(rng.choice([1, 2, 3])):
+        row, left = [], length - rng.choice([0, 1, 4])
+        while left > 0:
+            document = torch.randint(vocab_size, (min(left, rng.randint(1, 7)),))
+            padding = min(rng.randint(0, gaps), left - len(document))
+            documents.append(document)
+            row.append((document, padding))
+            left -= len(document) + padding
+        row[-1] = row[-1][0], length - sum(len(each) for each, _ in row) - sum(padding for _, padding in row[:-1])
+        rows.append(row)
+    batch = {
+        "input_ids": [[*each.tolist(), *[rng.randrange(vocab_size)] * n] for row in rows for each, n in row],
+        "labels": [[*each.tolist(), *[-100] * n] for row in rows for each, n in row],
+        "attention_mask": [[1] * len(each) + [0] * n for row in rows for each, n in row],
+        "position_ids": [list(range(len(each) + n)) for row in rows for each, n in row],
+    }
+    found = {key: torch.tensor(sum(parts, [])).view(len(rows), length) for key, parts in batch.items()}
+    if found["attention_mask"].all() and rng.random() < 0.5:
+        found["attention_mask"] = found["attention_mask"].float()
+    return found, documents
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "gemma3_text"])
+def test_loss_and_gradients_are_those_of_separate_rows(architecture: str) -> None:
+    model = tiny_causal_lm(architecture)
+    for seed in range(15):
+        batch, documents = random_rows(seed, model.config.vocab_size)
+        packed, separate = LM(model), LM(copy.deepcopy(model))
+        packed.zero_grad()
+        kept = batch | {"attention_mask": batch["attention_mask"].clone()}
+        loss = packed.training_step(batch, 0)
+        loss.backward()
+        assert all(torch.equal(batch[key], kept[key]) for key in kept)
+        parts = [
+            separate.training_step({"input_ids": each[None], "labels": each[None]}, 0) * (len(each) - 1)
+            for each in documents
+            if len(each) > 1
+        ]
+        if not parts:
+            continue
+        want = torch.stack(parts).sum() / sum(len(each) - 1 for each in documents)
+        want.backward()
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=0, msg=lambda text, seed=seed: f"{seed}: {text}")
+        for own, other in zip(packed.parameters(), separate.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_mask_within_a_packed_document_is_refused() -> None:
+    model = LanguageModel(tiny_causal_lm("llama"))
+    inputs = {
+        "input_ids": torch.ones(2, 6, dtype=torch.int64),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]),
+        "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6]),
+    }
+    with pytest.raises(ValueError, match=r"batch\['attention_mask'\] must be 0 only where no token"):
+        model(inputs, inputs["input_ids"])
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [1, 1, 0, 1, 2]], ids=["counted", "of tokens"])
+def test_mask_of_padding_on_the_left_stays(positions: list[int]) -> None:
+    model = LM(tiny_causal_lm("llama"))
+    ids, position_ids = torch.arange(5)[None] + 3, torch.tensor([positions])
+    padded = {"input_ids": ids, "position_ids": position_ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+    labels = ids.masked_fill(torch.arange(5) < 3, -100)  # no token is predicted from padding
+    alone = {"input_ids": ids[:, 2:], "position_ids": position_ids[:, 2:], "labels": ids[:, 2:]}
+    torch.testing.assert_close(model.training_step(padded | {"labels": labels}, 0), model.training_step(alone, 0))
