@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torchmetrics import Metric
 
 from liger_ops.arguments import wrong_type
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
@@ -25,7 +24,7 @@ from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.training.language_model import LanguageModel
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.training.step_mean import sum_over_ranks
-from lightning_liger.training.steps import STAGES, LigerStepMixin
+from lightning_liger.training.steps import LigerStepMixin
 from lightning_liger.training.window import upcoming_batches
 
 
@@ -157,10 +156,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         return self._step("train", batch)
 
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self._step("val", batch)
 
-    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self._step("test", batch)
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
@@ -228,14 +227,13 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     # Metrics
 
-    def _make_metrics(self) -> None:
-        if self.step_metrics:
-            return
+    def _metrics_of(self, stage: str) -> tuple[Mapping[str, Any], str]:
         kinds = {**self.metric_kinds(), "aux_loss": "mean"}
-        with torch.inference_mode(False):  # a validation before training must not leave inference tensors
-            for stage in STAGES:
-                metrics: dict[str, Any] = {name: make_metric(kind) for name, kind in kinds.items()}
-                self.step_metrics[f"{stage}_metrics"] = nn.ModuleDict({"loss": SumOfMeans(), **metrics}).to(self.device)
+
+        def make() -> nn.Module:
+            return nn.ModuleDict({"loss": SumOfMeans()} | {name: make_metric(kind) for name, kind in kinds.items()})
+
+        return self._running_metrics("step_metrics", stage, make)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -252,31 +250,28 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def _begin_stage(self) -> None:
         """Makes what steps need; called when a stage begins, also again, and at the latest in a step."""
         self._has_begun = True
-        self._make_metrics()
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:
         """Adds a batch to the stage's metrics and logs them."""
         if self._trainer is None:
             return
-        self._make_metrics()
         measured: dict[str, Measured] = dict(result.metrics)
         self._has_auxiliary = result.auxiliary is not None
         if result.auxiliary is not None:
             measured["aux_loss"] = Mean(parts[-1, 0], parts[-1, 1])
-        metrics = cast(nn.ModuleDict, self.step_metrics[f"{stage}_metrics"])
+        metrics, path = self._metrics_of(stage)
         unknown = sorted(measured.keys() - set(metrics))
         if unknown or len(parts) > MAX_TERMS:
             raise ValueError(f"metrics of step_loss must be listed in metric_kinds, got {unknown}")
-        cast(SumOfMeans, metrics["loss"]).update(parts)
+        metrics["loss"].update(parts)
         for name, value in measured.items():
-            update_metric(cast(Any, metrics[name]), value)
-        for name, metric in cast(Mapping[str, Metric], metrics).items():
+            update_metric(metrics[name], value)
+        for name, metric in metrics.items():
             if name not in self._hidden_metrics and (name != "aux_loss" or result.auxiliary is not None):
-                # Lightning finds only the attributes that there were when the first metric was logged.
                 self.log(
                     f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss",
-                    metric_attribute=f"step_metrics.{stage}_metrics.{name}",
+                    metric_attribute=f"{path}.{name}",
                 )  # fmt: skip
         if stage == "train":
             self._add_step_sums(measured, parts.device)
@@ -309,17 +304,14 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
-        self._make_metrics()
-        metrics = cast(nn.ModuleDict, self.step_metrics["train_metrics"])
-        return {"train_metrics": {name: cast(Any, metric).sums() for name, metric in metrics.items()}}
+        return {"train_metrics": {name: metric.sums() for name, metric in self._metrics_of("train")[0].items()}}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state_dict` returned."""
-        self._make_metrics()
-        metrics = cast(nn.ModuleDict, self.step_metrics["train_metrics"])
+        metrics, _ = self._metrics_of("train")
         for name, sums in state["train_metrics"].items():
             if name in metrics:
-                cast(Any, metrics[name]).load_sums(sums)
+                metrics[name].load_sums(sums)
 
     def _seen(self, model: nn.Module | None) -> LanguageModel:
         if model is None or model is self.model:

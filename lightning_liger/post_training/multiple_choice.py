@@ -40,17 +40,12 @@ class LigerMultipleChoice(LigerCausalLM):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.choice_metrics = nn.ModuleDict(
-            {
-                f"{stage}_metrics": nn.ModuleDict({name: MeanOverUnits() for name in _ACCURACIES})
-                for stage in ("val", "test")
-            }
-        )
+        self.choice_metrics = nn.ModuleDict()
 
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self._choice_step("val", batch)
 
-    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self._choice_step("test", batch)
 
     def _choice_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
@@ -67,11 +62,14 @@ class LigerMultipleChoice(LigerCausalLM):
         if context is not None:
             dist.all_reduce(sums, group=context.group)
         is_of = question_ids == torch.arange(batch["num_questions"], device=sums.device)[:, None]
+        metrics, path = self._running_metrics("choice_metrics", stage, _make_metrics)
         for name, values in zip(_ACCURACIES, (sums, sums / num_characters), strict=True):
             chosen = torch.where(is_of, values, -math.inf).argmax(-1)
-            metric = cast(MeanOverUnits, cast(nn.ModuleDict, self.choice_metrics[f"{stage}_metrics"])[name])
-            metric.update(is_answer[chosen].sum(), batch["num_questions"])
-            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=name == _ACCURACIES[0])
+            metrics[name].update(is_answer[chosen].sum(), batch["num_questions"])
+            self.log(
+                f"{stage}_{name}", metrics[name], on_step=False, on_epoch=True, prog_bar=name == _ACCURACIES[0],
+                metric_attribute=f"{path}.{name}",
+            )  # fmt: skip
         of_token = is_answer[:, None] if rows.sequence_ids is None else is_answer[rows.sequence_ids.clamp(min=0)]
         kept = (labels != IGNORE_INDEX) & of_token
         num_tokens = kept.sum()
@@ -80,6 +78,10 @@ class LigerMultipleChoice(LigerCausalLM):
         num_correct = ((scores.predictions == labels) & kept).sum()
         self._log_tokens(stage, LMLoss(loss, loss_sum, num_tokens, num_correct), auxiliary)
         return loss
+
+
+def _make_metrics() -> nn.ModuleDict:
+    return nn.ModuleDict({name: MeanOverUnits() for name in _ACCURACIES})
 
 
 def _choices(batch: Mapping[str, Any], num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -212,11 +212,11 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         finally:
             self._is_precomputing = False
 
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> Any:
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
         if self._is_precomputing:
             rows = {prefix: self._rows(batch, prefix) for prefix in self._columns()}
             return {prefix: self._compute_reference(each) for prefix, each in rows.items()}
-        return super().validation_step(batch, batch_idx)
+        return super().validation_step(batch, batch_idx, dataloader_idx)
 
     def _check_stored(self, batch: Mapping[str, Any]) -> None:
         """Raises for stored log-probabilities that are NaN or infinite, of which no loss makes sense."""

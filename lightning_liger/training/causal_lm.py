@@ -261,12 +261,13 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             )
 
     @torch.no_grad()
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Continues prompts of one length.
 
         Args:
             batch: ``input_ids`` of shape ``[batch_size, seq_len]``.
             batch_idx: Unused.
+            dataloader_idx: Unused.
 
         Returns:
             ``[batch_size, seq_len + new tokens]``, the prompts with their continuations.

@@ -158,10 +158,10 @@ class LigerLMMixin(LigerStepMixin):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         return self._lm_step("train", batch)
 
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self._lm_step("val", batch)
 
-    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self._lm_step("test", batch)
 
     def _lm_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
@@ -203,19 +203,22 @@ class LigerLMMixin(LigerStepMixin):
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _log_tokens(self, stage: str, result: LMLoss, auxiliary_loss: Tensor | None) -> None:
-        metrics = self._metrics_of(stage)
+        metrics, path = self._running_metrics("token_metrics", stage, lambda: TokenMetrics(stage))
         if result.cross_entropy is None:
             metrics.update_tokens(result.loss, result.num_correct, result.num_tokens, auxiliary_loss)
         else:  # perplexity is that of the cross entropy
             further = torch.where(result.num_tokens > 0, result.loss - result.cross_entropy, 0.0)
             further = further if auxiliary_loss is None else further + auxiliary_loss
             metrics.update_tokens(result.cross_entropy, result.num_correct, result.num_tokens, further)
-        for name, metric in metrics.items():
-            self.log(name, metric, on_step=False, on_epoch=True, prog_bar=stage != "train" and not name.endswith("y"))
+        for name, metric in metrics.items(keep_base=True):
+            self.log(
+                f"{stage}_{name}", metric, on_step=False, on_epoch=True, metric_attribute=f"{path}.{name}",
+                prog_bar=stage != "train" and name == "loss",
+            )  # fmt: skip
         if auxiliary_loss is not None:
-            auxiliary = cast(MeanOverTokens, self.auxiliary_metrics[f"{stage}_metrics"])
+            auxiliary, path = self._running_metrics("auxiliary_metrics", stage, MeanOverTokens)
             auxiliary.update(auxiliary_loss.detach(), result.num_tokens)
-            self.log(f"{stage}_aux_loss", auxiliary, on_step=False, on_epoch=True)
+            self.log(f"{stage}_aux_loss", auxiliary, on_step=False, on_epoch=True, metric_attribute=path)
 
 
 def _dft_loss(scores: TokenScores, index: Tensor) -> Tensor:

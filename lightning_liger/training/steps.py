@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 import torch
@@ -122,6 +122,17 @@ class LigerStepMixin(_Module):
         else:
             self._log_step(loss.detach())
         return loss
+
+    @torch.compiler.disable
+    def _running_metrics(self, name: str, stage: str, make: Callable[[], nn.Module]) -> tuple[Any, str]:
+        """The metrics of a stage in the dict ``self.{name}``, for each of several data loaders others; their path."""
+        results = None if self._trainer is None or stage == "train" else self.trainer._results
+        index = None if results is None else results.dataloader_idx  # whatever index an override passes on
+        found, key = cast(nn.ModuleDict, getattr(self, name)), f"{stage}_metrics" + (f"_{index}" if index else "")
+        if key not in found:
+            with torch.inference_mode(False):  # a validation before training must not leave inference tensors
+                found[key] = make().to(self.device)
+        return found[key], f"{name}.{key}"
 
     def _step_ends(self) -> None:
         """Called after each step of an optimizer, whatever hooks the module overrides."""
