@@ -227,7 +227,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     # Metrics
 
-    def _metrics_of(self, stage: str) -> tuple[Mapping[str, Any], str]:
+    def _stage_metrics(self, stage: str) -> tuple[Mapping[str, Any], str]:
         kinds = {**self.metric_kinds(), "aux_loss": "mean"}
 
         def make() -> nn.Module:
@@ -260,7 +260,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self._has_auxiliary = result.auxiliary is not None
         if result.auxiliary is not None:
             measured["aux_loss"] = Mean(parts[-1, 0], parts[-1, 1])
-        metrics, path = self._metrics_of(stage)
+        metrics, path = self._stage_metrics(stage)
         unknown = sorted(measured.keys() - set(metrics))
         if unknown or len(parts) > MAX_TERMS:
             raise ValueError(f"metrics of step_loss must be listed in metric_kinds, got {unknown}")
@@ -304,11 +304,11 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
-        return {"train_metrics": {name: metric.sums() for name, metric in self._metrics_of("train")[0].items()}}
+        return {"train_metrics": {name: metric.sums() for name, metric in self._stage_metrics("train")[0].items()}}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state_dict` returned."""
-        metrics, _ = self._metrics_of("train")
+        metrics, _ = self._stage_metrics("train")
         for name, sums in state["train_metrics"].items():
             if name in metrics:
                 metrics[name].load_sums(sums)

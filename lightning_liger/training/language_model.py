@@ -76,11 +76,11 @@ class LanguageModel:
         self._no_cross_entropy = _NoCrossEntropy()
         self._has_warned = False
         config: Any = getattr(self.pretrained, "config", None)
+        self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self.labels = _meaning_of_labels(self.pretrained, self._is_encoder_decoder)
         # Else it reads images or sound, or labels are for a decoder.
         self.reads_tokens = (
-            getattr(self.pretrained, "main_input_name", None) == "input_ids"
-            and config is not None
-            and not config.is_encoder_decoder
+            getattr(self.pretrained, "main_input_name", None) == "input_ids" and not self._is_encoder_decoder
         )
         # peft's prompt learning adds tokens.
         self.returns_tokens = not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
@@ -140,6 +140,9 @@ class LanguageModel:
         """
         inputs = dict(inputs)
         self.leave_out_cache(inputs)
+        prepare = self._is_encoder_decoder and getattr(self.pretrained, "prepare_decoder_input_ids_from_labels", None)
+        if prepare and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+            inputs["decoder_input_ids"] = prepare(labels)
         if self._reads_documents(inputs):
             del inputs["attention_mask"]
         if not self._passes_labels:
@@ -150,7 +153,7 @@ class LanguageModel:
             output = self.model(**inputs, labels=labels)
             loss = getattr(output, "loss", None)
             if function.value is None:  # a model that calls no loss function
-                self._passes_labels = False
+                self._passes_labels = self._is_encoder_decoder and not prepare
                 return output, None, loss
             return output, loss if loss is not None and function.was_added_to(loss) else None, None
 
@@ -158,7 +161,13 @@ class LanguageModel:
     def _reads_documents(self, inputs: Mapping[str, Any]) -> bool:
         """Whether packed documents are kept apart by ``position_ids``, which transformers reads without a mask only."""
         mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-        if not (self.reads_tokens and self.returns_tokens and _is_of_tokens(mask) and _is_of_tokens(position_ids)):
+        if not (
+            self.labels == "next"
+            and self.reads_tokens
+            and self.returns_tokens
+            and _is_of_tokens(mask)
+            and _is_of_tokens(position_ids)
+        ):
             return False
         is_real, starts = mask.bool(), F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
         documents = starts.cumsum(-1)
@@ -168,7 +177,7 @@ class LanguageModel:
         if packed and holes:
             raise ValueError(
                 "batch['attention_mask'] must be 0 only where no token of the same document follows in rows that are"
-                " packed by position_ids, got zeros within or before a document: let position_ids start again after them"
+                " packed by position_ids, got zeros within or before one: let position_ids start again after them"
             )
         return bool(packed)
 
@@ -217,6 +226,16 @@ class LanguageModel:
             + (f" (did you mean {close[0]!r}?)" if close else "")
             + (f"; known: {', '.join(known)}" if known else "")
         )
+
+
+def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: bool) -> str | None:
+    """``"next"`` if a token predicts the label after it, ``"own"`` if its own, None if labels are not of tokens."""
+    loss_type = getattr(pretrained, "loss_type", None) or "ForCausalLM"
+    if loss_type.endswith(("ForMaskedLM", "ForTokenClassification")):
+        return "own"
+    if not loss_type.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        return None
+    return "own" if is_encoder_decoder else "next"
 
 
 def _is_of_tokens(value: Any) -> TypeGuard[Tensor]:

@@ -77,6 +77,7 @@ class LigerLMMixin(LigerStepMixin):
     """
 
     loss_type: str = "nll"
+    _labels = ("next", "own")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -168,6 +169,9 @@ class LigerLMMixin(LigerStepMixin):
         self._refuse_replaced_model()
         model = self._seen_model()
         check_batch(stage, batch, model)
+        is_compared = batch.get("labels") is not None and batch.get("position_ids") is None
+        if model.labels == "own" and batch.get("labels") is not None:  # they are the targets of their tokens
+            batch = {("shift_labels" if key == "labels" else key): value for key, value in batch.items()}
         batch = self._context_parallel_shard(stage, batch)
         inputs = {key: value for key, value in batch.items() if key not in LABELS}
         position_ids, shifted = batch.get("position_ids"), batch.get("shift_labels") is not None
@@ -177,7 +181,7 @@ class LigerLMMixin(LigerStepMixin):
         with lazy_logits():
             output, auxiliary_loss, own_loss = model(inputs, labels)
             result = self.lm_loss_with_counts(output.logits, labels, position_ids=position_ids, shifted=shifted)
-        if own_loss is not None and position_ids is None and not shifted:
+        if own_loss is not None and is_compared:
             model.compare(own_loss, result.loss if result.cross_entropy is None else result.cross_entropy)
         self._log_tokens(stage, result, auxiliary_loss)
         loss = result.loss

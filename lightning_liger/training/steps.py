@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from liger_ops.arguments import check_choice
+from liger_ops.arguments import check_choice, wrong_type
 from lightning_liger.training.language_model import LanguageModel
 from lightning_liger.training.metrics import ShownLoss
 from lightning_liger.training.protocol import engine_of
@@ -36,6 +36,8 @@ class LigerStepMixin(_Module):
     _normalizations: tuple[str, ...] = ("tokens", "micro_batch")
     """The values of ``loss_normalization``; the first is the mean over a whole optimizer step."""
     _units = "tokens"
+    _labels: tuple[str, ...] = ("next",)
+    """The meanings of labels, as :class:`~.language_model.LanguageModel` names them, that the steps can train on."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -64,7 +66,16 @@ class LigerStepMixin(_Module):
     @torch.compiler.disable  # looks at the signatures of modules
     def _seen_model(self) -> LanguageModel:
         if self._language_model is None or self._language_model.model is not self.model:
-            self._language_model = LanguageModel(self.model)
+            if not isinstance(self.model, nn.Module):
+                raise wrong_type("self.model", "a torch.nn.Module", self.model)
+            seen = LanguageModel(self.model)
+            if seen.labels not in self._labels:
+                raise ValueError(
+                    f"the steps of {type(self).__name__} cannot train on the labels of"
+                    f" {type(seen.pretrained).__name__}: return self.model(**batch).loss from a training_step,"
+                    " validation_step and test_step of your own, or from those of a plain LightningModule"
+                )
+            self._language_model = seen
         return self._language_model
 
     def _note_replacement(self, before: nn.Module | None) -> None:

@@ -95,7 +95,12 @@ def test_metrics_of_each_loader_are_those_that_it_has_alone(name: str, stage: st
         (alone,) = getattr(make_trainer(), stage)(module, loader, verbose=False)
         want = {f"{key}/dataloader_idx_{index}": value for key, value in alone.items()}
         assert found == pytest.approx(want, nan_ok=True)
-    values = [found[key] for index, found in enumerate(together) for key in found if key.endswith(f"loss/dataloader_idx_{index}")]
+    values = [
+        found[key]
+        for index, found in enumerate(together)
+        for key in found
+        if key.endswith(f"loss/dataloader_idx_{index}")
+    ]
     assert len(set(values)) == len(values)
 
 

@@ -1,4 +1,4 @@
-"""Documents in packed rows are kept apart, with an attention mask too: loss and gradients are those of separate rows."""
+"""Documents in packed rows are kept apart, with an attention mask too: the loss is that of separate rows."""
 
 import copy
 import random
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lightning_liger import LigerLMMixin
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.architectures import tiny_causal_lm
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 
 
 class LM(LigerLMMixin, L.LightningModule):
@@ -41,7 +43,9 @@ def random_rows(seed: int, vocab_size: int) -> tuple[dict[str, Tensor], list[Ten
         "attention_mask": [[1] * len(each) + [0] * n for row in rows for each, n in row],
         "position_ids": [list(range(len(each) + n)) for row in rows for each, n in row],
     }
-    found = {key: torch.tensor(sum(parts, [])).view(len(rows), length) for key, parts in batch.items()}
+    found = {
+        key: torch.cat([torch.tensor(part) for part in parts]).view(len(rows), length) for key, parts in batch.items()
+    }
     if found["attention_mask"].all() and rng.random() < 0.5:
         found["attention_mask"] = found["attention_mask"].float()
     return found, documents

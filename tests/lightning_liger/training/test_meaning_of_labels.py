@@ -1,0 +1,111 @@
+"""Models whose labels are not next tokens train on their own loss, as a mean over labels, or are refused."""
+
+import copy
+import random
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightning_liger import LigerLMMixin
+from lightning_liger.post_training.preference import LigerPreferenceMixin
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_llama
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
+]
+SIZES = {"vocab_size": 61, "d_model": 16}
+BERT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
+CLASSES = {"num_labels": 5}
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if kind == "t5":
+        return T5ForConditionalGeneration(
+            T5Config(d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, **SIZES)
+        )
+    if kind == "bart":
+        names = ("encoder", "decoder")
+        parts = {
+            f"{name}_{key}": n for name in names for key, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+        }
+        return BartForConditionalGeneration(BartConfig(max_position_embeddings=64, **SIZES, **parts))
+    if kind == "bert":
+        return BertForMaskedLM(BertConfig(**BERT))
+    if kind == "bert classes":
+        return BertForTokenClassification(BertConfig(**BERT, **CLASSES))
+    config = type(tiny_llama().config)(**(TINY_CONFIG | CLASSES))
+    return (LlamaForTokenClassification if kind == "llama classes" else LlamaForSequenceClassification)(config)
+
+
+class LM(LigerLMMixin, L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.eval()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def batches(model: PreTrainedModel, rng: random.Random) -> list[dict[str, Tensor]]:
+    num_labels = model.config.num_labels if "Classification" in type(model).__name__ else 61
+    found = []
+    for _ in range(2):
+        rows, length = rng.randint(1, 3), rng.randint(3, 8)
+        target_length = length + rng.randint(0, 2) * model.config.is_encoder_decoder
+        labels = torch.randint(num_labels, (rows, target_length))
+        labels[0, : rng.randint(0, target_length - 1)] = -100
+        batch = {"input_ids": torch.randint(3, 61, (rows, length)), "labels": labels}
+        found.append(batch | {"attention_mask": torch.ones_like(batch["input_ids"])})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "bert", "bert classes", "llama classes"])
+@pytest.mark.filterwarnings("error:the loss of")
+def test_step_is_that_of_the_models_own_loss_over_all_labels(kind: str) -> None:
+    for seed in range(4):
+        model = make_model(kind)
+        own, data = copy.deepcopy(model).eval(), batches(model, random.Random(seed))
+        trainer = L.Trainer(
+            strategy="liger", accelerator="cpu", devices=1, max_steps=1, accumulate_grad_batches=2, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(LM(model), DataLoader(data, batch_size=None), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+        counts = [(batch["labels"] != -100).sum() for batch in data]
+        loss = sum(own(**batch).loss * count for batch, count in zip(data, counts, strict=True)) / sum(counts)
+        loss.backward()
+        torch.optim.SGD(own.parameters(), lr=0.5).step()
+        assert trainer.callback_metrics["train_loss_step"].item() == pytest.approx(loss.item(), rel=1e-5)
+        for got, want in zip(model.parameters(), own.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            after = sum(own(**batch).loss * count for batch, count in zip(data, counts, strict=True)) / sum(counts)
+        assert trainer.callback_metrics["val_loss"].item() == pytest.approx(after.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "base"), [("llama sequences", LigerLMMixin), ("bert", LigerPreferenceMixin)])
+def test_steps_with_another_meaning_of_labels_are_refused(kind: str, base: type) -> None:
+    class Module(base, L.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.ref_model = make_model(kind), make_model(kind).requires_grad_(False)
+
+    batch = {key: torch.ones(2, 4, dtype=torch.int64) for key in ("input_ids", "attention_mask", "completion_mask")}
+    with pytest.raises(ValueError, match=f"cannot train on the labels of {type(make_model(kind)).__name__}"):
+        Module().training_step(batch, 0)
