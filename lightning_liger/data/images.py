@@ -17,10 +17,11 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_integer, check_number, check_path, check_text, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_integer, check_number, check_text, shown, wrong_type, wrong_value
 from lightning_liger.data.collate import Batch, Layout
 from lightning_liger.data.module import BatchesDataModule, held_out_places
 from lightning_liger.data.records import Record, read_records, record_files
+from lightning_liger.data.sources import check_is_path
 from lightning_liger.data.tokenizer import load_tokenizer
 
 
@@ -252,7 +253,7 @@ def _load_processor(processor: Any) -> Any:
                 raise
             expected = "a folder, or a dict with tokenizer, image_size and tokens_per_image"
             raise wrong_type("data.processor", expected, processor) from error
-    check_path("data.processor", processor)
+    check_is_path("data.processor", processor)
     _pillow("data.processor, which prepares images,")
     try:
         loaded = AutoProcessor.from_pretrained(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from liger_ops.arguments import check_path, check_text, shown, wrong_value
+from liger_ops.arguments import check_path, check_text, shown, wrong_type, wrong_value
 
 JSON_LINES_SUFFIX = ".jsonl"
 # Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
@@ -47,10 +47,20 @@ def source_files(path: str | Path | None = None) -> list[Path]:
         TypeError: If ``path`` is no path.
         ValueError: If ``path`` is empty, or one that the file system cannot have.
     """
-    check_path("data.path", path, optional=True)
+    check_is_path("data.path", path, optional=True)
     if path is None:
         return python_library_files()
     return files_at("data.path", path, "text files", FOLDER_SUFFIXES, ACCEPTED, other_files=True)
+
+
+def check_is_path(setting: str, value: Any, *, optional: bool = False) -> None:
+    """Raises unless ``value`` is a path that is not empty; says what to do with objects that are read from paths."""
+    if hasattr(value, "save_pretrained"):
+        raise wrong_type(setting, "the path of a folder, to which its save_pretrained(folder) writes it", value)
+    if setting.endswith("path") and isinstance(value, Iterable) and not isinstance(value, str | bytes | os.PathLike):
+        expected = f"a path{' or None' if optional else ''}: write records to a {JSON_LINES_SUFFIX} file, one a line"
+        raise wrong_type(setting, expected, value)
+    check_path(setting, value, optional=optional)
 
 
 def files_at(
@@ -71,7 +81,7 @@ def files_at(
         TypeError: If ``path`` is no path.
         ValueError: If ``path`` is empty, is no such file, or is one that the file system cannot have.
     """
-    check_path(setting, path)
+    check_is_path(setting, path)
     try:
         root = Path(path).expanduser()
         is_file, is_folder = root.is_file(), root.is_dir()

@@ -18,7 +18,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from liger_ops.arguments import check_integer, check_path, shown, wrong_value
+from liger_ops.arguments import check_integer, shown, wrong_value
+from lightning_liger.data.sources import check_is_path
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, so that any text can be encoded, and END_OF_TEXT
@@ -72,7 +73,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
         TypeError: If ``path`` is no path.
         ValueError: If ``path`` is empty, or one that the file system cannot have.
     """
-    check_path("data.tokenizer", path)
+    check_is_path("data.tokenizer", path)
     try:
         folder = Path(path).expanduser()
         files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []

@@ -187,6 +187,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
                 " strategies that shard do: set pretrained, or use strategy='liger_ddp'"
             )
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        return self.model(*args, **kwargs)
+
     @property
     def _settings(self) -> Any:
         """The arguments of ``__init__``; Lightning types them as a mapping, whose items are attributes too."""

@@ -63,6 +63,17 @@ class LigerStepMixin(_Module):
         self._replaced_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
         self.shown_loss = ShownLoss()
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name != "model":
+                raise
+            raise AttributeError(
+                f"{type(self).__name__} has no self.model yet: set it in __init__, or in configure_model, which"
+                " Lightning calls when fit, validate, test or predict begins; call that yourself to have it earlier"
+            ) from None
+
     @torch.compiler.disable  # looks at the signatures of modules
     def _seen_model(self) -> LanguageModel:
         if self._language_model is None or self._language_model.model is not self.model:

@@ -68,6 +68,14 @@ paths = [
 ]
 paths = [row._replace(error=(ValueError, FileNotFoundError)) for row in paths]
 
+TOKENIZER = train_bpe_tokenizer(["a"], 257)
+objects = [
+    BadInput("path-records", construct("path", [{"text": "a"}]), ("data.path", "{'text': 'a'}", "to a .jsonl file")),
+    BadInput(
+        "tokenizer-object", construct("tokenizer", TOKENIZER), ("data.tokenizer", "vocab_size=257", "save_pretrained")
+    ),
+]
+
 
 def reads(content: bytes, name: str = "a.jsonl") -> Callable[[Path], Any]:
     def call(tmp_path: Path) -> None:
@@ -216,4 +224,4 @@ rows = [
     ),
 ]
 
-BAD_INPUTS = [*arguments, *paths, *files, *tokenizers, *rows]
+BAD_INPUTS = [*arguments, *paths, *objects, *files, *tokenizers, *rows]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerCallback, LigerLMMixin
-from tests.lightning_liger.tiny import tiny_batch, tiny_llama
+from lightning_liger import LigerCallback, LigerCausalLM, LigerLMMixin
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -154,3 +154,29 @@ def test_model_of_init_may_be_replaced_at_first_and_wrapped_later(tmp_path: Path
     trainer.fit(module, loader())
     trainer.validate(module, loader(), verbose=False)
     assert isinstance(module.model, Wrapper)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda lm: lm.model, lambda lm: lm(**tiny_batch()), lambda lm: lm.training_step(tiny_batch(), 0)]
+)
+def test_missing_model_is_an_error_that_says_where_to_set_it(use: Any) -> None:
+    class Empty(LigerLMMixin, L.LightningModule):
+        def forward(self, **inputs: Any) -> Any:
+            return self.model(**inputs)
+
+    for module in (Empty(), LigerCausalLM(config=TINY_CONFIG)):
+        assert not hasattr(module, "model")
+        with pytest.raises(AttributeError, match=r"has no self.model yet: set it in __init__, or in configure_model"):
+            use(module)
+    wrong = Empty()
+    wrong.model = None
+    with pytest.raises(TypeError, match=r"self.model must be a torch.nn.Module, got None"):
+        wrong.training_step(tiny_batch(), 0)
+
+
+def test_module_is_called_as_its_model() -> None:
+    module = LigerCausalLM(config=TINY_CONFIG)
+    module.configure_model()
+    torch.testing.assert_close(module(**tiny_batch()).loss, module.model(**tiny_batch()).loss)
+    with pytest.raises(AttributeError, match="no attribute 'modle'"):
+        _ = module.modle
