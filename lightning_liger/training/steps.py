@@ -1,6 +1,8 @@
 """Base of the mixins whose loss does not depend on how a step was split over micro-batches and ranks."""
 
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +135,14 @@ class LigerStepMixin(_Module):
 
     def _step_ends(self) -> None:
         """Called after each step of an optimizer, whatever hooks the module overrides."""
+
+    def _require_super(self, owner: type, *hooks: str) -> None:
+        """Raises RuntimeError if a class before ``owner`` overrides one of its hooks without calling it."""
+        order = type(self).__mro__
+        for base, name in itertools.product(order[: order.index(owner)], hooks):
+            code = getattr(inspect.unwrap(vars(base).get(name, owner)), "__code__", None)
+            if code is not None and name not in code.co_names:
+                raise RuntimeError(f"{base.__name__}.{name} must call super().{name}: training depends on it")
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
