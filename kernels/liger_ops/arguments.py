@@ -86,6 +86,8 @@ def check_integer(
     optional: bool = False,
 ) -> None:
     """Raises unless ``value`` is an integer (and not a bool) within the bounds, or None if ``optional``."""
+    if isinstance(value, int) and value.bit_length() > 63:  # no number of torch's
+        at_most, at_least = 2**63 - 1 if at_most is None else at_most, -(2**63) if at_least is None else at_least
     _check_real("an integer", int, name, value, None, at_least, None, at_most, optional)
 
 

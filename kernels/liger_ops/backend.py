@@ -26,9 +26,10 @@ _PLAIN_ARGUMENTS = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int,
 def use_triton(tensor: Tensor) -> bool:
     """Whether ops on ``tensor`` launch Triton kernels; otherwise they run the PyTorch reference.
 
-    A meta tensor stands for one on a GPU: the same ops run, and allocate the same.
+    A meta tensor stands for one on a GPU: the same ops run, and allocate the same. On AMD's GPUs, which PyTorch calls
+    CUDA devices too and on which the kernels were never tried, the reference runs.
     """
-    return (tensor.is_cuda or tensor.is_meta) and tensor.dtype in _TRITON_DTYPES
+    return (tensor.is_cuda or tensor.is_meta) and tensor.dtype in _TRITON_DTYPES and torch.version.hip is None
 
 
 def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
@@ -152,8 +153,8 @@ _KNOWN_LAUNCHERS = {
 
 
 def _knows_launcher() -> bool:
-    """Whether the installed Triton compiles for CUDA and its launcher is one of ``_KNOWN_LAUNCHERS``."""
-    return torch.version.hip is None and ".".join(triton.__version__.split(".")[:2]) in _KNOWN_LAUNCHERS
+    """Whether the installed Triton's launcher is one of ``_KNOWN_LAUNCHERS``."""
+    return ".".join(triton.__version__.split(".")[:2]) in _KNOWN_LAUNCHERS
 
 
 class Kernel:

@@ -13,7 +13,7 @@ from lightning_liger.cli.messages import PROGRAM, closest
 from lightning_liger.commands.writing import check_output, write_files
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-_PATH = re.compile(r"\bexamples/([\w./-]*\w)")
+_PATH = re.compile(r"(?<!docs/)\bexamples/([\w./-]*\w)")
 _MODULE = re.compile(r"\bexamples\.(\w+)")
 
 

@@ -122,7 +122,7 @@ def read_documents(path: str | Path | None = None, *, text_field: str = "text") 
 
 
 def fingerprints(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and modification time of each file: cheap to read, and different if the content changed."""
+    """Path, size and modification time of each file: cheap to read; an edit changes the time."""
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 

@@ -1,5 +1,6 @@
 """Base of the mixins of post-training: losses of whole steps whose summands are means over different units."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -164,10 +165,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
         self._refuse_replaced_model()
-        if not self._has_begun:  # hooks that were overridden
-            self._begin_stage()
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
+        if not self._has_begun:  # hooks that were overridden
+            self._begin_stage()
         result = self.step_loss(stage, batch)
         terms = [
             Term(
@@ -250,6 +251,9 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def _begin_stage(self) -> None:
         """Makes what steps need; called when a stage begins, also again, and at the latest in a step."""
         self._has_begun = True
+        unused = [part for part in self.modules() if not part.training]
+        if unused and not any(p.requires_grad for part in unused for p in part.parameters(recurse=False)):
+            warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # references, teachers
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:

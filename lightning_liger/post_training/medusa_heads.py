@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_ops.arguments import check_bool, check_integer, check_path, shown, wrong_type, wrong_value
-from lightning_liger.weights.pretrained import share_pretrained
+from lightning_liger.weights.pretrained import naming_damaged, share_pretrained
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 CONFIG_NAME = "config.json"
@@ -218,7 +218,8 @@ def load_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
     if not isinstance(heads, MedusaHeads):
         raise wrong_type("heads", "MedusaHeads", heads)
     check_path("folder", folder)
-    tensors = load_file(find_heads(folder))
+    with naming_damaged(find_heads(folder)):
+        tensors = load_file(find_heads(folder))
     own = heads.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys()) + [
         name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape

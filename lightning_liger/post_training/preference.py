@@ -231,11 +231,34 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        batch = super().on_before_batch_transfer(batch, dataloader_idx)
-        if isinstance(batch, Mapping):
-            self._check_stored(batch)
+        return self._with_stored(super().on_before_batch_transfer(batch, dataloader_idx))
+
+    def _begin_stage(self) -> None:
+        super()._begin_stage()
+        if self.precompute_ref_log_probs or getattr(self.preference_loss, "loss_type", None) == "bco":
+            self._require_super(LigerPreferenceMixin, "on_save_checkpoint", "on_load_checkpoint")
+
+    def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
+        if (
+            stage == "train"
+            and self.precompute_ref_log_probs
+            and self.needs_reference
+            and self._reference_cache is None
+        ):
+            raise RuntimeError(
+                f"{type(self).__name__}.on_fit_start must call super().on_fit_start(), which computes the reference"
+                " log-probabilities of precompute_ref_log_probs=True, got none"
+            )
+        # Again, as a hook of the data module takes the place of that of the module.
+        return super()._step(stage, self._with_stored(batch))
+
+    def _with_stored(self, batch: Any) -> Any:
+        """A batch with the log-probabilities that were computed before training."""
+        if not isinstance(batch, Mapping):
+            return batch
+        self._check_stored(batch)
         cache = self._reference_cache
-        if cache is None or self._is_precomputing or not isinstance(batch, Mapping):
+        if cache is None or self._is_precomputing:
             return batch
         added: dict[str, Any] = {}
         for prefix, columns in self._columns().items():
@@ -244,7 +267,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             keys = sequence_keys(batch, prefix)
             if self.trainer.state.fn != "fit" and any(key not in cache for key in keys):
                 continue  # data for testing, which was not seen before training
-            added |= zip(columns, cache.find(keys).chunk(len(columns)), strict=True)
+            found = cache.find(keys).to(batch[prefix + "input_ids"].device)
+            added |= zip(columns, found.chunk(len(columns)), strict=True)
         return {**batch, **added}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

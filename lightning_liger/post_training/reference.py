@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_ops.arguments import wrong_value
 from lightning_liger.post_training.rows import count_sequences
+from lightning_liger.weights.pretrained import naming_damaged
 
 REFERENCES = ("auto", "model", "adapters", "columns")
 _REFERENCE_ADAPTER = "ref"
@@ -130,7 +131,8 @@ class ReferenceCache:
         self.path = None if folder is None else Path(folder) / f"reference-{fingerprint}.safetensors"
         self._values: dict[bytes, float] = {}
         if self.path is not None and self.path.is_file():
-            self.load(load_file(self.path))
+            with naming_damaged(self.path):
+                self.load(load_file(self.path))
 
     def __len__(self) -> int:
         return len(self._values)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from liger_ops.arguments import wrong_value
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
 from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
@@ -72,7 +73,12 @@ class _FullySharded(_Strategy):
 
     def setup_environment(self) -> None:
         if self._data_parallel_size == "auto":
-            self._data_parallel_size = max(1, self.num_nodes * self.num_processes // self._tensor_parallel_size)
+            num_processes, size = self.num_nodes * self.num_processes, self._tensor_parallel_size
+            if num_processes % size:
+                raise wrong_value(
+                    "tensor_parallel_size", f"a divisor of the number of processes, {num_processes}", size
+                )
+            self._data_parallel_size = num_processes // size
         super().setup_environment()
 
     def _shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:

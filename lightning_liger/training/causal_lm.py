@@ -21,7 +21,7 @@ from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
-from lightning_liger.weights.pretrained import load_pretrained
+from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 """Parameters of Mamba and its kin that must not decay; some are matrices."""
@@ -166,9 +166,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             settings["attn_implementation"] = self._settings.attn_implementation
         with device:
             if pretrained is not None and device.type != "meta":
-                return auto_class(self.config).from_pretrained(
-                    pretrained, config=self.config, local_files_only=True, **settings
-                )
+                with naming_damaged(pretrained):
+                    return auto_class(self.config).from_pretrained(
+                        pretrained, config=self.config, local_files_only=True, **settings
+                    )
             model: PreTrainedModel = auto_class(self.config).from_config(self.config, **settings)
         if device.type == "meta":
             self._leave_weights_to_strategy(model)

@@ -1,6 +1,8 @@
 """Base of the mixins whose loss does not depend on how a step was split over micro-batches and ranks."""
 
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -74,6 +76,16 @@ class LigerStepMixin(_Module):
                 " Lightning calls when fit, validate, test or predict begins; call that yourself to have it earlier"
             ) from None
 
+    @property
+    def trainer(self) -> L.Trainer:
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        L.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+        if isinstance(trainer, L.Trainer):  # here, as users override every hook without super()
+            _follow_steps(trainer.precision_plugin)
+
     @torch.compiler.disable  # looks at the signatures of modules
     def _seen_model(self) -> LanguageModel:
         if self._language_model is None or self._language_model.model is not self.model:
@@ -133,12 +145,10 @@ class LigerStepMixin(_Module):
             return False
         return self.trainer.accumulate_grad_batches == 1 or engine_of(self.trainer).scales_gradients
 
-    @torch.compiler.disable  # changes the Trainer's precision plugin, once
     def _counted(self, loss: Tensor, num_units: Tensor, num_batches: int | None = None) -> Tensor:
         """The loss of a training step, which is the mean of so many units; see :meth:`.StepMean.add`."""
         if self._trainer is None:
             return loss
-        _follow_steps(self.trainer.precision_plugin)
         if self._normalizes_steps():
             self._step_mean.add(_batch_of(self.trainer), loss, num_units, num_batches)
         else:
@@ -159,6 +169,14 @@ class LigerStepMixin(_Module):
     def _step_ends(self) -> None:
         """Called after each step of an optimizer, whatever hooks the module overrides."""
 
+    def _require_super(self, owner: type, *hooks: str) -> None:
+        """Raises RuntimeError if a class before ``owner`` overrides one of its hooks without calling it."""
+        order = type(self).__mro__
+        for base, name in itertools.product(order[: order.index(owner)], hooks):
+            code = getattr(inspect.unwrap(vars(base).get(name, owner)), "__code__", None)
+            if code is not None and name not in code.co_names:
+                raise RuntimeError(f"{base.__name__}.{name} must call super().{name}: training depends on it")
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._refuse_replaced_model()
@@ -174,7 +192,6 @@ class LigerStepMixin(_Module):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._refuse_replaced_model()
-        _follow_steps(self.trainer.precision_plugin)
         self.shown_loss.forget()
         if self.loss_normalization != "micro_batch" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
@@ -203,14 +220,13 @@ def _follow_steps(plugin: Any) -> None:
     """Extends the Trainer's precision plugin: no override of a module's hooks can leave out what it calls."""
     if "_follows_steps" not in vars(plugin):
         plugin._follows_steps = True
-        plugin.backward = functools.partial(_backward, plugin.backward)
-        plugin.optimizer_step = functools.partial(_optimizer_step, plugin.optimizer_step)
+        plugin.backward = functools.partial(_backward, plugin)
+        plugin.optimizer_step = functools.partial(_optimizer_step, plugin)
 
 
-def _backward(
-    backward: Callable[..., None], tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any
-) -> None:
+def _backward(plugin: Any, tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
     """``backward`` of a precision plugin, which runs between the hooks before and after backward."""
+    backward = functools.partial(type(plugin).backward, plugin)  # the class may have been extended since
     if not isinstance(model, LigerStepMixin) or not model._normalizes_steps():
         backward(tensor, model, *args, **kwargs)
         return
@@ -223,9 +239,10 @@ def _backward(
 
 
 def _optimizer_step(
-    step: Callable[..., Any], optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    plugin: Any, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
 ) -> Any:
     """``optimizer_step`` of a precision plugin, whose closure runs the training step and backward."""
+    step = functools.partial(type(plugin).optimizer_step, plugin)
     if not isinstance(model, LigerStepMixin):
         return step(optimizer, model=model, closure=closure, **kwargs)
 

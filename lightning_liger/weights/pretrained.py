@@ -2,8 +2,10 @@
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,12 +278,21 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+@contextmanager
+def naming_damaged(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A context in which a ValueError that names ``path`` takes the place of what safetensors raises."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"{os.fspath(path)} is not a complete safetensors file, or holds one that is not: {error}"
+        ) from error
+
+
 def _open_file(file: Path) -> dict[str, Any]:
     if file.suffix == ".safetensors":
-        try:
+        with naming_damaged(file):
             opened = safe_open(file, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
         return {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
     tensors = load_file(file, weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):

@@ -38,10 +38,14 @@ class Like(NamedTuple):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(dtype: torch.dtype) -> None:
+def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert backend.use_triton(Like(True, dtype))
     assert not backend.use_triton(Like(False, dtype))
     assert not backend.use_triton(torch.empty(1, dtype=dtype))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not backend.use_triton(Like(True, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)

@@ -20,6 +20,7 @@ def test_devices_are_found_by_the_name_and_memory_that_torch_reports():
         ("NVIDIA H200 NVL", 139.8, "h200-nvl-141gb"),
         ("NVIDIA H20", 95.1, "h20-96gb"),
         ("NVIDIA GH200 480GB", 94.5, "gh200-96gb"),
+        ("NVIDIA GH200 144G HBM3e", 140.4, "gh200-144gb"),
         ("NVIDIA B200", 178.4, "b200-180gb"),
         ("NVIDIA GB200", 184.0, "gb200-186gb"),
         ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80gb"),

@@ -132,7 +132,7 @@ def _shared_arguments(
         "rest": 1.0 - float(options.beta),
         **_transform_arguments("student", options.of_student),
         **_transform_arguments("teacher", options.of_teacher),
-        "FAST": student.is_cuda and torch.version.hip is None,
+        "FAST": student.is_cuda,
         "KIND": KIND_NUMBERS[options.resolved_kind],
         "GROUP": _GROUP,
         "BLOCK_SIZE": launch.block_size,

@@ -449,11 +449,11 @@ def cross_entropy(
     vocab_size = input.shape[class_dim]
     if vocab_size == 0:
         raise ValueError(f"input must have at least one class in dimension {class_dim}, got shape {tuple(input.shape)}")
-    check_weights(weight, token_weight, target, vocab_size)
+    check_weights(weight, token_weight, target, vocab_size, ignore_index)
     check_labels("target", target, vocab_size, ignore_index)
 
     logits = input if input.dim() == 2 else input.movedim(class_dim, -1).reshape(-1, vocab_size)
-    targets = flat_targets(target, weight, token_weight)
+    targets = flat_targets(target, weight, token_weight, input.dtype)
     factor = None
     if reduction == "mean" and options.z_loss_weight:
         targets, factor = balance_class_weight(targets, vocab_size, ignore_index, input.dtype)

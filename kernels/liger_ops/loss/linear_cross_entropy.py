@@ -434,7 +434,7 @@ def linear_cross_entropy(
     token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
     dtype, vocab_size = head.dtype, head.vocab_size
-    check_weights(weight, token_weight, target, vocab_size)
+    check_weights(weight, token_weight, target, vocab_size, ignore_index)
     check_labels("target", target, vocab_size, ignore_index)
     chunks_are_chosen = chunk_size is None and chunk_bytes is None
     if saved_logits_bytes is None:
@@ -451,7 +451,7 @@ def linear_cross_entropy(
     accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, num_sums)
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
-    targets = flat_targets(target, weight, token_weight)
+    targets = flat_targets(target, weight, token_weight, dtype)
     factor = None
     if reduction == "mean" and token_options.z_loss_weight:
         targets, factor = balance_class_weight(targets, vocab_size, ignore_index, dtype)

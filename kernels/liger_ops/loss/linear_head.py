@@ -110,6 +110,10 @@ def check_head(
         raise ValueError(
             f"{names.input} must end in {names.weight}'s hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
         )
+    if hidden_size == 0:
+        raise ValueError(
+            f"{names.weight} must have a hidden_size of at least 1, got shape {tuple(linear_weight.shape)}"
+        )
     if target.shape != input.shape[:-1]:
         raise ValueError(
             f"target must hold one label for each token of input: input has {tuple(input.shape[:-1])} tokens, target"

@@ -136,8 +136,10 @@ def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) 
             )
 
 
-def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int) -> None:
-    """Raises a ValueError for weights of wrong shapes, and for those that would lose their gradient."""
+def check_weights(
+    weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int, ignore_index: int
+) -> None:
+    """Raises a ValueError for weights of wrong shapes, those that would lose their gradient, and NaN on the CPU."""
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
     if token_weight is not None and token_weight.shape != target.shape:
@@ -145,6 +147,10 @@ def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Te
             f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
         )
     for name, tensor in (("weight", weight), ("token_weight", token_weight)):
+        if tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != ignore_index)
+            if wrong.any():
+                raise ValueError(f"{name} must have no NaN but at ignored tokens, got {int(wrong.sum())} of them")
         if tensor is not None and backend.needs_graph(tensor):
             raise ValueError(
                 f"{name} must not require a gradient, since the loss has none for it, got {shown(tensor)} that requires"
@@ -152,12 +158,15 @@ def check_weights(weight: Tensor | None, token_weight: Tensor | None, target: Te
             )
 
 
-def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | None) -> Targets:
-    """Labels and weights in one dimension, contiguous and detached."""
+def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | None, dtype: torch.dtype) -> Targets:
+    """Labels and weights in one dimension, contiguous and detached; in float64 only for logits of this ``dtype``."""
+    weights = [
+        each if each is None or each.dtype != torch.float64 or dtype == torch.float64 else each.float()
+        for each in (weight, token_weight)
+    ]
     return Targets(
         target.reshape(-1).contiguous(),
-        None if weight is None else weight.detach().contiguous(),
-        None if token_weight is None else token_weight.detach().reshape(-1).contiguous(),
+        *(None if each is None else each.detach().reshape(-1).contiguous() for each in weights),
     )
 
 

@@ -6,6 +6,7 @@ import lightning as L
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 
+from liger_ops.arguments import wrong_value
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.arguments import FABRIC_REFUSES, check_overridden, refuse
@@ -70,6 +71,9 @@ class TrainerKernels(EngineDefaults, _TrainerStrategy):
             adopt(precision_plugin, self._precision_mixin, **self._precision_settings())
 
     def connect(self, model: L.LightningModule) -> None:
+        clip_val = model.trainer.gradient_clip_val
+        if clip_val is not None and not clip_val >= 0:
+            raise wrong_value("gradient_clip_val", "at least 0, or None", clip_val)
         # The first call of each run: another strategy may have adopted the plugin since.
         if self._precision_plugin is not None:
             adopt(self._precision_plugin, self._precision_mixin, **self._precision_settings())

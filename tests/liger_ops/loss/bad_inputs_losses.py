@@ -64,7 +64,11 @@ def number(bounds: str, *out_of_range: float, none: bool = False) -> list[Value]
 
 
 OPTIONS: dict[str, list[Value]] = {
-    "ignore_index": [*values("an integer", -100.0, "-1", [0], True, math.nan), INTEGER_TENSOR],
+    "ignore_index": [
+        *values("an integer", -100.0, "-1", [0], True, math.nan),
+        *values(f"at most {2**63 - 1}", 2**70, -(2**64)),
+        INTEGER_TENSOR,
+    ],
     "label_smoothing": number(" of at least 0 and at most 1", -0.1, 1.5),
     "softcap": number(" above 0 or None", 0.0, -30.0, none=True),
     "logit_scale": [
@@ -94,6 +98,7 @@ WEIGHTS: dict[str, list[Value]] = {
         *no_tensors(f"{FLOAT} (float32, bfloat16, float16 or float64) or None"),
         *of_dtypes(FLOAT, (11,), *NOT_FLOAT),
         *on_meta((11,)),
+        ("nan", partial(torch.full, (11,), math.nan), ("no NaN", "got 11")),
         ("shape", shaped(10), ("shape (11,)", "got (10,)")),
         ("scalar", shaped(), ("shape (11,)", "got ()")),
         (LOST[0], learnable(11), LOST[1]),
@@ -102,6 +107,7 @@ WEIGHTS: dict[str, list[Value]] = {
         *no_tensors("a tensor or None"),
         *of_dtypes("a tensor of real numbers", (4,), "complex64"),
         *on_meta((4,)),
+        ("nan", partial(torch.full, (4,), math.nan), ("no NaN but at ignored tokens", "got 4")),
         ("shape", shaped(3), ("target's shape (4,)", "got (3,)")),
         ("scalar", shaped(), ("target's shape (4,)", "got ()")),
         (LOST[0], learnable(4), LOST[1]),
@@ -242,6 +248,11 @@ BAD_INPUTS = [
         "cross_entropy-weight-probabilities and meta",
         lambda: call_cross_entropy(target=PROBABILITIES(), weight=torch.ones(11, device="meta")),
         ("weight", "on input's device cpu", "on meta"),
+    ),
+    BadInput(
+        "linear_cross_entropy-linear_weight-no features",
+        lambda: call_linear(input=torch.ones(4, 0), linear_weight=torch.ones(11, 0)),
+        ("linear_weight", "hidden_size of at least 1", "(11, 0)"),
     ),
     BadInput(
         "linear_cross_entropy-adapter-probabilities",

@@ -343,6 +343,13 @@ def test_token_weight_may_be_of_another_dtype_and_layout(dtype: torch.dtype, dev
     torch.testing.assert_close(actual, expected)
 
 
+def test_class_weights_in_float64_are_those_in_float32(device: torch.device) -> None:
+    logits, labels = make_batch(8, 123, device=device)
+    weight = torch.rand(123, device=device)
+    expected, actual = (loss_and_gradient(cross_entropy, logits, labels, weight=w) for w in (weight, weight.double()))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("which", "dtype"),
     [("token_weight", torch.float32), ("token_weight", torch.float16), ("weight", torch.bfloat16)],

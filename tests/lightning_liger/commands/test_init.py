@@ -1,5 +1,6 @@
 """``lightning-liger init`` writes yaml files that run as they are."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def test_written_yaml_differs_in_names_of_files_only(folder, tmp_path):
         output = Path(folder) / f"{name}.yaml"
         write_story(path, output)
         text = output.read_text(encoding="utf-8")
-        assert "examples/" not in text
+        pages = re.findall(r"docs/[\w/]+\.md", text)
+        assert all((ROOT / page).is_file() for page in pages)
+        assert "examples/" not in text.replace("docs/examples/", "")
         assert f"lightning-liger fit --config {output}" in text
         data = yaml.safe_load(text)["data"]["init_args"]
         assert all(Path(data[key]).exists() for key in ("path", "tokenizer") if data.get(key))
@@ -54,6 +57,7 @@ def test_written_story_trains_in_an_empty_folder(capsys):
     assert "Next: lightning-liger fit --config my.yaml" in capsys.readouterr().out
     assert main(["fit", "--config=my.yaml", "--trainer.max_steps=1", "--trainer.accelerator=cpu"]) == 0
     assert Path("runs/sft/checkpoints").is_dir()
+    assert not Path("data/images").exists()
 
 
 def test_nothing_is_overwritten():

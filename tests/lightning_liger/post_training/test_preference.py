@@ -388,6 +388,24 @@ def test_reference_is_computed_once_and_kept_for_the_same_weights(tmp_path: Path
     assert_trained_as(without.model, against_itself)
 
 
+def test_stored_reference_is_found_without_hooks_and_those_it_needs_are_named() -> None:
+    data = [collated(pairs_of(2, seed=3))]
+
+    class OwnTransfer(Module):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return dict(batch)
+
+    modules = [cls(DPOOptions(), with_reference=False, precompute_ref_log_probs=True) for cls in (Module, OwnTransfer)]
+    for module in modules:
+        fit(module, data, max_epochs=2)
+    for got, want in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
+        assert torch.equal(got, want)
+    for name in ("on_fit_start", "on_save_checkpoint", "on_load_checkpoint"):
+        overriding = type("Overriding", (Module,), {name: lambda self, *args: None})
+        with pytest.raises(RuntimeError, match=rf"Overriding.{name} must call super\(\).{name}"):
+            fit(overriding(DPOOptions(), with_reference=False, precompute_ref_log_probs=True), data)
+
+
 def test_data_that_changes_after_the_reference_was_computed_is_an_error() -> None:
     class Changing(torch.utils.data.Dataset):
         reads = 0

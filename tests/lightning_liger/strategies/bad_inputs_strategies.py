@@ -7,9 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.nn.attention import SDPBackend
 
+from lightning_liger import LigerModelParallelStrategy
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.bad_inputs import BadInput
 
@@ -181,4 +184,17 @@ def _in_folder(cls: type, text: str | None) -> Callable[[Path], Any]:
     return call
 
 
-BAD_INPUTS = [*_rows(), *_config_rows(), *_two_choices()]
+def _fit(**arguments: Any) -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, barebones=True, **arguments)
+    trainer.fit(BoringModel())
+
+
+_OF_THE_TRAINER = [
+    BadInput("LigerStrategy-gradient_clip_val", partial(_fit, strategy="liger", gradient_clip_val=-1),
+             ("gradient_clip_val", "at least 0", "got -1")),
+    BadInput("LigerModelParallelStrategy-tensor_parallel_size-of-more-than-there-are",
+             lambda: _fit(strategy=LigerModelParallelStrategy(tensor_parallel_size=4)),
+             ("tensor_parallel_size", "a divisor of the number of processes, 1", "got 4")),
+]  # fmt: skip
+
+BAD_INPUTS = [*_rows(), *_config_rows(), *_two_choices(), *_OF_THE_TRAINER]

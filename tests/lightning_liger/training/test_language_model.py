@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightning_liger import LigerCallback, apply_liger_kernels
+from lightning_liger.training import step_mean
 from lightning_liger.training.language_model import LanguageModel
-from lightning_liger.training.token_mean import TokenMean
+from lightning_liger.training.step_mean import StepMean
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
 from tests.lightning_liger.training.logging_lm import LoggingLM
@@ -155,26 +156,26 @@ def test_mean_of_micro_batches_has_the_mean_of_their_router_losses() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_router_losses_of_two_ranks_are_weighted_by_tokens() -> None:
-    """As on two ranks: each has a module of its own, gradients are averaged, sums and counts are added up."""
-    ranks, means = [LM(), LM()], [TokenMean(), TokenMean()]
-    counted = []
-    for module, mean, batch in zip(ranks, means, micro_batches(), strict=False):
-        # Attached to nothing, so the step's sum is taken by hand.
-        module._normalizes_steps = lambda: True
-        module._token_mean = mean
-        module.training_step(batch, 0).backward()
-        counted.append(mean._sum_and_count)
+def test_router_losses_of_two_ranks_are_weighted_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on two ranks: each has a module of its own, and gradients are averaged."""
+    ranks, means, counted = [LM(), LM()], [StepMean(), StepMean()], []
+    monkeypatch.setattr(step_mean, "sum_over_ranks", lambda *_: sum(counted))
+    engine = SimpleNamespace(micro_batch_index=lambda: 0, should_accumulate=lambda: False)
+    losses = [module.training_step(batch, 0) for module, batch in zip(ranks, micro_batches(), strict=False)]
+    for module, mean, loss, batch in zip(ranks, means, losses, micro_batches(), strict=False):
+        module.trainer = SimpleNamespace(world_size=2, accumulate_grad_batches=1, optimizers=[])
+        mean.add(0, loss, (batch["labels"][:, 1:] != -100).sum())
+        counted.append(mean._added)
+    for module, mean, loss in zip(ranks, means, losses, strict=True):
+        (loss * mean.weight(module, engine, 0)).backward()
     for parameter, other in zip(ranks[0].parameters(), ranks[1].parameters(), strict=True):
         parameter.grad = (parameter.grad + other.grad) / 2
-    loss = means[0].normalize(
-        ranks[0].parameters(), num_micro_batches=1, num_ranks=2, sum_over_ranks=lambda _: counted[0] + counted[1]
-    )
     model = tiny_mixtral()
     found = parts(model)
     total = sum(loss * count for loss, _, count in found) / sum(count for *_, count in found)
     total.backward()
-    assert loss.item() == pytest.approx(total.item(), rel=1e-6)
+    for module, mean in zip(ranks, means, strict=True):
+        assert mean.finish(module, engine, 0).item() == pytest.approx(total.item(), rel=1e-6)
     assert_same_gradients(ranks[0].model, model)
 
 

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -27,6 +28,9 @@ HOOKS = (
     "on_before_zero_grad",
     "on_train_batch_end",
     "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
     "setup",
 )
 
@@ -54,6 +58,11 @@ class Program:
     epochs: int
     callback: bool
     normalization: str
+    strategy: str
+    averages: bool
+    """Whether a callback trains an average of the weights, which validation and the end of training take."""
+    validation: list[list[dict[str, Tensor]]] = field(repr=False)
+    """The batches of each loader."""
     batches: list[dict[str, Tensor]] = field(repr=False)
 
 
@@ -91,6 +100,8 @@ def make_program(seed: int) -> Program:
     normalization = rng.choice(["first", "first", "first", "micro_batch"])
     step = rng.choice(["inherited"] * 6 + ["own", "mixed"]) if loss == "tokens" else "inherited"
     may_be_empty = normalization == "first" and step == "inherited" and not manual
+    optimizer_step = rng.choice(["", "", "closure", *["every other"][: accumulate == 1]]) if not manual else ""
+    validation = [make_batches(rng, rng.randint(1, 3), may_be_empty=False) for _ in range(rng.choice([0, 0, 1]))]
     return Program(
         loss=loss,
         step=step,
@@ -101,7 +112,7 @@ def make_program(seed: int) -> Program:
         skipped=skipped,
         hooks=hooks,
         backward=not rng.randrange(4),
-        optimizer_step=rng.choice(["", "", "closure", *["every other"][: accumulate == 1]]) if not manual else "",
+        optimizer_step=optimizer_step,
         zero_grad=rng.choice(["", "", "", "zeros", "never"]) if not manual else "",
         clipping=clipping if not manual else None,
         parameter_hook=rng.choice(["", "", "double", *["clamp"][: accumulate == 1]]),
@@ -111,6 +122,9 @@ def make_program(seed: int) -> Program:
         epochs=rng.choice([1, 1, 2]),
         callback=rng.random() < 0.5,
         normalization=normalization,
+        strategy=rng.choice(["auto", "liger"]),
+        averages=not manual and optimizer_step != "every other" and not rng.randrange(4),
+        validation=validation,
         batches=make_batches(rng, number, may_be_empty),
     )
 
@@ -294,6 +308,8 @@ class Result(NamedTuple):
     gradients: list[list[Tensor]]
     logged: float | None
     """The last ``train_loss_step``."""
+    validated: list[float]
+    """The last ``val_loss`` of each loader."""
 
 
 def run(program: Program) -> Result:
@@ -301,15 +317,23 @@ def run(program: Program) -> Result:
     clipping: dict[str, Any] = {}
     if program.clipping is not None:
         clipping = {"gradient_clip_algorithm": program.clipping[0], "gradient_clip_val": program.clipping[1]}
+    callbacks: list[L.Callback] = [watch]
+    if program.callback and program.strategy == "auto":
+        callbacks.append(LigerCallback())
+    if program.averages:
+        callbacks.append(WeightAveraging(avg_fn=lambda old, new, _: 0.8 * old + 0.2 * new))
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=program.epochs, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=program.accumulate,
-        callbacks=[watch, LigerCallback()] if program.callback else [watch], **clipping,
+        strategy=program.strategy, callbacks=callbacks, **clipping,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(program.batches, batch_size=None))  # type: ignore[arg-type]
+    loaders = [DataLoader(batches, batch_size=None) for batches in program.validation]  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(program.batches, batch_size=None), loaders or None)  # type: ignore[arg-type]
     logged = trainer.callback_metrics.get("train_loss_step")
     weights = [parameter.detach() for parameter in module.model.parameters()]
-    return Result(weights, watch.average, watch.gradients, None if logged is None else float(logged))
+    names = [f"val_loss/dataloader_idx_{index}" for index in range(len(loaders))] if len(loaders) > 1 else ["val_loss"]
+    validated = [float(trainer.callback_metrics[name]) for name in names[: len(loaders)]]
+    return Result(weights, watch.average, watch.gradients, None if logged is None else float(logged), validated)
 
 
 # The plain loop
@@ -359,7 +383,8 @@ def plain(program: Program) -> Result:
     for start in starts:
         window = list(range(len(program.batches)))[start : start + program.accumulate]
         kept = [index for index in window if index not in program.skipped]
-        if program.zero_grad != "never" and not (program.manual and not kept):
+        validated = bool(program.validation) and start == 0  # before which Lightning sets gradients to zero
+        if (program.zero_grad != "never" or validated) and not (program.manual and not kept):
             for parameter in parameters:
                 parameter.grad.zero_()
         losses = losses_of(model, program, kept)
@@ -380,7 +405,15 @@ def plain(program: Program) -> Result:
             for parameter in moving:
                 parameter.data -= 0.1 * parameter.grad
         watch.average = averaged(watch.average, parameters)
-    return Result([parameter.detach() for parameter in parameters], watch.average, watch.gradients, logged)
+    if program.averages:
+        for parameter, average in zip(parameters, watch.average or (), strict=True):
+            parameter.data = average
+    validated = []
+    for batches in program.validation:
+        units = [units_of(model, batch, program) for batch in batches]
+        kinds = zip(*units, strict=True)
+        validated.append(float(sum(sum(total for total, _ in k) / sum(count for _, count in k) for k in kinds)))
+    return Result([parameter.detach() for parameter in parameters], watch.average, watch.gradients, logged, validated)
 
 
 def clip(parameters: list[nn.Parameter], program: Program) -> None:
@@ -412,6 +445,7 @@ def check(seed: int) -> str:
     message = lambda text: f"{program}\n{text}"  # noqa: E731
     torch.testing.assert_close(found.weights, want.weights, msg=message, **close)
     torch.testing.assert_close(found.average, want.average, msg=message, **close)
+    assert found.validated == pytest.approx(want.validated, rel=1e-4), program
     if not program.in_backward:
         torch.testing.assert_close(found.gradients, want.gradients, msg=message, **close)
     is_shown = program.step == "inherited" and program.normalization == "first"

@@ -88,8 +88,13 @@ def outside_loss(logits: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB_SIZE), labels[:, 1:].reshape(-1))
 
 
+def regularized(loss: Tensor) -> Tensor:
+    """What a user makes of the loss of a micro-batch: its gradient is not that of the loss times a number."""
+    return loss + 0.1 * loss.square()
+
+
 class LM(LigerLMMixin, L.LightningModule):
-    """The tiny model with the mixin's own steps."""
+    """The tiny model with the mixin's own steps, to whose loss a term is added, and a hook without ``super()``."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -98,6 +103,12 @@ class LM(LigerLMMixin, L.LightningModule):
     def configure_model(self) -> None:
         if getattr(self, "model", None) is None:
             self.model = build_model(self.tied)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return regularized(super().training_step(batch, batch_idx))
+
+    def on_after_backward(self) -> None:
+        pass
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.parameters())
@@ -186,7 +197,7 @@ def reference_training(
         ]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for _, batch in parts]
         for (rank, batch), count in zip(parts, counts, strict=True):
-            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss = regularized(model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss)
             losses[rank].append(loss.item() if count else 0.0)
             if count:
                 (loss * (count / sum(counts) if of_tokens else 1 / len(parts))).backward()
