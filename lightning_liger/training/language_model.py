@@ -4,12 +4,13 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import TransformersKwargs
@@ -74,6 +75,7 @@ class LanguageModel:
         self.known_keys = _known_keys(model, self.pretrained)
         self._passes_labels = self.pretrained is not None and _takes_labels(model) and _takes_labels(self.pretrained)
         self._no_cross_entropy = _NoCrossEntropy()
+        self._finds_documents: bool | None = None  # until the first call with positions
         self._has_warned = False
         config: Any = getattr(self.pretrained, "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -132,7 +134,8 @@ class LanguageModel:
             labels: ``[batch_size, seq_len]``, for which the model has a loss of its own.
 
         Raises:
-            ValueError: For an ``attention_mask`` that leaves out tokens within a document of a packed row.
+            ValueError: For packed rows in which documents would see each other, because of an ``attention_mask`` that
+                leaves out tokens within a document, or of an architecture that does not look for documents.
 
         Returns:
             Its output; the sum of the losses that it adds to cross entropy, such as a router's, None if it adds none;
@@ -143,43 +146,46 @@ class LanguageModel:
         prepare = self._is_encoder_decoder and getattr(self.pretrained, "prepare_decoder_input_ids_from_labels", None)
         if prepare and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
             inputs["decoder_input_ids"] = prepare(labels)
-        if self._reads_documents(inputs):
-            del inputs["attention_mask"]
         if not self._passes_labels:
-            output = self.model(**inputs)
+            output = self._call(inputs)
             self._warn_of_other_losses(output)
             return output, None, None
         with self._without_cross_entropy() as function:
-            output = self.model(**inputs, labels=labels)
+            output = self._call(inputs | {"labels": labels})
             loss = getattr(output, "loss", None)
             if function.value is None:  # a model that calls no loss function
                 self._passes_labels = self._is_encoder_decoder and not prepare
                 return output, None, loss
             return output, loss if loss is not None and function.was_added_to(loss) else None, None
 
-    @torch.compiler.disable  # depends on values
-    def _reads_documents(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether packed documents are kept apart by ``position_ids``, which transformers reads without a mask only."""
+    def _call(self, inputs: dict[str, Any]) -> Any:
         mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-        if not (
-            self.labels == "next"
-            and self.reads_tokens
-            and self.returns_tokens
-            and _is_of_tokens(mask)
-            and _is_of_tokens(position_ids)
-        ):
-            return False
-        is_real, starts = mask.bool(), F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
-        documents = starts.cumsum(-1)
-        is_packed = is_real & (documents != documents.where(is_real, 0).amax(-1, keepdim=True))
-        has_hole = is_real & ~F.pad(is_real[:, :-1], (1, 0)) & ~starts
-        packed, holes = torch.stack((is_packed.any(), has_hole.any())).tolist()  # the host waits, as transformers does
-        if packed and holes:
+        reads_text = self.labels == "next" and self.reads_tokens and self.returns_tokens
+        if not (reads_text and isinstance(position_ids, Tensor) and position_ids.ndim == 2):
+            return self.model(**inputs)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and _is_packed(mask, position_ids):
+            mask = inputs["attention_mask"] = None  # transformers looks for documents in position_ids without one only
+        if mask is not None or self._finds_documents or not self._should_find_documents(inputs):
+            return self.model(**inputs)
+        with _Differences() as differences:
+            output = self.model(**inputs)
+        is_recurrent: bool = cast(Any, self.pretrained)._is_stateful  # layers of Mamba read no positions
+        self._finds_documents = differences.were_taken and not is_recurrent
+        if not self._finds_documents and bool((position_ids.diff(dim=-1) != 1).any()):
             raise ValueError(
-                "batch['attention_mask'] must be 0 only where no token of the same document follows in rows that are"
-                " packed by position_ids, got zeros within or before one: let position_ids start again after them"
+                "batch['position_ids'] must not start again within a row, as not all layers of"
+                f" {type(self.pretrained).__name__} look for documents there, and tokens would see those of others:"
+                " give each document its own row"
             )
-        return bool(packed)
+        return output
+
+    def _should_find_documents(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether documents are kept apart by nothing but attention's mask, made from ``position_ids``."""
+        is_compiled = any(part._compiled_call_impl or "_orig_mod" in part._modules for part in self.model.modules())
+        model: Any = self.pretrained
+        has_borders = model._is_stateful and any(inputs.get(name) is not None for name in _PACKING)
+        gets_masks = model.config._attn_implementation in ("eager", "sdpa", "flex_attention")
+        return gets_masks and not (has_borders or is_compiled or torch.compiler.is_compiling())
 
     @contextmanager
     def _without_cross_entropy(self) -> Iterator[_NoCrossEntropy]:
@@ -238,8 +244,34 @@ def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: b
     return "own" if is_encoder_decoder else "next"
 
 
-def _is_of_tokens(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.ndim == 2
+class _Differences(TorchFunctionMode):
+    """Notes whether anything takes differences, by which transformers finds documents in positions."""
+
+    were_taken = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.were_taken |= function is torch.diff
+        return function(*args, **(kwargs or {}))
+
+
+@torch.compiler.disable  # depends on values
+def _is_packed(mask: Tensor, position_ids: Tensor) -> bool:
+    """Whether rows have tokens of several documents, which then needs no mask.
+
+    Raises:
+        ValueError: If it needs one, too.
+    """
+    is_real, starts = mask.bool(), F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+    documents = starts.cumsum(-1)
+    is_packed = is_real & (documents != documents.where(is_real, 0).amax(-1, keepdim=True))
+    has_hole = is_real & ~F.pad(is_real[:, :-1], (1, 0)) & ~starts
+    packed, holes = torch.stack((is_packed.any(), has_hole.any())).tolist()  # the host waits, as transformers does
+    if packed and holes:
+        raise ValueError(
+            "batch['attention_mask'] must be 0 only where no token of the same document follows in rows that are"
+            " packed by position_ids, got zeros within or before one: let position_ids start again after them"
+        )
+    return bool(packed)
 
 
 def _named_arguments(module: nn.Module) -> tuple[set[str], bool]:

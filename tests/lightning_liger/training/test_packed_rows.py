@@ -95,3 +95,14 @@ def test_mask_of_padding_on_the_left_stays(positions: list[int]) -> None:
     labels = ids.masked_fill(torch.arange(5) < 3, -100)  # no token is predicted from padding
     alone = {"input_ids": ids[:, 2:], "position_ids": position_ids[:, 2:], "labels": ids[:, 2:]}
     torch.testing.assert_close(model.training_step(padded | {"labels": labels}, 0), model.training_step(alone, 0))
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "opt", "mamba2", "bamba"])
+def test_architecture_that_does_not_look_for_documents_is_refused(architecture: str) -> None:
+    model = LanguageModel(tiny_causal_lm(architecture))
+    ids = torch.arange(3, 9)[None]
+    model({"input_ids": ids, "position_ids": torch.arange(6)[None]}, ids)
+    packed = {"input_ids": ids, "position_ids": torch.arange(6)[None] % 4}
+    for more in ({}, {"attention_mask": torch.ones_like(ids)}):
+        with pytest.raises(ValueError, match=r"batch\['position_ids'\] must not start again within a row"):
+            model(packed | more, ids)
