@@ -181,11 +181,13 @@ class LanguageModel:
 
     def _should_find_documents(self, inputs: Mapping[str, Any]) -> bool:
         """Whether documents are kept apart by nothing but attention's mask, made from ``position_ids``."""
+        if torch.compiler.is_compiling():
+            return False
         is_compiled = any(part._compiled_call_impl or "_orig_mod" in part._modules for part in self.model.modules())
         model: Any = self.pretrained
         has_borders = model._is_stateful and any(inputs.get(name) is not None for name in _PACKING)
         gets_masks = model.config._attn_implementation in ("eager", "sdpa", "flex_attention")
-        return gets_masks and not (has_borders or is_compiled or torch.compiler.is_compiling())
+        return gets_masks and not has_borders and not is_compiled
 
     @contextmanager
     def _without_cross_entropy(self) -> Iterator[_NoCrossEntropy]:

@@ -47,10 +47,11 @@ class LigerLMMixin(LigerStepMixin):
 
     The steps expect batches with ``labels`` (unshifted, as Hugging Face's) or ``shift_labels`` (the target of each
     token) and pass everything else to the model, which has to know each key. A document starts wherever
-    ``position_ids`` start again, and no token has to predict the first token of another document. The steps log
-    ``{train,val,test}_{loss,perplexity,accuracy}``, averaged over tokens. Losses that the model itself adds to cross
-    entropy, such as a router's, are part of the loss, weighted by tokens, and logged as ``{train,val,test}_aux_loss``
-    too. Override the steps as you like::
+    ``position_ids`` start again, and no token has to predict the first token of another document. Labels of
+    encoder-decoders, masked language models and token classification are those of their own tokens. The steps log
+    ``{train,val,test}_{loss,perplexity,accuracy}``, averaged over tokens, of each data loader. Losses that the model
+    itself adds to cross entropy, such as a router's, are part of the loss, weighted by tokens, and logged as
+    ``{train,val,test}_aux_loss`` too. Override the steps as you like::
 
         def training_step(self, batch, batch_idx):
             labels = batch.pop("labels")
@@ -70,7 +71,8 @@ class LigerLMMixin(LigerStepMixin):
 
     Raises:
         TypeError: When a class lists the mixin after ``LightningModule``.
-        ValueError: For an unknown ``loss_normalization`` or ``loss_type``.
+        ValueError: For an unknown ``loss_normalization`` or ``loss_type``; in the first step, for a model whose labels
+            are not of tokens.
         RuntimeError: At the start of a stage for which ``configure_model`` replaced the model of an earlier stage,
             unless the new one gets its weights from ``ckpt_path``. ``self.model = None`` before the stage is a fresh
             start.

@@ -618,3 +618,13 @@ def test_losses_of_single_pairs_are_taken_pair_by_pair(
         results.append((module.steps, list(module.model.parameters())))
         assert num_calls == (len(batches) if is_apart and max_bytes else 0)
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_packed_sequences_with_an_attention_mask_are_kept_apart(padding: int) -> None:
+    items, module = sequences(4), Module(DPOOptions())
+    batch = packed(items, padding)
+    is_real = torch.arange(batch["input_ids"].shape[1])[None] < batch["input_ids"].shape[1] - padding
+    want = module.training_step(padded(items), 0)
+    torch.testing.assert_close(module.training_step(batch | {"attention_mask": is_real.long()}, 0), want)
+    torch.testing.assert_close(module.training_step(batch | {"attention_mask": torch.ones_like(is_real)}, 0), want)
