@@ -145,6 +145,7 @@ class LigerStepMixin(_Module):
             return False
         return self.trainer.accumulate_grad_batches == 1 or engine_of(self.trainer).scales_gradients
 
+    @torch.compiler.disable  # the number of the batch is another each time
     def _counted(self, loss: Tensor, num_units: Tensor, num_batches: int | None = None) -> Tensor:
         """The loss of a training step, which is the mean of so many units; see :meth:`.StepMean.add`."""
         if self._trainer is None:

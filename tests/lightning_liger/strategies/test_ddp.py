@@ -15,6 +15,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_batches,
     make_uneven_batches,
     reference_training,
+    regularized,
 )
 from tests.lightning_liger.strategies.workers.distributed_ddp import NUM_STEPS
 
@@ -53,7 +54,9 @@ def ranks(launched):
 
 def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(launched):
     device, results = launched
-    reference = reference_training(False, device, True, lambda rank: make_uneven_batches(rank, NUM_STEPS), 2)
+    reference = reference_training(
+        False, device, True, lambda rank: make_uneven_batches(rank, NUM_STEPS), 2, regularized
+    )
     for rank, run in enumerate(result["uneven"] for result in results):
         # Lightning divides what it shows by the number of micro-batches.
         found = [2 * loss for loss in run["losses"]]

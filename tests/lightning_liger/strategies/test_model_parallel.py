@@ -23,6 +23,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_trainer,
     make_uneven_batches,
     reference_training,
+    regularized,
 )
 from tests.lightning_liger.strategies.workers.model_parallel import MAX_NORM
 
@@ -84,7 +85,7 @@ def test_layers_of_the_checkpointing_policy_run_again_in_backward(ranks):
 
 def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
     device, results = ranks
-    reference = reference_training(False, device, True, make_uneven_batches, 2)
+    reference = reference_training(False, device, True, make_uneven_batches, 2, regularized)
     assert_as_in(reference, device, [result["uneven"] for result in results], num_micro_batches=2)
 
 

@@ -36,6 +36,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
+    AddsToLoss,
     Batch,
     KindsOfLogits,
     Losses,
@@ -76,6 +77,10 @@ class WholeAtFirst(LM):
     def __init__(self, tied: bool = False) -> None:
         super().__init__(tied)
         self.model = build_model(tied)
+
+
+class AddsToLossWholeAtFirst(AddsToLoss, WholeAtFirst):
+    pass
 
 
 class PartitionedAtOnce(LM):
@@ -271,7 +276,7 @@ def _run_stage(run: dict[str, Any], stage: int) -> dict[str, Any]:
         results[f"fabric-logits-{head}"] = _fabric(run, stage, tied, _loss_of_logits)
         results[f"fabric-scores-{head}"] = _fabric(run, stage, tied, _loss_of_scores)
     results["by-name"] = _fit(run, f"liger_deepspeed_stage_{stage}", WholeAtFirst())
-    results["uneven"] = _fit(run, stage, WholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
+    results["uneven"] = _fit(run, stage, AddsToLossWholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
     results["clipped"] = _fit(run, stage, WholeAtFirst(), accumulate_grad_batches=2, gradient_clip_val=MAX_NORM)
     recompute = LigerDeepSpeedStrategy(config=CONFIGS[stage], activation_checkpointing="full")
     results["recomputed"] = _fit(run, recompute, WholeAtFirst())

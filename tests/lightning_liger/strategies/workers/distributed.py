@@ -94,7 +94,7 @@ def regularized(loss: Tensor) -> Tensor:
 
 
 class LM(LigerLMMixin, L.LightningModule):
-    """The tiny model with the mixin's own steps, to whose loss a term is added, and a hook without ``super()``."""
+    """The tiny model with the mixin's own steps."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -104,14 +104,18 @@ class LM(LigerLMMixin, L.LightningModule):
         if getattr(self, "model", None) is None:
             self.model = build_model(self.tied)
 
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+class AddsToLoss(LM):
+    """Adds a term to the mixin's loss, and has a hook without ``super()``."""
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return regularized(super().training_step(batch, batch_idx))
 
     def on_after_backward(self) -> None:
         pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
 
 
 class KindsOfLogits(LM):
@@ -183,8 +187,12 @@ def reference_training(
     of_tokens: bool,
     make: Callable[[int], list[Batch]] = make_batches,
     num_micro_batches: int = 1,
+    change: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> Reference:
-    """One process, stock model, plain loop; the mean is over a step's tokens, or over the means of ranks."""
+    """One process, stock model, plain loop; the mean is over a step's tokens, or over the means of ranks.
+
+    ``change`` is what a user makes of a micro-batch's loss.
+    """
     model = build_model(tied).to(device)
     optimizer = make_optimizer(model.parameters())
     losses: list[list[float]] = [[] for _ in range(NUM_RANKS)]
@@ -197,7 +205,7 @@ def reference_training(
         ]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for _, batch in parts]
         for (rank, batch), count in zip(parts, counts, strict=True):
-            loss = regularized(model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss)
+            loss = change(model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss)
             losses[rank].append(loss.item() if count else 0.0)
             if count:
                 (loss * (count / sum(counts) if of_tokens else 1 / len(parts))).backward()
@@ -239,7 +247,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _fit(strategy: Any, tied: bool, run: dict[str, Any], save_as: str | None = None, **options: Any) -> dict[str, Any]:
-    recorder, module = Losses(), LM(tied)
+    recorder, module = Losses(), options.pop("module", LM)(tied)
     ckpt_path = options.pop("ckpt_path", None)
     make = options.pop("make", make_batches)
     loader = DataLoader(make(run["rank"], options.pop("num_batches", NUM_STEPS)), batch_size=None)
@@ -299,7 +307,9 @@ def _run_rank(device: str, folder: Path) -> None:
         results[f"fabric-logits-{head}"] = _fabric(
             lambda model, batch: outside_loss(model(batch["input_ids"]).logits, batch["labels"]), tied, run
         )
-    results["uneven"] = _fit("liger_fsdp", False, run, make=make_uneven_batches, accumulate_grad_batches=2)
+    results["uneven"] = _fit(
+        "liger_fsdp", False, run, make=make_uneven_batches, module=AddsToLoss, accumulate_grad_batches=2
+    )
     # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
     epochs = {"tied": False, "run": run, "num_batches": 2}
     results["two-epochs"] = _fit(LigerStrategy(state_dict_type="sharded"), max_epochs=2, **epochs)

@@ -19,6 +19,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
+    AddsToLoss,
     Losses,
     build_model,
     logit_counts,
@@ -115,7 +116,7 @@ def _run_rank(device: str, folder: Path) -> None:
     # The head among them, whose weight the loss needs after the head has run.
     results["each-linear"] = _fit(run, LM(), strategy=LigerModelParallelStrategy(auto_wrap_policy=["Linear"]))
     results["by-its-user"] = _fit(run, ShardedByItsUser())
-    results["uneven"] = _fit(run, LM(), make_uneven_batches, accumulate_grad_batches=2)
+    results["uneven"] = _fit(run, AddsToLoss(), make_uneven_batches, accumulate_grad_batches=2)
     results["clipped"] = _fit(run, LM(), gradient_clip_val=MAX_NORM)
     torch.save(results, folder / f"rank{run['rank']}.pt")
     torch.distributed.destroy_process_group()
