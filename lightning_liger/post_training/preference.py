@@ -107,6 +107,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         super().__init__(*args, **kwargs)
         if self.precompute_ref_log_probs and self.sync_ref_model:
             raise wrong_value("sync_ref_model", "False with precompute_ref_log_probs=True", True)
+        if self.ref_log_probs_folder is not None and not self.precompute_ref_log_probs:
+            raise wrong_value(
+                "ref_log_probs_folder", "None without precompute_ref_log_probs=True", self.ref_log_probs_folder
+            )
         self._reference_cache: ReferenceCache | None = None
         self._reference_fingerprint: str | None = None
         self._is_precomputing = False
@@ -119,6 +123,9 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         """Whether the loss needs log-probabilities of a reference model."""
         return self.preference_loss.needs_reference
 
+    def _without_reference(self) -> dict[str, Any]:
+        return {**super()._without_reference(), "precompute_ref_log_probs": False}
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         # Lightning takes the hook for a mistake next to a LightningDataModule without one.
@@ -126,7 +133,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self.precompute_ref_log_probs and self.needs_reference:
+        if self.precompute_ref_log_probs:
             self._precompute()
 
     def _reference_kind(self) -> str:

@@ -618,3 +618,22 @@ def test_losses_of_single_pairs_are_taken_pair_by_pair(
         results.append((module.steps, list(module.model.parameters())))
         assert num_calls == (len(batches) if is_apart and max_bytes else 0)
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["LigerCPO", "LigerORPO", "LigerTPO"])
+def test_example_of_pairs_takes_the_other_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("sys.argv", ["lightning-liger"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cli = LigerCLI(
+        args=[
+            *("fit", "--config=examples/dpo.yaml", f"--model={name}", "--trainer.accelerator=cpu"),
+            *("--trainer.max_steps=1", "--trainer.callbacks=[]", f"--trainer.default_root_dir={tmp_path}"),
+        ]
+    )
+    assert type(cli.model).__name__ == name
+    assert cli.trainer.global_step == 1
+    path = tmp_path / "last.ckpt"
+    cli.trainer.save_checkpoint(path)
+    assert type(cli.model).load_from_checkpoint(path, weights_only=False).preference_loss == cli.model.preference_loss
