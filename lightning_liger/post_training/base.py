@@ -167,10 +167,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
         self._refuse_replaced_model()
-        if not self._has_begun:  # hooks that were overridden
-            self._begin_stage()
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
+        if not self._has_begun:  # hooks that were overridden
+            self._begin_stage()
         result = self.step_loss(stage, batch)
         terms = [
             Term(

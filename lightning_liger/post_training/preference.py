@@ -303,7 +303,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         rows, options = read_rows(batch, prefix), self.preference_loss
         parts = options.num_sequences
         if rows.num_sequences % parts:
-            names = ("", "", "chosen and rejected sequences", "chosen, rejected and reference sequences")[parts]
+            triples = "chosen, rejected and reference sequences (for pairs, tpo_alpha=0)"
+            names = triples if parts == 3 else "chosen and rejected sequences"
             raise ValueError(f"batch must hold as many {names}, got {rows.num_sequences} sequences in all")
         completion = rows.labels != IGNORE_INDEX
         weights = completion.float()

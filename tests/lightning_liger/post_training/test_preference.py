@@ -25,6 +25,7 @@ from lightning_liger import (
     ORPOOptions,
     TPOOptions,
 )
+from lightning_liger.cli import LigerCLI
 from lightning_liger.post_training import preference, units
 from tests.lightning_liger.post_training.preference_data import (
     Sequences,
@@ -620,15 +621,19 @@ def test_losses_of_single_pairs_are_taken_pair_by_pair(
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["LigerCPO", "LigerORPO", "LigerTPO"])
-def test_example_of_pairs_takes_the_other_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("LigerCPO", []), ("LigerORPO", []), ("LigerTPO", ["--model.tpo_alpha=0"])]
+)
+def test_example_of_pairs_takes_the_other_losses(
+    name: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = Path(__file__).parents[3]
     monkeypatch.chdir(root)
     monkeypatch.setattr("sys.argv", ["lightning-liger"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cli = LigerCLI(
         args=[
-            *("fit", "--config=examples/dpo.yaml", f"--model={name}", "--trainer.accelerator=cpu"),
+            *("fit", "--config=examples/dpo.yaml", f"--model={name}", *options, "--trainer.accelerator=cpu"),
             *("--trainer.max_steps=1", "--trainer.callbacks=[]", f"--trainer.default_root_dir={tmp_path}"),
         ]
     )
