@@ -171,7 +171,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         if given and len(given) < len(columns):
             raise ValueError(f"batch must have all of {list(columns)} or none, got {given}")
         if self.reference == "columns":
-            raise ValueError(f"batch must have the keys {list(columns)} for reference='columns', got {sorted(batch)}")
+            raise ValueError(
+                f"batch must have the keys {list(columns)} for reference='columns', got {sorted(batch)}; with"
+                " precompute_ref_log_probs=True they are computed before training"
+            )
         return self._compute_reference(rows)
 
     def _columns(self) -> dict[str, tuple[str, ...]]:
@@ -198,6 +201,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
                 cache = ReferenceCache(self.ref_log_probs_folder, cast(str, self._reference_fingerprint))
             strategy = self.trainer.strategy
             for batch in every_batch(self.trainer):
+                for prefix in self._columns():
+                    read_rows(batch, prefix)  # raises for keys that are missing
                 keys = {prefix: sequence_keys(batch, prefix) for prefix in self._columns()}
                 is_new = any(key not in cache for found in keys.values() for key in found)
                 if not strategy.reduce_boolean_decision(is_new, all=False):
@@ -246,12 +251,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             self._require_super(LigerPreferenceMixin, "on_save_checkpoint", "on_load_checkpoint")
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        if (
-            stage == "train"
-            and self.precompute_ref_log_probs
-            and self.needs_reference
-            and self._reference_cache is None
-        ):
+        if stage == "train" and self.precompute_ref_log_probs and self._reference_cache is None:
             raise RuntimeError(
                 f"{type(self).__name__}.on_fit_start must call super().on_fit_start(), which computes the reference"
                 " log-probabilities of precompute_ref_log_probs=True, got none"
