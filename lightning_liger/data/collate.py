@@ -4,7 +4,7 @@ Packed sequences need no padding: attention sees where each begins by ``position
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -176,18 +176,25 @@ class SupervisedCollator:
     """Collates examples with ``input_ids`` and ``loss_mask`` (1 at tokens to learn).
 
     A batch has ``input_ids``, ``labels`` (not shifted, -100 where nothing is learned) and ``attention_mask``, each
-    ``[batch_size, seq_len]`` in int64.
+    ``[batch_size, seq_len]`` in int64; and the same with the prefix ``teacher_`` if examples have them.
     """
 
     layout: Layout
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        ids = [np.asarray(each["input_ids"]).astype(np.int64) for each in examples]
+        batch = self._rows(examples, self.layout)
+        if "teacher_input_ids" in examples[0]:
+            batch |= self._rows(examples, replace(self.layout, pad_token_id=0), "teacher_")
+        return batch
+
+    @staticmethod
+    def _rows(examples: Sequence[Example], layout: Layout, prefix: str = "") -> Batch:
+        ids = [np.asarray(each[f"{prefix}input_ids"]).astype(np.int64) for each in examples]
         labels = [
-            np.where(np.asarray(each["loss_mask"]) > 0, row, IGNORE_INDEX)
+            np.where(np.asarray(each[f"{prefix}loss_mask"]) > 0, row, IGNORE_INDEX)
             for row, each in zip(ids, examples, strict=True)
         ]
-        return self.layout.batch({"input_ids": ids, "labels": labels}, {"labels": IGNORE_INDEX})
+        return layout.batch({"input_ids": ids, "labels": labels}, {"labels": IGNORE_INDEX}, prefix=prefix)
 
 
 @dataclass(frozen=True)

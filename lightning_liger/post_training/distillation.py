@@ -70,8 +70,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     - ``teacher_per_token_logps``, ``[batch_size, seq_len]``: each at its token. ``"sampled_token"`` and ``"iw_opd"``
       then need no teacher.
     - ``old_per_token_logps``, ``[batch_size, seq_len]``: of the policy that sampled the tokens.
-    - ``teacher_input_ids``, ``teacher_labels`` and others with that prefix: for ``"uld"``, the same text in the
-      teacher's tokens. The i-th labelled token of a row is compared with the i-th of the other.
+    - ``teacher_input_ids``, ``teacher_labels`` and others with that prefix: for ``"uld"``, which needs them, the same
+      text in the teacher's tokens. The i-th labelled token of a row is compared with the i-th of the other.
 
     The loss is the mean over the labelled tokens of the whole optimizer step, whatever its micro-batches and ranks.
     The teacher is frozen, in evaluation mode, on each rank whole or sharded over all of them, whatever engine trains
@@ -148,6 +148,12 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
         rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
+        if ("teacher_input_ids" in rows.columns) != (options.distillation_mode == "uld"):
+            raise ValueError(
+                "batch must have 'teacher_input_ids' and 'teacher_labels', the text in the teacher's tokens"
+                " (data.teacher_tokenizer), for distillation_mode='uld' only, got"
+                f" {sorted(map(str, batch))} for {options.distillation_mode!r}"
+            )
         num_tokens = count_tokens(rows.targets, rows.inputs.get("attention_mask"), rows.columns.get("sequence_ids"))
         rows = _checked(rows).to_context(self.context)
         logits, auxiliary = self.call_model(rows.inputs, rows.targets)
@@ -263,17 +269,15 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     def _uld_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         columns = rows.columns
-        if columns.get("teacher_input_ids") is None:
-            kept = rows.targets >= 0
-            pair, of_both = (logits, self._teacher_logits(rows)), (kept, kept)
-        else:
-            if self.context is not None:
-                raise ValueError("context_parallel_size must be 1 for 'uld' with 'teacher_input_ids'")
-            others = columns.keys() - {*_COLUMNS, *_OF_ROLLOUTS}
-            batch = {name.removeprefix("teacher_"): columns[name] for name in others if name.startswith("teacher_")}
-            of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
-            pair = logits, self._teacher_logits(of_teacher)
-            of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)
+        if self.context is not None:
+            raise ValueError("context_parallel_size must be 1 for 'uld', which compares rows of different lengths")
+        if document_positions(rows.inputs) is not None:
+            raise ValueError("batch must have one text a row for 'uld' (data.packing=False), got 'position_ids'")
+        others = columns.keys() - {*_COLUMNS, *_OF_ROLLOUTS}
+        batch = {name.removeprefix("teacher_"): columns[name] for name in others if name.startswith("teacher_")}
+        of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
+        pair = logits, self._teacher_logits(of_teacher)
+        of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)
         student, teacher = (each[mask] for each, mask in zip(pair, of_both, strict=True))
         losses = universal_logit_loss(student, teacher, self.distillation.uld, self.matched_ids)
         factor = self.distillation.temperature**2 if self.distillation.t_squared else 1.0
@@ -302,7 +306,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
                 raise ValueError(
                     f"batch must have token ids below {size}, the size of the teacher's vocabulary, got {found}: a"
                     " teacher with a smaller vocabulary has to know all tokens of the text. For one with another"
-                    " tokenizer use distillation_mode='uld' and teacher_input_ids"
+                    " tokenizer use distillation_mode='uld' and data.teacher_tokenizer"
                 )
         logits, _ = self.call_model(rows.inputs, rows.targets, teacher)
         return logits
