@@ -41,11 +41,8 @@ from lightning_liger.monitor import LigerMonitor
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.post_training.alignment import matched_token_ids
-from lightning_liger.post_training.distillation import (
-    DistillationOptions,
-    LigerDistillation,
-    LigerDistillationMixin,
-)
+from lightning_liger.post_training.distillation import LigerDistillation, LigerDistillationMixin
+from lightning_liger.post_training.distillation_options import DistillationOptions
 from lightning_liger.post_training.grpo import LigerGRPO
 from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads

@@ -4,7 +4,7 @@ Packed sequences need no padding: attention sees where each begins by ``position
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -154,26 +154,20 @@ class FeedbackCollator:
     """Collates examples with ``prompt_ids``, ``completion_ids`` and ``label`` (whether the completion is good).
 
     A batch of B examples has ``input_ids``, ``attention_mask`` and ``completion_mask``, each ``[B, seq_len]``, and
-    ``label``, ``[B]`` of bool. For KTO (arXiv:2402.01306), the same three keys with the prefix ``KL_`` hold mismatched
-    pairs: each prompt with the completion of the example before it, the first with the last one's. A batch of one
-    example has no mismatched pair: all of ``KL_completion_mask`` is 0. Examples with ``ref_logps`` give the same key,
-    ``[B]`` in float32.
+    ``label``, ``[B]`` of bool. For KTO (arXiv:2402.01306), examples also have ``KL_completion_ids``, the completion of
+    another prompt or nothing: the same three keys with the prefix ``KL_`` then hold these mismatched pairs. Examples
+    with ``ref_logps`` give the same key, ``[B]`` in float32.
     """
 
     layout: Layout
-    with_kl: bool = True
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         batch = _completions(self.layout, [(each["prompt_ids"], each["completion_ids"]) for each in examples])
         batch["label"] = torch.tensor([bool(each["label"]) for each in examples])
         batch |= _numbers(examples, ("ref_logps",))
-        if self.with_kl:
-            others = [examples[-1], *examples[:-1]]
-            pairs = zip(examples, others, strict=True)
-            mismatched = [(each["prompt_ids"], other["completion_ids"]) for each, other in pairs]
+        if "KL_completion_ids" in examples[0]:
+            mismatched = [(each["prompt_ids"], each["KL_completion_ids"]) for each in examples]
             batch |= _completions(self.layout, mismatched, prefix="KL_")
-            if len(examples) == 1:
-                batch["KL_completion_mask"].zero_()
         return batch
 
 
@@ -182,18 +176,25 @@ class SupervisedCollator:
     """Collates examples with ``input_ids`` and ``loss_mask`` (1 at tokens to learn).
 
     A batch has ``input_ids``, ``labels`` (not shifted, -100 where nothing is learned) and ``attention_mask``, each
-    ``[batch_size, seq_len]`` in int64.
+    ``[batch_size, seq_len]`` in int64; and the same with the prefix ``teacher_`` if examples have them.
     """
 
     layout: Layout
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        ids = [np.asarray(each["input_ids"]).astype(np.int64) for each in examples]
+        batch = self._rows(examples, self.layout)
+        if "teacher_input_ids" in examples[0]:
+            batch |= self._rows(examples, replace(self.layout, pad_token_id=0), "teacher_")
+        return batch
+
+    @staticmethod
+    def _rows(examples: Sequence[Example], layout: Layout, prefix: str = "") -> Batch:
+        ids = [np.asarray(each[f"{prefix}input_ids"]).astype(np.int64) for each in examples]
         labels = [
-            np.where(np.asarray(each["loss_mask"]) > 0, row, IGNORE_INDEX)
+            np.where(np.asarray(each[f"{prefix}loss_mask"]) > 0, row, IGNORE_INDEX)
             for row, each in zip(ids, examples, strict=True)
         ]
-        return self.layout.batch({"input_ids": ids, "labels": labels}, {"labels": IGNORE_INDEX})
+        return layout.batch({"input_ids": ids, "labels": labels}, {"labels": IGNORE_INDEX}, prefix=prefix)
 
 
 @dataclass(frozen=True)

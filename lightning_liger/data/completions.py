@@ -1,6 +1,7 @@
 """Supervised examples: prompts with completions, instructions, and conversations."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,8 @@ from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.examples import ExamplesDataModule, ids, scored
 from lightning_liger.data.ragged import RaggedTable
 from lightning_liger.data.records import Message, Record
+from lightning_liger.data.sources import fingerprints
+from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
 
 # Published with the data: https://github.com/tatsu-lab/stanford_alpaca#data-release
 ALPACA_TEMPLATE = (
@@ -23,11 +26,39 @@ ALPACA_TEMPLATE_WITH_INPUT = (
     "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
+_TEACHER = "data.teacher_tokenizer"
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 class _SupervisedDataModule(ExamplesDataModule):
-    """Examples of ``input_ids`` and ``loss_mask``."""
+    """Examples of ``input_ids`` and ``loss_mask``, and of the same in the teacher's tokens."""
+
+    def __init__(self, *, teacher_tokenizer: str | Path | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        if teacher_tokenizer is not None:
+            tokenizer_files(teacher_tokenizer, _TEACHER)  # raises if it is not a tokenizer's folder
+        self.teacher_tokenizer = teacher_tokenizer
+        self._teacher_encoder: Encoder | None = None
+
+    def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
+        """The ids of a record, and a mask of the same length: 1 at tokens to learn."""
+        raise NotImplementedError
+
+    @override
+    def _encoding_settings(self) -> dict[str, Any]:
+        path = self.teacher_tokenizer
+        return {} if path is None else {"teacher_tokenizer": fingerprints(tokenizer_files(path, _TEACHER))}
+
+    @override
+    def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+        example = self._example(record, *self._tokens(record, encoder))
+        if (path := self.teacher_tokenizer) is not None:
+            if self._teacher_encoder is None:
+                tokenizer = load_tokenizer(path, f"{_TEACHER}={str(path)!r}")
+                self._teacher_encoder = Encoder(tokenizer, self.chat_template_kwargs)
+            of_teacher = self._example(record, *self._tokens(record, self._teacher_encoder))
+            example |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+        yield example
 
     @staticmethod
     def _example(record: Record, input_ids: list[int], loss_mask: list[int]) -> dict[str, np.ndarray]:
@@ -43,9 +74,13 @@ class _SupervisedDataModule(ExamplesDataModule):
 
     @override
     def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        if self.truncation == "keep_start":
-            return table.column("first_learned") < max_length
-        return table.column("last_learned") > table.lengths("input_ids") - max_length
+        usable = np.ones(len(table), dtype=bool)
+        for prefix in ("", *(["teacher_"] if self.teacher_tokenizer is not None else [])):
+            if self.truncation == "keep_start":
+                usable &= table.column(f"{prefix}first_learned") < max_length
+            else:
+                usable &= table.column(f"{prefix}last_learned") > table.lengths(f"{prefix}input_ids") - max_length
+        return usable
 
     @override
     def _collator(self) -> SupervisedCollator:
@@ -63,21 +98,24 @@ class PromptCompletionDataModule(_SupervisedDataModule):
 
     Args:
         completion_only: Whether only tokens of completions are learned; otherwise those of prompts too.
+        teacher_tokenizer: A folder with the tokenizer of a teacher that has another one, for distillation_mode "uld".
     """
 
     _fields = ("prompt", "completion", "instruction", "input", "output", "tools", "chat_template_kwargs")
 
-    def __init__(self, *, completion_only: bool = True, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self, *, completion_only: bool = True, teacher_tokenizer: str | Path | None = None, **settings: Any
+    ) -> None:
+        super().__init__(teacher_tokenizer=teacher_tokenizer, **settings)
         check_bool("data.completion_only", completion_only)
         self.completion_only = completion_only
 
     @override
     def _encoding_settings(self) -> dict[str, Any]:
-        return {"completion_only": self.completion_only}
+        return {**super()._encoding_settings(), "completion_only": self.completion_only}
 
     @override
-    def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+    def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
         if record.has("instruction") and not record.has("prompt"):
             prompt, completion = alpaca_prompt(record), record.text("output")
             prompt_ids, (completion_ids,) = encoder.split(record, prompt, [completion])
@@ -86,7 +124,7 @@ class PromptCompletionDataModule(_SupervisedDataModule):
             prompt_ids, (completion_ids,) = encoder.split(record, record.text_or_messages("prompt"), completions)
         scored(record, prompt_ids, completion_ids)
         mask = [0 if self.completion_only else 1] * len(prompt_ids) + [1] * len(completion_ids)
-        yield self._example(record, prompt_ids + completion_ids, mask)
+        return prompt_ids + completion_ids, mask
 
 
 class ConversationDataModule(_SupervisedDataModule):
@@ -100,24 +138,31 @@ class ConversationDataModule(_SupervisedDataModule):
     Args:
         train_on: "assistant" learns the messages of the assistant, with the tokens that end them; "last" the last of
             them only; "all" every token. Chat templates with {% generation %} mark these messages themselves.
+        teacher_tokenizer: As of :class:`PromptCompletionDataModule`. Its own chat template renders its messages.
     """
 
     _fields = ("messages", "conversations", "tools", "chat_template_kwargs")
 
-    def __init__(self, *, train_on: Literal["assistant", "last", "all"] = "assistant", **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self,
+        *,
+        train_on: Literal["assistant", "last", "all"] = "assistant",
+        teacher_tokenizer: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(teacher_tokenizer=teacher_tokenizer, **settings)
         check_choice("data.train_on", train_on, ("assistant", "last", "all"))
         self.train_on: Literal["assistant", "last", "all"] = train_on
 
     @override
     def _encoding_settings(self) -> dict[str, Any]:
-        return {"train_on": self.train_on}
+        return {**super()._encoding_settings(), "train_on": self.train_on}
 
     @override
-    def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
+    def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
         shared = record.has("conversations") and not record.has("messages")
         messages = _sharegpt(record) if shared else record.messages("messages")
-        yield self._example(record, *encoder.conversation(record, messages, self.train_on))
+        return encoder.conversation(record, messages, self.train_on)
 
 
 def alpaca_prompt(record: Record) -> str:

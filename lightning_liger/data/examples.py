@@ -31,7 +31,7 @@ from lightning_liger.data.records import Record, read_records, record_files
 from lightning_liger.data.sources import fingerprints
 from lightning_liger.data.tokenizer import load_or_train_tokenizer
 
-_FORMAT_VERSION = 1  # part of the cache key: raise it when the files change for the same settings
+_FORMAT_VERSION = 2  # part of the cache key: raise it when the files change for the same settings
 
 
 class Examples(Dataset[dict[str, Any]]):
@@ -156,9 +156,9 @@ class ExamplesDataModule(TokenizedDataModule):
         """Whether there is something to learn of each example after truncation, ``[len(table)]``."""
         raise NotImplementedError
 
-    def _ordered(self, table: RaggedTable, places: np.ndarray) -> np.ndarray:
-        """The order of these examples of the table, that of validation."""
-        return places
+    def _data_set(self, table: RaggedTable, places: np.ndarray) -> Examples:
+        """The data set of these examples of the table."""
+        return Examples(table, places)
 
     def _encoding_settings(self) -> dict[str, Any]:
         """Settings of a subclass that determine what :meth:`_encode` returns."""
@@ -250,7 +250,7 @@ class ExamplesDataModule(TokenizedDataModule):
         usable = np.ones(len(table), dtype=bool)
         if self.max_length is not None and len(table):
             usable = self._usable(table, self.max_length)
-        places = self._ordered(table, np.flatnonzero(usable))
+        places = np.flatnonzero(usable)
         if num_dropped := len(table) - len(places):
             kept = "first" if self.truncation == "keep_start" else "last"
             message = (
@@ -264,7 +264,7 @@ class ExamplesDataModule(TokenizedDataModule):
                 rank_zero_warn(f"{message}.")
         if len(places) < num_needed:
             raise ValueError(f"{source} has {len(places)} {split} examples, but {num_needed} are needed: {needed_for}.")
-        return Examples(table, places)
+        return self._data_set(table, places)
 
     def _records(self) -> Iterator[Record]:
         records = read_records("data.path", record_files("data.path", self.path))

@@ -1,15 +1,16 @@
 """Unpaired feedback: a prompt with a completion, and whether it is good."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from liger_ops.arguments import check_bool, wrong_value
+from liger_ops.arguments import check_bool
 from lightning_liger.data.collate import FeedbackCollator
 from lightning_liger.data.encoding import Encoder
-from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
+from lightning_liger.data.examples import Examples, ExamplesDataModule, floats, ids, prompts_fit, scored
 from lightning_liger.data.preference import pair_of
 from lightning_liger.data.ragged import RaggedTable
 from lightning_liger.data.records import Record
@@ -26,8 +27,8 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
     Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
 
     Args:
-        with_kl: Whether batches have the mismatched pairs from which KTO (arXiv:2402.01306) estimates a divergence.
-            Needs a batch_size of at least 2.
+        with_kl: Whether batches have the mismatched pairs from which KTO (arXiv:2402.01306) estimates a divergence:
+            each prompt with the completion of another one, the same in every epoch.
     """
 
     _fields = (
@@ -38,8 +39,6 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
     def __init__(self, *, with_kl: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
         check_bool("data.with_kl", with_kl)
-        if with_kl and self.batch_size < 2:
-            raise wrong_value("data.batch_size", "at least 2 for data.with_kl, which mismatches pairs", self.batch_size)
         self.with_kl = with_kl
 
     @override
@@ -50,13 +49,14 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
         else:
             prompt, completions = record.text_or_messages("prompt"), [record.text_or_messages("completion")]
             labels, log_probs = [record.flag("label")], ["ref_logps"]
-        for index, (completion, label, key) in enumerate(zip(completions, labels, log_probs, strict=True)):
+        for completion, label, key in zip(completions, labels, log_probs, strict=True):
             prompt_ids, (completion_ids,) = encoder.split(record, prompt, [completion])
+            digest = hashlib.blake2b(ids(prompt_ids).tobytes(), digest_size=8).digest()
             example = {
                 "prompt_ids": ids(prompt_ids),
                 "completion_ids": scored(record, prompt_ids, completion_ids),
                 "label": np.uint8(label),
-                "of_pair": np.uint8(index),
+                "prompt_hash": np.frombuffer(digest, np.int64)[0],
             }
             yield example | ({"ref_logps": floats(record.number(key))} if record.has(key) else {})
 
@@ -65,10 +65,37 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
         return prompts_fit(self, table, max_length)
 
     @override
-    def _ordered(self, table: RaggedTable, places: np.ndarray) -> np.ndarray:
-        # Next to each other, the two of a pair would be taken as mismatched, though they have the same prompt.
-        return places[np.argsort(table.column("of_pair")[places], kind="stable")] if len(places) else places
+    def _data_set(self, table: RaggedTable, places: np.ndarray) -> Examples:
+        return _MismatchedExamples(table, places, self.seed) if self.with_kl else super()._data_set(table, places)
 
     @override
     def _collator(self) -> FeedbackCollator:
-        return FeedbackCollator(self.layout, self.with_kl)
+        return FeedbackCollator(self.layout)
+
+
+class _MismatchedExamples(Examples):
+    """Examples with ``KL_completion_ids``, the completion of another prompt; none where most have one prompt."""
+
+    def __init__(self, table: RaggedTable, places: np.ndarray, seed: int) -> None:
+        super().__init__(table, places)
+        self.others = places[mismatched(table.column("prompt_hash")[places], seed)] if len(places) else places
+
+    @override
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example, other = super().__getitem__(index), self.table[int(self.others[index])]
+        is_mismatched = other["prompt_hash"] != example["prompt_hash"]
+        return {**example, "KL_completion_ids": other["completion_ids"][: None if is_mismatched else 0]}
+
+
+def mismatched(prompts: np.ndarray, seed: int) -> np.ndarray:
+    """A permutation of examples in which no prompt stays, if none is that of more than half of them.
+
+    Args:
+        prompts: A number for each prompt, ``[num_examples]``, of at least one example.
+        seed: Determines the permutation.
+    """
+    _, groups, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
+    order = np.argsort(np.random.default_rng(seed).permutation(len(sizes))[groups], kind="stable")
+    others = np.empty_like(order)
+    others[order] = np.roll(order, -sizes.max())  # past the longest run of one prompt
+    return others

@@ -65,7 +65,7 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
     )
 
 
-def tokenizer_files(path: str | Path) -> list[Path]:
+def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[Path]:
     """The files in the folder of a tokenizer, sorted.
 
     Raises:
@@ -73,17 +73,15 @@ def tokenizer_files(path: str | Path) -> list[Path]:
         TypeError: If ``path`` is no path.
         ValueError: If ``path`` is empty, or one that the file system cannot have.
     """
-    check_is_path("data.tokenizer", path)
+    check_is_path(setting, path)
     try:
         folder = Path(path).expanduser()
         files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
     except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
-        raise ValueError(
-            f"data.tokenizer must be a folder that can be read, got {shown(str(path))}: {error}"
-        ) from error
+        raise ValueError(f"{setting} must be a folder that can be read, got {shown(str(path))}: {error}") from error
     if not {"tokenizer.json", "tokenizer_config.json"} & {file.name for file in files}:
         raise FileNotFoundError(
-            f"data.tokenizer={str(path)!r}: expected a folder with a Hugging Face tokenizer (tokenizer.json or "
+            f"{setting}={str(path)!r}: expected a folder with a Hugging Face tokenizer (tokenizer.json or "
             f"tokenizer_config.json). Without data.tokenizer one is trained on the text."
         )
     return files

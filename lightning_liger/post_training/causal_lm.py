@@ -31,9 +31,12 @@ def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in arguments.items()}
 
 
-def refuse_loss_type(arguments: Mapping[str, Any]) -> None:
-    """Raises a ValueError for a ``loss_type`` of ``LigerCausalLM`` in a module that has another loss."""
-    if (loss_type := arguments.get("loss_type", "nll")) != "nll":
+def refuse_loss_type(arguments: dict[str, Any]) -> None:
+    """Takes the ``loss_type`` of ``LigerCausalLM`` out of the arguments of a module that has another loss.
+
+    Such a module gives it to ``super().__init__`` by name, so that its command line does not have it.
+    """
+    if (loss_type := arguments.pop("loss_type", "nll")) != "nll":
         raise wrong_value("loss_type", "'nll' in a module with another loss than LigerCausalLM's", loss_type)
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,30 +13,24 @@ from liger_ops import TokenScores
 from liger_ops.arguments import (
     check_bool,
     check_choice,
-    check_integer,
-    check_number,
     check_path,
     check_shape,
     check_tensor,
     wrong_type,
     wrong_value,
 )
-from liger_ops.divergence.options import KINDS, VOCAB_RULES, num_common_columns
+from liger_ops.divergence.options import num_common_columns
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.losses.distillation import (
-    SUPPORT_MODES,
-    IWOPDOptions,
-    SampledDistillationOptions,
-    SparseDistillationOptions,
     first_occurrences,
     iw_opd_loss,
     sampled_divergence,
     sparse_divergence,
 )
-from lightning_liger.losses.uld import ULDOptions
 from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.causal_lm import options_of, refuse_loss_type
+from lightning_liger.post_training.distillation_options import DistillationOptions
 from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
 from lightning_liger.post_training.rows import count_tokens
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
@@ -45,107 +38,12 @@ from lightning_liger.post_training.tokens import TokenRows, document_positions, 
 from lightning_liger.training.architecture import build_config
 from lightning_liger.training.causal_lm import LigerCausalLM
 
-MODES = ("full_logits", "topk_logits", "sampled_token", "iw_opd", "uld")
-SUPPORTS = ("teacher", "student", "union")
 TOPK_IDS, TOPK_LOG_PROBS = "teacher_topk_ids", "teacher_topk_log_probs"
 TEACHER_LOG_PROBS, OLD_LOG_PROBS = "teacher_per_token_logps", "old_per_token_logps"
 _COLUMNS = (TOPK_IDS, TOPK_LOG_PROBS, TEACHER_LOG_PROBS, OLD_LOG_PROBS)
 _OF_ROLLOUTS = ("advantages", "rewards", "group_ids", "ref_per_token_logps", "sampling_per_token_logps")
 """Keys of rollouts that distillation does not need."""
-_BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class DistillationOptions:
-    """What a student learns from a teacher.
-
-    Args:
-        distillation_mode: ``"full_logits"``: the divergence over the vocabulary. ``"topk_logits"``: that over K ids a
-            token, stored ones if batches have them. ``"sampled_token"``: an estimate of the reverse KL divergence at
-            the labels, which the student has sampled. ``"iw_opd"``: the same, early disagreement weighted more.
-            ``"uld"``: the distance of sorted probabilities, for teachers with another tokenizer.
-        divergence: Of ``"full_logits"``: ``"forward_kl"``, ``"reverse_kl"``, ``"mixed"``, ``"jsd"``, ``"skew_kl"``,
-            ``"skew_reverse_kl"``, ``"total_variation"``, ``"mse"`` or ``"cosine"``; of ``"topk_logits"``:
-            ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
-        beta: Of the divergences that have a parameter.
-        temperature: Divides the logits of both.
-        teacher_temperature: The one that stored log-probabilities are at; None for the data module's, or 1.
-        t_squared: Whether losses are multiplied by ``temperature ** 2``.
-        vocab: ``"equal"``, or ``"common"`` to compare the first ids of vocabularies of different sizes.
-        support_mode: How ``"topk_logits"`` treats the other ids: ``"tail"``, ``"renormalize"``, ``"zero"`` or
-            ``"ignore"``; see :mod:`lightning_liger.losses.distillation`.
-        distillation_topk: K, where none is stored.
-        distillation_support: Whose likeliest ids these are: ``"teacher"``, ``"student"`` or ``"union"``.
-        estimator: Of ``"sampled_token"``: ``"policy_gradient"``, ``"k1"``, ``"k2"`` or ``"k3"``.
-        distillation_is_clip: Of ``"sampled_token"``: the largest importance weight, None for no weights.
-        iw_opd_gamma: Of ``"iw_opd"``: how much more the first tokens weigh.
-        crossentropy_weight: Weight of cross entropy on the labels, which is not part of the loss by default.
-        distillation_weight: Weight of the distillation loss.
-        uld_use_hybrid_loss: Of ``"uld"``: whether tokens of both vocabularies are compared one by one.
-        log_entropy: Whether the student's entropy is measured where that costs one more product of its head.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of its range, and for options that exclude each other.
-    """
-
-    distillation_mode: str = "full_logits"
-    divergence: str = "forward_kl"
-    beta: float = 0.5
-    temperature: float = 1.0
-    teacher_temperature: float | None = None
-    t_squared: bool = False
-    vocab: str = "equal"
-    support_mode: str = "tail"
-    distillation_topk: int = 100
-    distillation_support: str = "teacher"
-    estimator: str = "policy_gradient"
-    distillation_is_clip: float | None = 2.0
-    iw_opd_gamma: float = 0.5
-    crossentropy_weight: float = 0.0
-    distillation_weight: float = 1.0
-    uld_use_hybrid_loss: bool = False
-    log_entropy: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("distillation_mode", self.distillation_mode, MODES)
-        check_choice("divergence", self.divergence, KINDS)
-        check_choice("vocab", self.vocab, VOCAB_RULES)
-        check_choice("support_mode", self.support_mode, SUPPORT_MODES)
-        check_choice("distillation_support", self.distillation_support, SUPPORTS)
-        check_number("beta", self.beta, at_least=0, at_most=1)
-        check_number("temperature", self.temperature, above=0)
-        check_number("teacher_temperature", self.teacher_temperature, above=0, optional=True)
-        check_bool("t_squared", self.t_squared)
-        check_integer("distillation_topk", self.distillation_topk, at_least=1)
-        check_number("crossentropy_weight", self.crossentropy_weight, at_least=0)
-        check_number("distillation_weight", self.distillation_weight, at_least=0)
-        check_bool("log_entropy", self.log_entropy)
-        if self.distillation_mode == "topk_logits":
-            check_choice("divergence", self.divergence, (*_BETAS, "jsd"))
-            self.sparse(1.0)
-        _ = self.sampled, self.iw_opd, self.uld
-
-    def sparse(self, stored_temperature: float) -> SparseDistillationOptions:
-        """The options of ``"topk_logits"`` for log-probabilities at ``stored_temperature``."""
-        beta = _BETAS.get(self.divergence, self.beta)
-        return SparseDistillationOptions(beta, self.support_mode, self.temperature, stored_temperature, self.t_squared)
-
-    @property
-    def sampled(self) -> SampledDistillationOptions:
-        """The options of ``"sampled_token"``."""
-        return SampledDistillationOptions(self.estimator, self.distillation_is_clip)
-
-    @property
-    def iw_opd(self) -> IWOPDOptions:
-        """The options of ``"iw_opd"``."""
-        return IWOPDOptions(self.iw_opd_gamma)
-
-    @property
-    def uld(self) -> ULDOptions:
-        """The options of ``"uld"``."""
-        return ULDOptions(self.temperature, self.temperature, self.uld_use_hybrid_loss, beta=self.beta)
 
 
 class LigerDistillationMixin(LigerPostTrainingMixin):
@@ -172,8 +70,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     - ``teacher_per_token_logps``, ``[batch_size, seq_len]``: each at its token. ``"sampled_token"`` and ``"iw_opd"``
       then need no teacher.
     - ``old_per_token_logps``, ``[batch_size, seq_len]``: of the policy that sampled the tokens.
-    - ``teacher_input_ids``, ``teacher_labels`` and others with that prefix: for ``"uld"``, the same text in the
-      teacher's tokens. The i-th labelled token of a row is compared with the i-th of the other.
+    - ``teacher_input_ids``, ``teacher_labels`` and others with that prefix: for ``"uld"``, which needs them, the same
+      text in the teacher's tokens. The i-th labelled token of a row is compared with the i-th of the other.
 
     The loss is the mean over the labelled tokens of the whole optimizer step, whatever its micro-batches and ranks.
     The teacher is frozen, in evaluation mode, on each rank whole or sharded over all of them, whatever engine trains
@@ -250,6 +148,12 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
         rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
+        if ("teacher_input_ids" in rows.columns) != (options.distillation_mode == "uld"):
+            raise ValueError(
+                "batch must have 'teacher_input_ids' and 'teacher_labels', the text in the teacher's tokens"
+                " (data.teacher_tokenizer), for distillation_mode='uld' only, got"
+                f" {sorted(map(str, batch))} for {options.distillation_mode!r}"
+            )
         num_tokens = count_tokens(rows.targets, rows.inputs.get("attention_mask"), rows.columns.get("sequence_ids"))
         rows = _checked(rows).to_context(self.context)
         logits, auxiliary = self.call_model(rows.inputs, rows.targets)
@@ -279,8 +183,9 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     def _full_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         options = self.distillation
         loss = divergence(
-            logits, self._teacher_logits(rows), kind=options.divergence, beta=options.beta, mask=rows.targets >= 0,
-            temperature=options.temperature, t_squared=options.t_squared, vocab=options.vocab, reduction="sum",
+            logits, self._teacher_logits(rows), kind=options.divergence, beta=options.resolved_beta,
+            mask=rows.targets >= 0, temperature=options.temperature, t_squared=options.t_squared, vocab=options.vocab,
+            reduction="sum",
         )  # fmt: skip
         return loss, num_kept(rows.targets), {}
 
@@ -364,17 +269,15 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     def _uld_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         columns = rows.columns
-        if columns.get("teacher_input_ids") is None:
-            kept = rows.targets >= 0
-            pair, of_both = (logits, self._teacher_logits(rows)), (kept, kept)
-        else:
-            if self.context is not None:
-                raise ValueError("context_parallel_size must be 1 for 'uld' with 'teacher_input_ids'")
-            others = columns.keys() - {*_COLUMNS, *_OF_ROLLOUTS}
-            batch = {name.removeprefix("teacher_"): columns[name] for name in others if name.startswith("teacher_")}
-            of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
-            pair = logits, self._teacher_logits(of_teacher)
-            of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)
+        if self.context is not None:
+            raise ValueError("context_parallel_size must be 1 for 'uld', which compares rows of different lengths")
+        if document_positions(rows.inputs) is not None:
+            raise ValueError("batch must have one text a row for 'uld' (data.packing=False), got 'position_ids'")
+        others = columns.keys() - {*_COLUMNS, *_OF_ROLLOUTS}
+        batch = {name.removeprefix("teacher_"): columns[name] for name in others if name.startswith("teacher_")}
+        of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
+        pair = logits, self._teacher_logits(of_teacher)
+        of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)
         student, teacher = (each[mask] for each, mask in zip(pair, of_both, strict=True))
         losses = universal_logit_loss(student, teacher, self.distillation.uld, self.matched_ids)
         factor = self.distillation.temperature**2 if self.distillation.t_squared else 1.0
@@ -403,7 +306,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
                 raise ValueError(
                     f"batch must have token ids below {size}, the size of the teacher's vocabulary, got {found}: a"
                     " teacher with a smaller vocabulary has to know all tokens of the text. For one with another"
-                    " tokenizer use distillation_mode='uld' and teacher_input_ids"
+                    " tokenizer use distillation_mode='uld' and data.teacher_tokenizer"
                 )
         logits, _ = self.call_model(rows.inputs, rows.targets, teacher)
         return logits
@@ -529,7 +432,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         shard_teacher: bool = False,
         distillation_mode: str = "full_logits",
         divergence: str = "forward_kl",
-        beta: float = 0.5,
+        beta: float | None = None,
         distillation_temperature: float = 1.0,
         teacher_temperature: float | None = None,
         t_squared: bool = False,
@@ -558,7 +461,7 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         if isinstance(teacher, os.PathLike):  # hyperparameters in checkpoints are plain objects
             teacher = os.fspath(teacher)
         refuse_loss_type(kwargs)
-        super().__init__(**kwargs)
+        super().__init__(loss_type="nll", **kwargs)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

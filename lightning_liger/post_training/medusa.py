@@ -304,7 +304,7 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         self.medusa_scheduler_steps = medusa_scheduler_steps
         self.medusa_self_distillation = medusa_self_distillation
         refuse_loss_type(kwargs)
-        super().__init__(**kwargs)
+        super().__init__(loss_type="nll", **kwargs)
         settings = self._settings
         if settings.lora is not None and medusa_only_heads:
             raise wrong_value("lora", "None with medusa_only_heads=True, a frozen model", settings.lora)

@@ -7,7 +7,7 @@ from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.tpo import TPOOptions
-from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of, plain
+from lightning_liger.post_training.causal_lm import ReferenceCausalLM, options_of, plain, refuse_loss_type
 from lightning_liger.post_training.preference import LigerPreferenceMixin
 
 
@@ -129,8 +129,9 @@ class LigerORPO(PreferenceModule):
 
     def __init__(self, beta: float = 0.1, **kwargs: Any) -> None:
         self.preference_loss = options_of(ORPOOptions, locals())
+        refuse_loss_type(kwargs)
         kwargs = plain(kwargs)
-        super().__init__(**kwargs)
+        super().__init__(loss_type="nll", **kwargs)
         self.save_hyperparameters()
 
 

@@ -76,9 +76,9 @@ class LigerPolicyMixin(LigerReferenceMixin):
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         if not isinstance(self.policy_options, PolicyOptions):
             raise wrong_type("policy_options", "a PolicyOptions", self.policy_options)
+        super().__init__(*args, **kwargs)
         check_number("temperature", self.temperature, above=0)
         check_integer("steps_per_generation", self.steps_per_generation, at_least=1, optional=True)
         names = metric_names(self.policy_options)

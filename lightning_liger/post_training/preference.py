@@ -107,6 +107,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         super().__init__(*args, **kwargs)
         if self.precompute_ref_log_probs and self.sync_ref_model:
             raise wrong_value("sync_ref_model", "False with precompute_ref_log_probs=True", True)
+        if self.ref_log_probs_folder is not None and not self.precompute_ref_log_probs:
+            raise wrong_value(
+                "ref_log_probs_folder", "None without precompute_ref_log_probs=True", self.ref_log_probs_folder
+            )
         self._reference_cache: ReferenceCache | None = None
         self._reference_fingerprint: str | None = None
         self._is_precomputing = False
@@ -119,6 +123,9 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         """Whether the loss needs log-probabilities of a reference model."""
         return self.preference_loss.needs_reference
 
+    def _without_reference(self) -> dict[str, Any]:
+        return {**super()._without_reference(), "precompute_ref_log_probs": False}
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         # Lightning takes the hook for a mistake next to a LightningDataModule without one.
@@ -126,7 +133,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self.precompute_ref_log_probs and self.needs_reference:
+        if self.precompute_ref_log_probs:
             self._precompute()
 
     def _reference_kind(self) -> str:
@@ -164,7 +171,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         if given and len(given) < len(columns):
             raise ValueError(f"batch must have all of {list(columns)} or none, got {given}")
         if self.reference == "columns":
-            raise ValueError(f"batch must have the keys {list(columns)} for reference='columns', got {sorted(batch)}")
+            raise ValueError(
+                f"batch must have the keys {list(columns)} for reference='columns', got {sorted(batch)}; with"
+                " precompute_ref_log_probs=True they are computed before training"
+            )
         return self._compute_reference(rows)
 
     def _columns(self) -> dict[str, tuple[str, ...]]:
@@ -191,6 +201,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
                 cache = ReferenceCache(self.ref_log_probs_folder, cast(str, self._reference_fingerprint))
             strategy = self.trainer.strategy
             for batch in every_batch(self.trainer):
+                for prefix in self._columns():
+                    read_rows(batch, prefix)  # raises for keys that are missing
                 keys = {prefix: sequence_keys(batch, prefix) for prefix in self._columns()}
                 is_new = any(key not in cache for found in keys.values() for key in found)
                 if not strategy.reduce_boolean_decision(is_new, all=False):
@@ -239,12 +251,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             self._require_super(LigerPreferenceMixin, "on_save_checkpoint", "on_load_checkpoint")
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        if (
-            stage == "train"
-            and self.precompute_ref_log_probs
-            and self.needs_reference
-            and self._reference_cache is None
-        ):
+        if stage == "train" and self.precompute_ref_log_probs and self._reference_cache is None:
             raise RuntimeError(
                 f"{type(self).__name__}.on_fit_start must call super().on_fit_start(), which computes the reference"
                 " log-probabilities of precompute_ref_log_probs=True, got none"
@@ -296,7 +303,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         rows, options = read_rows(batch, prefix), self.preference_loss
         parts = options.num_sequences
         if rows.num_sequences % parts:
-            names = ("", "", "chosen and rejected sequences", "chosen, rejected and reference sequences")[parts]
+            triples = "chosen, rejected and reference sequences (for pairs, tpo_alpha=0)"
+            names = triples if parts == 3 else "chosen and rejected sequences"
             raise ValueError(f"batch must hold as many {names}, got {rows.num_sequences} sequences in all")
         completion = rows.labels != IGNORE_INDEX
         weights = completion.float()

@@ -49,6 +49,10 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         check_number("ref_model_mixup_alpha", self.ref_model_mixup_alpha, at_least=0, at_most=1)
         check_integer("ref_model_sync_steps", self.ref_model_sync_steps, at_least=1)
         super().__init__(*args, **kwargs)
+        if not self.needs_reference:
+            for name, expected in self._without_reference().items():
+                if (value := getattr(self, name)) != expected:
+                    raise wrong_value(name, f"{expected!r} for a loss without a reference", value)
         if getattr(self, "ref_model", None) is None:
             self.ref_model = None
         if not self.sync_ref_model:
@@ -58,6 +62,10 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
     def needs_reference(self) -> bool:
         """Whether the loss needs log-probabilities of a reference model."""
         raise NotImplementedError(f"{type(self).__name__} must implement needs_reference")
+
+    def _without_reference(self) -> dict[str, Any]:
+        """What each setting of the reference has to be for a loss that has none."""
+        return {"reference": "auto", "sync_ref_model": False}
 
     def _note_replacement(self, before: nn.Module | None) -> None:
         super()._note_replacement(before)
@@ -71,6 +79,8 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         if self.ref_model is not None:
             if self.ref_model is getattr(self, "model", None):
                 raise wrong_value("ref_model", "another module than model, as it is frozen", self.ref_model)
+            if not self.needs_reference:
+                raise wrong_value("ref_model", "None for a loss without a reference", type(self.ref_model).__name__)
             freeze(self.ref_model)
 
     def train(self, mode: bool = True) -> Self:
@@ -90,7 +100,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
             disable_dropout(self.model)
 
     def _check_sync(self) -> None:
-        if self.ref_model is None or not self.needs_reference or self.reference not in ("auto", "model"):
+        if self.ref_model is None or self.reference not in ("auto", "model"):
             raise wrong_value("sync_ref_model", "False without a ref_model that the loss uses", True)
         shards = any(isinstance(unit, FullyShardedDataParallel) for unit in self.trainer.strategy.model.modules())  # type: ignore[union-attr]
         if shards or engine_of(self.trainer).handles_gradient_accumulation:

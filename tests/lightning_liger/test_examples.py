@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 import yaml
+from lightning.fabric.utilities import move_data_to_device
 
 from examples import fabric_loop, plain_module
+from tests.lightning_liger.example_losses import loss_and_gradients
 from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts
 from tests.lightning_liger.strategies.workers.multi_node import of_torchrun
 from tests.lightning_liger.workers.example_runs import (
@@ -16,10 +18,12 @@ from tests.lightning_liger.workers.example_runs import (
     OF_ONE_PROCESS,
     OF_SEVERAL_PROCESSES,
     ON_TWO_NODES,
-    POST_TRAINING,
+    OTHERS,
+    PROGRAMS,
     STRATEGIES,
+    LastStep,
     run,
-    run_post_training,
+    run_alone,
     write_text,
 )
 
@@ -48,7 +52,9 @@ METRICS = {
     "medusa.yaml": "val_medusa2_accuracy",
     "multiple_choice.yaml": "val_choice_accuracy",
     "plain_module.yaml": "val_accuracy",
+    "next_item/next_item.yaml": "val_mrr",
     "pretrain.yaml": "val_perplexity",
+    "ranking/ranking.yaml": "val_log_loss",
     "sft.yaml": "val_accuracy",
     "vision_language.yaml": "val_accuracy",
 }
@@ -123,22 +129,40 @@ def _one_thread():
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("example", POST_TRAINING)
-def test_example_of_post_training_trains(example, accelerator, tmp_path, monkeypatch):
+@pytest.mark.parametrize("example", PROGRAMS + OTHERS)
+def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)  # the command at the top of the yaml names files relative to it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cli = run_post_training(example, tmp_path, f"--trainer.accelerator={accelerator}")
+    write_text(tmp_path)
+    cli = run_alone(example, tmp_path, f"--trainer.accelerator={accelerator}", "--trainer.precision=32-true")
     metrics = cli.trainer.callback_metrics
     assert cli.trainer.global_step == NUM_STEPS
-    assert cli.trainer.strategy.patch_report.num_replaced >= 10
+    assert cli.trainer.strategy.patch_report.num_replaced >= 1
     assert all(math.isfinite(value) for value in metrics.values())
-    assert {"val_loss", METRICS[example]} <= set(metrics)
+    assert METRICS.get(example, "val_perplexity") in metrics
     assert logit_counts(cli.model)[1] == 0
     assert (tmp_path / example / "last.ckpt").exists()
 
+    (step,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, LastStep))
+    twin = type(cli.model)(**{name: value for name, value in cli.model.hparams.items() if not name.startswith("_")})
+    if "ranking" in example:  # whose model depends on the data
+        twin.trainer = cli.trainer
+    twin.configure_model()
+    twin.double()
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(step.weights[name])
+    loss, gradients = loss_and_gradients(example, twin, move_data_to_device(step.batches, "cpu"))
+    torch.testing.assert_close(step.loss.cpu(), loss, check_dtype=False, rtol=1e-4, atol=1e-6)
+    assert gradients.keys() == {name for name, each in step.gradients.items() if each.any()}
+    largest = max(gradient.norm() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        error = (step.gradients[name].cpu() - gradient).norm()
+        assert error < 1e-3 * gradient.norm() + 1e-6 * largest, (name, float(error), float(gradient.norm()))
+
 
 def test_there_is_an_example_of_each_kind_of_post_training():
-    assert sorted(METRICS) == POST_TRAINING
+    assert sorted(METRICS) == OTHERS
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -177,11 +201,10 @@ def test_examples_of_deepspeed_train_on_several_gpus(tmp_path):
 
 
 def test_every_yaml_is_run_and_every_name_of_a_strategy_has_one():
-    # Those of next_item/ and ranking/ have tests next to them, tests/examples/.
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.y*ml")}
-    found -= {name for name in found if name.startswith(("next_item/", "ranking/"))}
+    found -= {"next_item/large.yaml", "ranking/large.yaml"}  # settings that differ, for GPUs
     others = OF_SEVERAL_PROCESSES + ON_TWO_NODES + OF_ONE_PROCESS + OF_DEEPSPEED
-    assert found - set(POST_TRAINING) == set(others) == set(CLASSES)
+    assert found - set(OTHERS) == set(others) == set(CLASSES)
     names = ["liger", "liger_ddp", "liger_fsdp", "liger_fsdp_cpu_offload", "liger_model_parallel"]
     for name in [*names, "liger_deepspeed_stage_2", "liger_deepspeed_stage_3"]:
         assert f"strategies/{name}.yaml" in found

@@ -79,6 +79,12 @@ def _finite(maximum):
 
 
 @triton.jit
+def _moved(old_max, new_max):
+    """By how much logits less their maximum become more when it becomes ``new_max``; 0 before the first."""
+    return tl.where(old_max == -float("inf"), 0.0, old_max - new_max)
+
+
+@triton.jit
 def _absorb(
     z_s,  # [num_groups, GROUP]
     z_t,
@@ -108,14 +114,21 @@ def _absorb(
         teacher_decay = decay_of(teacher_max, teacher_exponent, HALF)
         e_s = shifted_exp(z_s, student_exponent[:, None], HALF)
         e_t = shifted_exp(z_t, teacher_exponent[:, None], HALF)
-        student_sum = student_sum * student_decay + tl.sum(e_s, axis=1)
-        teacher_sum = teacher_sum * teacher_decay + tl.sum(e_t, axis=1)
-        if (KIND <= MIXED) and (KIND != REVERSE_KL):
-            terms = tl.where(e_t != 0.0, e_t * (z_t - z_s), 0.0)
-            first = first * tl.maximum(teacher_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
-        if (KIND <= MIXED) and (KIND != FORWARD_KL):
-            terms = tl.where(e_s != 0.0, e_s * (z_s - z_t), 0.0)
-            second = second * tl.maximum(student_decay, _SMALLEST_DECAY) + tl.sum(terms, axis=1)
+        student_sum *= student_decay
+        teacher_sum *= teacher_decay
+        if KIND <= MIXED:
+            moved = _moved(teacher_max, new_teacher_max) - _moved(student_max, new_student_max)
+            excess = (z_t - _finite(new_teacher_max)[:, None]) - (z_s - _finite(new_student_max)[:, None])
+            if KIND != REVERSE_KL:
+                terms = tl.where(e_t != 0.0, e_t * excess, 0.0)
+                first = first * tl.maximum(teacher_decay, _SMALLEST_DECAY) + moved * teacher_sum + tl.sum(terms, axis=1)
+            if KIND != FORWARD_KL:
+                terms = tl.where(e_s != 0.0, e_s * -excess, 0.0)
+                second = (
+                    second * tl.maximum(student_decay, _SMALLEST_DECAY) - moved * student_sum + tl.sum(terms, axis=1)
+                )
+        student_sum += tl.sum(e_s, axis=1)
+        teacher_sum += tl.sum(e_t, axis=1)
         student_max, teacher_max = new_student_max, new_teacher_max
     return student_max, student_sum, teacher_max, teacher_sum, first, second
 
@@ -168,8 +181,9 @@ def sum_logits(
         teacher_decay = decay_of(teacher_max, to_exponent(teacher_shift, HALF), HALF)
         student_sum *= student_decay
         teacher_sum *= teacher_decay
-        first *= tl.maximum(teacher_decay, _SMALLEST_DECAY)
-        second *= tl.maximum(student_decay, _SMALLEST_DECAY)
+        moved = _moved(teacher_max, teacher_shift) - _moved(student_max, student_shift)
+        first = first * tl.maximum(teacher_decay, _SMALLEST_DECAY) + moved * teacher_sum
+        second = second * tl.maximum(student_decay, _SMALLEST_DECAY) - moved * student_sum
     return (
         student_shift, tl.sum(student_sum, axis=0), teacher_shift, tl.sum(teacher_sum, axis=0),
         tl.sum(first, axis=0), tl.sum(second, axis=0),
@@ -178,16 +192,16 @@ def sum_logits(
 
 @triton.jit
 def lse_difference(student_shift, student_sum, teacher_shift, teacher_sum, HALF: tl.constexpr):
-    """lse_t - lse_s, 0 for equal models."""
+    """lse_t - lse_s of logits less their maxima, 0 for equal models."""
     of_student = rounding_of(student_shift, to_exponent(student_shift, HALF), HALF)
     of_teacher = rounding_of(teacher_shift, to_exponent(teacher_shift, HALF), HALF)
-    return (teacher_shift - student_shift) + tl.log(teacher_sum / student_sum) - (of_teacher - of_student)
+    return tl.log(teacher_sum / student_sum) - (of_teacher - of_student)
 
 
 @triton.jit
-def _mix(z_s, z_t, delta, beta, rest, KIND: tl.constexpr):
+def _mix(z_s, z_t, student_shift, teacher_shift, delta, beta, rest, KIND: tl.constexpr):
     """d = log(p / q), clamped, also where both are impossible; and m / q (or 1 where it is not used)."""
-    d = z_t - z_s - delta
+    d = (z_t - teacher_shift) - (z_s - student_shift) - delta
     d = tl.maximum(tl.where(d < _CLAMP, d, _CLAMP), -_CLAMP)
     ratio = d
     if KIND != TOTAL_VARIATION:
@@ -199,8 +213,8 @@ def _mix(z_s, z_t, delta, beta, rest, KIND: tl.constexpr):
 def _mixture_terms(
     z_s,
     z_t,
-    student_exponent,
-    teacher_exponent,
+    student_shift,
+    teacher_shift,
     student_share,  # 1 / student_sum, as the next of the teacher's
     teacher_share,
     delta,
@@ -211,9 +225,9 @@ def _mixture_terms(
     KIND: tl.constexpr,
 ):
     """What a block adds to both sums of the second step; see ``rows.sum_mixtures``."""
-    d, ratio = _mix(z_s, z_t, delta, beta, rest, KIND)
-    e_s = shifted_exp(z_s, student_exponent, HALF)
-    e_t = shifted_exp(z_t, teacher_exponent, HALF)
+    d, ratio = _mix(z_s, z_t, student_shift, teacher_shift, delta, beta, rest, KIND)
+    e_s = shifted_exp(z_s, to_exponent(student_shift, HALF), HALF)
+    e_t = shifted_exp(z_t, to_exponent(teacher_shift, HALF), HALF)
     if KIND == JSD:
         r = -_log(ratio, FAST)
         first, second = e_t * (d + r), e_s * r
@@ -254,7 +268,6 @@ def sum_mixtures(
     """The second step, backwards."""
     first = tl.zeros([BLOCK_SIZE // GROUP], dtype=tl.float32)
     second = tl.zeros([BLOCK_SIZE // GROUP], dtype=tl.float32)
-    student_exponent, teacher_exponent = to_exponent(student_shift, HALF), to_exponent(teacher_shift, HALF)
     student_share, teacher_share = 1.0 / student_sum, 1.0 / teacher_sum
     full_size = size // BLOCK_SIZE * BLOCK_SIZE
     if full_size < size:
@@ -265,8 +278,8 @@ def sum_mixtures(
         more_first, more_second = _mixture_terms(
             z_s,
             z_t,
-            student_exponent,
-            teacher_exponent,
+            student_shift,
+            teacher_shift,
             student_share,
             teacher_share,
             delta,
@@ -286,8 +299,8 @@ def sum_mixtures(
         more_first, more_second = _mixture_terms(
             z_s,
             z_t,
-            student_exponent,
-            teacher_exponent,
+            student_shift,
+            teacher_shift,
             student_share,
             teacher_share,
             delta,
@@ -363,8 +376,8 @@ def gradient_factors(student_sum, teacher_sum, first, second, factor, beta, rest
 def _gradient(
     z_s,
     z_t,
-    student_exponent,
-    teacher_exponent,
+    student_shift,
+    teacher_shift,
     delta,
     of_student,  # see gradient_factors, as the next three
     of_teacher,
@@ -383,16 +396,18 @@ def _gradient(
     elif KIND == COSINE:
         grad = of_student * z_s - of_teacher * z_t
     else:
-        e_s = shifted_exp(z_s, student_exponent, HALF)
+        teacher_exponent = to_exponent(teacher_shift, HALF)
+        e_s = shifted_exp(z_s, to_exponent(student_shift, HALF), HALF)
+        excess = (z_s - student_shift) - (z_t - teacher_shift) - subtracted
         if KIND == FORWARD_KL:
             grad = of_student * e_s - of_teacher * shifted_exp(z_t, teacher_exponent, HALF)
         elif KIND == REVERSE_KL:
-            grad = tl.where(e_s != 0.0, of_student * e_s * (z_s - z_t - subtracted), 0.0)
+            grad = tl.where(e_s != 0.0, of_student * e_s * excess, 0.0)
         elif KIND == MIXED:
-            inner = beta + rest * tl.where(e_s != 0.0, z_s - z_t - subtracted, 0.0)
+            inner = beta + rest * tl.where(e_s != 0.0, excess, 0.0)
             grad = of_student * e_s * inner - of_teacher * shifted_exp(z_t, teacher_exponent, HALF)
         else:
-            d, ratio = _mix(z_s, z_t, delta, beta, rest, KIND)
+            d, ratio = _mix(z_s, z_t, student_shift, teacher_shift, delta, beta, rest, KIND)
             if KIND == JSD:
                 grad = of_student * e_s * (-_log(ratio, FAST) - subtracted)
             elif KIND == SKEW_KL:
@@ -439,7 +454,6 @@ def store_gradient(
     """The third step: backwards after one step, forwards after two. Zeros if the token is ignored."""
     BACKWARDS: tl.constexpr = (KIND <= MIXED) or (KIND >= MSE)
     dtype: tl.constexpr = grad_row_ptr.dtype.element_ty
-    student_exponent, teacher_exponent = to_exponent(student_shift, HALF), to_exponent(teacher_shift, HALF)
     full_size = size // BLOCK_SIZE * BLOCK_SIZE
     # Asked for first, before a warp overwrites what others read.
     rest_columns = full_size + places
@@ -449,7 +463,7 @@ def store_gradient(
         teacher_softcap, KIND,
     )  # fmt: skip
     grad = _gradient(
-        z_s, z_t, student_exponent, teacher_exponent, delta, of_student, of_teacher, subtracted, other, beta, rest,
+        z_s, z_t, student_shift, teacher_shift, delta, of_student, of_teacher, subtracted, other, beta, rest,
         student_softcap, HALF, FAST, KIND,
     )  # fmt: skip
     tl.store(grad_row_ptr + rest_columns, grad.to(dtype), mask=rest_mask)
@@ -462,7 +476,7 @@ def store_gradient(
             teacher_softcap, KIND,
         )  # fmt: skip
         grad = _gradient(
-            z_s, z_t, student_exponent, teacher_exponent, delta, of_student, of_teacher, subtracted, other, beta, rest,
+            z_s, z_t, student_shift, teacher_shift, delta, of_student, of_teacher, subtracted, other, beta, rest,
             student_softcap, HALF, FAST, KIND,
         )  # fmt: skip
         tl.store(grad_row_ptr + start + places, grad.to(dtype))

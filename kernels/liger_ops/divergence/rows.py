@@ -18,8 +18,9 @@ the divergence D of a row and its gradient are
     mse               mean((z_s - z_t)**2)                    2 * (z_s - z_t) / vocab_size
     cosine            1 - z_s.z_t / (|z_s| * |z_t|)           (z_s * z_s.z_t / |z_s|**2 - z_t) / (|z_s| * |z_t|)
 
-d comes from differences of logits and a quotient of normalisers, never from two rounded log-probabilities, so that
-equal models have divergence 0. exp(d) is taken of d clamped to +-80: beyond, one of p and q is below e**-80 of the
+d comes from differences of logits, each less the largest of its row, and a quotient of normalisers, never from two
+rounded log-probabilities, so that equal models have divergence 0, and models of different sizes of logits no more
+rounding. exp(d) is taken of d clamped to +-80: beyond, one of p and q is below e**-80 of the
 other, and no term is left of what the clamp changes. No logarithm of a probability is taken. Sources: MiniLLM
 (arXiv:2306.08543, reverse KL), GKD (arXiv:2306.13649, generalised JSD), DistiLLM (arXiv:2402.03898, skew KL).
 
@@ -65,15 +66,19 @@ class RowSums(NamedTuple):
     teacher_sum: Tensor
     """Of exp(z_t - teacher_max); of z_t**2 for the kinds of logits."""
     first: Tensor
-    """exp(z_t - teacher_max) * (z_t - z_s) for the KLs; exp(z_t - teacher_max) * log(p / m), or * e, for mixtures;
+    """With c = z - max of each model, exp(c_t) * (c_t - c_s) for the KLs; exp(c_t) * log(p / m), or * e, for mixtures;
     abs(q - p) for the total variation; products or squared differences of logits."""
     second: Tensor
-    """exp(z_s - student_max) * (z_s - z_t) for the KLs; exp(z_s - student_max) * r, or * e, or * sign(q - p)."""
+    """exp(c_s) * (c_s - c_t) for the KLs; exp(z_s - student_max) * r, or * e, or * sign(q - p)."""
 
     @property
     def delta(self) -> Tensor:
-        """lse_t - lse_s."""
-        return (self.teacher_max - self.student_max) + (self.teacher_sum / self.student_sum).log()
+        """lse_t - lse_s of the logits less their maxima."""
+        return (self.teacher_sum / self.student_sum).log()
+
+    def centred(self, z_s: Tensor, z_t: Tensor) -> tuple[Tensor, Tensor]:
+        """Both models' logits less their maxima."""
+        return z_s - self.student_max[:, None], z_t - self.teacher_max[:, None]
 
 
 def _finite(maximum: Tensor) -> Tensor:
@@ -87,14 +92,15 @@ def sum_logits(z_s: Tensor, z_t: Tensor, kind: str) -> RowSums:
         return RowSums(zeros, zeros, zeros, zeros, (z_s - z_t).masked_fill_(z_s == z_t, 0.0).square().sum(-1), zeros)
     if kind == "cosine":
         return RowSums(zeros, z_s.square().sum(-1), zeros, z_t.square().sum(-1), (z_s * z_t).sum(-1), zeros)
-    student_max, teacher_max = _finite(z_s.amax(-1)), _finite(z_t.amax(-1))
-    e_s, e_t = (z_s - student_max[:, None]).exp_(), (z_t - teacher_max[:, None]).exp_()
+    sums = RowSums(_finite(z_s.amax(-1)), zeros, _finite(z_t.amax(-1)), zeros, zeros, zeros)
+    c_s, c_t = sums.centred(z_s, z_t)
+    e_s, e_t = c_s.exp(), c_t.exp()
     first = second = zeros
     if kind in ("forward_kl", "mixed"):
-        first = (e_t * (z_t - z_s)).where(e_t != 0, 0.0).sum(-1)
+        first = (e_t * (c_t - c_s)).where(e_t != 0, 0.0).sum(-1)
     if kind in ("reverse_kl", "mixed"):
-        second = (e_s * (z_s - z_t)).where(e_s != 0, 0.0).sum(-1)
-    return RowSums(student_max, e_s.sum(-1), teacher_max, e_t.sum(-1), first, second)
+        second = (e_s * (c_s - c_t)).where(e_s != 0, 0.0).sum(-1)
+    return sums._replace(student_sum=e_s.sum(-1), teacher_sum=e_t.sum(-1), first=first, second=second)
 
 
 class _Mixture(NamedTuple):
@@ -109,9 +115,10 @@ class _Mixture(NamedTuple):
 
 
 def _mix(z_s: Tensor, z_t: Tensor, sums: RowSums, beta: float) -> _Mixture:
-    d = (z_t - z_s).sub_(sums.delta[:, None]).nan_to_num_(CLAMP, CLAMP, -CLAMP).clamp_(-CLAMP, CLAMP)
+    c_s, c_t = sums.centred(z_s, z_t)
+    d = (c_t - c_s).sub_(sums.delta[:, None]).nan_to_num_(CLAMP, CLAMP, -CLAMP).clamp_(-CLAMP, CLAMP)
     r = d.exp().mul_(beta).add_(1.0 - beta).log_().neg_()
-    return _Mixture(d, (z_s - sums.student_max[:, None]).exp_(), (z_t - sums.teacher_max[:, None]).exp_(), r)
+    return _Mixture(d, c_s.exp_(), c_t.exp_(), r)
 
 
 def sum_mixtures(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float) -> RowSums:
@@ -165,14 +172,14 @@ def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float,
         norm = _cosine_norm(sums)
         of_student = (sums.first * norm / sums.student_sum).masked_fill(norm == 0, 0.0)
         return z_s * of_student[:, None] - z_t * norm[:, None]
-    q = (z_s - sums.student_max[:, None]).exp_().div_(sums.student_sum[:, None])
-    p = (z_t - sums.teacher_max[:, None]).exp_().div_(sums.teacher_sum[:, None])
+    c_s, c_t = sums.centred(z_s, z_t)
+    q, p = c_s.exp().div_(sums.student_sum[:, None]), c_t.exp().div_(sums.teacher_sum[:, None])
     if kind in ("forward_kl", "reverse_kl", "mixed"):
         of_forward = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(kind, beta)
         grad = torch.zeros_like(q) if of_forward == 0 else (q - p) * of_forward
         if of_forward != 1:
             reverse = (sums.second / sums.student_sum)[:, None]  # -d - D is a difference of logits and of their mean
-            grad += (1.0 - of_forward) * (q * ((z_s - z_t) - reverse)).where(q != 0, 0.0)
+            grad += (1.0 - of_forward) * (q * ((c_s - c_t) - reverse)).where(q != 0, 0.0)
         return grad
     d, _, _, r = _mix(z_s, z_t, sums, beta)
     first, second = sums.first / sums.student_sum, sums.second / sums.student_sum

@@ -76,21 +76,25 @@ def _merge(parts: RowSums, kind: str) -> RowSums:
     if kind in OF_LOGITS:
         return RowSums(*(part.sum(0) for part in parts))
 
-    def decays(maxima: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+    def decays(maxima: Tensor, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         maxima = maxima.where(totals != 0, -torch.inf)  # of shards without classes, or of impossible ones
         maximum = maxima.amax(0)
         maximum = maximum.where(maximum > -torch.inf, 0.0)
-        return maximum, (maxima - maximum).exp()
+        moved = maxima - maximum
+        return maximum, moved.exp(), moved.where(moved > -torch.inf, 0.0)
 
-    student_max, of_student = decays(parts.student_max, parts.student_sum)
-    teacher_max, of_teacher = decays(parts.teacher_max, parts.teacher_sum)
+    student_max, of_student, student_moved = decays(parts.student_max, parts.student_sum)
+    teacher_max, of_teacher, teacher_moved = decays(parts.teacher_max, parts.teacher_sum)
+    moved = teacher_moved - student_moved  # what each c_t - c_s, of the shard's maxima, becomes more
+    first = parts.first * of_teacher.clamp(min=_SMALLEST_DECAY) + moved * parts.teacher_sum * of_teacher
+    second = parts.second * of_student.clamp(min=_SMALLEST_DECAY) - moved * parts.student_sum * of_student
     return RowSums(
         student_max,
         (parts.student_sum * of_student).sum(0),
         teacher_max,
         (parts.teacher_sum * of_teacher).sum(0),
-        (parts.first * of_teacher.clamp(min=_SMALLEST_DECAY)).sum(0),
-        (parts.second * of_student.clamp(min=_SMALLEST_DECAY)).sum(0),
+        first.sum(0),
+        second.sum(0),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_ops.divergence import launch as launch_module
 from liger_ops.divergence.launch import choose_divergence_launch, launch_divergence
 from liger_ops.divergence.options import IGNORED, KEPT, DivergenceOptions
+from liger_ops.divergence.rows import divergence_rows
 from liger_ops.loss.launch import CrossEntropyLaunch
 from tests.liger_ops.divergence.cases import EVERYTHING, KINDS, OPTIONS, divergence_and_gradient
 
@@ -85,6 +86,44 @@ def test_half_precision_and_mixed_dtypes_are_rounded_once(kind: str, device: tor
     assert_matches_definition(student.bfloat16(), teacher.bfloat16(), kind, beta)
     assert_matches_definition(student.half(), teacher.half(), kind, beta, **EVERYTHING)
     assert_matches_definition(student, teacher.bfloat16(), kind, beta)
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "mixed"])
+def test_saturated_models_of_float32_are_as_exact_as_eager_code(kind: str, device: torch.device) -> None:
+    """Errors as multiples of those of log-softmax, medians over seeds; one token of both models has nearly all mass."""
+    beta, ratios = 0.3, []
+    for seed in range(15):
+        generator = torch.Generator().manual_seed(seed)
+        student, teacher = 3 * torch.randn(2, 1, 200, generator=generator).to(device)
+        peaks = 12 + 12 * torch.rand(2, generator=generator)
+        student[0, seed], teacher[0, seed] = (float(peak) + 9 for peak in peaks)
+        student += float(60 * torch.rand((), generator=generator) - 30)  # which no probability depends on
+
+        def eager(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+            student = student.clone().requires_grad_()
+            log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
+            forward, reverse = ((left.exp() * (left - right)).sum() for left, right in ((log_p, log_q), (log_q, log_p)))
+            loss = reverse if kind == "reverse_kl" else beta * forward + (1 - beta) * reverse
+            return loss.detach(), torch.autograd.grad(loss, student)[0]
+
+        true, rounded = eager(student.double(), teacher.double()), eager(student, teacher)
+        labels = torch.full((1,), KEPT, device=device)
+        options = DivergenceOptions(kind, beta)
+        by_rows = divergence_rows(student, teacher, labels, None, None, options, with_gradient=True)
+        errors = [
+            [float((each - exact).abs().max()) for each, exact in zip(found, true, strict=True)]
+            for found in (run(student, teacher, None, kind, beta), by_rows, rounded)
+        ]
+        smallest = [torch.finfo(torch.float32).eps * float(each.abs().max()) for each in true]
+        ratios.append(
+            [
+                error / max(least, of_eager)
+                for found in errors[:2]
+                for error, of_eager, least in zip(found, errors[2], smallest, strict=True)
+            ]
+        )
+    medians = torch.tensor(ratios).median(0).values
+    assert medians.max() <= 2, medians
 
 
 @pytest.mark.parametrize("kind", dict(KINDS))

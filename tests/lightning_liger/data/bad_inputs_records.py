@@ -57,8 +57,11 @@ OF_RECORDS: dict[str, tuple[list[Any], str]] = {
     "cache_dir": (["", 5, __file__], "must be a"),
 }
 OF_ONE: dict[Any, dict[str, tuple[list[Any], str]]] = {
-    UnpairedFeedbackDataModule: {"with_kl": (["no", 1, None], "True or False"), "batch_size": ([1], "at least 2")},
-    PromptCompletionDataModule: {"completion_only": (["no", 1, None], "True or False")},
+    UnpairedFeedbackDataModule: {"with_kl": (["no", 1, None], "True or False")},
+    PromptCompletionDataModule: {
+        "completion_only": (["no", 1, None], "True or False"),
+        "teacher_tokenizer": ([3, ""], "path"),
+    },
     ConversationDataModule: {"train_on": (["user", None, 5, ["all"]], "one of 'assistant', 'last', 'all'")},
     RolloutDataModule: {"scale_rewards": (["batch", None, True], "one of 'group', 'none'")},
     TeacherTopKDataModule: {

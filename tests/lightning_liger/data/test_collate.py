@@ -97,19 +97,18 @@ def test_triples_and_reference_log_probabilities():
     assert batch["ref_rejected_logps"].dtype == torch.float32
 
 
-def test_mismatched_pairs_have_the_completion_of_the_example_before():
-    examples = [{"prompt_ids": [i], "completion_ids": [10 + i] * i, "label": i % 2} for i in (1, 2, 3)]
+def test_feedback_with_mismatched_pairs():
+    plain = [{"prompt_ids": [i], "completion_ids": [10 + i] * i, "label": i % 2} for i in (1, 2, 3)]
+    examples = [{**each, "KL_completion_ids": plain[place - 1]["completion_ids"]} for place, each in enumerate(plain)]
     batch = FeedbackCollator(Layout(max_length=3))(examples)
     assert batch["label"].tolist() == [True, False, True]
     assert batch["label"].dtype == torch.bool
     assert batch["KL_input_ids"].tolist() == [[1, 13, 13], [2, 11, 0], [3, 12, 12]]
     assert batch["KL_completion_mask"].tolist() == [[0, 1, 1], [0, 1, 0], [0, 1, 1]]
-    assert set(FeedbackCollator(Layout(), with_kl=False)(examples)) == {
-        *("input_ids", "attention_mask", "completion_mask", "label")
-    }
+    assert set(FeedbackCollator(Layout())(plain)) == {*("input_ids", "attention_mask", "completion_mask", "label")}
     packed = FeedbackCollator(Layout(packing=True))(examples)
     assert packed["KL_sequence_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2]]
-    alone = FeedbackCollator(Layout())(examples[2:])
+    alone = FeedbackCollator(Layout())([{**plain[2], "KL_completion_ids": []}])
     assert alone["KL_completion_mask"].sum() == 0
     assert alone["completion_mask"].sum() == 3
 

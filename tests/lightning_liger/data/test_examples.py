@@ -7,6 +7,7 @@ import warnings
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -25,6 +26,7 @@ from lightning_liger.data import (
     UnpairedFeedbackDataModule,
     examples,
 )
+from lightning_liger.data.feedback import mismatched
 from tests.lightning_liger.tiny import tiny_llama
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
@@ -321,13 +323,34 @@ def test_prompts_in_all_their_forms(make):
 def test_feedback_and_its_mismatched_pairs(make):
     data = ready(make(UnpairedFeedbackDataModule, "feedback.jsonl", validation_fraction=0))
     expected = {(each["prompt"], each["completion"] + END, each["label"]) for each in records("feedback.jsonl")}
-    served = set()
-    for batch in data.train_dataloader():
-        rows, mismatched = sequences(data, batch), sequences(data, batch, "KL_")
-        served |= {(*row, label) for row, label in zip(rows, batch["label"].tolist(), strict=True)}
-        for index, (prompt, completion) in enumerate(mismatched):
-            assert (prompt, completion) == (rows[index][0], rows[index - 1][1])
-    assert served == expected
+    loader = data.train_dataloader()
+    epochs: list[Any] = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        served, mismatches = set(), {}
+        for batch in loader:
+            rows = sequences(data, batch)
+            served |= {(*row, label) for row, label in zip(rows, batch["label"].tolist(), strict=True)}
+            mismatches |= dict(zip(rows, sequences(data, batch, "KL_"), strict=True))
+        assert served == expected
+        epochs.append(mismatches)
+    assert epochs[0] == epochs[1]  # whatever the order
+    assert all(own[0] == other[0] for own, other in epochs[0].items())
+    assert sum(own != other for own, other in epochs[0].items()) > 40  # some prompts have equal answers
+
+
+def test_mismatched_pairs_use_each_completion_once_and_no_prompt_has_its_own():
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        size = int(random.integers(1, 30))
+        prompts = random.integers(0, random.integers(1, 12), size)
+        others = mismatched(prompts, int(random.integers(100)))
+        assert sorted(others) == list(range(size))
+        most = np.bincount(prompts).max()
+        assert (prompts == prompts[others]).sum() == max(0, 2 * most - size)
+
+
+def test_feedback_of_one_prompt_has_no_mismatched_pairs(make):
     with_log_probs = [{"prompt": "a", "completion": "b", "label": True, "ref_logps": -2.5}] * 2
     batch = next(
         iter(
@@ -337,17 +360,17 @@ def test_feedback_and_its_mismatched_pairs(make):
         )
     )
     assert batch["ref_logps"].tolist() == [-2.5, -2.5]
+    assert batch["KL_completion_mask"].sum() == 0
 
 
-def test_pairs_become_feedback_and_validation_does_not_mismatch_the_two_of_a_pair(make):
+def test_pairs_become_feedback(make):
     lines = [{**each, "ref_chosen_logps": -index, "ref_rejected_logps": -100} for index, each in enumerate(records())]
     data = ready(make(UnpairedFeedbackDataModule, lines[:12], validation_fraction=0.5, batch_size=6))
     assert (len(data.train_data), len(data.validation_data)) == (12, 12)
-    good, bad = data.val_dataloader()
-    assert (good["label"].tolist(), bad["label"].tolist()) == ([True] * 6, [False] * 6)
-    assert [prompt for prompt, _ in sequences(data, good)] == [prompt for prompt, _ in sequences(data, bad)]
-    assert bad["ref_logps"].tolist() == [-100] * 6
-    assert set(good["ref_logps"].tolist()) <= {-float(index) for index in range(12)}
+    for batch in data.val_dataloader():
+        assert batch["label"].tolist() == [True, False] * 3
+        assert batch["ref_logps"][1::2].tolist() == [-100] * 3
+        assert set(batch["ref_logps"][::2].tolist()) <= {-float(index) for index in range(12)}
 
 
 def test_alpaca_prompts_are_the_published_ones(make):

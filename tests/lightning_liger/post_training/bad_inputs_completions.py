@@ -97,7 +97,7 @@ def _rows() -> Iterator[BadInput]:
         ("loss_type", "nll", ("'nll'", "'dapo'")),
         ("beta", -0.1, ("-0.1", "at least 0")),
         ("temperature", 0.0, ("0.0", "above 0")),
-        ("reference", "adapters", ("'adapters'", "lora")),
+        ("reference", "adapters", ("'adapters'", "without a reference")),
         ("lora", 8, ("8", "LoraConfig")),
         ("learning_rate", "fast", ("'fast'", "a finite number")),
     ):

@@ -14,6 +14,7 @@ from lightning_liger import (
     KTOOptions,
     LigerCPO,
     LigerDPO,
+    LigerGRPO,
     LigerKTO,
     LigerORPO,
     LigerPreferenceMixin,
@@ -44,6 +45,12 @@ _MODULES: list[tuple[type, str, Any, str, str]] = [
     (LigerCPO, "loss_type", "dpo", "'dpo'", "'simpo'"),
     (LigerCPO, "cpo_alpha", -1, "-1", "at least 0"),
     (LigerORPO, "beta", "0.1", "'0.1'", "a finite number"),
+    (LigerORPO, "loss_type", "dft", "'dft'", "'nll'"),
+    (LigerORPO, "precompute_ref_log_probs", True, "True", "False for a loss without a reference"),
+    (LigerCPO, "reference", "model", "'model'", "'auto' for a loss without a reference"),
+    (LigerTPO, "sync_ref_model", True, "True", "False for a loss without a reference"),
+    (LigerGRPO, "reference", "columns", "'columns'", "'auto' for a loss without a reference"),
+    (LigerDPO, "ref_log_probs_folder", "folder", "'folder'", "None without precompute_ref_log_probs=True"),
     (LigerTPO, "loss_type", "tpo", "'tpo'", "'tpo-l'"),
     (LigerKTO, "loss_type", "sigmoid", "'sigmoid'", "'kto'"),
     (LigerKTO, "desirable_weight", None, "None", "a finite number"),
@@ -71,6 +78,12 @@ def _step(loss: Any = None, drop: str = "", items: int = 4, reference: str = "au
     return module.training_step(batch, 0)
 
 
+def _unused_model() -> None:
+    module = _Module(CPOOptions())
+    module.ref_model = _model()
+    module.setup("fit")
+
+
 _COLUMNS: dict[str, Tensor] = {"ref_chosen_logps": torch.zeros(2), "ref_rejected_logps": torch.zeros(2)}
 _IDS = torch.zeros(4, 5, dtype=torch.int64)
 _STEPS: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
@@ -96,6 +109,7 @@ _STEPS: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
     ("columns asked for", lambda: _step(reference="columns"), ("ref_chosen_logps", "reference='columns'", "input_ids")),
     ("model asked for", lambda: _step(reference="model"), ("reference", "'model'", "ref_model")),
     ("no adapters", lambda: _step(reference="adapters"), ("reference", "'adapters'", "peft")),
+    ("unused model", _unused_model, ("ref_model", "LlamaForCausalLM", "None for a loss without a reference")),
     ("no labels", lambda: _step(KTOOptions("bco"), ref_logps=torch.zeros(4)), ("label", "None", "a tensor")),
     ("labels shape", lambda: _step(KTOOptions("bco"), label=_IDS[:, :2]), ("label", "(4, 2)", "(4,)")),
     ("no list", lambda: _Module().training_step([1], 0), ("batch", "[1]", "a mapping")),

@@ -227,6 +227,16 @@ def _others() -> Iterator[BadInput]:
     yield BadInput("matched_token_ids", lambda: matched_token_ids("a", "b"), ("student_tokenizer", "'a'", "tokenizer"))
 
 
+_IGNORED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"distillation_mode": "topk_logits", "beta": 0.3}, ("beta", "None with divergence='forward_kl'")),
+    ({"divergence": "cosine", "beta": 0.5}, ("beta", "None with divergence='cosine'")),
+    ({"distillation_mode": "uld", "beta": 0.5}, ("beta", "None with distillation_mode='uld'")),
+    ({"support_mode": "zero"}, ("support_mode", "'tail' with distillation_mode='full_logits'")),
+    ({"distillation_mode": "iw_opd", "divergence": "jsd"}, ("divergence", "'forward_kl' with distillation_mode=")),
+    ({"distillation_mode": "sampled_token", "t_squared": True}, ("t_squared", "False with distillation_mode=")),
+]
+
+
 def _wrong_options() -> Any:
     class Wrong(LigerDistillationMixin, L.LightningModule):
         distillation = {"beta": 1.0}  # type: ignore[assignment]
@@ -240,6 +250,14 @@ BAD_INPUTS: list[BadInput] = [
         "DistillationOptions-topk-divergence",
         lambda: DistillationOptions("topk_logits", "cosine"),
         ("divergence", "'cosine'", "'jsd'"),
+    ),
+    *(
+        BadInput(
+            f"DistillationOptions-ignored-{index}",
+            lambda options=options: DistillationOptions(**options),
+            (*mentions, repr(options[mentions[0]])),
+        )
+        for index, (options, mentions) in enumerate(_IGNORED)
     ),
     *_rows_of(LigerDistillation, _OF_TEACHER, config=TINY_CONFIG),
     *_rows_of(LigerMedusa, _MEDUSA, config=TINY_CONFIG),

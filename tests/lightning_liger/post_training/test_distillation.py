@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
 from lightning_liger import (
     DistillationOptions,
@@ -18,6 +19,8 @@ from lightning_liger import (
     apply_liger_kernels,
     iw_opd_loss,
 )
+from lightning_liger.data import PromptCompletionDataModule
+from lightning_liger.data.tokenizer import load_or_train_tokenizer
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 pytestmark = [
@@ -103,8 +106,8 @@ def expected_losses() -> dict[str, tuple[dict[str, Any], Any]]:
         return (of_student - of_teacher).detach() * of_student
 
     def uld(module: Student, batch: dict[str, Tensor]) -> Tensor:
-        student, teacher, _ = whole(module, batch)
-        return (student.exp().sort().values - teacher.exp().sort().values).abs().sum(-1)
+        student, teacher, _ = whole(module, batch, 1.3)
+        return 1.3**2 * (student.exp().sort().values - teacher.exp().sort().values).abs().sum(-1)
 
     return {
         "full": ({}, full),
@@ -120,7 +123,7 @@ def expected_losses() -> dict[str, tuple[dict[str, Any], Any]]:
             lambda module, batch: on_support(module, batch, 7, False),
         ),
         "sampled": ({"distillation_mode": "sampled_token"}, sampled),
-        "uld": ({"distillation_mode": "uld"}, uld),
+        "uld": ({"distillation_mode": "uld", "temperature": 1.3, "t_squared": True}, uld),
     }  # fmt: skip
 
 
@@ -128,6 +131,8 @@ def expected_losses() -> dict[str, tuple[dict[str, Any], Any]]:
 def test_loss_and_gradients_match_whole_logits(case: str) -> None:
     options, formula = expected_losses()[case]
     module, batch = Student(**options), tiny_batch()
+    if case == "uld":
+        batch |= {f"teacher_{name}": value for name, value in batch.items()}
     losses = formula(module, batch)
     losses.mean().backward()
     expected = {name: each.grad.clone() for name, each in module.named_parameters()}
@@ -241,6 +246,41 @@ def test_teacher_with_another_vocabulary() -> None:
     assert all(parameter.grad is not None for parameter in module.model.parameters())
 
 
+def test_teacher_with_another_tokenizer_gets_the_text_in_its_own_tokens(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[3] / "examples" / "data"
+    texts = [" ".join(f"How much is {index} plus {other}?" for other in range(9)) for index in range(99)]
+    load_or_train_tokenizer(None, lambda: iter(texts), 290, tmp_path / "teacher")
+    data = PromptCompletionDataModule(
+        path=folder / "completions.jsonl", tokenizer=folder / "tokenizer", teacher_tokenizer=tmp_path / "teacher",
+        cache_dir=tmp_path / "cache", batch_size=4, validation_fraction=0,
+    )  # fmt: skip
+    options = {"teacher_model_type": "qwen2", "teacher_config": {**TINY_CONFIG, "vocab_size": 290}}
+    module = LigerDistillation(config={**TINY_CONFIG, "vocab_size": 320}, distillation_mode="uld", **options)
+    make_trainer(max_steps=1).fit(module, datamodule=data)
+    assert data.text_tokenizer is not None
+    own, other = data.text_tokenizer, AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape != batch["teacher_input_ids"].shape
+    for name in ("input_ids", "labels"):
+        texts = [
+            [tokenizer.decode(row[row >= 0], skip_special_tokens=True) for row in ids * kept + (kept - 1) * 100]
+            for tokenizer, ids, kept in (
+                (own, batch[name], batch["attention_mask"]),
+                (other, batch[f"teacher_{name}"], batch["teacher_attention_mask"]),
+            )
+        ]
+        assert texts[0] == texts[1]
+    alone = {name: value for name, value in batch.items() if not name.startswith("teacher_")}
+    with pytest.raises(ValueError, match=r"'teacher_input_ids'.*data\.teacher_tokenizer.*'uld'"):
+        module.step_loss("train", alone)
+    with pytest.raises(ValueError, match="packing"):
+        packed = {name: value.reshape(1, -1) for name, value in batch.items() if "mask" not in name}
+        module.step_loss("train", {**packed, "position_ids": torch.arange(batch["input_ids"].shape[1]).repeat(4)[None]})
+    module.distillation = DistillationOptions()
+    with pytest.raises(ValueError, match=r"'teacher_input_ids'.*'full_logits'"):
+        module.step_loss("train", batch)
+
+
 def test_values_of_the_policy_that_sampled() -> None:
     """At their tokens, as rollouts have them, so that the one at t belongs to the label that t - 1 predicts."""
     batch = tiny_batch(2, 7, 0)
@@ -274,8 +314,8 @@ def test_values_of_the_policy_that_sampled() -> None:
 
 
 def test_teacher_with_fewer_ids_than_the_text_is_refused() -> None:
-    for mode in ("full_logits", "topk_logits", "sampled_token", "uld"):
-        module = Student(distillation_mode=mode, vocab="common")
+    for mode in ("full_logits", "topk_logits", "sampled_token"):
+        module = Student(distillation_mode=mode, **({"vocab": "common"} if "logits" in mode else {}))
         module.configure_teacher = lambda: tiny_model("qwen2", vocab_size=40)  # type: ignore[method-assign]
         with pytest.raises(ValueError, match=r"ids below 40, the size of the teacher's vocabulary, got \d+"):
             module.step_loss("train", tiny_batch())

@@ -123,10 +123,10 @@ def test_arguments_of_all_bases_are_read_from_yaml() -> None:
     settings = {
         "class_path": "lightning_liger.LigerGRPO",
         "init_args": {
-            "loss_type": "cispo", "epsilon_high": 5.0, "learning_rate": 1e-6, "reference": "columns",
+            "loss_type": "cispo", "epsilon_high": 5.0, "learning_rate": 1e-6, "reference": "columns", "beta": 0.1,
             "config": {"num_hidden_layers": 1}, "temperature": 0.7, "lora": None,
         },
     }  # fmt: skip
     module = parser.instantiate_classes(parser.parse_object({"model": settings})).model
-    assert module.policy_options == PolicyOptions(loss_type="cispo", epsilon_high=5.0)
+    assert module.policy_options == PolicyOptions(loss_type="cispo", epsilon_high=5.0, beta=0.1)
     assert (module.temperature, module.hparams["learning_rate"], module.reference) == (0.7, 1e-6, "columns")

@@ -4,6 +4,7 @@ size.
 ``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
 """
 
+import copy
 import json
 import math
 import os
@@ -11,18 +12,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
+from torch import Tensor
 
 from lightning_liger.cli import LigerCLI
 from tests.lightning_liger.strategies.workers.distributed import logit_counts
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NUM_STEPS = 2
+OF_TEST_SIZE = {
+    "distill.yaml": ["--model.teacher_dtype=float32"],  # random weights of the twin's would be of float64
+    "lora.yaml": ["--model.lora.dropout=0"],  # the twin would draw other elements
+    "next_item/next_item.yaml": ["--data.course.num_students=400"],
+    "ranking/ranking.yaml": ["--data.clicks.num_rows=4000", "--data.batch_size=64"],
+}
+"""What tests change of an example besides its steps and folders."""
 
 # What is given to `fit`, after the base where a yaml only chooses the strategy.
 PROGRAMS = ["llama3_8b.yaml", "multi_node.yaml", "tiny.yaml"]
 ON_TWO_NODES = ["multi_node.yaml"]
-POST_TRAINING = sorted(path.name for path in EXAMPLES.glob("*.yaml") if path.name not in PROGRAMS)
+OTHERS = sorted(
+    name
+    for path in EXAMPLES.rglob("*.yaml")
+    if (name := path.relative_to(EXAMPLES).as_posix()) not in PROGRAMS
+    and "\nmodel:\n  class_path:" in path.read_text(encoding="utf-8")
+)
 STRATEGIES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("strategies/*.yaml"))
 OF_ONE_PROCESS = ["strategies/liger.yaml"]
 OF_DEEPSPEED = [name for name in STRATEGIES if "deepspeed" in name]
@@ -43,27 +58,34 @@ def write_text(folder: Path) -> None:
     (folder / "text.jsonl").write_text(lines, encoding="utf-8")
 
 
+def sizes(folder: Path) -> list[str]:
+    """A model of test size and the text of :func:`write_text`, for the examples that train on large ones."""
+    config = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return [
+        *(f"--model.config.{name}={value}" for name, value in config.items()),
+        f"--data.path={folder / 'text.jsonl'}",
+        "--data.block_size=64",
+        "--data.vocab_size=300",
+    ]
+
+
 def run(example: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Trains two steps as the example says but for the sizes, and says what was trained."""
     os.chdir(folder)  # where examples write
     sys.argv = ["lightning-liger"]
-    config = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
     cli = LigerCLI(
         args=[
             "fit",
             *configs(example),
-            *(f"--model.config.{name}={value}" for name, value in config.items()),
+            *sizes(folder),
             f"--trainer.max_steps={NUM_STEPS}",
             "--trainer.limit_val_batches=1",
             f"--trainer.val_check_interval={NUM_STEPS}",
             "--trainer.log_every_n_steps=1",
             "--trainer.enable_progress_bar=false",
             f"--trainer.callbacks={json.dumps([_checkpoint(folder / example)])}",
-            f"--data.path={folder / 'text.jsonl'}",
-            "--data.block_size=64",
             f"--data.cache_dir={folder / 'cache'}",
-            "--data.vocab_size=300",
             *arguments,
         ]
     )
@@ -80,10 +102,42 @@ def run(example: str, folder: Path, *arguments: str) -> dict[str, Any]:
     }
 
 
-def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
+class LastStep(L.Callback):
+    """Keeps the last step's batches, weights before it and gradients. The weights of the first one may be special:
+    references and policies are equal."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.weights: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.loss = torch.tensor(torch.nan)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == NUM_STEPS - 1:
+            if not self.batches:
+                self.weights = {_plain(name): each.detach().clone() for name, each in module.named_parameters()}
+            self.batches.append(copy.deepcopy(batch))
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        self.gradients = {_plain(name): each.clone() for name, each in gradients.items()}
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.loss = trainer.callback_metrics.get("train_loss_step", outputs["loss"])
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without the wrappers of FSDP."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_forward_module.", "")
+
+
+def run_alone(example: str, folder: Path, *arguments: str) -> LigerCLI:
     """Trains two steps as the example says but for where it writes; call it in the folder of the repository."""
     sys.argv = ["lightning-liger"]
     callbacks = [_checkpoint(folder / example), {"class_path": "lightning_liger.LigerMonitor"}]
+    callbacks += [{"class_path": f"{LastStep.__module__}.{LastStep.__name__}"}]
     return LigerCLI(
         args=[
             "fit",
@@ -93,9 +147,12 @@ def run_post_training(example: str, folder: Path, *arguments: str) -> LigerCLI:
             f"--trainer.val_check_interval={NUM_STEPS}",
             "--trainer.check_val_every_n_epoch=1",
             "--trainer.limit_val_batches=1",
+            "--trainer.log_every_n_steps=1",
             f"--trainer.callbacks={json.dumps(callbacks)}",
             "--trainer.enable_progress_bar=false",
             "--trainer.devices=1",
+            "--trainer.num_nodes=1",
+            *(sizes(folder) if example in PROGRAMS else OF_TEST_SIZE.get(example, [])),
             *arguments,
         ]
     )

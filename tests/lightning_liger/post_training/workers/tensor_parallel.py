@@ -49,6 +49,12 @@ def _rollouts() -> Batches:
     return [{**tiny_batch(seed=seed), **columns} for seed in range(2)]
 
 
+def _in_both_tokens() -> Batches:
+    return [
+        batch | {f"teacher_{name}": batch[name] for name in ("input_ids", "labels")} for batch in map(dict, _rollouts())
+    ]
+
+
 RUNS: dict[str, tuple[Callable[..., L.LightningModule], dict[str, Any], Callable[[], Batches]]] = {
     "dpo": (LigerDPO, {"use_weighting": True}, lambda: _pairs(padded)),
     "dpo-packed": (LigerDPO, {"loss_type": ["sigmoid", "sft"]}, lambda: _pairs(packed)),
@@ -58,7 +64,7 @@ RUNS: dict[str, tuple[Callable[..., L.LightningModule], dict[str, Any], Callable
     "full_logits": (LigerDistillation, {"divergence": "jsd", "crossentropy_weight": 0.5}, _rollouts),
     "sampled_token": (LigerDistillation, {"distillation_mode": "sampled_token"}, _rollouts),
     "topk_logits": (LigerDistillation, {"distillation_mode": "topk_logits", "distillation_topk": 5}, _rollouts),
-    "uld": (LigerDistillation, {"distillation_mode": "uld"}, _rollouts),
+    "uld": (LigerDistillation, {"distillation_mode": "uld"}, _in_both_tokens),
 }
 
 
