@@ -101,7 +101,7 @@ def make_program(seed: int) -> Program:
     step = rng.choice(["inherited"] * 6 + ["own", "mixed"]) if loss == "tokens" else "inherited"
     may_be_empty = normalization == "first" and step == "inherited" and not manual
     optimizer_step = rng.choice(["", "", "closure", *["every other"][: accumulate == 1]]) if not manual else ""
-    validation = [make_batches(rng, rng.randint(1, 3), may_be_empty=False) for _ in range(rng.choice([0, 0, 1]))]
+    validation = [make_batches(rng, rng.randint(1, 3), may_be_empty=False) for _ in range(rng.choice([0, 0, 1, 2]))]
     return Program(
         loss=loss,
         step=step,
