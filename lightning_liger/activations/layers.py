@@ -15,6 +15,7 @@ forward looks up the mode; parameters, their names and other instances do not.
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -30,7 +31,6 @@ from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
 from lightning_liger.activations.frames import Frame, Waiting, tensors_in
 from lightning_liger.activations.offload import HostMemory
 from lightning_liger.activations.repeats import Habits
-from lightning_liger.attention import AttentionBackend
 
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
@@ -60,7 +60,7 @@ class ControlledLayers:
         modes: One for each layer; a change takes effect in its next forward.
         has_run: Whether any of them ran, other than compiled.
         observer: Is told what layers do, or None.
-        attention: Sets the order of attention backends in each run of a layer, the second one too; None leaves it.
+        context: Makes a context that each run of a layer enters, the second one too; or None.
         dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
         remade_bytes: Of each layer, the largest of these tensors, in its last recomputation.
         input_bytes: Of each layer, the inputs that "offload" moves to host memory, when the layer last ran under an
@@ -75,7 +75,7 @@ class ControlledLayers:
         self.modes: list[Mode] = ["cheap"] * len(layers)
         self.has_run = False
         self.observer: Observer | None = None
-        self.attention: AttentionBackend | None = None
+        self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self.dropped_bytes = [0] * len(layers)
         self.remade_bytes = [0] * len(layers)
         self.input_bytes = [0] * len(layers)
@@ -90,8 +90,8 @@ class ControlledLayers:
     def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
         self.has_run = True
-        if self.attention is not None:
-            forward = functools.partial(_in_order, self.attention, index, forward)
+        if self.context is not None:
+            forward = functools.partial(_within, self.context, forward)
         if not torch.is_grad_enabled() or _hooks_are_taken():
             return forward(*args, **kwargs)
         inputs = tensors_in((args, kwargs))
@@ -204,11 +204,10 @@ def _as_run(run: LayerRun, forward: Callable[..., Any], /, *args: Any, **kwargs:
         _run.reset(token)
 
 
-def _in_order(
-    attention: AttentionBackend, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+def _within(
+    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    inputs = tensors_in((args, kwargs))
-    with attention.context(index, inputs[0].shape, inputs[0].dtype) if inputs else attention.context(index):
+    with context():
         return forward(*args, **kwargs)
 
 

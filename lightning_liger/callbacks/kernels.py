@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from lightning_liger.attention import Backend
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
@@ -24,12 +23,10 @@ class LigerCallback(L.Callback):
         activation_checkpointing: The layers that are recomputed in backward: ``"none"``, ``"full"``, the number of the
             first ones, or classes of layers or their names; see docs/training.md.
         memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``.
-        attention_backend: The backend of attention that is tried first: ``"flash"``, ``"cudnn"``, ``"efficient"``,
-            ``"math"``, or ``"auto"``; None leaves PyTorch's order.
 
     Raises:
         TypeError: For an argument of a wrong type.
-        ValueError: For an unknown kernel or backend, or both ``activation_checkpointing`` and ``memory_budget``.
+        ValueError: For an unknown kernel, or both ``activation_checkpointing`` and ``memory_budget``.
     """
 
     def __init__(
@@ -37,20 +34,11 @@ class LigerCallback(L.Callback):
         kernels: KernelChoice = "auto",
         activation_checkpointing: ActivationCheckpointing | None = None,
         memory_budget: MemoryBudget | None = None,
-        attention_backend: Backend | None = None,
     ) -> None:
         check_kernels(kernels)
-        check_arguments(
-            {
-                "activation_checkpointing": activation_checkpointing,
-                "memory_budget": memory_budget,
-                "attention_backend": attention_backend,
-            }
-        )
+        check_arguments({"activation_checkpointing": activation_checkpointing, "memory_budget": memory_budget})
         self.kernels = kernels
-        self._activations = ActivationControl(
-            activation_checkpointing, memory_budget, attention_backend=attention_backend
-        )
+        self._activations = ActivationControl(activation_checkpointing, memory_budget)
         self._num_steps = 0
         self.patch_report: PatchReport | None = None
         self._lazy: Any = None

@@ -108,8 +108,8 @@ def choose(strategy: Any, kernels: bool, memory_budget: str | float | None) -> N
 
     Args:
         strategy: A name in the registry, or a namespace with ``class_path``.
-        kernels: False sets ``kernels`` to ``"none"`` and leaves out ``memory_budget`` and ``attention_backend``, so
-            that the strategy runs the model as Lightning's does.
+        kernels: False sets ``kernels`` to ``"none"`` and leaves out ``memory_budget``, so that the strategy runs the
+            model as Lightning's does.
         memory_budget: Replaces that of the setting and ``activation_checkpointing``; None leaves both.
     """
     if isinstance(strategy, str):
@@ -117,8 +117,7 @@ def choose(strategy: Any, kernels: bool, memory_budget: str | float | None) -> N
         strategy = Namespace(class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=Namespace(**options))
     changed = Namespace(class_path=strategy.class_path, init_args=strategy.get("init_args") or Namespace())
     if not kernels:
-        for name, value in {"kernels": "none", "memory_budget": None, "attention_backend": None}.items():
-            changed.init_args[name] = value
+        changed.init_args.kernels, changed.init_args.memory_budget = "none", None
         return changed
     return _with_budget(changed, memory_budget)
 

@@ -220,11 +220,6 @@ class AttentionOfGpus(TorchFunctionMode):
             return _attention(func, *args, **kwargs)
         return func(*args, **kwargs)
 
-    @classmethod
-    def context(cls, *_: Any) -> "AttentionOfGpus":
-        """The mode for one run of a layer, as of :class:`~lightning_liger.attention.AttentionBackend`."""
-        return cls()
-
 
 def _attention(
     func: Any,

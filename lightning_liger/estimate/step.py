@@ -155,7 +155,7 @@ def _run(
     with _skipped(layers, few):
         controlled = control_layers(model) or ControlledLayers([])
         controlled.modes[:] = ["recompute"] * len(few)
-        controlled.attention = AttentionOfGpus  # type: ignore[assignment]  # in backward too, where layers run again
+        controlled.context = AttentionOfGpus  # in backward too, where layers run again
         recorder = Recorder(controlled, ledger)
         ledger.spans.clear()
         controlled.observer = observer = _Observer(recorder)

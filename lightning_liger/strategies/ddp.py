@@ -37,7 +37,6 @@ class LigerDDPStrategy(
         context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
         activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        attention_backend: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         **kwargs: As in Lightning's strategy.
 

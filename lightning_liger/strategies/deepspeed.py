@@ -180,7 +180,6 @@ class LigerDeepSpeedStrategy(
             :func:`~lightning_liger.apply_liger_kernels`.
         activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        attention_backend: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         **kwargs: As in Lightning's strategy, such as ``stage``, ``offload_optimizer`` or ``config``.
 

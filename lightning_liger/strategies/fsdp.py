@@ -171,9 +171,6 @@ class LigerFSDPStrategy(
             of the first ones, or a list or set of layer classes or their names; see docs/training.md.
         memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``: as many layers are recomputed as
             needed to stay within it.
-        attention_backend: The backend of ``F.scaled_dot_product_attention`` that is tried first in the model's layers:
-            ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``, or ``"auto"``, the one that is measured to be the
-            fastest. None leaves PyTorch's order. See docs/training.md.
         sharding_strategy: As in Lightning's strategy; hybrid sharding without ``device_mesh`` or ``process_group``
             shards over the GPUs of each node.
         on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN: ``"raise"`` ends training,

@@ -173,7 +173,6 @@ class LigerModelParallelStrategy(
             and the next two arguments may be given.
         activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        attention_backend: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that share each layer. What ``configure_model`` leaves without DTensors is spread
             over them by the plan that the Hugging Face model carries, the embeddings and the LM head over the
@@ -242,7 +241,7 @@ class FabricLigerModelParallelStrategy(
         activation_checkpointing_policy: As in :class:`LigerModelParallelStrategy`.
         data_parallel_size: As in :class:`LigerModelParallelStrategy`.
         tensor_parallel_size: As in :class:`LigerModelParallelStrategy`, or for ``parallelize_fn`` to use.
-        **kwargs: ``activation_checkpointing``, ``memory_budget``, ``attention_backend``, ``fault_tolerance``, and as in
+        **kwargs: ``activation_checkpointing``, ``memory_budget``, ``fault_tolerance``, and as in
             Lightning's strategy.
 
     Raises:

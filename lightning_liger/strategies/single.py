@@ -69,7 +69,6 @@ class LigerSingleDeviceStrategy(
             :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
         activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        attention_backend: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         **kwargs: As in Lightning's strategy.
 

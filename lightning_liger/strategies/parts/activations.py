@@ -1,4 +1,4 @@
-"""``activation_checkpointing``, ``memory_budget``, ``attention_backend``: how strategies run the layers of models."""
+"""``activation_checkpointing`` and ``memory_budget``: how strategies run the layers of models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +21,6 @@ from lightning_liger.activations.plan import Plan
 from lightning_liger.activations.planner import Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
 from lightning_liger.activations.ranks import AllRanks
-from lightning_liger.attention import AttentionBackend, Backend
-from lightning_liger.sequences.context_parallel import attention_implementation
 from lightning_liger.strategies.parts.policies import LayerPolicy, resolve_policy, select_modules
 
 if TYPE_CHECKING:
@@ -45,7 +43,6 @@ class ActivationControl:
         checkpointing: The value of ``activation_checkpointing``.
         budget: The value of ``memory_budget``.
         policy: The value of ``activation_checkpointing_policy``.
-        attention_backend: The value of ``attention_backend``.
     """
 
     def __init__(
@@ -53,18 +50,16 @@ class ActivationControl:
         checkpointing: ActivationCheckpointing | None = None,
         budget: MemoryBudget | None = None,
         policy: LayerPolicy | None = None,
-        attention_backend: Backend | None = None,
     ) -> None:
         self.checkpointing = checkpointing
         self.budget = budget
         self.policy = policy
-        self.attention_backend = attention_backend
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
         self._memory: CudaMemory | None = None
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
-        return type(self), (self.checkpointing, self.budget, self.policy, self.attention_backend)
+        return type(self), (self.checkpointing, self.budget, self.policy)
 
     def control(
         self,
@@ -73,7 +68,7 @@ class ActivationControl:
         runs_layers_together: bool = False,
         announce: Callable[[str, Plan, bool], None] | None = None,
     ) -> None:
-        """Sets the modes of the layers in ``model`` and their attention backend; with a budget, makes their planner.
+        """Sets the modes of the layers in ``model``; with a budget, makes their planner.
 
         Args:
             model: Before an engine wraps it, or again later.
@@ -97,10 +92,7 @@ class ActivationControl:
         if controlled is None:
             return
         self.controlled.add(controlled)
-        controlled.observer = controlled.attention = None
-        if self.attention_backend is not None:
-            controlled.attention = AttentionBackend(self.attention_backend)
-            _warn_of_other_attention(f"attention_backend={shown(self.attention_backend)}", model)
+        controlled.observer = None
         if self.budget is None:
             return
         self._memory = memory_of(device)
@@ -125,16 +117,12 @@ class ActivationControl:
         if layers is None or isinstance(layers, str | int):
             controlled = control_layers(model)
             if controlled is None:
-                needs_none = layers in (None, "none", 0) and self.budget in (None, "auto")
-                if needs_none and self.attention_backend in (None, "auto"):
+                if layers in (None, "none", 0) and self.budget in (None, "auto"):
                     return None
-                advice = "name their classes, as in activation_checkpointing=['MyLayer']"
                 argument = f"memory_budget={shown(self.budget)}" if layers is None else f"{names}={shown(layers)}"
-                if needs_none:
-                    argument = f"attention_backend={shown(self.attention_backend)}"
-                    advice = "enter torch.nn.attention.sdpa_kernel in its forward instead"
                 raise ValueError(
-                    f"{argument} needs a model with repeated layers, got {type(model).__name__} without: {advice}"
+                    f"{argument} needs a model with repeated layers, got {type(model).__name__} without: name their"
+                    " classes, as in activation_checkpointing=['MyLayer']"
                 )
             controlled.modes[:] = _modes(layers, len(controlled.layers), model)
             return controlled
@@ -151,8 +139,7 @@ class ActivationControl:
     @property
     def is_asked_for(self) -> bool:
         """Whether one of the arguments was given."""
-        arguments = self.checkpointing, self.budget, self.policy, self.attention_backend
-        return any(value is not None for value in arguments)
+        return any(value is not None for value in (self.checkpointing, self.budget, self.policy))
 
     @property
     def recomputes(self) -> str:
@@ -208,15 +195,6 @@ def _run_together(controlled: ControlledLayers, always: bool) -> bool:
     return always or any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in parts)
 
 
-def _warn_of_other_attention(argument: str, model: Module) -> None:
-    names = {attention_implementation(module) for module in model.modules()} - {""}
-    if names and "sdpa" not in names:
-        rank_zero_warn(
-            f"lightning-liger: {argument} has no effect, as the model has attn_implementation={shown(min(names))}:"
-            " it chooses among the backends of F.scaled_dot_product_attention, which attn_implementation='sdpa' calls"
-        )
-
-
 def announce_plan(line: str, plan: Plan, fits: bool) -> None:
     """Prints a line about a plan, once for all ranks."""
     (rank_zero_info if fits else rank_zero_warn)(line)
@@ -230,9 +208,6 @@ class _Activations(_Strategy):
             of the first ones, or a list or set of layer classes or their names; see docs/training.md.
         memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``: as many layers are recomputed as
             needed to stay within it.
-        attention_backend: The backend of ``F.scaled_dot_product_attention`` that is tried first in the model's layers:
-            ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``, or ``"auto"``, the one that is measured to be the
-            fastest. None leaves PyTorch's order. See docs/training.md.
     """
 
     _layers_to_checkpoint: Any = None
@@ -243,12 +218,9 @@ class _Activations(_Strategy):
         *args: Any,
         activation_checkpointing: ActivationCheckpointing | None = None,
         memory_budget: MemoryBudget | None = None,
-        attention_backend: Backend | None = None,
         **kwargs: Any,
     ) -> None:
-        self._activations = ActivationControl(
-            activation_checkpointing, memory_budget, self._layers_to_checkpoint, attention_backend
-        )
+        self._activations = ActivationControl(activation_checkpointing, memory_budget, self._layers_to_checkpoint)
         super().__init__(*args, **kwargs)
 
     def _precision_settings(self) -> dict[str, Any]:
@@ -286,7 +258,6 @@ class TrainerActivations(_Activations, _TrainerStrategy):
     Args:
         activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
         memory_budget: The memory that a plan for the layers may take.
-        attention_backend: The backend of attention that is tried first.
         **kwargs: For the next class.
     """
 
@@ -331,7 +302,6 @@ class FabricActivations(_Activations, _FabricStrategy):
     Args:
         activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
         memory_budget: The memory that a plan for the layers may take.
-        attention_backend: The backend of attention that is tried first.
         **kwargs: For the next class.
     """
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from torch.nn import Module
 
 from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, shown, wrong_type, wrong_value
-from lightning_liger.attention import BACKENDS
 from lightning_liger.strategies.parts.policies import check_policy
 
 _Check = Callable[[str, Any], None]
@@ -286,7 +285,6 @@ _CHECKS: dict[str, _Check] = {
     "device_mesh": _check_mesh,
     "activation_checkpointing": _check_checkpointing,
     "memory_budget": _check_budget,
-    "attention_backend": _choice(None, *BACKENDS),
     "broadcast_buffers": lambda name, value: check_bool(name, value, optional=True),
     "bucket_cap_mb": _number(above=0, optional=True),
     "model_averaging_period": _at_least(1, optional=True),

@@ -60,8 +60,6 @@ BAD_INPUTS: list[BadInput] = (
             ("activation_checkpointing", [5], "a class or its name"),
             ("memory_budget", 0, "a share"),
             ("memory_budget", "80%", "'auto'"),
-            ("attention_backend", "sdpa", "'cudnn'"),
-            ("attention_backend", 5, "'cudnn'"),
         )
     ]
 )

@@ -79,10 +79,10 @@ def test_arms_train_the_same_steps_with_and_without_kernels(
         ("liger_fsdp_cpu_offload", False, None, {"cpu_offload": True, "kernels": "none", "memory_budget": None}),
         ("liger_fsdp_cpu_offload", True, None, {"cpu_offload": True}),
         (
-            {"memory_budget": 0.9, "attention_backend": "flash", "activation_checkpointing": None, "stage": 3},
+            {"memory_budget": 0.9, "activation_checkpointing": None, "stage": 3},
             False,
             None,
-            {"memory_budget": None, "attention_backend": None, "kernels": "none", "stage": 3},
+            {"memory_budget": None, "kernels": "none", "stage": 3},
         ),
         ({"memory_budget": 0.9, "kernels": ["rope"]}, True, 0.5, {"memory_budget": 0.5, "kernels": ["rope"]}),
         (

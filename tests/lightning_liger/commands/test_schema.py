@@ -91,7 +91,7 @@ def test_schema_has_options_with_descriptions_of_all_subcommands(schema):
         if "description" not in each
     }
     assert {each for each in undescribed if "Strategy." not in each} == set()
-    ours = {"kernels", "memory_budget", "fault_tolerance", "attention_backend", "context_parallel_size"}
+    ours = {"kernels", "memory_budget", "fault_tolerance", "context_parallel_size"}
     assert {each for each in undescribed if each.rpartition(".")[2] in ours} == set()  # not those of Lightning
 
 

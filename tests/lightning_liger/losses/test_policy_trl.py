@@ -69,6 +69,7 @@ def trl_loss(
         current_gradient_accumulation_steps=1,
         use_vllm="importance_sampling_ratio" in inputs,
         aux_loss_enabled=False,
+        use_adaptive_entropy=False,
         model=SimpleNamespace(training=mode == "train"),
         _metrics=defaultdict(lambda: defaultdict(list)),
         _entropy_bonus_enabled=options.entropy_coef > 0,

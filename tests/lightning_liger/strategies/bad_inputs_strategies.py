@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
-from torch.nn.attention import SDPBackend
 
 from lightning_liger import LigerModelParallelStrategy
 from lightning_liger.strategies.registration import REGISTRATIONS
@@ -67,14 +66,6 @@ WRONG: list[tuple[tuple[str, ...], str, tuple[tuple[Any, ...], ...]]] = [
         (
             *((0, "a share of the GPU's memory"), (-0.5, "a share"), (float("nan"), "a number of GiB above 1")),
             *((float("inf"), "GiB"), ("80%", "'auto'"), ("half", "'auto'"), (True, "a share"), ([0.5], "a share")),
-        ),
-    ),
-    (
-        ALL,
-        "attention_backend",
-        (
-            *(("flash_attention_2", "'flash', 'cudnn'"), ("Flash", "'flash'"), (1, "'auto'"), (True, "'auto'")),
-            *((["cudnn", "flash"], "'cudnn'"), (SDPBackend.MATH, "'math'")),
         ),
     ),
     ((FSDP,), "device_id", ((0, "unexpected keyword argument", "'device_id'"),)),

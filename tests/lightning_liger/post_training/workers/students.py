@@ -36,7 +36,8 @@ IGNORED = ((9, 0), (3, 6))
 
 class Student(LigerDistillationMixin, L.LightningModule):
     def __init__(self, folder: Path, mode: str, is_sharded: bool) -> None:
-        self.distillation = DistillationOptions(distillation_mode=mode, distillation_topk=5)
+        top_k = {"distillation_topk": 5} if mode == "topk_logits" else {}
+        self.distillation = DistillationOptions(distillation_mode=mode, **top_k)
         self.shard_teacher = is_sharded
         super().__init__()
         self.folder = folder
