@@ -82,6 +82,10 @@ class ExpressionHead(HeadParameters):
         return self.shape[-1]
 
     @property
+    def is_expression(self) -> bool:
+        return True
+
+    @property
     def is_whole(self) -> bool:
         return False
 
@@ -179,7 +183,8 @@ class Expression(Recipe):
 
     def _project(self) -> Tensor:
         rows = self.changed(transform=LogitTransform(self.head.compute_dtype)).rows()
-        return rows.values(*rows.tensors).reshape(*self.tokens.shape[:-1], self.head.vocab_size)
+        chunk_size = max(1, self.num_tokens) if self._is_whole_product else self.chunk_size
+        return self._joined(map(rows.values, *(each.split(chunk_size) for each in rows.tensors)))
 
 
 def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -294,10 +299,6 @@ class LazyExpression(LazyLogits):
             return operand
         return (LazyExpression if isinstance(operand, Expression) else LazyLogits).of(operand)
 
-    @property
-    def is_expression(self) -> bool:
-        return True
-
     def linear_sum(self, dtype: torch.dtype) -> None:
         return None
 
@@ -337,7 +338,12 @@ def record(name: str, function: Callable[..., Tensor], *operands: Tensor, is_sta
         twin = layout(recipe.shape, dtype)
     else:
         twin = function(*(_twin(operand) for operand in operands)).to(dtype)
-    return LazyExpression.of(recipe, twin)
+    result = LazyExpression.of(recipe, twin)
+    has_other = any(not isinstance(operand, LazyLogits) and operand.ndim for operand in operands)
+    for logits in lazy:
+        if has_other or logits.is_expression:
+            result.lineage.rounded_by = result.lineage.rounded_by or logits.lineage.root.rounded_by
+    return result
 
 
 def _fits(operand: Tensor, shape: Size, device: torch.device) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_ops import backend
-from lightning_liger.lazy.recipe import Recipe
+from lightning_liger.lazy.recipe import Recipe, version
 
 Replay = Callable[[Tensor], Any]
 
@@ -31,7 +31,7 @@ class Lineage:
     """
 
     __slots__ = (
-        *("__weakref__", "_modes", "bypassed_by", "members", "parent"),
+        *("__weakref__", "_modes", "bypassed_by", "kept", "members", "parent", "rounded_by"),
         *("recipe", "replay", "tensor", "twin", "watched_by"),
     )
 
@@ -50,6 +50,10 @@ class Lineage:
         """Applies the recorded operation to the parent's real logits."""
         self.bypassed_by: str | None = None
         """The name of an operation whose gradient does not pass through these logits."""
+        self.kept: Tensor | None = None
+        """The values of a head's output, once :meth:`values` has computed them."""
+        self.rounded_by: str | None = None
+        """The name of a function with gradients that read some values, and rounded them differently."""
         self.watched_by: str | None = None
         """The name of an operation that turned these logits real to see their gradient."""
         self.members: list[weakref.ref[Lineage]] = [] if parent is None else parent.members
@@ -73,6 +77,24 @@ class Lineage:
         """Drops the weak reference to the lazy logits."""
         self.tensor = _nothing
 
+    @property
+    def root(self) -> Lineage:
+        """The lineage of the head's output."""
+        return self if self.parent is None else self.parent.root
+
+    @property
+    def is_expression(self) -> bool:
+        """Whether these are a function of the logits of heads."""
+        return self.recipe.head.is_expression
+
+    def values(self, operation: str) -> Tensor:
+        """The real logits without a graph, all derived from one computation of the head's output."""
+        if self.parent is not None:
+            return self.replayed(self.parent.values(operation)).detach()
+        if self.kept is None:
+            self.kept = laid_out(self.recipe.compute(operation), self.twin).detach()
+        return self.kept
+
     def replayed(self, parent: Tensor) -> Any:
         """The real logits, derived from those of the parent in the modes in which the operation was recorded."""
         assert self.replay is not None
@@ -82,6 +104,43 @@ class Lineage:
             if autocast_dtype is not None:
                 modes.enter_context(torch.autocast(parent.device.type, autocast_dtype))
             return self.replay(parent)
+
+
+class Read(NamedTuple):
+    """What is known of a tensor that was read from lazy logits; an attribute of it, ``_liger_read``."""
+
+    root: Lineage
+    version: int
+    again: Callable[[], Tensor] | None
+    """Reads the same values without gradients; None if they agree with the real logits."""
+
+
+def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
+    """``value``, an argument of a comparison with lazy logits, as it is without gradients if it was read from them.
+
+    Raises:
+        RuntimeError: If it may depend on values that were rounded differently.
+    """
+    rounded_by = next((root.rounded_by for root in roots if root.rounded_by is not None), None)
+    is_expression = any(root.rounded_by is not None and root.is_expression for root in roots)
+    is_number = not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0
+    if rounded_by is None or (is_number and not is_expression):
+        return value
+    read = getattr(value, "_liger_read", None)
+    if is_expression or read is None or read.root not in roots or read.version != version(value):
+        raise RuntimeError(
+            f"{operation} compares an LM head's lazy output with a tensor, after {rounded_by} read values of it with"
+            f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {rounded_by}"
+        )
+    return value if read.again is None else read.again()
+
+
+def laid_out(values: Tensor, twin: Tensor) -> Tensor:
+    """``values`` with the dimensions in memory in the order of those of ``twin``, which results of functions keep."""
+    order = sorted(range(twin.ndim), key=twin.stride, reverse=True)
+    if values.stride() == twin.stride() or values.permute(order).is_contiguous():
+        return values
+    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(twin.ndim)])
 
 
 def _nothing() -> None:

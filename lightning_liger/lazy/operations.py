@@ -364,6 +364,8 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
     if gathers and after:  # dimensions may come out in another order
         return NotImplemented
     if isinstance(columns, Tensor) and gathers:
+        if not x.is_streamed:
+            return NotImplemented
         return _getitem_pairs(x, before, columns)
     if not isinstance(columns, slice) and not (isinstance(columns, Tensor) and columns.ndim == 1):
         return NotImplemented
@@ -469,7 +471,7 @@ def _nll_loss(
 
 @implements("gather")
 def _gather(x: LazyLogits, dim: int | None, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    if not x.is_local or not is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
+    if not x.is_streamed or not is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
         return NotImplemented
     labels = index.movedim(x.vocab_dim, -1)
     if labels.shape[:-1] != x.tokens.shape[:-1]:
@@ -485,7 +487,7 @@ def _take_along_dim(x: LazyLogits, indices: Tensor, dim: int | None = None) -> A
 
 
 def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    if not x.is_local or not is_vocab(x, dim):
+    if not x.is_streamed or not is_vocab(x, dim):
         return NotImplemented
     result = x.over_chunks(lambda values: function(values, -1, keepdim=True))
     if keepdim:
@@ -505,12 +507,17 @@ def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
         return logsumexp_of_stack(x, dim, keepdim)
     if x.is_expression or x.transform.normalized or not x.is_local:
         return _reduce(torch.logsumexp, x, dim, keepdim)
-    result = x.log_sum_exp()
-    return x.remember_log_sum_exp(result.unsqueeze(-1).movedim(-1, x.vocab_dim)) if keepdim else result
+    if x.is_differentiable:
+        result = x.log_sum_exp().unsqueeze(x.vocab_dim)
+    elif x.is_streamed:
+        result = _reduce(torch.logsumexp, x, dim, True)
+    else:
+        result = torch.logsumexp(x.real_values("logsumexp"), dim, keepdim=True)
+    return x.remember_log_sum_exp(result) if keepdim else result.squeeze(x.vocab_dim)
 
 
 @implements("topk")
 def _topk(x: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if not x.is_local or not is_vocab(x, dim):
+    if not x.is_streamed or not is_vocab(x, dim):
         return NotImplemented
     return x.over_chunks(lambda values: torch.topk(values, k, -1, largest, sorted))

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
+from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES, MIN_CHUNK_BYTES
 from lightning_liger.lazy.chunks import Rows
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 
@@ -89,7 +91,37 @@ class Recipe:
         return logits if self.vocab_dim == -1 else logits.movedim(-1, self.vocab_dim)
 
     def _project(self) -> Tensor:
-        return self.head.project(self.tokens)
+        if self._is_whole_product:
+            return self.head.project(self.tokens)
+        rows = self.tokens.reshape(self.num_tokens, self.tokens.shape[-1])
+        return self._joined(map(self.head.project, rows.split(self.chunk_size)))
+
+    def _joined(self, parts: Iterable[Tensor]) -> Tensor:
+        """The values of all tokens from those of chunks, as reductions read them."""
+        first, *others = parts
+        joined = torch.cat((first, *others)) if others else first
+        return joined.view(*self.tokens.shape[:-1], joined.shape[-1])
+
+    @property
+    def _is_whole_product(self) -> bool:
+        """Whether all values are computed at once; otherwise as for reductions, since sizes change the rounding."""
+        return self.is_small or (torch.is_grad_enabled() and self.requires_grad)
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens whose logits reductions read at once."""
+        return self.head.chunk_size(self.num_tokens, self.head.vocab_size, self._element_size)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all values take no more memory than a chunk may."""
+        is_on_gpu = self.hidden_states.device.type == "cuda"
+        budget: int = self.head.options.get("chunk_bytes", MIN_CHUNK_BYTES if is_on_gpu else CPU_CHUNK_BYTES)
+        return self.num_tokens * self.head.vocab_size * self._element_size <= budget
+
+    @property
+    def _element_size(self) -> int:
+        return max(self.head.compute_dtype.itemsize, torch.float32.itemsize)
 
     def rows(self) -> Rows:
         """The values of single tokens, in the order of :attr:`tokens`."""

@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from lightning_liger.lazy import table
 from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
-from lightning_liger.lazy.lineage import Lineage
+from lightning_liger.lazy.lineage import Lineage, Read, comparable, laid_out
 from lightning_liger.lazy.recipe import Recipe, version
 from lightning_liger.lazy.warning import warn_materialized
 
@@ -134,11 +134,11 @@ class LazyTensor(Tensor):
         """The real tensor, part of the graph if gradients are enabled."""
         if self.is_foreign:
             return self.passed_on(self.recipe.compute(operation))
-        return _laid_out(self.recipe.compute(operation), self.twin)
+        return laid_out(self.recipe.compute(operation), self.twin)
 
     def passed_on(self, values: Tensor) -> Tensor:
         """``values`` in the place of this tensor in a foreign graph."""
-        values = _laid_out(values, self.twin)
+        values = laid_out(values, self.twin)
         # In a list, since autograd does not allow writes to what a function returns of its arguments.
         return _PassedOn.apply(self, [values.detach() if values.requires_grad else values])
 
@@ -150,13 +150,14 @@ class LazyTensor(Tensor):
             if differentiable:
                 self._warn(operation)
                 self.lineage.bypass(operation)
-            values = self.compute(operation)
-            self._real_values = values
+            # Few values are those of the head's output, so that all that is read from it agrees.
+            shared = not differentiable and self.is_local and not self.is_foreign and self.lineage.root.recipe.is_small
+            self._real_values = self.lineage.values(operation) if shared else self.compute(operation)
         return self._real_values
 
     def forget_values(self) -> None:
         """Drops the result of :meth:`real_values`."""
-        self._real_values = None
+        self._real_values = self.lineage.root.kept = None
 
     def become(self, other: Tensor) -> None:
         """Takes over the contents of ``other``, which is not to be used afterwards."""
@@ -244,7 +245,7 @@ def _check_exchangeable(lineage: Lineage, operation: str) -> None:
 def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) -> Tensor:
     if lineage not in real:
         if lineage.parent is None:
-            values = _laid_out(lineage.recipe.compute(operation), lineage.twin)
+            values = laid_out(lineage.recipe.compute(operation), lineage.twin)
         else:
             values = lineage.replayed(_real_logits(lineage.parent, real, operation))
         tensor = lineage.tensor()
@@ -268,14 +269,6 @@ def _lazy_tensor(lineage: Lineage) -> LazyTensor:
     tensor = lineage.tensor()
     assert isinstance(tensor, LazyTensor)
     return tensor
-
-
-def _laid_out(values: Tensor, twin: Tensor) -> Tensor:
-    """``values`` with the dimensions in memory in the order of those of ``twin``, which results of functions keep."""
-    order = sorted(range(twin.ndim), key=twin.stride, reverse=True)
-    if values.stride() == twin.stride() or values.permute(order).is_contiguous():
-        return values
-    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(twin.ndim)])
 
 
 class _Deferred(torch.autograd.Function):
@@ -366,6 +359,8 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if operation is not None and name_out_of_place is None:
         result = _registered(operation, name, args, kwargs)
         if result is not NotImplemented:
+            if name in table.READS:
+                _remember_read(result, func, *args, **kwargs)
             return _with_replay(result, first, lambda real: func(real, *args[1:], **kwargs))
     elif operation is not None and isinstance(first, LazyTensor) and _done_in_place(operation, name, args, kwargs):
         return first
@@ -379,7 +374,45 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
             if isinstance(lazy, LazyTensor):  # not yet real with another one
                 lazy.become_real(name)
         return func(*args, **kwargs)
-    return _read(func, name, args, kwargs)
+    if name.strip("_") in table.COMPARISONS:
+        return _compared(func, name, args, kwargs)
+    result = _read(func, name, args, kwargs)
+    if name in table.READS:
+        _remember_read(result, func, *args, **kwargs)
+    return result
+
+
+def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A comparison, which has no gradient, of values that agree with what was read from them."""
+    lazy_arguments = list(_lazy_in((args, kwargs)))
+    if torch.is_grad_enabled() and lazy_arguments[0].requires_grad:
+        lazy_arguments[0]._warn(name)
+    roots = [lazy.lineage.root for lazy in lazy_arguments]
+
+    def known(value: Any) -> Any:
+        return value if isinstance(value, LazyTensor) else comparable(value, roots, name)
+
+    with torch.no_grad():
+        return _read(func, name, tuple(map(known, args)), {key: known(value) for key, value in kwargs.items()})
+
+
+def _remember_read(result: Any, func: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> None:
+    """Notes of values that were read from ``first`` how to compare them with it."""
+    values = result[0] if isinstance(result, tuple) else result
+    if not isinstance(first, LazyTensor) or not isinstance(values, Tensor) or isinstance(values, LazyTensor):
+        return
+    lineage, kind, again = first.lineage, type(first), None
+    if values.requires_grad and values.is_floating_point():
+        lineage.root.rounded_by = func.__name__
+
+        def again() -> Tensor:
+            same = kind.of(lineage.recipe, lineage.twin, lineage)
+            same.lineage.replay = Tensor.detach
+            found = func(same, *args, **kwargs)
+            return found[0] if isinstance(found, tuple) else found
+
+    if lineage.root.rounded_by is not None:
+        values._liger_read = Read(lineage.root, version(values), again)  # type: ignore[attr-defined]
 
 
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

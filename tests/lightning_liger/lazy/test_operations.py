@@ -509,7 +509,7 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
 def test_function_of_logits_is_computed_without_them(
     num_losses: int, function: Callable[[Logits], Any], bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twin = Twin(bias=bias)
+    twin = Twin(bias=bias, chunk_bytes=4 * VOCAB_SIZE * 5)
     real = function(twin.real)
     sizes = TensorSizes(monkeypatch)
     with warnings.catch_warnings(), sizes:
