@@ -7,6 +7,7 @@ import lightning as L
 from typing_extensions import override
 
 from lightning_liger.attention import Backend
+from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
@@ -95,6 +96,7 @@ class LigerCallback(L.Callback):
         if self._lazy is not None:
             self._lazy.__exit__(None, None, None)
             self._lazy = None
+            settle("the end of a step")
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end

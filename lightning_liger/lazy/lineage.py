@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_ops import backend
 from lightning_liger.lazy.recipe import Recipe, version
@@ -59,6 +63,8 @@ class Lineage:
         self.members: list[weakref.ref[Lineage]] = [] if parent is None else parent.members
         """All of the tree, parents first."""
         self.members.append(weakref.ref(self))
+        if parent is None:
+            living().add(self)
         self._modes = torch.is_grad_enabled(), backend.autocast_dtype(recipe.hidden_states.device.type)
 
     def bypass(self, operation: str) -> None:
@@ -104,6 +110,44 @@ class Lineage:
             if autocast_dtype is not None:
                 modes.enter_context(torch.autocast(parent.device.type, autocast_dtype))
             return self.replay(parent)
+
+
+@functools.cache
+def living() -> WeakSet[Lineage]:
+    """The lineages of heads' outputs of which something still exists; steps of optimizers are watched from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    return WeakSet()
+
+
+def settle(operation: str) -> None:
+    """Turns all lazy logits that still exist into real tensors, before ``operation`` may change parameters.
+
+    Those that cannot become real refuse to be read from now on.
+    """
+    for root in list(living()):
+        for lineage in root.alive()[:1]:
+            tensor: Any = lineage.tensor()
+            try:
+                tensor.become_real(operation, warn=False)
+            except RuntimeError as error:
+                reason = str(error).partition(". Call")[0]
+                for other in root.alive():
+                    other.recipe.refuse(f"parameters may have changed ({reason})")
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Settles what exists before a step, and what a closure leaves, which computes losses within the step."""
+    settle("optimizer.step()")
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    def settled() -> Any:
+        loss = closure()
+        settle("optimizer.step()")
+        return loss
+
+    return ((args[0], settled, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": settled})
 
 
 class Read(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
@@ -34,7 +35,8 @@ class Recipe:
     head: HeadParameters
     transform: LogitTransform
     vocab_dim: int = -1
-    _state: tuple[int, ...] = field(init=False)
+    _state: tuple[Any, ...] = field(init=False)
+    _refused: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         vars(self)["_state"] = self._current_state()
@@ -138,17 +140,30 @@ class Recipe:
 
         The logits that the head would have returned can no longer be computed then.
         """
-        *versions, num_steps = self._state
-        for (name, tensor), then in zip(self.tensors().items(), versions, strict=True):
+        if self._refused is not None:
+            _refuse(operation, self._refused)
+        *states, num_steps = self._state
+        for (name, tensor), (address, then) in zip(self.tensors().items(), states, strict=True):
             if (now := version(tensor)) != then:
                 _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
+            if address != _address(tensor) and not self.head.counters.is_gathered:
+                _refuse(operation, f"the memory of the head's {name} was replaced (.data was set)")
             if tensor.untyped_storage().size() == 0 and tensor.numel() and not tensor.is_meta:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
         if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
             _refuse(operation, "an optimizer has changed parameters")
 
-    def _current_state(self) -> tuple[int, ...]:
-        return (*map(version, self.tensors().values()), num_optimizer_steps())
+    def refuse(self, reason: str) -> None:
+        """Makes :meth:`check` raise with ``reason`` from now on."""
+        vars(self)["_refused"] = reason
+
+    def _current_state(self) -> tuple[Any, ...]:
+        return (*((_address(tensor), version(tensor)) for tensor in self.tensors().values()), num_optimizer_steps())
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a parameter's memory is; 0 if an engine moves it, and for other tensors."""
+    return tensor.data_ptr() if type(tensor) is Parameter and not hasattr(tensor, "ds_id") else 0
 
 
 def version(tensor: Tensor) -> int:

@@ -26,6 +26,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from liger_ops.arguments import check_choice, wrong_type
+from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
@@ -84,11 +85,13 @@ class LazyEvaluation(_TrainerPrecision):
     def val_step_context(self) -> Iterator[None]:
         with super().val_step_context(), lazy_logits():
             yield
+        settle("the end of a validation step")
 
     @contextmanager
     def test_step_context(self) -> Iterator[None]:
         with super().test_step_context(), lazy_logits():
             yield
+        settle("the end of a test step")
 
 
 class GradientClipping(_TrainerPrecision):
