@@ -142,28 +142,29 @@ class Recipe:
         """
         if self._refused is not None:
             _refuse(operation, self._refused)
-        *states, num_steps = self._state
-        for (name, tensor), (address, then) in zip(self.tensors().items(), states, strict=True):
+        *versions, num_steps, address = self._state
+        for (name, tensor), then in zip(self.tensors().items(), versions, strict=True):
             if (now := version(tensor)) != then:
                 _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
-            if address != _address(tensor) and not self.head.counters.is_gathered:
-                _refuse(operation, f"the memory of the head's {name} was replaced (.data was set)")
             if tensor.untyped_storage().size() == 0 and tensor.numel() and not tensor.is_meta:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
         if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
             _refuse(operation, "an optimizer has changed parameters")
+        if not self.head.counters.is_gathered and address != _address(self.head):
+            _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
 
     def refuse(self, reason: str) -> None:
         """Makes :meth:`check` raise with ``reason`` from now on."""
         vars(self)["_refused"] = reason
 
     def _current_state(self) -> tuple[Any, ...]:
-        return (*((_address(tensor), version(tensor)) for tensor in self.tensors().values()), num_optimizer_steps())
+        return (*map(version, self.tensors().values()), num_optimizer_steps(), _address(self.head))
 
 
-def _address(tensor: Tensor) -> int:
-    """Where a parameter's memory is; 0 if an engine moves it, and for other tensors."""
-    return tensor.data_ptr() if type(tensor) is Parameter and not hasattr(tensor, "ds_id") else 0
+def _address(head: HeadParameters) -> int:
+    """Where a head's weight is; 0 if an engine moves it, or for tensors that are no parameters."""
+    weight = getattr(head, "weight", None)
+    return weight.data_ptr() if type(weight) is Parameter and not hasattr(weight, "ds_id") else 0
 
 
 def version(tensor: Tensor) -> int:
