@@ -150,9 +150,9 @@ class Recipe:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
         if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
             _refuse(operation, "an optimizer has changed parameters")
-        is_moved = self.head.counters.is_gathered or hasattr(getattr(self.head, "weight", None), "ds_id")  # by an engine
-        if address != _address(self.head) and not is_moved:
-            _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
+        if address != _address(self.head) and not self.head.counters.is_gathered:
+            if not hasattr(self.head.weight, "ds_id"):  # which DeepSpeed moves
+                _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
 
     def refuse(self, reason: str) -> None:
         """Makes :meth:`check` raise with ``reason`` from now on."""
@@ -163,9 +163,9 @@ class Recipe:
 
 
 def _address(head: HeadParameters) -> int:
-    """Where a head's weight is; 0 if an engine moves it, or for tensors that are no parameters."""
+    """Where a head's weight is; 0 for tensors that are no parameters."""
     weight = getattr(head, "weight", None)
-    return weight.data_ptr() if type(weight) is Parameter and not hasattr(weight, "ds_id") else 0
+    return weight.data_ptr() if type(weight) is Parameter else 0
 
 
 def version(tensor: Tensor) -> int:
