@@ -5,6 +5,7 @@ function that returns its result. An entry returns ``NotImplemented`` where it n
 """
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
@@ -250,9 +251,13 @@ for _name in (
     implements(_name)(partial(_follow, getattr(Tensor, _name)))
 
 
-@implements("mT", "mH")
-def _matrix_transpose(x: LazyLogits) -> Any:
-    return _follow(lambda tensor: tensor.mT, x)
+for _name in ("T", "H", "mT", "mH"):
+    implements(_name)(partial(_follow, getattr(Tensor, _name).__get__))
+
+
+@implements("real")
+def _real(x: LazyLogits) -> Any:
+    return x
 
 
 @implements("unflatten")
@@ -387,7 +392,9 @@ _PLAIN_ENTRIES = (slice, int, type(None), type(...), Tensor)
 
 
 def _index_entry(entry: Any) -> Any:
-    """A tensor instead of a sequence or array, such as NumPy's."""
+    """A tensor instead of a sequence or array, such as NumPy's; a number instead of an integer tensor of none."""
+    if isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype not in _MASKS:
+        return operator.index(entry)
     if isinstance(entry, _PLAIN_ENTRIES):
         return entry
     is_array = hasattr(entry, "__array__") and hasattr(entry, "__len__")

@@ -150,9 +150,12 @@ class Recipe:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
         if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
             _refuse(operation, "an optimizer has changed parameters")
-        if address != _address(self.head) and not self.head.counters.is_gathered:
-            if not hasattr(self.head.weight, "ds_id"):  # which DeepSpeed moves
-                _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
+        if address and address != self.head.weight.data_ptr() and not self._is_moved_by_engine:
+            _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
+
+    @property
+    def _is_moved_by_engine(self) -> bool:
+        return self.head.counters.is_gathered or hasattr(self.head.weight, "ds_id")  # DeepSpeed's
 
     def refuse(self, reason: str) -> None:
         """Makes :meth:`check` raise with ``reason`` from now on."""

@@ -351,6 +351,11 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         for lazy in _lazy_in((args, kwargs)):
             if lazy.requires_grad:  # perhaps in a torch.autograd.Function, which gives it a gradient
                 lazy.lineage.bypass(f"{name} under no_grad or in a torch.autograd.Function")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name} of an LM head's lazy output comes inside a transform of torch.func, such as grad or vmap. Call"
+            " lightning_liger.materialize(logits) before that, or call the head inside"
+        )
     name_out_of_place = table.name_out_of_place(name)
     operation = table.operations.get(name_out_of_place or name)
     if name_out_of_place is None and operation is not None and operation.is_commutative and len(args) == 2:
@@ -549,7 +554,7 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
         with torch.no_grad():
             return _with_replay(first.recorded(first.twin), first, Tensor.detach)
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and any(_lazy_in((value,))):
+        if argument.alias_info is not None and argument.alias_info.is_write and list(_lazy_in((value,))):
             raise RuntimeError(
                 f"{func} writes to an LM head's lazy output, which has no memory. Call"
                 " lightning_liger.materialize(logits) before"

@@ -37,7 +37,8 @@ class HeadReplacement(Replacement):
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
             wanted = differentiable or is_loss_wanted()
-            if not wanted or torch.compiler.is_compiling():
+            # Transforms of torch.func differentiate what the head computes.
+            if not wanted or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
             counters = self.__dict__.setdefault("fusion_counters", FusionCounters())
