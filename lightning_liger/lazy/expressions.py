@@ -183,8 +183,9 @@ class Expression(Recipe):
 
     def _project(self) -> Tensor:
         rows = self.changed(transform=LogitTransform(self.head.compute_dtype)).rows()
-        chunk_size = max(1, self.num_tokens) if self._is_whole_product else self.chunk_size
-        return self._joined(map(rows.values, *(each.split(chunk_size) for each in rows.tensors)))
+        if not self._is_whole_product:
+            return self._in_chunks(rows.tensors, rows.values)
+        return rows.values(*rows.tensors).reshape(*self.tokens.shape[:-1], self.head.vocab_size)
 
 
 def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -35,7 +35,7 @@ class Lineage:
     """
 
     __slots__ = (
-        *("__weakref__", "_modes", "bypassed_by", "kept", "members", "parent", "rounded_by"),
+        *("__weakref__", "_modes", "bypassed_by", "kept", "members", "parent", "reads", "rounded_by"),
         *("recipe", "replay", "tensor", "twin", "watched_by"),
     )
 
@@ -56,6 +56,8 @@ class Lineage:
         """The name of an operation whose gradient does not pass through these logits."""
         self.kept: Tensor | None = None
         """The values of a head's output, once :meth:`values` has computed them."""
+        self.reads: list[Read] = []
+        """What was read from the logits that came from one output, in the lineage of that."""
         self.rounded_by: str | None = None
         """The name of a function with gradients that read some values, and rounded them differently."""
         self.watched_by: str | None = None
@@ -151,12 +153,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class Read(NamedTuple):
-    """What is known of a tensor that was read from lazy logits; an attribute of it, ``_liger_read``."""
+    """A tensor that was read from lazy logits, and its version then."""
 
-    root: Lineage
+    values: weakref.ref[Tensor]
     version: int
-    again: Callable[[], Tensor] | None
-    """Reads the same values without gradients; None if they agree with the real logits."""
+    again: Callable[[], Tensor | None] | None
+    """Reads the same values without gradients, None if that is too late; None if they agree with the real logits."""
 
 
 def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
@@ -170,13 +172,16 @@ def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
     is_number = not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0
     if rounded_by is None or (is_number and not is_expression):
         return value
-    read = getattr(value, "_liger_read", None)
-    if is_expression or read is None or read.root not in roots or read.version != version(value):
+    exact = None
+    for read in (read for root in roots for read in root.reads):
+        if read.values() is value and not is_expression and read.version == version(value):
+            exact = value if read.again is None else read.again()
+    if exact is None:
         raise RuntimeError(
             f"{operation} compares an LM head's lazy output with a tensor, after {rounded_by} read values of it with"
             f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {rounded_by}"
         )
-    return value if read.again is None else read.again()
+    return exact
 
 
 def laid_out(values: Tensor, twin: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def is_loss_wanted() -> bool:
 def materialize(logits: Tensor) -> Tensor:
     """Turns lazy logits, and all that were recorded from the same output, into real tensors; returns ``logits``.
 
-    Call it to keep logits beyond a change of the model's parameters, or to write to them. Real tensors are returned as
-    they are.
+    Call it to keep logits beyond a change of the model's parameters that is no optimizer's step, or to see their
+    gradient. Real tensors are returned as they are.
 
     Args:
         logits: ``[..., vocab_size]`` or any layout of them, any floating-point dtype.

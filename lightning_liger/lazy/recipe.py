@@ -96,18 +96,22 @@ class Recipe:
         if self._is_whole_product:
             return self.head.project(self.tokens)
         rows = self.tokens.reshape(self.num_tokens, self.tokens.shape[-1])
-        return self._joined(map(self.head.project, rows.split(self.chunk_size)))
-
-    def _joined(self, parts: Iterable[Tensor]) -> Tensor:
-        """The values of all tokens from those of chunks, as reductions read them."""
-        first, *others = parts
-        joined = torch.cat((first, *others)) if others else first
-        return joined.view(*self.tokens.shape[:-1], joined.shape[-1])
+        return self._in_chunks([rows], self.head.project)
 
     @property
     def _is_whole_product(self) -> bool:
         """Whether all values are computed at once; otherwise as for reductions, since sizes change the rounding."""
         return self.is_small or (torch.is_grad_enabled() and self.requires_grad)
+
+    def _in_chunks(self, tensors: Iterable[Tensor], values: Callable[..., Tensor]) -> Tensor:
+        """The values of all tokens without a graph, from the same chunks as those of reductions."""
+        chunks = zip(*(each.split(self.chunk_size) for each in tensors), strict=True)
+        first = values(*next(chunks))
+        result = first.new_empty((self.num_tokens, self.head.vocab_size))
+        result[: len(first)] = first
+        for number, rows in enumerate(chunks, 1):
+            result[number * self.chunk_size :][: self.chunk_size] = values(*rows)
+        return result.view(*self.tokens.shape[:-1], self.head.vocab_size)
 
     @property
     def chunk_size(self) -> int:

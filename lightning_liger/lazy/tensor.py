@@ -406,18 +406,17 @@ def _remember_read(result: Any, func: Callable[..., Any], first: Any, *args: Any
     values = result[0] if isinstance(result, tuple) else result
     if not isinstance(first, LazyTensor) or not isinstance(values, Tensor) or isinstance(values, LazyTensor):
         return
-    lineage, kind, again = first.lineage, type(first), None
+    root, again = first.lineage.root, None
     if values.requires_grad and values.is_floating_point():
-        lineage.root.rounded_by = func.__name__
+        root.rounded_by, lineage = func.__name__, weakref.ref(first.lineage)
 
-        def again() -> Tensor:
-            same = kind.of(lineage.recipe, lineage.twin, lineage)
-            same.lineage.replay = Tensor.detach
-            found = func(same, *args, **kwargs)
+        def again() -> Tensor | None:
+            source = lineage() and lineage().tensor()
+            found = None if source is None else func(source, *args, **kwargs)
             return found[0] if isinstance(found, tuple) else found
 
-    if lineage.root.rounded_by is not None:
-        values._liger_read = Read(lineage.root, version(values), again)  # type: ignore[attr-defined]
+    root.reads = [read for read in root.reads if read.values() is not None]
+    root.reads.append(Read(weakref.ref(values), version(values), again))
 
 
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """What is read from lazy logits agrees with their materialized values."""
 
 import random
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -121,3 +122,16 @@ def test_comparison_with_what_a_read_with_gradients_became_is_refused() -> None:
     assert (logits > 0).any()
     exact = logits.detach().gather(-1, torch.zeros(BATCH_SIZE, SEQ_LEN, 1, dtype=torch.int64))
     assert not (logits > exact)[..., 0].any()
+
+
+def test_what_was_read_keeps_no_hidden_states() -> None:
+    head = lazy_head(torch.float32, None)
+    hidden_states = torch.randn(BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE)
+    gold = torch.zeros(BATCH_SIZE, SEQ_LEN, 1, dtype=torch.int64)
+    logits = head(hidden_states)
+    read = [logits.gather(-1, gold), logits.detach().gather(-1, gold)]
+    read[0].sum().backward()
+    alive = weakref.ref(hidden_states)
+    del logits, hidden_states
+    assert alive() is None
+    assert len(read) == 2
