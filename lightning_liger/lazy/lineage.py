@@ -174,9 +174,9 @@ def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
         return value
     exact = None
     for read in (read for root in roots for read in root.reads):
-        if read.values() is value and not is_expression and read.version == version(value):
+        if isinstance(value, Tensor) and read.values() is value and read.version == version(value):
             exact = value if read.again is None else read.again()
-    if exact is None:
+    if exact is None or is_expression:
         raise RuntimeError(
             f"{operation} compares an LM head's lazy output with a tensor, after {rounded_by} read values of it with"
             f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {rounded_by}"

@@ -411,7 +411,8 @@ def _remember_read(result: Any, func: Callable[..., Any], first: Any, *args: Any
         root.rounded_by, lineage = func.__name__, weakref.ref(first.lineage)
 
         def again() -> Tensor | None:
-            source = lineage() and lineage().tensor()
+            alive = lineage()
+            source = None if alive is None else alive.tensor()
             found = None if source is None else func(source, *args, **kwargs)
             return found[0] if isinstance(found, tuple) else found
 
