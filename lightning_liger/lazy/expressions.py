@@ -340,10 +340,9 @@ def record(name: str, function: Callable[..., Tensor], *operands: Tensor, is_sta
     else:
         twin = function(*(_twin(operand) for operand in operands)).to(dtype)
     result = LazyExpression.of(recipe, twin)
-    has_other = any(not isinstance(operand, LazyLogits) and operand.ndim for operand in operands)
-    for logits in lazy:
-        if has_other or logits.is_expression:
-            result.lineage.rounded_by = result.lineage.rounded_by or logits.lineage.root.rounded_by
+    for root in (logits.lineage.root for logits in lazy):
+        if root.is_expression or any(read.is_apart and read.values() is operands[-1] for read in root.reads):
+            result.lineage.rounded_by = result.lineage.rounded_by or root.rounded_by
     return result
 
 

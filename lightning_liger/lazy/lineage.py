@@ -159,6 +159,14 @@ class Read(NamedTuple):
     version: int
     again: Callable[[], Tensor | None] | None
     """Reads the same values without gradients, None if that is too late; None if they agree with the real logits."""
+    is_apart: bool
+    """Whether they were computed apart from the other logits, with a gradient."""
+
+
+def tensor_of(lineage: weakref.ref[Lineage]) -> Tensor | None:
+    """The lazy logits of a lineage, None if they are gone."""
+    alive = lineage()
+    return None if alive is None else alive.tensor()
 
 
 def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
@@ -167,21 +175,19 @@ def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
     Raises:
         RuntimeError: If it may depend on values that were rounded differently.
     """
-    rounded_by = next((root.rounded_by for root in roots if root.rounded_by is not None), None)
-    is_expression = any(root.rounded_by is not None and root.is_expression for root in roots)
-    is_number = not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0
-    if rounded_by is None or (is_number and not is_expression):
-        return value
     exact = None
     for read in (read for root in roots for read in root.reads):
         if isinstance(value, Tensor) and read.values() is value and read.version == version(value):
             exact = value if read.again is None else read.again()
-    if exact is None or is_expression:
+    rounded_by = next((root.rounded_by for root in roots if root.rounded_by is not None), None)
+    is_expression = any(root.rounded_by is not None and root.is_expression for root in roots)
+    is_number = not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0
+    if rounded_by is not None and (is_expression or (exact is None and not is_number)):
         raise RuntimeError(
             f"{operation} compares an LM head's lazy output with a tensor, after {rounded_by} read values of it with"
             f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {rounded_by}"
         )
-    return exact
+    return value if exact is None else exact
 
 
 def laid_out(values: Tensor, twin: Tensor) -> Tensor:

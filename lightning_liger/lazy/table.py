@@ -58,6 +58,9 @@ COMPARISONS = frozenset(
 READS = frozenset(("gather", "take_along_dim", "__getitem__", "max", "min", "amax", "amin", "topk"))
 """Functions that may return some of the values."""
 
+GATHERS = frozenset(("gather", "take_along_dim", "__getitem__"))
+"""Those of them that compute single values apart from the others where these get a gradient."""
+
 
 class Operation(NamedTuple):
     """How lazy tensors compute a function of PyTorch; see :func:`implements`.

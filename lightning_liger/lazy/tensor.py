@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from lightning_liger.lazy import table
 from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
-from lightning_liger.lazy.lineage import Lineage, Read, comparable, laid_out
+from lightning_liger.lazy.lineage import Lineage, Read, comparable, laid_out, tensor_of
 from lightning_liger.lazy.recipe import Recipe, version
 from lightning_liger.lazy.warning import warn_materialized
 
@@ -406,18 +406,19 @@ def _remember_read(result: Any, func: Callable[..., Any], first: Any, *args: Any
     values = result[0] if isinstance(result, tuple) else result
     if not isinstance(first, LazyTensor) or not isinstance(values, Tensor) or isinstance(values, LazyTensor):
         return
-    root, again = first.lineage.root, None
+    root, again, is_apart = first.lineage.root, None, False
     if values.requires_grad and values.is_floating_point():
-        root.rounded_by, lineage = func.__name__, weakref.ref(first.lineage)
+        lineage = weakref.ref(first.lineage)
+        is_apart = func.__name__ in table.GATHERS
+        root.rounded_by = func.__name__ if is_apart else root.rounded_by
 
         def again() -> Tensor | None:
-            alive = lineage()
-            source = None if alive is None else alive.tensor()
+            source = tensor_of(lineage)
             found = None if source is None else func(source, *args, **kwargs)
             return found[0] if isinstance(found, tuple) else found
 
     root.reads = [read for read in root.reads if read.values() is not None]
-    root.reads.append(Read(weakref.ref(values), version(values), again))
+    root.reads.append(Read(weakref.ref(values), version(values), again, is_apart))
 
 
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
