@@ -181,8 +181,8 @@ def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
             exact = value if read.again is None else read.again()
     rounded_by = next((root.rounded_by for root in roots if root.rounded_by is not None), None)
     is_expression = any(root.rounded_by is not None and root.is_expression for root in roots)
-    is_number = not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0
-    if rounded_by is not None and (is_expression or (exact is None and not is_number)):
+    is_other = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0 and exact is None
+    if rounded_by is not None and (is_expression or (is_other and not hasattr(value, "lineage"))):
         raise RuntimeError(
             f"{operation} compares an LM head's lazy output with a tensor, after {rounded_by} read values of it with"
             f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {rounded_by}"

@@ -393,12 +393,9 @@ def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if torch.is_grad_enabled() and lazy_arguments[0].requires_grad:
         lazy_arguments[0]._warn(name)
     roots = [lazy.lineage.root for lazy in lazy_arguments]
-
-    def known(value: Any) -> Any:
-        return value if isinstance(value, LazyTensor) else comparable(value, roots, name)
-
     with torch.no_grad():
-        return _read(func, name, tuple(map(known, args)), {key: known(value) for key, value in kwargs.items()})
+        args = tuple(comparable(value, roots, name) for value in args)
+        return _read(func, name, args, {key: comparable(value, roots, name) for key, value in kwargs.items()})
 
 
 def _remember_read(result: Any, func: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> None:
