@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
+from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
@@ -79,10 +80,16 @@ class LigerCallback(L.Callback):
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         self._leave_lazy()
 
+    @override
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if pl_module.automatic_optimization:  # or else the variables of the training step exist
+            settle("optimizer.step()")
+
     def _leave_lazy(self) -> None:
         if self._lazy is not None:
             self._lazy.__exit__(None, None, None)
             self._lazy = None
+            settle("the end of a step")
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end

@@ -82,6 +82,10 @@ class ExpressionHead(HeadParameters):
         return self.shape[-1]
 
     @property
+    def is_expression(self) -> bool:
+        return True
+
+    @property
     def is_whole(self) -> bool:
         return False
 
@@ -179,6 +183,8 @@ class Expression(Recipe):
 
     def _project(self) -> Tensor:
         rows = self.changed(transform=LogitTransform(self.head.compute_dtype)).rows()
+        if not self._is_whole_product:
+            return self._in_chunks(rows.tensors, rows.values)
         return rows.values(*rows.tensors).reshape(*self.tokens.shape[:-1], self.head.vocab_size)
 
 
@@ -294,10 +300,6 @@ class LazyExpression(LazyLogits):
             return operand
         return (LazyExpression if isinstance(operand, Expression) else LazyLogits).of(operand)
 
-    @property
-    def is_expression(self) -> bool:
-        return True
-
     def linear_sum(self, dtype: torch.dtype) -> None:
         return None
 
@@ -337,7 +339,11 @@ def record(name: str, function: Callable[..., Tensor], *operands: Tensor, is_sta
         twin = layout(recipe.shape, dtype)
     else:
         twin = function(*(_twin(operand) for operand in operands)).to(dtype)
-    return LazyExpression.of(recipe, twin)
+    result = LazyExpression.of(recipe, twin)
+    for root in (logits.lineage.root for logits in lazy):
+        if root.is_expression or any(read.is_apart and read.values() is operands[-1] for read in root.reads):
+            result.lineage.rounded_by = result.lineage.rounded_by or root.rounded_by
+    return result
 
 
 def _fits(operand: Tensor, shape: Size, device: torch.device) -> bool:

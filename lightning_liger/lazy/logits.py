@@ -64,8 +64,8 @@ def is_loss_wanted() -> bool:
 def materialize(logits: Tensor) -> Tensor:
     """Turns lazy logits, and all that were recorded from the same output, into real tensors; returns ``logits``.
 
-    Call it to keep logits beyond a change of the model's parameters, or to write to them. Real tensors are returned as
-    they are.
+    Call it to keep logits beyond a change of the model's parameters that is no optimizer's step, or to see their
+    gradient. Real tensors are returned as they are.
 
     Args:
         logits: ``[..., vocab_size]`` or any layout of them, any floating-point dtype.
@@ -124,8 +124,29 @@ class LazyLogits(LazyTensor):
         """The hidden states with hidden_size last, ``[..., hidden_size]``."""
         return self.recipe.tokens
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether what is computed from these now gets a gradient."""
+        return torch.is_grad_enabled() and self.requires_grad
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether reductions over the vocabulary read a chunk of tokens after the other.
+
+        Otherwise they read the values of all, which are kept, or those of a DTensor.
+        """
+        is_kept = not self.is_differentiable and self.is_floating_point() and self.lineage.root.recipe.is_small
+        return self.is_local and not is_kept
+
     def at_labels(self, labels: Tensor) -> Tensor:
-        """The value of each token's label, differentiable: ``labels`` and the result are ``[...]``."""
+        """The value of each token's label: ``labels`` and the result are ``[...]``.
+
+        With gradients it is computed without the other values, and may differ from the materialized one by rounding.
+        """
+        if not self.is_differentiable:
+            result = self.over_chunks(lambda values, rows: values.gather(-1, rows), labels.unsqueeze(-1))
+            assert isinstance(result, Tensor)
+            return result.squeeze(self.vocab_dim)
         if self.transform.normalized:
             return self._score(labels, "log_probs")
         self.notice("gather")
@@ -165,12 +186,9 @@ class LazyLogits(LazyTensor):
             vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
-        head, tokens = self.head.cast(), self.tokens
-        num_tokens = self.recipe.num_tokens
-        element_size = max(self.dtype.itemsize, head.compute_dtype.itemsize)
-        chunk_size = head.chunk_size(num_tokens, self.vocab_size, element_size)
+        tokens, num_tokens = self.tokens, self.recipe.num_tokens
         rows = [tensor.reshape(num_tokens, tensor.shape[-1]) for tensor in token_tensors]
-        parts = over_chunks(function, [self.recipe.rows()], rows, chunk_size)
+        parts = over_chunks(function, [self.recipe.rows()], rows, self.recipe.chunk_size)
 
         def laid_out(rows: Tensor) -> Tensor:
             return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
@@ -355,7 +373,7 @@ class LazyLogits(LazyTensor):
     @property
     def is_expression(self) -> bool:
         """Whether these are a function of the logits of heads, not of one head."""
-        return False
+        return self.head.is_expression
 
     def shifted(self, outputs: Sequence[str]) -> list[str]:
         """The outputs on which a log-softmax of the logits has an effect."""

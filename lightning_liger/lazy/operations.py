@@ -5,6 +5,7 @@ function that returns its result. An entry returns ``NotImplemented`` where it n
 """
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
@@ -250,9 +251,13 @@ for _name in (
     implements(_name)(partial(_follow, getattr(Tensor, _name)))
 
 
-@implements("mT", "mH")
-def _matrix_transpose(x: LazyLogits) -> Any:
-    return _follow(lambda tensor: tensor.mT, x)
+for _name in ("T", "H", "mT", "mH"):
+    implements(_name)(partial(_follow, getattr(Tensor, _name).__get__))
+
+
+@implements("real")
+def _real(x: LazyLogits) -> Any:
+    return x
 
 
 @implements("unflatten")
@@ -364,6 +369,8 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
     if gathers and after:  # dimensions may come out in another order
         return NotImplemented
     if isinstance(columns, Tensor) and gathers:
+        if not x.is_streamed:
+            return NotImplemented
         return _getitem_pairs(x, before, columns)
     if not isinstance(columns, slice) and not (isinstance(columns, Tensor) and columns.ndim == 1):
         return NotImplemented
@@ -385,7 +392,9 @@ _PLAIN_ENTRIES = (slice, int, type(None), type(...), Tensor)
 
 
 def _index_entry(entry: Any) -> Any:
-    """A tensor instead of a sequence or array, such as NumPy's."""
+    """A tensor instead of a sequence or array, such as NumPy's; a number instead of an integer tensor of none."""
+    if isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype not in _MASKS:
+        return operator.index(entry)
     if isinstance(entry, _PLAIN_ENTRIES):
         return entry
     is_array = hasattr(entry, "__array__") and hasattr(entry, "__len__")
@@ -469,7 +478,7 @@ def _nll_loss(
 
 @implements("gather")
 def _gather(x: LazyLogits, dim: int | None, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    if not x.is_local or not is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
+    if not x.is_streamed or not is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
         return NotImplemented
     labels = index.movedim(x.vocab_dim, -1)
     if labels.shape[:-1] != x.tokens.shape[:-1]:
@@ -485,7 +494,7 @@ def _take_along_dim(x: LazyLogits, indices: Tensor, dim: int | None = None) -> A
 
 
 def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    if not x.is_local or not is_vocab(x, dim):
+    if not x.is_streamed or not is_vocab(x, dim):
         return NotImplemented
     result = x.over_chunks(lambda values: function(values, -1, keepdim=True))
     if keepdim:
@@ -505,12 +514,17 @@ def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
         return logsumexp_of_stack(x, dim, keepdim)
     if x.is_expression or x.transform.normalized or not x.is_local:
         return _reduce(torch.logsumexp, x, dim, keepdim)
-    result = x.log_sum_exp()
-    return x.remember_log_sum_exp(result.unsqueeze(-1).movedim(-1, x.vocab_dim)) if keepdim else result
+    if x.is_differentiable:
+        result = x.log_sum_exp().unsqueeze(x.vocab_dim)
+    elif x.is_streamed:
+        result = _reduce(torch.logsumexp, x, dim, True)
+    else:
+        result = torch.logsumexp(x.real_values("logsumexp"), dim, keepdim=True)
+    return x.remember_log_sum_exp(result) if keepdim else result.squeeze(x.vocab_dim)
 
 
 @implements("topk")
 def _topk(x: LazyLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    if not x.is_local or not is_vocab(x, dim):
+    if not x.is_streamed or not is_vocab(x, dim):
         return NotImplemented
     return x.over_chunks(lambda values: torch.topk(values, k, -1, largest, sorted))

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Size, Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
+from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES, MIN_CHUNK_BYTES
 from lightning_liger.lazy.chunks import Rows
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 
@@ -32,7 +35,8 @@ class Recipe:
     head: HeadParameters
     transform: LogitTransform
     vocab_dim: int = -1
-    _state: tuple[int, ...] = field(init=False)
+    _state: tuple[Any, ...] = field(init=False)
+    _refused: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         vars(self)["_state"] = self._current_state()
@@ -89,7 +93,41 @@ class Recipe:
         return logits if self.vocab_dim == -1 else logits.movedim(-1, self.vocab_dim)
 
     def _project(self) -> Tensor:
-        return self.head.project(self.tokens)
+        if self._is_whole_product:
+            return self.head.project(self.tokens)
+        rows = self.tokens.reshape(self.num_tokens, self.tokens.shape[-1])
+        return self._in_chunks([rows], self.head.project)
+
+    @property
+    def _is_whole_product(self) -> bool:
+        """Whether all values are computed at once; otherwise as for reductions, since sizes change the rounding."""
+        return self.is_small or (torch.is_grad_enabled() and self.requires_grad)
+
+    def _in_chunks(self, tensors: Iterable[Tensor], values: Callable[..., Tensor]) -> Tensor:
+        """The values of all tokens without a graph, from the same chunks as those of reductions."""
+        chunks = zip(*(each.split(self.chunk_size) for each in tensors), strict=True)
+        first = values(*next(chunks))
+        result = first.new_empty((self.num_tokens, self.head.vocab_size))
+        result[: len(first)] = first
+        for number, rows in enumerate(chunks, 1):
+            result[number * self.chunk_size :][: self.chunk_size] = values(*rows)
+        return result.view(*self.tokens.shape[:-1], self.head.vocab_size)
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens whose logits reductions read at once."""
+        return self.head.chunk_size(self.num_tokens, self.head.vocab_size, self._element_size)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all values take no more memory than a chunk may."""
+        is_on_gpu = self.hidden_states.device.type == "cuda"
+        budget: int = self.head.options.get("chunk_bytes", MIN_CHUNK_BYTES if is_on_gpu else CPU_CHUNK_BYTES)
+        return self.num_tokens * self.head.vocab_size * self._element_size <= budget
+
+    @property
+    def _element_size(self) -> int:
+        return max(self.head.compute_dtype.itemsize, torch.float32.itemsize)
 
     def rows(self) -> Rows:
         """The values of single tokens, in the order of :attr:`tokens`."""
@@ -106,17 +144,35 @@ class Recipe:
 
         The logits that the head would have returned can no longer be computed then.
         """
-        *versions, num_steps = self._state
+        *versions, num_steps, address = self._state
         for (name, tensor), then in zip(self.tensors().items(), versions, strict=True):
             if (now := version(tensor)) != then:
                 _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
             if tensor.untyped_storage().size() == 0 and tensor.numel() and not tensor.is_meta:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
+        if self._refused is not None:
+            _refuse(operation, self._refused)
         if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
             _refuse(operation, "an optimizer has changed parameters")
+        if address and address != self.head.weight.data_ptr() and not self._is_moved_by_engine:
+            _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
 
-    def _current_state(self) -> tuple[int, ...]:
-        return (*map(version, self.tensors().values()), num_optimizer_steps())
+    @property
+    def _is_moved_by_engine(self) -> bool:
+        return self.head.counters.is_gathered or hasattr(self.head.weight, "ds_id")  # DeepSpeed's
+
+    def refuse(self, reason: str) -> None:
+        """Makes :meth:`check` raise with ``reason`` from now on."""
+        vars(self)["_refused"] = reason
+
+    def _current_state(self) -> tuple[Any, ...]:
+        return (*map(version, self.tensors().values()), num_optimizer_steps(), _address(self.head))
+
+
+def _address(head: HeadParameters) -> int:
+    """Where a head's weight is; 0 for tensors that are no parameters."""
+    weight = getattr(head, "weight", None)
+    return weight.data_ptr() if type(weight) is Parameter else 0
 
 
 def version(tensor: Tensor) -> int:

@@ -47,6 +47,21 @@ VIEWS = frozenset(
 """Functions that usually return a view; others are recognised by their result."""
 
 
+COMPARISONS = frozenset(
+    (
+        *("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal"),
+        *("eq", "ne", "not_equal", "equal", "isclose", "allclose"),
+    )
+)
+"""Functions that tell values apart which differ by rounding only."""
+
+READS = frozenset(("gather", "take_along_dim", "__getitem__", "max", "min", "amax", "amin", "topk"))
+"""Functions that may return some of the values."""
+
+GATHERS = frozenset(("gather", "take_along_dim", "__getitem__"))
+"""Those of them that compute single values apart from the others where these get a gradient."""
+
+
 class Operation(NamedTuple):
     """How lazy tensors compute a function of PyTorch; see :func:`implements`.
 

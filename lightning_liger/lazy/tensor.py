@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from lightning_liger.lazy import table
 from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
-from lightning_liger.lazy.lineage import Lineage
+from lightning_liger.lazy.lineage import Lineage, Read, comparable, laid_out, tensor_of
 from lightning_liger.lazy.recipe import Recipe, version
 from lightning_liger.lazy.warning import warn_materialized
 
@@ -134,11 +134,11 @@ class LazyTensor(Tensor):
         """The real tensor, part of the graph if gradients are enabled."""
         if self.is_foreign:
             return self.passed_on(self.recipe.compute(operation))
-        return _laid_out(self.recipe.compute(operation), self.twin)
+        return laid_out(self.recipe.compute(operation), self.twin)
 
     def passed_on(self, values: Tensor) -> Tensor:
         """``values`` in the place of this tensor in a foreign graph."""
-        values = _laid_out(values, self.twin)
+        values = laid_out(values, self.twin)
         # In a list, since autograd does not allow writes to what a function returns of its arguments.
         return _PassedOn.apply(self, [values.detach() if values.requires_grad else values])
 
@@ -150,13 +150,14 @@ class LazyTensor(Tensor):
             if differentiable:
                 self._warn(operation)
                 self.lineage.bypass(operation)
-            values = self.compute(operation)
-            self._real_values = values
+            # Few values are those of the head's output, so that all that is read from it agrees.
+            shared = not differentiable and self.is_local and not self.is_foreign and self.lineage.root.recipe.is_small
+            self._real_values = self.lineage.values(operation) if shared else self.compute(operation)
         return self._real_values
 
     def forget_values(self) -> None:
         """Drops the result of :meth:`real_values`."""
-        self._real_values = None
+        self._real_values = self.lineage.root.kept = None
 
     def become(self, other: Tensor) -> None:
         """Takes over the contents of ``other``, which is not to be used afterwards."""
@@ -244,7 +245,7 @@ def _check_exchangeable(lineage: Lineage, operation: str) -> None:
 def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) -> Tensor:
     if lineage not in real:
         if lineage.parent is None:
-            values = _laid_out(lineage.recipe.compute(operation), lineage.twin)
+            values = laid_out(lineage.recipe.compute(operation), lineage.twin)
         else:
             values = lineage.replayed(_real_logits(lineage.parent, real, operation))
         tensor = lineage.tensor()
@@ -268,14 +269,6 @@ def _lazy_tensor(lineage: Lineage) -> LazyTensor:
     tensor = lineage.tensor()
     assert isinstance(tensor, LazyTensor)
     return tensor
-
-
-def _laid_out(values: Tensor, twin: Tensor) -> Tensor:
-    """``values`` with the dimensions in memory in the order of those of ``twin``, which results of functions keep."""
-    order = sorted(range(twin.ndim), key=twin.stride, reverse=True)
-    if values.stride() == twin.stride() or values.permute(order).is_contiguous():
-        return values
-    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(twin.ndim)])
 
 
 class _Deferred(torch.autograd.Function):
@@ -358,6 +351,11 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         for lazy in _lazy_in((args, kwargs)):
             if lazy.requires_grad:  # perhaps in a torch.autograd.Function, which gives it a gradient
                 lazy.lineage.bypass(f"{name} under no_grad or in a torch.autograd.Function")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name} of an LM head's lazy output comes inside a transform of torch.func, such as grad or vmap. Call"
+            " lightning_liger.materialize(logits) before that, or call the head inside"
+        )
     name_out_of_place = table.name_out_of_place(name)
     operation = table.operations.get(name_out_of_place or name)
     if name_out_of_place is None and operation is not None and operation.is_commutative and len(args) == 2:
@@ -366,6 +364,8 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if operation is not None and name_out_of_place is None:
         result = _registered(operation, name, args, kwargs)
         if result is not NotImplemented:
+            if name in table.READS:
+                _remember_read(result, func, *args, **kwargs)
             return _with_replay(result, first, lambda real: func(real, *args[1:], **kwargs))
     elif operation is not None and isinstance(first, LazyTensor) and _done_in_place(operation, name, args, kwargs):
         return first
@@ -379,7 +379,43 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
             if isinstance(lazy, LazyTensor):  # not yet real with another one
                 lazy.become_real(name)
         return func(*args, **kwargs)
-    return _read(func, name, args, kwargs)
+    if name.strip("_") in table.COMPARISONS:
+        return _compared(func, name, args, kwargs)
+    result = _read(func, name, args, kwargs)
+    if name in table.READS:
+        _remember_read(result, func, *args, **kwargs)
+    return result
+
+
+def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A comparison, which has no gradient, of values that agree with what was read from them."""
+    lazy_arguments = list(_lazy_in((args, kwargs)))
+    if torch.is_grad_enabled() and lazy_arguments[0].requires_grad:
+        lazy_arguments[0]._warn(name)
+    roots = [lazy.lineage.root for lazy in lazy_arguments]
+    with torch.no_grad():
+        args = tuple(comparable(value, roots, name) for value in args)
+        return _read(func, name, args, {key: comparable(value, roots, name) for key, value in kwargs.items()})
+
+
+def _remember_read(result: Any, func: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> None:
+    """Notes of values that were read from ``first`` how to compare them with it."""
+    values = result[0] if isinstance(result, tuple) else result
+    if not isinstance(first, LazyTensor) or not isinstance(values, Tensor) or isinstance(values, LazyTensor):
+        return
+    root, again, is_apart = first.lineage.root, None, False
+    if values.requires_grad and values.is_floating_point():
+        lineage = weakref.ref(first.lineage)
+        is_apart = func.__name__ in table.GATHERS
+        root.rounded_by = func.__name__ if is_apart else root.rounded_by
+
+        def again() -> Tensor | None:
+            source = tensor_of(lineage)
+            found = None if source is None else func(source, *args, **kwargs)
+            return found[0] if isinstance(found, tuple) else found
+
+    root.reads = [read for read in root.reads if read.values() is not None]
+    root.reads.append(Read(weakref.ref(values), version(values), again, is_apart))
 
 
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -516,7 +552,7 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
         with torch.no_grad():
             return _with_replay(first.recorded(first.twin), first, Tensor.detach)
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and any(_lazy_in((value,))):
+        if argument.alias_info is not None and argument.alias_info.is_write and list(_lazy_in((value,))):
             raise RuntimeError(
                 f"{func} writes to an LM head's lazy output, which has no memory. Call"
                 " lightning_liger.materialize(logits) before"

@@ -28,16 +28,12 @@ from torch.utils.flop_counter import flop_registry
 
 from liger_ops.arguments import check_integer, wrong_type
 from lightning_liger.activations.layers import release_layers
-from lightning_liger.patching.rules.base import Patched
+from lightning_liger.patching.rules.base import HOOKS, Patched
 from lightning_liger.training.language_model import LanguageModel
 
 _SEQ_LENS = (251, 61, 31)
 """Tokens of the row, the first that the model takes: primes, so that FLOPs which its square divides are those of
 attention, and 251 is almost the 256 tokens that linear attention pads to."""
-_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
-)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -274,7 +270,7 @@ def _structure(model: nn.Module, shapes: Mapping[tuple[int, str], tuple[int, ...
             return modules[id(module)]
         found = modules[id(module)] = nn.Module.__new__(_own_class(type(module)))
         state = {name: value for name, value in vars(module).items() if name not in ("forward", "_compiled_call_impl")}
-        state.update({name: type(state[name])() for name in _HOOKS if name in state})
+        state.update({name: type(state[name])() for name in HOOKS if name in state})
         state["_parameters"] = {
             name: on_meta(tensor, shapes.get((id(module), name))) for name, tensor in module._parameters.items()
         }

@@ -293,7 +293,8 @@ def _projections(head: nn.Module) -> list[nn.Module]:
         return [head]
     layers = [module for module, size in sizes.items() if size == vocab_size and not any(module.children())]
     # If one of them is computed at once, postponing the others gains nothing.
-    return layers if all(type(layer).forward is nn.Linear.forward for layer in layers) else [head]
+    are_linear = all(isinstance(layer, Patched) or type(layer).forward is nn.Linear.forward for layer in layers)
+    return layers if are_linear else [head]
 
 
 def _head_of_plain_model(model: nn.Module) -> nn.Linear | None:
@@ -317,9 +318,26 @@ def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        _warn_of_new_head(model)
     vars(model)[_LOSS_WANTED].append(loss_wanted.get())
     if kwargs.get("labels") is not None:
         loss_wanted.set(True)
+
+
+def _warn_of_new_head(model: Any) -> None:
+    """Warns once of a head that came after the kernels, such as of ``resize_token_embeddings`` or of peft."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Module) or isinstance(head, Patched) or head in _warned_models:
+        return
+    sizes = {module: getattr(module, "out_features", 0) for module in head.modules() if not any(module.children())}
+    if any(size == max(sizes.values()) and not isinstance(module, Patched) for module, size in sizes.items()):
+        _warned_models.add(head)
+        rank_zero_warn(
+            f"lightning-liger: the LM head of {type(model).__name__} was replaced (by {type(head).__name__}) after the"
+            " kernels were applied, so its loss is not fused. Call lightning_liger.apply_liger_kernels(model) again"
+            " after such a change, as of resize_token_embeddings or get_peft_model"
+        )
 
 
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

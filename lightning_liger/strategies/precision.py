@@ -26,6 +26,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from liger_ops.arguments import check_choice, wrong_type
+from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport, check_kernels
 from lightning_liger.patching.apply import KernelChoice, apply_and_announce
@@ -78,17 +79,33 @@ class KernelConversion(_AnyPrecision):
 
 
 class LazyEvaluation(_TrainerPrecision):
-    """Makes logits lazy in validation and test steps, which have no gradients. A mixin for the Trainer's plugins."""
+    """Makes logits lazy in validation and test steps, which have no gradients, and real those that a step returned.
+
+    A mixin for the Trainer's plugins.
+    """
+
+    def optimizer_step(  # type: ignore[override]  # of the Trainer's, which has more arguments than Fabric's
+        self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        def settled() -> Any:
+            result = closure()
+            if model.automatic_optimization:  # or else the variables of the training step exist
+                settle("optimizer.step()")
+            return result
+
+        return super().optimizer_step(optimizer, model=model, closure=settled, **kwargs)
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
         with super().val_step_context(), lazy_logits():
             yield
+        settle("the end of a validation step")
 
     @contextmanager
     def test_step_context(self) -> Iterator[None]:
         with super().test_step_context(), lazy_logits():
             yield
+        settle("the end of a test step")
 
 
 class GradientClipping(_TrainerPrecision):

@@ -14,6 +14,11 @@ from torch.distributed.tensor import DTensor
 from lightning_liger.patching.verify import random_like
 
 NUM_PROBE_TOKENS = 5
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+)
+"""Attributes of a module with its hooks. Private to torch, which has no public way to see them."""
 
 
 class Patched:
@@ -146,6 +151,13 @@ def probe_of(module: nn.Module, **attributes: Any) -> nn.Module:
     probe = copy.copy(module)
     probe.__dict__.update(attributes, training=True)
     return probe
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """A shallow copy of ``module`` whose calls run no hooks."""
+    bare = copy.copy(module)
+    bare.__dict__.update({name: type(hooks)() for name, hooks in vars(module).items() if name in HOOKS})
+    return bare
 
 
 def probe_device(module: nn.Module) -> torch.device:

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_liger.patching.rules.base import (
     probe_of,
     settings_of,
     takes_one_tensor,
+    without_hooks,
 )
 from lightning_liger.patching.verify import Rejected, compare, trial
 
@@ -89,7 +90,12 @@ class MLPReplacement(Replacement):
         return self.activation + (", packed" if self.up is None and self.activation != "relu_squared" else "")
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        return {"forward": forward_of_one_tensor(original, self._run)}
+        called = {self.gate, self.up, self.down, self.inner_dropout, self.outer_dropout}
+
+        def run(module: nn.Module, x: Tensor) -> Tensor:
+            return original.forward(module, x) if _has_hooks_besides(module, called) else self._run(module, x)
+
+        return {"forward": forward_of_one_tensor(original, run)}
 
     def _run(self, module: nn.Module, x: Tensor) -> Tensor:
         sizes = _sizes(getattr(module, self.down))
@@ -121,10 +127,17 @@ class MLPReplacement(Replacement):
                 name: _stand_in(child, dtype or _own_dtype(child, own_dtype), random) for name, child in own.items()
             }
             probe = probe_of(module, _modules=children)
-            patched = self.patched_copy(probe)
             x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or own_dtype, scale=size)
-            error = compare(partial(probe.forward, x), partial(patched.forward, x), (x,))
+            error = compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
         return error
+
+
+def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
+    """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
+    if not torch.compiler.is_compiling() and nn.modules.module._has_any_global_hook():
+        return True
+    skipped = (child for name, child in module._modules.items() if name not in called and child is not None)
+    return any(has_hooks(child) or "forward" in vars(child) for child in skipped)
 
 
 def _project(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
@@ -155,7 +168,7 @@ def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> Any:
     sizes = _sizes(child)
     if sizes is not None:
         return _Sketch(*sizes, dtype, random)
-    child = copy.deepcopy(child).train()
+    child = copy.deepcopy(without_hooks(child)).train()
     if isinstance(child, nn.Dropout):  # where it is shows even if the module's own drops nothing
         child.p = 0.5
     return child
@@ -243,7 +256,7 @@ def _activations(module: nn.Module) -> list[Tensor]:
         if callable(function) and not isinstance(function, type | nn.Dropout | nn.Identity) and not _sizes(function):
             try:
                 with trial():
-                    y = function(x)
+                    y = function.forward(x) if isinstance(function, nn.Module) else function(x)
             except Rejected:
                 continue
             if isinstance(y, Tensor) and y.shape == x.shape:
@@ -306,18 +319,21 @@ class ExpertsReplacement(Replacement):
         gated_unit = _GATES[self.activation]
 
         def _apply_gate(self: nn.Module, gate_up_out: Tensor) -> Tensor:
+            if _has_hooks_besides(self):
+                unfused: Any = original
+                return unfused._apply_gate(self, gate_up_out)
             return gated_unit(gate_up_out)
 
         return {"_apply_gate": _apply_gate}
 
     def verify(self, module: nn.Module) -> float:
         error = 0.0  # that of the last probe, in the module's own dtype
-        experts: Any = module
-        patched: Any = self.patched_copy(module)
+        children = {name: child and without_hooks(child) for name, child in module._modules.items()}
+        experts: Any = probe_of(module, _modules=children)
         width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
         for dtype, size in _PROBES:
             x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype or _own_dtype(module), scale=size)
-            error = compare(partial(experts._apply_gate, x), partial(patched._apply_gate, x), (x,))
+            error = compare(partial(experts._apply_gate, x), partial(_GATES[self.activation], x), (x,))
         return error
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
+from lightning_liger.lazy.lineage import living
 from lightning_liger.lazy.logits import LazyLogits, is_loss_wanted
 from lightning_liger.lazy.recipe import Recipe
 from lightning_liger.patching.rules.base import Replacement, Rule
@@ -31,11 +32,13 @@ class HeadReplacement(Replacement):
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         options = MappingProxyType(dict(self.options))
+        living()  # a step whose closure makes the first lazy logits is one already
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
             wanted = differentiable or is_loss_wanted()
-            if not wanted or torch.compiler.is_compiling():
+            # Transforms of torch.func differentiate what the head computes.
+            if not wanted or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
             counters = self.__dict__.setdefault("fusion_counters", FusionCounters())

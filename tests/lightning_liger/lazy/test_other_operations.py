@@ -5,6 +5,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_liger import LazyLogits
 from lightning_liger.lazy.logits import lazy_logits
 from tests.lightning_liger.lazy.twin import (
     BATCH_SIZE,
@@ -181,3 +183,73 @@ def test_lazy_logits_deep_in_the_arguments_are_found() -> None:
     torch.testing.assert_close(
         torch.einsum("bsv,bsv->bs", twin.lazy, twin.lazy), torch.einsum("bsv,bsv->bs", twin.real, twin.real)
     )
+
+
+@pytest.mark.parametrize(
+    "index", [(torch.tensor(1),), (torch.tensor(0), 2), (slice(None), torch.tensor(-1)), (0, torch.tensor(3))]
+)
+def test_integer_tensor_without_dimensions_is_an_index_like_a_number(index: tuple[Any, ...]) -> None:
+    twin = Twin()
+    got, want = twin.lazy[index], twin.real[index]
+    assert isinstance(got, LazyLogits)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["T", "H", "mT", "mH", "real"])
+@pytest.mark.parametrize("write", [F.relu_, lambda x: x.mul_(2)])
+@pytest.mark.filterwarnings("ignore:.*materializes the logits")
+def test_transposed_logits_see_writes_as_views_do(name: str, write: Callable[[Tensor], Any]) -> None:
+    twin = Twin()
+    lazy, real = twin.lazy[0], twin.real[0]
+    views = getattr(lazy, name), getattr(real, name)
+    assert views[0].shape == views[1].shape
+    write(lazy), write(real)
+    torch.testing.assert_close(lazy, real)
+    torch.testing.assert_close(*views)
+
+
+def test_write_below_autograd_is_refused_with_what_to_call() -> None:
+    logits = Twin().lazy
+    with pytest.raises(RuntimeError, match=r"set_.* writes to .*materialize\(logits\)"):
+        logits.set_(torch.zeros(logits.shape))
+
+
+def sum_of_squares(head: nn.Module, x: Tensor) -> Tensor:
+    return head(x).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "grad": lambda head, x: torch.func.grad(partial(sum_of_squares, head))(x),
+    "grad_of_parameters": lambda head, x: torch.func.grad(
+        lambda parameters: torch.func.functional_call(head, parameters, (x,)).square().sum()
+    )({name: parameter.detach() for name, parameter in head.named_parameters()})["weight"],
+    "per_sample": lambda head, x: torch.vmap(torch.func.grad(partial(sum_of_squares, head)))(x),
+    "vmap": lambda head, x: torch.vmap(head)(x),
+    "jvp": lambda head, x: torch.func.jvp(head, (x,), (torch.ones_like(x),))[1],
+    "vjp": lambda head, x: torch.func.vjp(head, x)[0],
+    "jacrev": lambda head, x: torch.func.jacrev(head)(x),
+    "hessian": lambda head, x: torch.func.hessian(partial(sum_of_squares, head))(x),
+    "loss": lambda head, x: torch.func.grad(lambda x: token_loss(head(x)))(x),
+    "of_logits": lambda head, x: torch.func.grad(token_loss)(head(x)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.filterwarnings("ignore:.*materializes the logits")
+def test_transforms_of_a_head_are_those_of_a_linear_layer(transform: Callable[[nn.Module, Tensor], Any]) -> None:
+    twin = Twin()
+    x = twin.real_input.detach()
+    torch.testing.assert_close(transform(twin.lazy_head, x), transform(twin.real_head, x))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda x: torch.vmap(lambda number: x[0, 0] * number)(torch.ones(4)),
+        lambda x: torch.func.jvp(lambda y: y * 2, (x,), (torch.ones(x.shape),)),
+    ],
+)
+def test_lazy_logits_of_outside_a_transform_are_refused_in_it(transform: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"inside a transform of torch.func.*materialize\(logits\)"):
+        transform(Twin().lazy)

@@ -22,7 +22,13 @@ Logits = LazyLogits | Tensor
 class Twin:
     """One head's lazy and real logits, computed from separate leaf tensors."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB_SIZE, bias: bool = True) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        vocab_size: int = VOCAB_SIZE,
+        bias: bool = True,
+        chunk_bytes: int | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.real_head = nn.Linear(HIDDEN_SIZE, vocab_size, bias, dtype=dtype)
         with torch.no_grad():
@@ -32,7 +38,8 @@ class Twin:
         self.real_input = hidden_states.to(dtype).requires_grad_()
         self.lazy_input = self.real_input.detach().clone().requires_grad_()
         self.lazy_head = copy.deepcopy(self.real_head)
-        self.lazy_head.__class__ = HeadReplacement().patched_class(nn.Linear)
+        options = () if chunk_bytes is None else (("chunk_bytes", chunk_bytes),)
+        self.lazy_head.__class__ = HeadReplacement(options).patched_class(nn.Linear)
 
     @property
     def lazy(self) -> LazyLogits:

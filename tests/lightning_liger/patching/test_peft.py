@@ -1,6 +1,8 @@
 """Adapters of the package peft: on what is patched, in it, and on the LM head."""
 
 import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -204,3 +206,37 @@ def test_scores_and_divergences_are_those_of_the_adapted_head_and_of_the_base_mo
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
     assert_same_gradients(model, patched)
     assert sum(counters.num_materialized for counters in head_counters(patched)) == 0
+
+
+def resized(model: Any) -> None:
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+
+
+def with_lora_of_the_head(model: Any) -> None:
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], r=2))
+
+
+@pytest.mark.parametrize("change", [resized, with_lora_of_the_head])
+def test_head_that_comes_after_the_kernels_is_warned_of(change: Callable[[Any], None]) -> None:
+    model = tiny_model("llama")
+    apply_liger_kernels(model)
+    change(model)
+    batch = tiny_batch()
+    with pytest.warns(UserWarning, match=r"head of LlamaForCausalLM was replaced .*apply_liger_kernels\(model\) again"):
+        model(**batch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "lightning-liger")  # once
+        model(**batch)
+    apply_liger_kernels(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(model(**batch).logits, LazyLogits)
+
+
+def test_adapters_of_other_modules_are_not_warned_of() -> None:
+    model = tiny_model("llama")
+    apply_liger_kernels(model)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "lightning-liger")
+        assert isinstance(model(**tiny_batch()).logits, LazyLogits)

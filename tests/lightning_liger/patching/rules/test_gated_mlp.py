@@ -298,6 +298,68 @@ def test_hooks_of_projections_run_once_and_count(when: str) -> None:
     torch.testing.assert_close(got, want)
 
 
+class Activated(MLP):
+    """With a module as its activation, as models of transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.SiLU())
+
+
+STEERED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "forward hook": lambda module, seen: module.register_forward_hook(lambda _, args, out: seen(out) or out * 2),
+    "forward pre-hook": lambda module, seen: module.register_forward_pre_hook(lambda _, args: seen(*args) or args),
+    "backward hook": lambda module, seen: module.register_full_backward_hook(lambda _, got, given: seen(*given)),
+    "own forward": lambda module, seen: setattr(module, "forward", lambda x: F.silu(seen(x) or x)),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("hook", STEERED.values(), ids=STEERED)
+def test_hooks_of_an_activation_run_and_count(hook: Callable[[nn.Module, Any], Any], when: str) -> None:
+    mlp = fill(Activated())
+    seen: list[Tensor] = []
+    if when == "before":
+        hook(mlp.activation, seen.append)
+    twin, entry = patched_twin(mlp)
+    assert entry.replacement == "silu_mul"
+    if hook is not STEERED["own forward"]:
+        assert seen == []  # trying does not call a user's hooks
+    if when == "after":
+        hook(mlp.activation, seen.append)
+        hook(twin.activation, seen.append)
+    seen.clear()
+    assert_same(mlp, twin, tokens())
+    assert len(seen) % 2 == 0
+    assert len(seen) > 0
+
+
+def test_fused_path_comes_back_when_hooks_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin, _ = patched_twin(fill(Activated()))
+    fused: list[Any] = []
+    monkeypatch.setitem(gated_mlp._GATES, "silu_mul", lambda *inputs: fused.append(inputs) or inputs[0])
+    handle = twin.activation.register_forward_hook(lambda *_: None)
+    twin(tokens())
+    assert fused == []
+    handle.remove()
+    twin(tokens())
+    assert len(fused) == 1
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) * 2
+
+
+def test_verification_is_of_the_fused_path_under_hooks_too() -> None:
+    mlp = MLP(Doubled())
+    mlp.activation.register_forward_hook(lambda *_: None)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert_kept(fill(mlp), "is not the same")
+    finally:
+        handle.remove()
+
+
 class OtherLinear(nn.Linear):
     pass
 
@@ -653,3 +715,15 @@ def test_experts_with_a_limit_of_their_own_are_judged_by_themselves() -> None:
     entries = apply_liger_kernels(model).entries
     assert [(entry.count, entry.replacement is not None) for entry in entries] == [(2, True), (1, False)]
     assert [isinstance(each, Patched) for each in model] == [True, False, True]
+
+
+def test_hooks_of_the_activation_of_experts_run() -> None:
+    original = experts(MixtralExperts, MixtralConfig, "grouped_mm")
+    calls: list[Any] = []
+    original.act_fn.register_forward_hook(lambda *_: calls.append("called"))
+    twin = assert_replaced(original, "silu_mul, packed, between grouped products")
+    assert calls == []
+    twin.act_fn.register_forward_hook(lambda module, args, output: output * 0)
+    twin._apply_gate(torch.ones(3, 2 * twin.intermediate_dim))
+    assert len(calls) == 1
+    assert not twin._apply_gate(torch.ones(3, 2 * twin.intermediate_dim)).any()
