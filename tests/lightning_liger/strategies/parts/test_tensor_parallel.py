@@ -263,5 +263,5 @@ def test_models_that_cannot_be_spread_are_refused_and_left_alone(build, message)
 def test_tensor_parallel_size_needs_as_many_processes(tmp_path):
     strategy = LigerModelParallelStrategy(tensor_parallel_size=2)
     trainer = make_trainer(root=tmp_path, strategy=strategy, devices=1)
-    with pytest.raises(RuntimeError, match="tensor_parallel"):
+    with pytest.raises(ValueError, match="tensor_parallel_size must be a divisor of the number of processes, 1, got 2"):
         trainer.fit(TPModule(), [make_tp_batches(0, 1)[0]])
