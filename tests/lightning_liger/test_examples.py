@@ -149,6 +149,11 @@ def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_
         twin.trainer = cli.trainer
     twin.configure_model()
     twin.double()
+    if getattr(cli.model, "_teacher", ()):  # whose random weights depend on the device
+        weights = {name: value.cpu() for name, value in cli.model._teacher[0].state_dict().items()}
+        teacher = twin.configure_teacher()
+        teacher.load_state_dict(weights)
+        twin.configure_teacher = lambda: teacher
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             parameter.copy_(step.weights[name])

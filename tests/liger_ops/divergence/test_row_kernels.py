@@ -123,7 +123,7 @@ def test_saturated_models_of_float32_are_as_exact_as_eager_code(kind: str, devic
             ]
         )
     medians = torch.tensor(ratios).median(0).values
-    assert medians.max() <= 2, medians
+    assert medians.max() <= (2 if device.type == "cpu" else 3), medians  # exp of GPUs is an approximate instruction
 
 
 @pytest.mark.parametrize("kind", dict(KINDS))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
@@ -29,9 +30,10 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 def _fsdp2(model: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))  # or else it moves to a GPU
     for layer in model.model.layers:
-        fully_shard(layer)
-    sharded: Any = fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    sharded: Any = fully_shard(model, mesh=mesh)
     return sharded
 
 
@@ -130,7 +132,7 @@ def test_module_that_returns_probabilities_trains_under_each_engine(engine: str,
         if engine == "shown":
             HIDDEN_STATES.expose(whole)
         elif engine == "fsdp2":
-            whole = fully_shard(whole)
+            whole = fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
         else:
             whole = ENGINES[engine](whole)
         probabilities = whole(input_ids=IDS)
