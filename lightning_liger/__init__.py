@@ -40,7 +40,6 @@ from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
 from lightning_liger.monitor import LigerMonitor
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
-from lightning_liger.post_training.alignment import matched_token_ids
 from lightning_liger.post_training.distillation import LigerDistillation, LigerDistillationMixin
 from lightning_liger.post_training.distillation_options import DistillationOptions
 from lightning_liger.post_training.grpo import LigerGRPO
@@ -137,7 +136,6 @@ __all__ = [
     "leave_one_out_advantages",
     "load_medusa_heads",
     "load_pretrained",
-    "matched_token_ids",
     "materialize",
     "medusa_weights",
     "multi_token_loss",

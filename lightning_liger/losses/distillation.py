@@ -192,31 +192,6 @@ def log_tail_mass(log_probs: Tensor) -> Tensor:
     return (-torch.expm1(log_mass.clamp(max=math.log1p(-_MIN_TAIL)))).log()
 
 
-def change_temperature(
-    log_probs: Tensor, stored_temperature: float, temperature: float, *, with_tail: bool = True
-) -> Tensor:
-    """Log-probabilities of some ids, stored at one temperature, at another: ``(T0 / T) l - log Z``.
-
-    Exact for a support of the whole vocabulary; otherwise all other ids count as one.
-
-    Args:
-        log_probs: ``[..., K]``, floating point; -inf for ids that are not in the support.
-        stored_temperature: T0.
-        temperature: T.
-        with_tail: Whether Z includes the remaining mass, as one id. Otherwise the result sums to 1.
-
-    Returns:
-        ``[..., K]`` in at least float32.
-    """
-    check_floating("log_probs", log_probs)
-    check_number("stored_temperature", stored_temperature, above=0)
-    check_number("temperature", temperature, above=0)
-    check_bool("with_tail", with_tail)
-    absent = log_probs == -math.inf
-    finite = _at_least_float32(log_probs).masked_fill(absent, _ABSENT)
-    return _tempered(finite, stored_temperature / temperature, with_tail).masked_fill(absent, -math.inf)
-
-
 def first_occurrences(ids: Tensor) -> Tensor:
     """Whether an id is the first of its value in its row, as a ``support_mask``.
 

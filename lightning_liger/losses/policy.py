@@ -184,21 +184,6 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, kind: str = "k3") -
     return torch.expm1(difference) - difference
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float = 0.2) -> Tensor:
-    """PPO's clipped loss of a value function, of each token: half the larger squared error.
-
-    As in arXiv:1707.06347 and TRL's PPO.
-
-    Args:
-        values: Of the value function that is trained.
-        old_values: At sampling time.
-        returns: Targets.
-        clip_range: How far values may move from the old ones.
-    """
-    clipped = torch.maximum(torch.minimum(values, old_values + clip_range), old_values - clip_range)
-    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
-
-
 def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions) -> PolicyTerms:
     """The losses of tokens, before they are reduced; for all loss types but ``"gmpo"`` and ``"rloo"``.
 

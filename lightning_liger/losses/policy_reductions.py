@@ -37,20 +37,3 @@ def num_units(completions: Completions, options: PolicyOptions) -> Tensor:
     if options.counts_tokens:
         return completions.mask.sum()
     return torch.full((), completions.count, device=completions.mask.device)
-
-
-def reduce_losses(
-    losses: Tensor, completions: Completions, options: PolicyOptions, *, normalizer: Tensor | float | None = None
-) -> Tensor:
-    """The loss of a batch, a scalar.
-
-    Args:
-        losses: Of tokens, in a shape that broadcasts with the mask, or ``[num_sequences]`` for GMPO and RLOO.
-        completions: Which tokens form a completion.
-        options: The loss type.
-        normalizer: The number of units to divide by, of a whole optimizer step for example; None takes this batch's.
-    """
-    if losses.ndim > 1:
-        losses = torch.where(completions.mask, losses * token_weights(completions, options, losses.dtype), 0.0)
-    units = num_units(completions, options) if normalizer is None else normalizer
-    return losses.sum() / torch.as_tensor(units, device=losses.device).clamp(min=1)

@@ -2,9 +2,7 @@
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from liger_ops.arguments import wrong_type
 from liger_ops.loss.chunked_loss import choose_chunk_size
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.scores import logit_rows
@@ -30,44 +28,23 @@ def aligned_tokens(student_mask: Tensor, teacher_mask: Tensor) -> tuple[Tensor, 
     return first, second
 
 
-def universal_logit_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    options: ULDOptions,
-    matched_ids: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def universal_logit_loss(student_logits: Tensor, teacher_logits: Tensor, options: ULDOptions) -> Tensor:
     """:func:`~lightning_liger.losses.uld.universal_logit_divergence` of chunks of tokens.
 
     Args:
         student_logits: ``[num_tokens, student_vocab_size]``, lazy or materialized.
         teacher_logits: ``[num_tokens, teacher_vocab_size]``, lazy or materialized.
         options: As for the function of one chunk.
-        matched_ids: As for the function of one chunk.
 
     Returns:
         ``[num_tokens]``.
     """
-    device = student_logits.device
-    matched = None if matched_ids is None else (matched_ids[0].to(device), matched_ids[1].to(device))
 
     def of_chunk(student: Tensor, teacher: Tensor) -> Tensor:
-        return universal_logit_divergence(student, teacher, options, matched_ids=matched)
+        return universal_logit_divergence(student, teacher, options)
 
     size = student_logits.shape[-1] + teacher_logits.shape[-1]
     chunk_size = choose_chunk_size(len(student_logits), size, _BYTES_OF_LOGIT, _CHUNK_BYTES)
     sources = [logit_rows(student_logits), logit_rows(teacher_logits.detach())]
     losses: Tensor = over_chunks(of_chunk, sources, [], chunk_size)
     return losses
-
-
-def matched_token_ids(
-    student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase
-) -> tuple[Tensor, Tensor]:
-    """The ids of the tokens that both vocabularies have, in the student's and in the teacher's, ``[num_matched]``."""
-    for name, tokenizer in (("student_tokenizer", student_tokenizer), ("teacher_tokenizer", teacher_tokenizer)):
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise wrong_type(name, "a Hugging Face tokenizer", tokenizer)
-    own, other = student_tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
-    pairs = sorted((own[token], other[token]) for token in own.keys() & other.keys())
-    ids = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
-    return ids[:, 0].contiguous(), ids[:, 1].contiguous()

@@ -84,12 +84,10 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     Attributes:
         distillation: See :class:`DistillationOptions`.
         shard_teacher: Whether all ranks share the teacher's parameters.
-        matched_ids: For the hybrid of ``"uld"``: ids of the student and of the teacher of the tokens that both have.
     """
 
     distillation: DistillationOptions = DistillationOptions()
     shard_teacher: bool = False
-    matched_ids: tuple[Tensor, Tensor] | None = None
     _units = "tokens"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -279,7 +277,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         pair = logits, self._teacher_logits(of_teacher)
         of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)
         student, teacher = (each[mask] for each, mask in zip(pair, of_both, strict=True))
-        losses = universal_logit_loss(student, teacher, self.distillation.uld, self.matched_ids)
+        losses = universal_logit_loss(student, teacher, self.distillation.uld)
         factor = self.distillation.temperature**2 if self.distillation.t_squared else 1.0
         return factor * losses.sum(), torch.count_nonzero(of_both[0]), {}
 

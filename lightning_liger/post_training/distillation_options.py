@@ -23,7 +23,6 @@ _MODES_OF = {
     **dict.fromkeys(("estimator", "distillation_is_clip"), ("sampled_token",)),
     "t_squared": ("full_logits", "topk_logits", "uld"),
     "iw_opd_gamma": ("iw_opd",),
-    "uld_use_hybrid_loss": ("uld",),
 }
 """The modes that read an option; others would ignore it."""
 
@@ -40,7 +39,7 @@ class DistillationOptions:
         divergence: Of ``"full_logits"``: ``"forward_kl"``, ``"reverse_kl"``, ``"mixed"``, ``"jsd"``, ``"skew_kl"``,
             ``"skew_reverse_kl"``, ``"total_variation"``, ``"mse"`` or ``"cosine"``; of ``"topk_logits"``:
             ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
-        beta: Of ``"mixed"``, ``"jsd"``, ``"skew_kl"``, ``"skew_reverse_kl"`` and the hybrid of ``"uld"``; None for 0.5.
+        beta: Of ``"mixed"``, ``"jsd"``, ``"skew_kl"`` and ``"skew_reverse_kl"``; None for 0.5.
         temperature: Divides the logits of both.
         teacher_temperature: The one that stored log-probabilities are at; None for the data module's, or 1.
         t_squared: Whether losses are multiplied by ``temperature ** 2``.
@@ -54,7 +53,6 @@ class DistillationOptions:
         iw_opd_gamma: Of ``"iw_opd"``: how much more the first tokens weigh.
         crossentropy_weight: Weight of cross entropy on the labels, which is not part of the loss by default.
         distillation_weight: Weight of the distillation loss.
-        uld_use_hybrid_loss: Of ``"uld"``: whether tokens of both vocabularies are compared one by one.
         log_entropy: Whether the student's entropy is measured where that costs one more product of its head.
 
     Raises:
@@ -77,7 +75,6 @@ class DistillationOptions:
     iw_opd_gamma: float = 0.5
     crossentropy_weight: float = 0.0
     distillation_weight: float = 1.0
-    uld_use_hybrid_loss: bool = False
     log_entropy: bool = False
 
     def __post_init__(self) -> None:
@@ -102,8 +99,8 @@ class DistillationOptions:
         for name, modes in _MODES_OF.items():
             if mode not in modes and (value := getattr(self, name)) != (default := getattr(type(self), name)):
                 raise wrong_value(name, f"{default!r} with distillation_mode={mode!r}, which has no such option", value)
-        is_hybrid, has_divergence = self.uld_use_hybrid_loss, mode in _MODES_OF["divergence"]
-        if self.beta is not None and not (self.divergence in _WITH_BETA if has_divergence else is_hybrid):
+        has_divergence = mode in _MODES_OF["divergence"]
+        if self.beta is not None and not (has_divergence and self.divergence in _WITH_BETA):
             loss = f"divergence={self.divergence!r}" if has_divergence else f"distillation_mode={mode!r}"
             raise wrong_value("beta", f"None with {loss}, which has no such parameter", self.beta)
 
@@ -130,4 +127,4 @@ class DistillationOptions:
     @property
     def uld(self) -> ULDOptions:
         """The options of ``"uld"``."""
-        return ULDOptions(self.temperature, self.temperature, self.uld_use_hybrid_loss, beta=self.resolved_beta)
+        return ULDOptions(self.temperature, self.temperature)

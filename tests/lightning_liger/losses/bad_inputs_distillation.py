@@ -22,7 +22,6 @@ from lightning_liger import (
     universal_logit_divergence,
 )
 from lightning_liger.losses.distillation import (
-    change_temperature,
     first_occurrences,
     importance_weighted_log_probs,
     log_tail_mass,
@@ -37,7 +36,6 @@ LOG_PROBS, IDS, TARGETS = torch.full((2, 3), -2.0), torch.tensor([[1, 2, 3], [4,
 MASK = torch.ones(2, 3, dtype=torch.bool)
 PAIR = {"student_log_probs": LOG_PROBS, "teacher_log_probs": LOG_PROBS}
 LOGITS = {"student_logits": torch.zeros(2, 5), "teacher_logits": torch.zeros(2, 7)}
-HYBRID = {**LOGITS, "options": ULDOptions(uld_use_hybrid_loss=True)}
 IDS_AND = {"ids": IDS, "log_probs": LOG_PROBS}
 STACK = {"logits": torch.zeros(2, 3, 4), "targets": torch.zeros(2, 3).long(), "weights": [1.0, 1.0]}
 
@@ -101,16 +99,6 @@ _ROWS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, list[tuple[Any, 
         {"student_log_probs": [(LOG_PROBS[0], ("(3,)", "[batch_size, seq_len]"))]},
     ),
     (log_tail_mass, {}, {"log_probs": [(IDS, ("torch.int64", FLOATING))]}),
-    (
-        change_temperature,
-        {"log_probs": LOG_PROBS, "stored_temperature": 1.0, "temperature": 2.0},
-        {
-            "log_probs": [(None, ("None", FLOATING))],
-            "stored_temperature": [(0, ("0", "above 0"))],
-            "temperature": [(-1, ("-1", "above 0"))],
-            "with_tail": [("no", ("'no'", BOOL))],
-        },
-    ),
     (first_occurrences, {}, {"ids": [(LOG_PROBS, ("torch.int64", "torch.float32")), (IDS[0, 0], ("()", "[..., K]"))]}),
     (merge_duplicates, IDS_AND, {"log_probs": [(LOG_PROBS[0], ("(2, 3)", "(3,)")), (IDS, ("int64", FLOATING))]}),
     (
@@ -132,10 +120,6 @@ _ROWS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, list[tuple[Any, 
         {
             "uld_student_temperature": [(0, ("0", "above 0"))],
             "uld_teacher_temperature": [("1", ("'1'", NUMBER))],
-            "uld_use_hybrid_loss": [("yes", ("'yes'", BOOL))],
-            "uld_hybrid_matched_weight": [(-1, ("-1", "at least 0"))],
-            "uld_hybrid_unmatched_weight": [(1.0, ("1.0", "together with uld_hybrid_matched_weight"))],
-            "beta": [(2, ("2", "at most 1"))],
         },
     ),
     (
@@ -144,18 +128,6 @@ _ROWS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, list[tuple[Any, 
         {
             "student_logits": [(None, ("None", FLOATING))],
             "teacher_logits": [(torch.zeros(3, 7), ("(3, 7)", "(2,)")), (IDS, ("torch.int64", FLOATING))],
-        },
-    ),
-    (
-        universal_logit_divergence,
-        HYBRID,
-        {
-            "matched_ids": [
-                (None, ("None", "two int64 tensors")),
-                ((IDS[0],), ("(tensor", "two int64 tensors")),
-                ((IDS[0], LOG_PROBS[0]), ("matched_ids[1]", "torch.float32")),
-                ((IDS[0], IDS[0, :2]), ("matched_ids[1]", "(2,)")),
-            ]
         },
     ),
     (medusa_weights, {}, {"num_heads": [(0, ("0", "at least 1")), (2.0, ("2.0", INTEGER))]}),

@@ -9,7 +9,6 @@ import torch
 from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, dpo_loss
 from lightning_liger.losses.kto import KTOOptions, kto_loss
-from lightning_liger.losses.online_dpo import OnlineDPOOptions, online_dpo_loss
 from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.sequences import sequence_sums
 from lightning_liger.losses.tpo import TPOOptions, tpo_loss
@@ -58,10 +57,6 @@ _OPTIONS: dict[type, dict[str, list[tuple[str, Any, str, str]]]] = {
         "tpo_alpha": _WEIGHT,
         "tpo_l_gamma": _NUMBER,
         "label_smoothing": _SMOOTHING,
-    },
-    OnlineDPOOptions: {
-        "beta": [("zero", 0, "0", "above 0"), ("empty", [], "[]", "a number or a list of numbers")],
-        "loss_type": [("unknown", "hinge", "'hinge'", "'ipo'")],
     },
 }
 _TOGETHER: list[tuple[str, type, dict[str, Any], tuple[str, ...]]] = [
@@ -147,11 +142,6 @@ _CALLS: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
         "dpo_loss-weight-missing",
         lambda: dpo_loss(_pairs(), DPOOptions(use_weighting=True)),
         ("pairs.weight", "None", "use_weighting=True"),
-    ),
-    (
-        "online_dpo_loss-ref_chosen-missing",
-        lambda: online_dpo_loss(_pairs(ref_chosen=None), OnlineDPOOptions()),
-        ("pairs.ref_chosen", "None", "reference model"),
     ),
     ("tpo_loss-reference-missing", lambda: tpo_loss(_pairs(), None, TPOOptions()), ("reference", "None", "a tensor")),
     ("tpo_loss-reference-length", lambda: tpo_loss(_pairs(), _V[:2], TPOOptions()), ("reference", "(2,)", "(3,)")),

@@ -11,7 +11,6 @@ from lightning_liger.losses.distillation import (
     IWOPDOptions,
     SampledDistillationOptions,
     SparseDistillationOptions,
-    change_temperature,
     first_occurrences,
     importance_weighted_log_probs,
     iw_opd_loss,
@@ -143,17 +142,6 @@ def test_masked_ids_count_as_absent_and_order_does_not_matter() -> None:
         cut = sparse_divergence(log_q[..., order], log_p[..., order], options)[0]
         torch.testing.assert_close(masked, cut)
         torch.testing.assert_close(absent, cut)
-
-
-def test_change_of_temperature_is_exact_on_the_whole_vocabulary() -> None:
-    raw = logits(8, 4)
-    for with_tail in (False, True):
-        changed = change_temperature((raw / 1.5).log_softmax(-1), 1.5, 0.7, with_tail=with_tail)
-        torch.testing.assert_close(changed, (raw / 0.7).log_softmax(-1), atol=1e-5, rtol=1e-5)
-    part = torch.tensor([[-0.5, -3.0, -math.inf]])
-    tail = 1 - part.exp().sum()
-    norm = (2 * part).exp().sum() + tail**2
-    torch.testing.assert_close(change_temperature(part, 1.0, 0.5).exp(), (2 * part).exp() / norm)
 
 
 def test_tail_is_stable_and_duplicates_are_found() -> None:

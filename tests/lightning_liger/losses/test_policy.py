@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_ops import TokenScores
 from lightning_liger.losses.completions import Completions
-from lightning_liger.losses.policy import kl_estimate, value_loss
+from lightning_liger.losses.policy import kl_estimate
 from lightning_liger.losses.policy_batch import (
     PolicyBatch,
     check_policy_batch,
@@ -19,7 +19,7 @@ from lightning_liger.losses.policy_batch import (
 )
 from lightning_liger.losses.policy_metrics import policy_metrics
 from lightning_liger.losses.policy_options import LOSS_TYPES, PolicyOptions
-from lightning_liger.losses.policy_reductions import num_units, reduce_losses
+from lightning_liger.losses.policy_reductions import num_units
 from lightning_liger.losses.policy_weights import num_top_entropies, sampling_ratio, top_entropy_mask
 from tests.lightning_liger.losses.policy_batches import (
     LENGTHS,
@@ -280,24 +280,6 @@ def test_divergence_of_async_grpo_is_that_of_its_ratios_of_tokens_or_completions
         details = policy_objective(log_probs, entropies, batch, options).details
         total, count = policy_metrics(entropies, batch, details, options).means["kl"]
         torch.testing.assert_close(total / count, (of_unit.exp() - 1 - of_unit).mean().to(total.dtype))
-
-
-def test_reduce_losses_takes_known_counts() -> None:
-    log_probs, _, batch = padded_batch()
-    for loss_type, units in (("dapo", 22), ("grpo", 6), ("gmpo", 6)):
-        options = options_for(loss_type)
-        losses = batch.advantages if loss_type == "gmpo" else log_probs
-        own = reduce_losses(losses, batch.completions, options)
-        torch.testing.assert_close(reduce_losses(losses, batch.completions, options, normalizer=4 * units), own / 4)
-
-
-def test_value_loss_is_the_larger_of_both_squared_errors() -> None:
-    values = torch.tensor([0.0, 1.0, 2.0, 0.5], dtype=torch.float64, requires_grad=True)
-    old, returns = torch.zeros(4, dtype=torch.float64), torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    loss = value_loss(values, old, returns, clip_range=0.3)
-    torch.testing.assert_close(loss, 0.5 * torch.tensor([1.0, 0.49, 1.0, 0.49], dtype=torch.float64))
-    (gradient,) = torch.autograd.grad(loss.sum(), values)
-    torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.0, 1.0, 0.0], dtype=torch.float64))
 
 
 def test_kl_estimates() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_liger.losses import cpo, dpo, kto, online_dpo, orpo, tpo
+from lightning_liger.losses import cpo, dpo, kto, orpo, tpo
 from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, dpo_loss
 from lightning_liger.losses.sequences import completion_positions, length_desensitized, sequence_sums
 
@@ -282,18 +282,6 @@ def test_running_delta_is_the_mean_of_the_means_of_both_kinds() -> None:
     assert delta.value().item() == 0.0
     delta.update(*kto.reward_sums(torch.tensor([-4.0]), torch.tensor([False])))
     assert delta.value().item() == pytest.approx(0.5 * (2.0 - 3.0))
-
-
-def test_online_dpo_is_not_normalised_by_length_and_beta_follows_epochs() -> None:
-    pairs = random_pairs()
-    d = (pairs.chosen - pairs.ref_chosen) - (pairs.rejected - pairs.ref_rejected)
-    options = online_dpo.OnlineDPOOptions("ipo", beta=(0.1, 0.5))
-    for epoch, beta in ((0, 0.1), (1, 0.5), (7, 0.5)):
-        got = online_dpo.online_dpo_loss(pairs, options, epoch=epoch)
-        torch.testing.assert_close(got.losses, (d - 1 / (2 * beta)) ** 2)
-    got = online_dpo.online_dpo_loss(pairs, online_dpo.OnlineDPOOptions())
-    torch.testing.assert_close(got.losses, -torch.log(sig(0.1 * d)))
-    torch.testing.assert_close(online_dpo.xpo_loss(got.losses, pairs.chosen, 0.2), got.losses + 0.2 * pairs.chosen)
 
 
 def test_sums_of_padded_and_packed_rows_are_the_same() -> None:

@@ -18,7 +18,6 @@ from lightning_liger import (
     MedusaHeads,
     apply_liger_kernels,
     load_medusa_heads,
-    matched_token_ids,
     save_medusa_heads,
     store_teacher_topk,
     teacher_topk_rows,
@@ -224,7 +223,6 @@ def _others() -> Iterator[BadInput]:
         lambda tmp_path: store_teacher_topk(tiny_llama(), ["text"], tmp_path / "t.safetensors"),
         ("batch", "'text'", "a mapping"),
     )
-    yield BadInput("matched_token_ids", lambda: matched_token_ids("a", "b"), ("student_tokenizer", "'a'", "tokenizer"))
 
 
 _IGNORED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
