@@ -18,10 +18,8 @@ from lightning_liger.lazy.scores import divergence, token_loss, token_scores, to
 from lightning_liger.losses.advantages import group_advantages, leave_one_out_advantages
 from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.distillation import (
-    IWOPDOptions,
     SampledDistillationOptions,
     SparseDistillationOptions,
-    iw_opd_loss,
     sampled_divergence,
     sparse_divergence,
 )
@@ -90,7 +88,6 @@ __all__ = [
     "FabricLigerPrecisionPlugin",
     "FabricLigerSingleDeviceStrategy",
     "FabricLigerStrategy",
-    "IWOPDOptions",
     "KTOOptions",
     "LazyLogits",
     "LigerCPO",
@@ -131,7 +128,6 @@ __all__ = [
     "divergence",
     "export_pretrained",
     "group_advantages",
-    "iw_opd_loss",
     "lazy_logits",
     "leave_one_out_advantages",
     "load_medusa_heads",

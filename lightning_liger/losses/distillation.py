@@ -30,7 +30,6 @@ from liger_ops.arguments import (
     check_integer,
     check_number,
     check_shape,
-    check_tensor,
     wrong_type,
     wrong_value,
 )
@@ -103,23 +102,6 @@ class SampledDistillationOptions:
     def __post_init__(self) -> None:
         check_choice("estimator", self.estimator, SAMPLED_ESTIMATORS)
         check_number("distillation_is_clip", self.distillation_is_clip, above=0, optional=True)
-
-
-@dataclass(frozen=True)
-class IWOPDOptions:
-    """Importance-weighted on-policy distillation, with the names and defaults of TRL.
-
-    Args:
-        iw_opd_gamma: How much more the first tokens of a sequence weigh than its last.
-        iw_opd_epsilon: Smallest sum of advantages that weights are divided by.
-    """
-
-    iw_opd_gamma: float = 0.5
-    iw_opd_epsilon: float = 1e-8
-
-    def __post_init__(self) -> None:
-        check_number("iw_opd_gamma", self.iw_opd_gamma, at_least=0)
-        check_number("iw_opd_epsilon", self.iw_opd_epsilon, above=0)
 
 
 def sparse_divergence(
@@ -319,57 +301,6 @@ def sampled_divergence(
             weight = age.exp().clamp(max=options.distillation_is_clip)
             losses, metrics["importance_weight"] = losses * weight, weight
     return losses, metrics
-
-
-def iw_opd_loss(
-    student_log_probs: Tensor,
-    teacher_log_probs: Tensor,
-    mask: Tensor,
-    options: IWOPDOptions | None = None,
-    *,
-    rollout_log_probs: Tensor | None = None,
-    sequence_ids: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
-    """Importance-weighted on-policy distillation: ``-w a l_s`` with advantages ``a = sg[l_t - l_rollout]``.
-
-    ``w = 1 + gamma (1 - (sum of |a| of earlier tokens) / (sum of |a| of the sequence))``: an early disagreement weighs
-    more. As TRL's ``IWOPDTrainer``.
-
-    Args:
-        student_log_probs: ``[batch_size, seq_len]``, of the sampled tokens, differentiable.
-        teacher_log_probs: ``[batch_size, seq_len]``. No gradient.
-        mask: ``[batch_size, seq_len]``, bool: which tokens count.
-        options: See :class:`IWOPDOptions`; None for the defaults.
-        rollout_log_probs: ``[batch_size, seq_len]``, of the policy that sampled; None if it is the student.
-        sequence_ids: ``[batch_size, seq_len]``, int64: the number of each token's sequence in its row, from 0, for rows
-            of several sequences, one after the other.
-
-    Returns:
-        Losses ``[batch_size, seq_len]`` in at least float32, 0 where ``mask`` is False, and the metrics ``advantage``
-        (with its weight), ``abs_advantage`` (without) and ``weight``, of the same shape.
-    """
-    options = options or IWOPDOptions()
-    _check_pair(student_log_probs, teacher_log_probs)
-    if student_log_probs.ndim != 2:
-        raise wrong_value("student_log_probs", "a tensor of shape [batch_size, seq_len]", student_log_probs)
-    _check_mask("mask", mask, student_log_probs)
-    if rollout_log_probs is not None:
-        check_floating("rollout_log_probs", rollout_log_probs)
-        check_shape("rollout_log_probs", rollout_log_probs, mask.shape, "as student_log_probs")
-    student = _at_least_float32(student_log_probs).masked_fill(~mask, 0.0)
-    rollout = student if rollout_log_probs is None else rollout_log_probs
-    advantage = (teacher_log_probs - rollout).detach().to(student.dtype).masked_fill(~mask, 0.0)
-    size = advantage.abs()
-    earlier, total = size.cumsum(dim=1) - size, size.sum(dim=1, keepdim=True)
-    if sequence_ids is not None:
-        check_tensor("sequence_ids", sequence_ids)
-        check_shape("sequence_ids", sequence_ids, mask.shape, "as student_log_probs")
-        totals = torch.zeros_like(size).scatter_add(1, sequence_ids, size)
-        earlier = earlier - (totals.cumsum(dim=1) - totals).gather(1, sequence_ids)
-        total = totals.gather(1, sequence_ids)
-    weight = 1 + options.iw_opd_gamma * (1 - earlier / total.clamp(min=options.iw_opd_epsilon))
-    weighted = weight * advantage
-    return -weighted * student, {"advantage": weighted, "abs_advantage": size, "weight": weight}
 
 
 def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Tensor:

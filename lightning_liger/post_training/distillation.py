@@ -23,7 +23,6 @@ from liger_ops.divergence.options import num_common_columns
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.losses.distillation import (
     first_occurrences,
-    iw_opd_loss,
     sampled_divergence,
     sparse_divergence,
 )
@@ -31,7 +30,7 @@ from lightning_liger.post_training.alignment import aligned_tokens, universal_lo
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.causal_lm import options_of, refuse_loss_type
 from lightning_liger.post_training.distillation_options import DistillationOptions
-from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
+from lightning_liger.post_training.metrics import Mean, Measured, Total
 from lightning_liger.post_training.rows import count_tokens
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
 from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
@@ -67,8 +66,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     - ``teacher_topk_ids`` (int64) and ``teacher_topk_log_probs``, ``[batch_size, seq_len, K]``: as logits, those at a
       token are about the next one; -inf where there are fewer than K. ``"topk_logits"`` then needs no teacher.
-    - ``teacher_per_token_logps``, ``[batch_size, seq_len]``: each at its token. ``"sampled_token"`` and ``"iw_opd"``
-      then need no teacher.
+    - ``teacher_per_token_logps``, ``[batch_size, seq_len]``: each at its token. ``"sampled_token"`` then needs no
+      teacher.
     - ``old_per_token_logps``, ``[batch_size, seq_len]``: of the policy that sampled the tokens.
     - ``teacher_input_ids``, ``teacher_labels`` and others with that prefix: for ``"uld"``, which needs them, the same
       text in the teacher's tokens. The i-th labelled token of a row is compared with the i-th of the other.
@@ -79,7 +78,7 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
 
     Each stage logs ``loss``, ``distillation_loss``, ``num_tokens`` and, where they exist, ``cross_entropy``,
     ``entropy``, ``mean_token_accuracy``, ``student_mass`` and ``teacher_mass`` (of the K ids), ``log_ratio``,
-    ``importance_weight`` and TRL's of ``"iw_opd"``.
+    ``importance_weight``.
 
     Attributes:
         distillation: See :class:`DistillationOptions`.
@@ -132,16 +131,13 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             names += ["teacher_mass", *(["student_mass"] if options.support_mode != "renormalize" else [])]
         if options.distillation_mode == "sampled_token":
             names += ["log_ratio", "importance_weight"]
-        if options.distillation_mode == "iw_opd":
-            names += ["iw_opd/mean_advantage", "iw_opd/mean_abs_advantage", "iw_opd/mean_weight"]
-            kinds |= {"iw_opd/min_weight": "min", "iw_opd/max_weight": "max"}
         return dict.fromkeys(names, "mean") | kinds
 
     @property
     def _scores_labels(self) -> bool:
         """Whether the loss reads scores of the labels, so that their entropy costs nothing."""
         options = self.distillation
-        return options.distillation_mode in ("sampled_token", "iw_opd") or options.crossentropy_weight > 0
+        return options.distillation_mode == "sampled_token" or options.crossentropy_weight > 0
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
@@ -159,7 +155,6 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             "full_logits": self._full_loss,
             "topk_logits": self._topk_loss,
             "sampled_token": self._sampled_loss,
-            "iw_opd": self._iw_opd_loss,
             "uld": self._uld_loss,
         }[options.distillation_mode]
         loss, count, measured = compute(logits, rows)
@@ -239,31 +234,6 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         }
         self._hidden_metrics -= measured.keys()
         return total, count, measured | _of_labels(scores, targets)
-
-    def _iw_opd_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
-        options, targets = self.distillation, rows.targets
-        if self.context is not None:
-            raise ValueError("context_parallel_size must be 1 for 'iw_opd', whose weights are those of whole sequences")
-        positions = document_positions(rows.inputs)
-        ids = None if positions is None else (positions == 0).cumsum(-1).clamp(min=1) - 1
-        scores = token_scores(
-            logits, targets, temperature=options.temperature, outputs=("log_probs", "entropy", "correct"),
-            detach=("entropy",),
-        )  # fmt: skip
-        assert scores.log_probs is not None
-        old, kept, count = rows.columns.get(OLD_LOG_PROBS), targets >= 0, num_kept(targets)
-        losses, metrics = iw_opd_loss(
-            scores.log_probs, self._teacher_log_probs(rows), kept, options.iw_opd,
-            rollout_log_probs=None if old is None else _next(old),
-            sequence_ids=None if ids is None else ids.expand_as(targets),
-        )  # fmt: skip
-        measured: dict[str, Measured] = {
-            f"iw_opd/mean_{name}": Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()
-        }
-        weight = metrics["weight"]
-        measured["iw_opd/min_weight"] = Smallest(torch.where(kept, weight, torch.inf).amin())
-        measured["iw_opd/max_weight"] = Largest(torch.where(kept, weight, -torch.inf).amax())
-        return losses.sum(), count, measured | _of_labels(scores, targets)
 
     def _uld_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         columns = rows.columns
@@ -409,7 +379,6 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         distillation_support: See :class:`~lightning_liger.DistillationOptions`.
         estimator: See :class:`~lightning_liger.DistillationOptions`.
         distillation_is_clip: See :class:`~lightning_liger.DistillationOptions`.
-        iw_opd_gamma: See :class:`~lightning_liger.DistillationOptions`.
         crossentropy_weight: See :class:`~lightning_liger.DistillationOptions`.
         distillation_weight: See :class:`~lightning_liger.DistillationOptions`.
         log_entropy: See :class:`~lightning_liger.DistillationOptions`.
@@ -440,7 +409,6 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         distillation_support: str = "teacher",
         estimator: str = "policy_gradient",
         distillation_is_clip: float | None = 2.0,
-        iw_opd_gamma: float = 0.5,
         crossentropy_weight: float = 0.0,
         distillation_weight: float = 1.0,
         log_entropy: bool = False,

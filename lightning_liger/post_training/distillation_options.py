@@ -6,13 +6,12 @@ from liger_ops.arguments import check_bool, check_choice, check_integer, check_n
 from liger_ops.divergence.options import KINDS, VOCAB_RULES
 from lightning_liger.losses.distillation import (
     SUPPORT_MODES,
-    IWOPDOptions,
     SampledDistillationOptions,
     SparseDistillationOptions,
 )
 from lightning_liger.losses.uld import ULDOptions
 
-MODES = ("full_logits", "topk_logits", "sampled_token", "iw_opd", "uld")
+MODES = ("full_logits", "topk_logits", "sampled_token", "uld")
 SUPPORTS = ("teacher", "student", "union")
 _BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}
 _WITH_BETA = ("mixed", "jsd", "skew_kl", "skew_reverse_kl")
@@ -22,7 +21,6 @@ _MODES_OF = {
     **dict.fromkeys(("distillation_topk", "distillation_support"), ("topk_logits",)),
     **dict.fromkeys(("estimator", "distillation_is_clip"), ("sampled_token",)),
     "t_squared": ("full_logits", "topk_logits", "uld"),
-    "iw_opd_gamma": ("iw_opd",),
 }
 """The modes that read an option; others would ignore it."""
 
@@ -34,7 +32,7 @@ class DistillationOptions:
     Args:
         distillation_mode: ``"full_logits"``: the divergence over the vocabulary. ``"topk_logits"``: that over K ids a
             token, stored ones if batches have them. ``"sampled_token"``: an estimate of the reverse KL divergence at
-            the labels, which the student has sampled. ``"iw_opd"``: the same, early disagreement weighted more.
+            the labels, which the student has sampled.
             ``"uld"``: the distance of sorted probabilities, for teachers with another tokenizer.
         divergence: Of ``"full_logits"``: ``"forward_kl"``, ``"reverse_kl"``, ``"mixed"``, ``"jsd"``, ``"skew_kl"``,
             ``"skew_reverse_kl"``, ``"total_variation"``, ``"mse"`` or ``"cosine"``; of ``"topk_logits"``:
@@ -50,7 +48,6 @@ class DistillationOptions:
         distillation_support: Whose likeliest ids these are: ``"teacher"``, ``"student"`` or ``"union"``.
         estimator: Of ``"sampled_token"``: ``"policy_gradient"``, ``"k1"``, ``"k2"`` or ``"k3"``.
         distillation_is_clip: Of ``"sampled_token"``: the largest importance weight, None for no weights.
-        iw_opd_gamma: Of ``"iw_opd"``: how much more the first tokens weigh.
         crossentropy_weight: Weight of cross entropy on the labels, which is not part of the loss by default.
         distillation_weight: Weight of the distillation loss.
         log_entropy: Whether the student's entropy is measured where that costs one more product of its head.
@@ -72,7 +69,6 @@ class DistillationOptions:
     distillation_support: str = "teacher"
     estimator: str = "policy_gradient"
     distillation_is_clip: float | None = 2.0
-    iw_opd_gamma: float = 0.5
     crossentropy_weight: float = 0.0
     distillation_weight: float = 1.0
     log_entropy: bool = False
@@ -94,7 +90,7 @@ class DistillationOptions:
         if self.distillation_mode == "topk_logits":
             check_choice("divergence", self.divergence, (*_BETAS, "jsd"))
             self.sparse(1.0)
-        _ = self.sampled, self.iw_opd, self.uld
+        _ = self.sampled, self.uld
         mode = self.distillation_mode
         for name, modes in _MODES_OF.items():
             if mode not in modes and (value := getattr(self, name)) != (default := getattr(type(self), name)):
@@ -118,11 +114,6 @@ class DistillationOptions:
     def sampled(self) -> SampledDistillationOptions:
         """The options of ``"sampled_token"``."""
         return SampledDistillationOptions(self.estimator, self.distillation_is_clip)
-
-    @property
-    def iw_opd(self) -> IWOPDOptions:
-        """The options of ``"iw_opd"``."""
-        return IWOPDOptions(self.iw_opd_gamma)
 
     @property
     def uld(self) -> ULDOptions:

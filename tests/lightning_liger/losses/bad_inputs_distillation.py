@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from lightning_liger import (
-    IWOPDOptions,
     SampledDistillationOptions,
     SparseDistillationOptions,
     ULDOptions,
     deepseek_mtp_weights,
-    iw_opd_loss,
     medusa_weights,
     multi_token_loss,
     multi_token_weights,
@@ -62,7 +60,6 @@ _ROWS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, list[tuple[Any, 
             "distillation_is_clip": [(0.0, ("0.0", "above 0")), ("2", ("'2'", "or None"))],
         },
     ),
-    (IWOPDOptions, {}, {"iw_opd_gamma": [(-1, ("-1", "at least 0"))], "iw_opd_epsilon": [(0, ("0", "above 0"))]}),
     (
         sparse_divergence,
         PAIR,
@@ -84,19 +81,6 @@ _ROWS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, list[tuple[Any, 
             "teacher_log_probs": [(LOG_PROBS[0], ("(2, 3)", "(3,)"))],
             "old_log_probs": [(LOG_PROBS[0], ("(2, 3)", "(3,)")), (1.0, ("1.0", FLOATING))],
         },
-    ),
-    (
-        iw_opd_loss,
-        {**PAIR, "mask": MASK},
-        {
-            "mask": [(LOG_PROBS, ("torch.bool", "torch.float32")), (MASK[0], ("(2, 3)", "(3,)"))],
-            "rollout_log_probs": [(LOG_PROBS[0], ("(2, 3)", "(3,)"))],
-        },
-    ),
-    (
-        iw_opd_loss,
-        {"teacher_log_probs": LOG_PROBS[0], "mask": MASK[0]},
-        {"student_log_probs": [(LOG_PROBS[0], ("(3,)", "[batch_size, seq_len]"))]},
     ),
     (log_tail_mass, {}, {"log_probs": [(IDS, ("torch.int64", FLOATING))]}),
     (first_occurrences, {}, {"ids": [(LOG_PROBS, ("torch.int64", "torch.float32")), (IDS[0, 0], ("()", "[..., K]"))]}),

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_liger.losses.distillation import (
-    IWOPDOptions,
     SampledDistillationOptions,
     SparseDistillationOptions,
     first_occurrences,
     importance_weighted_log_probs,
-    iw_opd_loss,
     log_tail_mass,
     merge_duplicates,
     sample_support,
@@ -219,31 +217,6 @@ def test_old_tokens_are_weighted_up_to_the_bound() -> None:
     )
     torch.testing.assert_close(torch.autograd.grad(unweighted.sum(), student)[0], torch.ones(3))
     assert "importance_weight" not in metrics
-
-
-def test_iw_opd_weighs_early_disagreement_more() -> None:
-    student = torch.tensor([[-1.0, -2.0, -3.0, -7.0]] * 2, requires_grad=True)
-    teacher, rollout = torch.tensor([[-2.0, -1.5, -3.0, math.nan]] * 2), torch.tensor([[-1.0, -2.0, -2.5, 0.0]] * 2)
-    mask = torch.tensor([[True, True, True, False], [False] * 4])
-    losses, metrics = iw_opd_loss(student, teacher, mask, IWOPDOptions(0.5), rollout_log_probs=rollout)
-    # |a| = 1, 0.5, 0.5: the weights are 1 + 0.5 (1 - [0, 1, 1.5] / 2).
-    weight = torch.tensor([1.5, 1.25, 1.125])
-    torch.testing.assert_close(metrics["weight"][0, :3], weight)
-    torch.testing.assert_close(metrics["advantage"][0, :3], weight * torch.tensor([-1.0, 0.5, -0.5]))
-    losses.sum().backward()
-    assert student.grad is not None
-    torch.testing.assert_close(student.grad[0, :3], -metrics["advantage"][0, :3])
-    assert not losses[~mask].any()
-    assert not student.grad[~mask].any()
-
-
-def test_iw_opd_of_packed_rows_is_that_of_single_sequences() -> None:
-    student, teacher = (-torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    mask = torch.tensor([[True] * 4, [False, True, True, False], [True, True, False, False]])
-    expected, _ = iw_opd_loss(student, teacher, mask)
-    row = (each.view(1, 12) for each in (student, teacher, mask))
-    losses, _ = iw_opd_loss(*row, sequence_ids=torch.arange(3).repeat_interleave(4)[None])
-    torch.testing.assert_close(losses.view(3, 4), expected)
 
 
 def _trl(name: str) -> Any:

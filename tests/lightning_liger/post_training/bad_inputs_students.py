@@ -41,7 +41,6 @@ _DISTILLATION: Cases = {
     "distillation_support": [("both", ("'both'", "'union'"))],
     "estimator": [("k4", ("'k4'", "'k3'"))],
     "distillation_is_clip": [(-1.0, ("-1.0", "above 0"))],
-    "iw_opd_gamma": [(-1.0, ("-1.0", "at least 0"))],
     "crossentropy_weight": [(-1.0, ("-1.0", "at least 0")), (None, ("None", NUMBER))],
     "distillation_weight": [(float("nan"), ("nan", NUMBER))],
     "log_entropy": [("no", ("'no'", BOOL))],
@@ -230,7 +229,6 @@ _IGNORED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"divergence": "cosine", "beta": 0.5}, ("beta", "None with divergence='cosine'")),
     ({"distillation_mode": "uld", "beta": 0.5}, ("beta", "None with distillation_mode='uld'")),
     ({"support_mode": "zero"}, ("support_mode", "'tail' with distillation_mode='full_logits'")),
-    ({"distillation_mode": "iw_opd", "divergence": "jsd"}, ("divergence", "'forward_kl' with distillation_mode=")),
     ({"distillation_mode": "sampled_token", "t_squared": True}, ("t_squared", "False with distillation_mode=")),
 ]
 

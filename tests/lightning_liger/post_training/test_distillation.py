@@ -17,7 +17,6 @@ from lightning_liger import (
     LigerDistillation,
     LigerDistillationMixin,
     apply_liger_kernels,
-    iw_opd_loss,
 )
 from lightning_liger.data import PromptCompletionDataModule
 from lightning_liger.data.tokenizer import load_or_train_tokenizer
@@ -297,20 +296,6 @@ def test_values_of_the_policy_that_sampled() -> None:
     result = module.step_loss("train", {**batch, **columns})
     expected = (of_student - of_teacher) * of_student * age.exp().clamp(max=1.5)
     torch.testing.assert_close(result.terms[0].total, expected.sum().detach(), check_dtype=False, rtol=1e-4, atol=1e-4)
-    opd = Student(distillation_mode="iw_opd")
-    apply_liger_kernels(opd, "linear_cross_entropy")
-    result = opd.step_loss("train", {**batch, **columns})
-    assert float(result.terms[0].count) == 12
-    weights = iw_opd_loss(of_student, of_teacher, torch.ones(2, 6, dtype=torch.bool),
-                          rollout_log_probs=columns["old_per_token_logps"][:, 1:])[1]["weight"]  # fmt: skip
-    extremes = [float(result.metrics[f"iw_opd/{kind}_weight"][0]) for kind in ("min", "max")]
-    assert extremes == pytest.approx([float(weights.min()), float(weights.max())], rel=1e-5)
-    assert float(result.metrics["num_tokens"][0]) == 14
-    assert result.metrics.keys() == opd.metric_kinds().keys()
-    packed = {name: value.reshape(1, -1) for name, value in {**batch, **columns}.items()}
-    packed["position_ids"] = torch.arange(batch["input_ids"].shape[1]).repeat(2)[None]
-    packed = opd.step_loss("train", packed)
-    torch.testing.assert_close(packed.terms[0].total, result.terms[0].total, rtol=1e-4, atol=1e-4)
 
 
 def test_teacher_with_fewer_ids_than_the_text_is_refused() -> None:
