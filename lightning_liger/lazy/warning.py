@@ -22,8 +22,8 @@ def warn_materialized(operation: str, shape: torch.Size, dtype: torch.dtype) -> 
     if (operation, line) not in _warned_operations:
         _warned_operations.add((operation, line))
         rank_zero_warn(
-            f"{operation} on an LM head's output ({line}) materializes the logits: {_size(shape, dtype)}. The result is"
-            " right, but the loss is not fused."
+            f"{operation} on an LM head's output ({line}) materializes the logits: {_size(shape, dtype)} GiB. The result"
+            " is right, but the loss is not fused."
         )
 
 
@@ -32,13 +32,13 @@ def warn_kept(place: str, shape: torch.Size, dtype: torch.dtype) -> None:
     if ("kept", place) not in _warned_operations:
         _warned_operations.add(("kept", place))
         rank_zero_warn(
-            f"An LM head's output that is kept beyond {place} is materialized there: {_size(shape, dtype)}. Keep what"
-            " you need of it, such as logits.argmax(-1), for less memory."
+            f"An LM head's output that is kept beyond {place} is materialized there: {_size(shape, dtype)} GiB. Keep"
+            " what you need of it, such as logits.argmax(-1), for less memory."
         )
 
 
 def _size(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {dtype}, {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB"
+    return f"{tuple(shape)} {dtype}, {math.prod(shape) * dtype.itemsize / 2**30:.2f}"
 
 
 def _calling_line() -> str:
