@@ -22,8 +22,8 @@ def warn_materialized(operation: str, shape: torch.Size, dtype: torch.dtype) -> 
     if (operation, line) not in _warned_operations:
         _warned_operations.add((operation, line))
         rank_zero_warn(
-            f"{operation} on an LM head's output ({line}) materializes the logits: {_size(shape, dtype)} GiB. The result"
-            " is right, but the loss is not fused."
+            f"{operation} on an LM head's output ({line}) materializes the logits: {_size(shape, dtype)} GiB. The"
+            " result is right, but the loss is not fused."
         )
 
 
