@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -169,8 +169,9 @@ class LanguageModel:
             return self.model(**inputs)
         with _Differences() as differences:
             output = self.model(**inputs)
-        is_recurrent: bool = cast(Any, self.pretrained)._is_stateful  # layers of Mamba read no positions
-        self._finds_documents = differences.were_taken and not is_recurrent
+        model: Any = self.pretrained
+        mixes = model._is_stateful or model.config.model_type in _MIXING_DOCUMENTS  # layers of Mamba read no positions
+        self._finds_documents = differences.were_taken and not mixes
         if not self._finds_documents and bool((position_ids.diff(dim=-1) != 1).any()):
             raise ValueError(
                 "batch['position_ids'] must not start again within a row, as not all layers of"
@@ -244,6 +245,15 @@ def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: b
     if not loss_type.endswith(("ForCausalLM", "ForConditionalGeneration")):
         return None
     return "own" if is_encoder_decoder else "next"
+
+
+_MIXING_DOCUMENTS = frozenset(
+    (
+        *("blt", "doge", "inkling_text", "inkling2_text", "lfm2", "lfm2_moe", "lfm3", "minimax"),
+        "minimax_m3_vl_text",
+    )
+)
+"""Model types in which some layers find documents and others, such as convolutions, do not."""
 
 
 class _Differences(TorchFunctionMode):

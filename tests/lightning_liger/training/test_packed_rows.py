@@ -97,7 +97,7 @@ def test_mask_of_padding_on_the_left_stays(positions: list[int]) -> None:
     torch.testing.assert_close(model.training_step(padded | {"labels": labels}, 0), model.training_step(alone, 0))
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "opt", "mamba2", "bamba"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "opt", "mamba2", "bamba", "lfm2", "minimax"])
 def test_architecture_that_does_not_look_for_documents_is_refused(architecture: str) -> None:
     model = LanguageModel(tiny_causal_lm(architecture))
     ids = torch.arange(3, 9)[None]
