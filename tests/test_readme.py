@@ -130,7 +130,7 @@ def test_example_on_the_page_of_the_kernels_gives_a_loss() -> None:
 
 def test_step_on_the_page_of_training_gives_the_models_loss() -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    source = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0]
     scope: dict[str, Any] = {"L": L, "LigerLMMixin": lightning_liger.LigerLMMixin}
     exec(source, scope)
     module = scope["OwnStep"]()

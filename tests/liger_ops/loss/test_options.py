@@ -103,10 +103,10 @@ def test_weights_that_do_not_fit_raise(
     weight: torch.Tensor | None, token_weight: torch.Tensor | None, message: str
 ) -> None:
     target = torch.zeros(2, 3, dtype=torch.int64)
-    check_weights(torch.ones(5), torch.ones(2, 3), target, 5)
-    check_weights(None, None, target, 5)
+    check_weights(torch.ones(5), torch.ones(2, 3), target, 5, -100)
+    check_weights(None, None, target, 5, -100)
     with pytest.raises(ValueError, match=message):
-        check_weights(weight, token_weight, target, 5)
+        check_weights(weight, token_weight, target, 5, -100)
 
 
 @pytest.mark.parametrize("name", ["weight", "token_weight"])
@@ -115,9 +115,9 @@ def test_weights_that_would_lose_their_gradient_raise(name: str) -> None:
     weights[name].requires_grad_()
     target = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"^{name} must not require a gradient.*pass {name}\.detach\(\)"):
-        check_weights(**weights, target=target, vocab_size=5)
+        check_weights(**weights, target=target, vocab_size=5, ignore_index=-100)
     with torch.no_grad():
-        check_weights(**weights, target=target, vocab_size=5)
+        check_weights(**weights, target=target, vocab_size=5, ignore_index=-100)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_targets_are_flat_contiguous_and_free_of_gradients() -> None:
     labels = torch.arange(6).view(3, 2).t()
     weight = torch.rand(10)[::2].requires_grad_()
     token_weight = torch.rand(3, 2).t().requires_grad_()
-    targets = flat_targets(labels, weight, token_weight)
+    targets = flat_targets(labels, weight, token_weight, torch.float32)
     assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in targets)
     assert targets.labels.tolist() == [0, 2, 4, 1, 3, 5]
     assert torch.equal(targets.class_weight, weight)
     assert torch.equal(targets.token_weight, token_weight.flatten())
-    assert flat_targets(labels, None, None)[1:] == (None, None)
+    assert flat_targets(labels, None, None, torch.float32)[1:] == (None, None)
 
 
 def test_reduction_is_one_of_three() -> None:

@@ -114,7 +114,10 @@ def test_parts_of_nested_and_prefixed_batches_add_up():
 
 
 def test_batches_of_the_data_modules_are_counted():
-    examples = [{"prompt_ids": np.arange(3), "completion_ids": np.arange(length), "label": True} for length in (2, 4)]
+    examples = [
+        {"prompt_ids": np.arange(3), "completion_ids": np.arange(length), "KL_completion_ids": np.arange(6 - length),
+         "label": True} for length in (2, 4)
+    ]  # fmt: skip
     pairs = [{"prompt_ids": np.arange(3), "chosen_ids": np.arange(2), "rejected_ids": np.arange(4)}]
     groups = [{"prompt_ids": np.arange(3), "completion_ids": np.arange(6), "completion_lengths": np.array([2, 4]),
                "advantages": np.zeros(2)}]  # fmt: skip
