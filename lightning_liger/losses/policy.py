@@ -10,7 +10,6 @@ clipped    -min(r A, clamp(r, 1 - epsilon, 1 + epsilon_high) A), r at most delta
 cispo      -sg[min(r, epsilon_high)] A l                                                         arXiv:2506.13585
 sapo       -(4 / t) sigmoid(t (r - 1)) A, t by the sign of A                                     arXiv:2511.20347
 vespo      -sg[phi(w)] A l, w the product of a completion's r                                    arXiv:2602.10693
-gmpo       -exp(mean of clipped log r) A, one for each completion                                arXiv:2507.20673
 rloo       PPO's objective of the product of a completion's r                                    arXiv:2402.14740
 =========  ====================================================================================  ===================
 
@@ -132,32 +131,6 @@ def vespo_weights(
     return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def gmpo_losses(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    completions: Completions,
-    *,
-    epsilon: float = 0.4,
-    epsilon_high: float | None = None,
-) -> Tensor:
-    """GMPO (arXiv:2507.20673): the geometric mean of a completion's ratios, each clipped in log space on one side.
-
-    Args:
-        log_ratio: l - old of each token.
-        advantages: ``[num_sequences]``.
-        completions: Which tokens form a completion.
-        epsilon: The log-ratio is at least -epsilon where the advantage is not positive.
-        epsilon_high: The log-ratio is at most this where the advantage is positive; None is ``epsilon``.
-
-    Returns:
-        ``[num_sequences]``.
-    """
-    high = epsilon if epsilon_high is None else epsilon_high
-    is_positive = completions.spread(advantages) > 0
-    clipped = torch.where(is_positive, log_ratio.clamp(max=high), log_ratio.clamp(min=-epsilon))
-    return -safe_exp(completions.mean(clipped)) * advantages
-
-
 def rloo_losses(
     log_ratio: Tensor,
     advantages: Tensor,
@@ -185,7 +158,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, kind: str = "k3") -
 
 
 def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions) -> PolicyTerms:
-    """The losses of tokens, before they are reduced; for all loss types but ``"gmpo"`` and ``"rloo"``.
+    """The losses of tokens, before they are reduced; for all loss types but ``"rloo"``.
 
     Each loss is a function of its own token's log-probability alone unless ``tokens.log_weights`` is given, so this may
     be called with a part of the tokens, in the loop of ``linear_token_loss`` for example.

@@ -5,7 +5,6 @@ Most losses are functions of each token alone and can be computed inside the loo
 computed from all log-probabilities (:func:`policy_objective`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from liger_ops.arguments import check_floating, check_same_device, wrong_type, w
 from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy import (
     PolicyTokens,
-    gmpo_losses,
     kl_estimate,
     policy_terms,
     rloo_losses,
@@ -245,16 +243,12 @@ def _loss_of_completions(
     kept: Tensor | None,
     options: PolicyOptions,
 ) -> _Loss:
-    """GMPO and RLOO."""
+    """RLOO."""
     completions, log_ratio = batch.completions, log_probs - old
-    epsilons = {"epsilon": options.epsilon_low, "epsilon_high": options.bound_high}
-    if options.loss_type == "rloo":
-        losses = rloo_losses(log_ratio, batch.advantages, completions, **epsilons)
-        ratio = safe_exp(completions.sum(log_ratio))
-    else:
-        of_kept = completions if kept is None else dataclasses.replace(completions, mask=kept)
-        losses = gmpo_losses(log_ratio, batch.advantages, of_kept, **epsilons)
-        ratio = safe_exp(log_ratio)
+    losses = rloo_losses(
+        log_ratio, batch.advantages, completions, epsilon=options.epsilon_low, epsilon_high=options.bound_high
+    )
+    ratio = safe_exp(completions.sum(log_ratio))
     losses = losses if importance is None else losses * importance
     kl = None
     if options.beta and batch.ref_log_probs is not None:

@@ -24,11 +24,9 @@ class PolicyMetrics(NamedTuple):
 def metric_names(options: PolicyOptions) -> list[str]:
     """The metrics that every batch of the loss has."""
     names = ["entropy"]
-    if options.beta or options.loss_type == "async_grpo":
+    if options.beta:
         names.append("kl")
-    if options.loss_type == "async_grpo":
-        names.append("ratio")
-    if options.loss_type in (*CLIPPED, "gmpo", "rloo"):
+    if options.loss_type in (*CLIPPED, "rloo"):
         names += [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
     if options.loss_type == "cispo":
         names.append("cispo_clip_ratio")
@@ -77,12 +75,7 @@ def policy_metrics(
         means["kl"] = _mean(details.kl, completions)
     elif options.loss_type == "rloo" and batch.ref_log_probs is not None and batch.old_log_probs is not None:
         means["kl"] = _mean(batch.old_log_probs - batch.ref_log_probs, completions)
-    elif options.loss_type == "async_grpo":
-        log_ratio = details.log_ratio if details.ratio.ndim > 1 else completions.mean(details.log_ratio)
-        means["kl"] = _mean(details.ratio - 1 - log_ratio, completions)
-    if options.loss_type == "async_grpo":
-        means["ratio"] = _mean(details.ratio, completions)
-    if options.loss_type in (*CLIPPED, "gmpo", "rloo"):
+    if options.loss_type in (*CLIPPED, "rloo"):
         low, high = _clipped(details, batch, options)
         for name, clipped in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
             means[f"clip_ratio/{name}"] = _mean(clipped.float(), completions)
@@ -148,12 +141,8 @@ def _add_sampling(
 
 def _clipped(details: PolicyDetails, batch: PolicyBatch, options: PolicyOptions) -> tuple[Tensor, Tensor]:
     """Where the ratio is below its bound and A negative, and where it is above its bound and A positive."""
-    if options.loss_type == "gmpo":  # clips in log space
-        ratio, advantages = _broadcast(details.log_ratio, batch)
-        low, high = -options.epsilon_low, options.bound_high
-    else:
-        ratio, advantages = _broadcast(details.ratio, batch)
-        low, high = 1 - options.epsilon_low, 1 + options.bound_high
+    ratio, advantages = _broadcast(details.ratio, batch)
+    low, high = 1 - options.epsilon_low, 1 + options.bound_high
     return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from liger_ops.arguments import check_bool, check_choice, check_integer, check_number
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "async_grpo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Loss types whose tokens have PPO's clipped objective; they differ in the reduction."""
-LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo", "gmpo", "rloo")
-OF_SEQUENCES = ("gmpo", "rloo")
+LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo", "rloo")
+OF_SEQUENCES = ("rloo",)
 """Loss types with one loss a completion, which has no tokens to mask or weight."""
 SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 _LEVELS = ("token", "sequence")
@@ -22,12 +22,10 @@ class PolicyOptions:
 
     Args:
         loss_type: ``"grpo"`` (arXiv:2402.03300), ``"bnpo"``, ``"dr_grpo"`` (arXiv:2503.20783), ``"dapo"``
-            (arXiv:2503.14476), ``"async_grpo"``, ``"luspo"`` (arXiv:2602.05261), ``"cispo"`` (arXiv:2506.13585),
-            ``"sapo"`` (arXiv:2511.20347), ``"vespo"`` (arXiv:2602.10693), ``"gmpo"`` (arXiv:2507.20673) or ``"rloo"``
-            (arXiv:2402.14740).
+            (arXiv:2503.14476), ``"luspo"`` (arXiv:2602.05261), ``"cispo"`` (arXiv:2506.13585), ``"sapo"``
+            (arXiv:2511.20347), ``"vespo"`` (arXiv:2602.10693) or ``"rloo"`` (arXiv:2402.14740).
         beta: Weight of the divergence from the reference in the loss; 0 needs no reference. RLOO has it in the reward.
-        epsilon: The ratio is clipped below 1 - epsilon; for GMPO the log-ratio below -epsilon. None is 0.2, for GMPO
-            0.4.
+        epsilon: The ratio is clipped below 1 - epsilon. None is 0.2.
         epsilon_high: The ratio is clipped above 1 + epsilon_high; None is epsilon. For CISPO the bound of the ratio
             itself, such as 5.0, which has no default.
         delta: Upper bound of the ratio where advantages are negative (two-sided clipping, arXiv:2505.07291), above
@@ -107,7 +105,7 @@ class PolicyOptions:
         for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
             check_number(name, getattr(self, name), at_least=0)
         check_integer("max_completion_length", self.max_completion_length, at_least=1, optional=True)
-        object.__setattr__(self, "epsilon_low", self.epsilon or (0.4 if self.loss_type == "gmpo" else 0.2))
+        object.__setattr__(self, "epsilon_low", self.epsilon or 0.2)
         object.__setattr__(self, "bound_high", self.epsilon_high or self.epsilon_low)
         self._check_combinations()
 
@@ -167,4 +165,4 @@ class PolicyOptions:
     @property
     def counts_tokens(self) -> bool:
         """Whether the loss is a mean over tokens, not over completions."""
-        return self.loss_type in ("bnpo", "dapo", "async_grpo", "cispo", "vespo")
+        return self.loss_type in ("bnpo", "dapo", "cispo", "vespo")

@@ -4,11 +4,10 @@
 loss type                           sum                                         units
 ==================================  ==========================================  ==========================
 grpo, sapo                          of the means of completions                 completions
-bnpo, dapo, async_grpo, cispo,      of tokens                                   tokens
-vespo
+bnpo, dapo, cispo, vespo            of tokens                                   tokens
 dr_grpo                             of tokens / ``max_completion_length``       completions
 luspo                               of tokens                                   completions
-gmpo, rloo                          of completions                              completions
+rloo                                of completions                              completions
 ==================================  ==========================================  ==========================
 
 Units are those of the whole optimizer step, on all ranks, so that the loss does not depend on how a batch was split.

@@ -15,11 +15,10 @@ class LigerGRPO(LigerPolicyMixin, ReferenceCausalLM):
     :mod:`lightning_liger.losses.policy`. Names and defaults are those of TRL's ``GRPOConfig``.
 
     Args:
-        loss_type: ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"``, ``"async_grpo"``, ``"luspo"``, ``"cispo"``,
-            ``"sapo"``, ``"vespo"``, ``"gmpo"`` or ``"rloo"``.
+        loss_type: ``"grpo"``, ``"bnpo"``, ``"dr_grpo"``, ``"dapo"``, ``"luspo"``, ``"cispo"``, ``"sapo"``,
+            ``"vespo"`` or ``"rloo"``.
         beta: Weight of the divergence from the reference model in the loss; 0 needs no reference.
-        epsilon: The ratio is clipped below 1 - epsilon; for GMPO the log-ratio below -epsilon. None is 0.2, for GMPO
-            0.4.
+        epsilon: The ratio is clipped below 1 - epsilon. None is 0.2.
         epsilon_high: The ratio is clipped above 1 + epsilon_high; None is epsilon. For CISPO the bound of the ratio
             itself, such as 5.0, which has no default.
         delta: Upper bound of the ratio where advantages are negative; None for none.

@@ -46,10 +46,8 @@ _COMBINATIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("dr_grpo without length", {"loss_type": "dr_grpo"}, ("max_completion_length", "None", "'dr_grpo'")),
     ("delta of sapo", {"loss_type": "sapo", "delta": 4.0}, ("delta", "4.0", "'sapo'")),
     ("vespo of sequences", {"loss_type": "vespo", "importance_sampling_level": "sequence"}, ("'token'", "'sequence'")),
-    ("gmpo of sequences", {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, ("'token'", "'sequence'")),
     ("rloo with divergence", {"loss_type": "rloo", "beta": 0.05}, ("beta", "0.05", "reward")),
     ("rloo with entropy mask", {"loss_type": "rloo", "top_entropy_quantile": 0.2}, ("top_entropy_quantile", "0.2")),
-    ("gmpo with mask", {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1}, ("off_policy_mask_threshold", "0.1")),
     (
         "truncate without bounds",
         {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
@@ -91,7 +89,7 @@ def _rows() -> Iterator[BadInput]:
     )
     yield BadInput("batch-ref_log_probs-missing", _check({"beta": 0.1}), ("ref_log_probs", "None", "beta=0.1"))
     sampled = {"sampling_log_probs": _TOKENS}
-    for loss_type, mode in (("vespo", "sequence_mask"), ("gmpo", "token_mask"), ("rloo", "token_mask")):
+    for loss_type, mode in (("vespo", "sequence_mask"), ("rloo", "token_mask")):
         options = {"loss_type": loss_type, "vllm_importance_sampling_mode": mode}
         yield BadInput(
             f"batch-mode-{loss_type}",

@@ -11,7 +11,7 @@ from lightning_liger.losses.policy_batch import PolicyBatch
 from lightning_liger.losses.policy_options import PolicyOptions
 
 LENGTHS = (5, 0, 1, 7, 4, 6)
-TOKEN_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "async_grpo", "luspo", "cispo", "sapo")
+TOKEN_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
 
 
 def options_for(loss_type: str, **changes: Any) -> PolicyOptions:
@@ -106,7 +106,7 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
         places = batch.completions.mask[row].nonzero()[:, 0].tolist()
         num_tokens += len(places)
         if not places:
-            if options.loss_type in ("gmpo", "rloo"):  # the ratio of no tokens is 1
+            if options.loss_type == "rloo":  # the ratio of no tokens is 1
                 total = total - batch.advantages[row]
             continue
         current = [log_probs[row, t] for t in places]
@@ -134,13 +134,6 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
                 torch.exp(batch.ref_log_probs[row, t] - x) - (batch.ref_log_probs[row, t] - x) - 1
                 for t, x in zip(places, current, strict=True)
             ]
-        if options.loss_type == "gmpo":
-            a = advantages[0]
-            clipped = [x.clamp(-low, high) for x in log_ratios]
-            pick = torch.min if a > 0 else torch.max
-            rho = torch.exp(sum(pick(x, c) for x, c in zip(log_ratios, clipped, strict=True)) / len(places))
-            total = total - importance[0] * rho * a + options.beta * (sum(kls) / len(places) if kls else 0)
-            continue
         sampling_drift = 0.0
         if options.off_policy_mask_threshold is not None:
             source = old if batch.sampling_log_probs is None else [batch.sampling_log_probs[row, t] for t in places]

@@ -17,7 +17,6 @@ from lightning_liger.losses.policy_batch import (
     policy_objective,
     token_objective,
 )
-from lightning_liger.losses.policy_metrics import policy_metrics
 from lightning_liger.losses.policy_options import LOSS_TYPES, PolicyOptions
 from lightning_liger.losses.policy_reductions import num_units
 from lightning_liger.losses.policy_weights import num_top_entropies, sampling_ratio, top_entropy_mask
@@ -46,8 +45,6 @@ def variants(loss_type: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         return [({}, {}), ({}, {"old": False}), ({"epsilon_high": None}, {"sampled": True})]
     result: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), ({}, {"old": False})]
     result += [({"beta": 0.3}, {"ref": True}), ({"beta": 0.3, "use_bias_correction_kl": False}, {"ref": True})]
-    if loss_type == "gmpo":
-        return [*result, ({}, {"sampled": True})]
     result += [({}, {"of_tokens": True}), ({"off_policy_mask_threshold": 0.05}, {"sampled": True, "of_tokens": True})]
     result += [({"off_policy_mask_threshold": 0.02}, {}), (TOKEN_MODE, {"sampled": True})]
     result += [(TOKEN_MODE, {"sampled": True, "old": False})]
@@ -105,7 +102,7 @@ def test_is_token_local_only_if_a_token_is_enough() -> None:
     _, _, batch = padded_batch(sampled=True)
     on_policy = batch._replace(old_log_probs=None)
     assert all(is_token_local(batch, options_for(loss_type)) for loss_type in TOKEN_TYPES)
-    assert not any(is_token_local(batch, options_for(loss_type)) for loss_type in ("vespo", "gmpo"))
+    assert not is_token_local(batch, options_for("vespo"))
     assert not is_token_local(on_policy, options_for("grpo"))  # the ratio to the sampler is that of completions
     assert is_token_local(on_policy, options_for("grpo", **TOKEN_MODE))
     assert is_token_local(on_policy._replace(sampling_log_probs=None), options_for("grpo"))
@@ -151,9 +148,9 @@ def test_a_batch_without_tokens_has_a_differentiable_loss_of_zero(loss_type: str
     for changes in ({}, {} if loss_type == "rloo" else {"top_entropy_quantile": 0.5, "beta": 0.1}):
         result = policy_objective(log_probs, entropies, batch, options_for(loss_type, **changes))
         (gradient,) = torch.autograd.grad(result.total, log_probs)
-        # GMPO's and RLOO's ratio of no tokens is 1, a constant.
+        # RLOO's ratio of no tokens is 1, a constant.
         assert result.total.isfinite()
-        assert loss_type in ("gmpo", "rloo") or result.total == 0
+        assert loss_type == "rloo" or result.total == 0
         assert not gradient.any()
         assert result.entropy == 0
 
@@ -266,20 +263,6 @@ def test_number_of_top_entropies_is_known_from_that_of_tokens() -> None:
             mask = torch.arange(40)[None] < number
             kept = top_entropy_mask(entropies, mask, quantile=quantile).sum()
             assert num_top_entropies(torch.tensor(number), quantile) == kept, (quantile, number)
-
-
-def test_divergence_of_async_grpo_is_that_of_its_ratios_of_tokens_or_completions() -> None:
-    log_probs, entropies, batch = padded_batch()
-    assert batch.old_log_probs is not None
-    log_ratio = log_probs - batch.old_log_probs
-    for level, of_unit in (
-        ("token", log_ratio[batch.completions.mask]),
-        ("sequence", batch.completions.mean(log_ratio)),
-    ):
-        options = PolicyOptions(loss_type="async_grpo", importance_sampling_level=level)
-        details = policy_objective(log_probs, entropies, batch, options).details
-        total, count = policy_metrics(entropies, batch, details, options).means["kl"]
-        torch.testing.assert_close(total / count, (of_unit.exp() - 1 - of_unit).mean().to(total.dtype))
 
 
 def test_kl_estimates() -> None:

@@ -23,7 +23,6 @@ SPEC = importlib.util.find_spec("trl")
 pytestmark = pytest.mark.skipif(SPEC is None, reason="needs the package trl")
 
 TRAINERS = {
-    "gmpo": ("experimental/gmpo/gmpo_trainer.py", "GMPOTrainer"),
     "rloo": ("trainer/rloo_trainer.py", "RLOOTrainer"),
 }
 GRPO = ("trainer/grpo_trainer.py", "GRPOTrainer")
@@ -87,9 +86,8 @@ def trl_loss(
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *[(loss_type, {}, {}) for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")],
-    *[(loss_type, {}, {}) for loss_type in ("gmpo", "rloo")],
+    *[(loss_type, {}, {}) for loss_type in ("rloo",)],
     ("dapo", {}, {"old": False}),
-    ("gmpo", {"beta": 0.2, "use_bias_correction_kl": False, "top_entropy_quantile": 0.6}, {"ref": True}),
     ("grpo", {"beta": 0.2, "importance_sampling_level": "sequence"}, {"ref": True}),
     ("luspo", {"beta": 0.2, "importance_sampling_level": "sequence"}, {"ref": True}),
     ("dapo", {"beta": 0.2, "delta": 1.2}, {"ref": True}),
