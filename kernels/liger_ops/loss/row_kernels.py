@@ -34,15 +34,15 @@ from liger_ops.loss.token_plan import count_tokens
 
 @triton.jit
 def store_token(
-    losses_ptr,  # [num_tokens], float32, as are lse, lse_error, log_probs and entropy
+    losses_ptr,  # [num_tokens], float32, or None for what is not wanted, as all outputs
     lse_ptr,
     lse_error_ptr,
-    log_probs_ptr,  # or None, as the next three
+    log_probs_ptr,
     entropy_ptr,
-    predictions_ptr,  # [num_tokens], int64
-    correct_ptr,  # [num_tokens], bool
-    mean_logit_ptr,  # [num_tokens], float32, or None, as the next
-    log_sum_sq_ptr,
+    predictions_ptr,  # int64
+    correct_ptr,  # bool
+    mean_logit_ptr,  # the mean by class weight, if there are any
+    log_sum_sq_probs_ptr,
     token,
     label,
     kept,
@@ -74,21 +74,25 @@ def store_token(
         spread = class_weight_sum * lse - weighted_sum
         loss = (1.0 - label_smoothing) * loss + label_smoothing / vocab_size * spread
     loss = (loss + z_loss_weight * lse * lse) * token_weight
-    tl.store(losses_ptr + token, tl.where(kept, loss, 0.0))
+    if losses_ptr is not None:
+        tl.store(losses_ptr + token, tl.where(kept, loss, 0.0))
     if lse_ptr is not None:
         tl.store(lse_ptr + token, tl.where(kept, lse, 0.0))
     if lse_error_ptr is not None:
         tl.store(lse_error_ptr + token, tl.where(kept, lse_error, 0.0))
-    if predictions_ptr is not None:
+    if log_probs_ptr is not None:
         nan_unless_class = tl.where((label >= 0) & (label < vocab_size), 0.0, float("nan"))
         tl.store(log_probs_ptr + token, tl.where(kept, log_probability + nan_unless_class, 0.0))
+    if entropy_ptr is not None:
         tl.store(entropy_ptr + token, tl.where(kept, log_normaliser - expected_excess / normaliser, 0.0))
+    if predictions_ptr is not None:
         tl.store(predictions_ptr + token, tl.where(kept, prediction.to(tl.int64), label))
+    if correct_ptr is not None:
         tl.store(correct_ptr + token, kept & (prediction == label))
     if mean_logit_ptr is not None:
         tl.store(mean_logit_ptr + token, tl.where(kept, weighted_sum / vocab_size, 0.0))
-    if log_sum_sq_ptr is not None:
-        tl.store(log_sum_sq_ptr + token, tl.where(kept, tl.log(squares) - 2.0 * tl.log(normaliser), 0.0))
+    if log_sum_sq_probs_ptr is not None:
+        tl.store(log_sum_sq_probs_ptr + token, tl.where(kept, tl.log(squares) - 2.0 * tl.log(normaliser), 0.0))
     return lse, lse_error
 
 
@@ -389,8 +393,8 @@ def loss_kernel(
     entropy_ptr,
     predictions_ptr,
     correct_ptr,
-    mean_logit_ptr,  # or None; not with class weights
-    log_sum_sq_ptr,  # or None
+    mean_logit_ptr,
+    log_sum_sq_probs_ptr,
     temperature_ptr,  # [num_tokens], float32, or None
     logits_row_stride,
     grad_logits_row_stride,
@@ -411,8 +415,8 @@ def loss_kernel(
 ):
     """One program computes the loss of every num_programs-th row and, on request, its gradient."""
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
-    WITH_STATS: tl.constexpr = predictions_ptr is not None
-    WITH_SQUARES: tl.constexpr = log_sum_sq_ptr is not None
+    WITH_STATS: tl.constexpr = (entropy_ptr is not None) or (predictions_ptr is not None) or (correct_ptr is not None)
+    WITH_SQUARES: tl.constexpr = log_sum_sq_probs_ptr is not None
     WITH_SUM: tl.constexpr = (label_smoothing is not None) or (mean_logit_ptr is not None)
     mean_scale = _mean_scale(
         labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_rows, vocab_size, ignore_index,
@@ -469,9 +473,9 @@ def loss_kernel(
             )  # fmt: skip
         lse, lse_error = store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr,
-            mean_logit_ptr, log_sum_sq_ptr, token, label, kept, label_z, maximum, normaliser, rounding, weighted_sum,
-            expected_excess, squares, prediction, label_weight, class_weight_sum, token_weight, vocab_size,
-            label_smoothing, z_loss_weight,
+            mean_logit_ptr, log_sum_sq_probs_ptr, token, label, kept, label_z, maximum, normaliser, rounding,
+            weighted_sum, expected_excess, squares, prediction, label_weight, class_weight_sum, token_weight,
+            vocab_size, label_smoothing, z_loss_weight,
         )  # fmt: skip
         if grad_logits_ptr is not None:
             probability_factor, label_term, smoothing_term = gradient_factors(

@@ -36,7 +36,7 @@ from tests.liger_ops.loss.test_linear_cross_entropy import (
     plain_linear_cross_entropy,
 )
 
-LINEAR_CROSS_ENTROPY = importlib.import_module("liger_ops.loss.linear_cross_entropy")  # not the function of that name
+LINEAR_CROSS_ENTROPY = importlib.import_module("liger_ops.loss.head_passes")
 IGNORED = -100
 ALL_GRADIENTS = (True, True, True)
 

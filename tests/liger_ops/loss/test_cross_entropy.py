@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import TokenStats, backend, cross_entropy
-from liger_ops.loss.cross_entropy import cross_entropy_reference, loss_and_gradient_in_place
+from liger_ops.loss.cross_entropy import cross_entropy_reference
 from liger_ops.loss.options import REDUCTIONS, Targets, TokenLossOptions
 from tests.liger_ops.accuracy import assert_as_accurate
 
@@ -494,54 +494,6 @@ def test_inplace_backward_without_a_backward_changes_nothing(device: torch.devic
         loss = cross_entropy(logits, labels, inplace_backward=True)
     torch.testing.assert_close(loss, expected.detach())
     assert torch.equal(logits, before)
-
-
-# A loss over rows that the caller owns.
-
-
-@pytest.mark.parametrize(
-    ("name", "scale", "with_gradient", "with_stats"),
-    [
-        pytest.param("plain", None, False, False, id="losses"),
-        pytest.param("everything", "per_token", False, True, id="losses+stats"),
-        pytest.param("plain", None, True, False, id="gradient"),
-        pytest.param("class_weight", "scalar", True, True, id="gradient_scaled_by_one+stats"),
-        pytest.param("everything", "per_token", True, True, id="gradient_scaled_by_many+stats"),
-    ],
-)
-def test_in_place_variant_writes_only_its_own_rows_and_tokens(
-    name: str, scale: str | None, with_gradient: bool, with_stats: bool, device: torch.device
-) -> None:
-    logits, labels, options = make_case(name, 6, 123, device)
-    weight, token_weight = options.pop("weight", None), options.pop("token_weight", None)
-    token_options = TokenLossOptions(**options)
-    options |= {"weight": weight, "token_weight": token_weight}
-    index = torch.tensor([5, 0, 3, 2], device=device)
-    others = torch.tensor([1, 4], device=device)
-    grad_scale = {None: None, "scalar": torch.tensor(0.3), "per_token": torch.randn(6)}[scale]
-    grad_scale = None if grad_scale is None else grad_scale.to(device)
-    upstream = torch.ones(6, device=device) * (1.0 if grad_scale is None else grad_scale)
-    losses, gradient = loss_and_gradient(cross_entropy, logits, labels, upstream, reduction="none", **options)
-    _, expected_stats = cross_entropy(logits, labels, return_stats=True, **options)
-
-    buffer = F.pad(logits[index], (2, 3, 1, 1), value=7.0)
-    stats = TokenStats.zeros_like(torch.full_like(labels, 5), torch.float32)
-    assert not loss_and_gradient_in_place(
-        buffer[1:-1, 2:-3], Targets(labels, weight, token_weight), grad_scale, token_options, token_index=index,
-        with_gradient=with_gradient, losses=stats.losses, stats=stats if with_stats else None,
-    )  # fmt: skip
-    torch.testing.assert_close(stats.losses[index], losses[index].detach())
-    torch.testing.assert_close(buffer[1:-1, 2:-3], gradient[index] if with_gradient else logits[index])
-    buffer[1:-1, 2:-3] = 7.0
-    assert (buffer == 7.0).all()
-    for field, expected in zip(TokenStats._fields, expected_stats, strict=True):
-        actual = getattr(stats, field)
-        untouched = 5 if field == "predictions" else 0
-        assert (actual[others] == untouched).all()
-        if with_stats:
-            torch.testing.assert_close(actual[index], expected[index])
-        elif field != "losses":
-            assert (actual == untouched).all()
 
 
 # Calls.
