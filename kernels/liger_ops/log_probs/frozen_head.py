@@ -43,8 +43,8 @@ class FrozenHeadFunction(torch.autograd.Function):
         weights = (arguments.weight, arguments.adapter_weight) if needs_weight else (None, None)
         ctx.save_for_backward(arguments.labels, arguments.temperature, arguments.ids, *weights, *gradients, *given)
         ctx.num_gradients = len(gradients)
-        ctx.shard, ctx.names, ctx.needs_gradient, ctx.dtype = shard, names, needs_gradient, arguments.input.dtype
-        ctx.options = arguments.options
+        ctx.shard, ctx.names, ctx.differentiable, ctx.needs_gradient = shard, names, differentiable, needs_gradient
+        ctx.options, ctx.dtype = arguments.options, arguments.input.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(found[name] for name in names if name not in differentiable))
         return tuple(found[name] for name in names)
@@ -55,7 +55,7 @@ class FrozenHeadFunction(torch.autograd.Function):
         labels, temperature, ids, weight, adapter_weight, *tensors = ctx.saved_tensors
         gradients, given = tensors[: ctx.num_gradients], tensors[ctx.num_gradients :]
         options = ctx.options
-        upstream = dict(zip(ctx.names, grad_outputs, strict=True))
+        upstream = {name: grad_outputs[ctx.names.index(name)] for name in ctx.differentiable}
         of_inputs: list[Tensor | None] = []
         if ids is not None:
             log_probs, lse = given

@@ -30,14 +30,13 @@ from liger_ops.log_probs.scores import (
     TokenScores,
     check_outputs,
     check_temperature,
-    check_transform,
 )
 from liger_ops.loss.chunked_loss import choose_accumulate_dtype
 from liger_ops.loss.groups import Groups, is_grouped, join_groups, join_values
-from liger_ops.loss.head_functions import TokenValuesFunction
-from liger_ops.loss.head_passes import ForwardArguments, run_forward
+from liger_ops.loss.head_functions import token_values
+from liger_ops.loss.head_passes import ForwardArguments
 from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
-from liger_ops.loss.options import IGNORE_INDEX, check_labels, check_tensors
+from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions, check_labels, check_tensors
 from liger_ops.loss.vocab_parallel import VocabShard
 
 
@@ -81,7 +80,7 @@ def prepare(
         raise ValueError(f"target must hold class indices of dtype torch.int64, got {target.dtype}")
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
-    check_transform(softcap, logit_scale, ignore_index)
+    TokenLossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)  # which raises
     names = check_outputs("outputs", outputs, OUTPUTS, at_least=1)
     detached = check_outputs("detach", detach, DIFFERENTIABLE)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -176,11 +175,7 @@ def linear_log_probs(
     )  # fmt: skip
     follows_from_weight = softcap is None or not {"lse", "mean_logit"}.intersection(differentiable)
     with head.products_dtype():
-        if not differentiable:
-            with torch.no_grad():
-                found = run_forward(arguments, vocab_shard)
-            scores = [found[name] for name in arguments.outputs.split(",")]
-        elif not is_trained(head.needs_gradient) and follows_from_weight:
+        if differentiable and not is_trained(head.needs_gradient) and follows_from_weight:
             gradients = ["losses"] if {"log_probs", "lse"}.intersection(differentiable) else []
             gradients += ["entropy"] if "entropy" in differentiable else []
             needs_input = bool(gradients)
@@ -188,6 +183,5 @@ def linear_log_probs(
             arguments = arguments._replace(gradients=",".join(gradients), needs_gradient=needed)
             scores = FrozenHeadFunction.apply(vocab_shard, head.needs_gradient, differentiable, *arguments)
         else:
-            saved = head.saved_chunks(saved_logits_bytes, arguments.chunk_size) if vocab_shard is None else 0
-            scores = TokenValuesFunction.apply(vocab_shard, saved, head.needs_gradient, differentiable, *arguments)
+            scores = token_values(head, arguments, differentiable, saved_logits_bytes, vocab_shard)
     return restore(scores)

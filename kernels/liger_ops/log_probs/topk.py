@@ -27,8 +27,8 @@ from liger_ops.arguments import (
 from liger_ops.log_probs.frozen_head import FrozenHeadFunction
 from liger_ops.loss.chunked_loss import choose_accumulate_dtype
 from liger_ops.loss.given_classes import GivenIds, given_logits
-from liger_ops.loss.head_functions import TokenValuesFunction
-from liger_ops.loss.head_passes import ForwardArguments, run_forward
+from liger_ops.loss.head_functions import token_values
+from liger_ops.loss.head_passes import ForwardArguments
 from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
 from liger_ops.loss.options import TokenLossOptions
 from liger_ops.loss.rows import transform_logits
@@ -162,12 +162,8 @@ def _normalized(
     )  # fmt: skip
     if is_frozen:
         log_probs, lse = FrozenHeadFunction.apply(None, needed, _OUTPUTS, *arguments)
-    elif any(needed):
-        max_saved = head.saved_chunks(saved_logits_bytes, chunk_size)
-        log_probs, lse = TokenValuesFunction.apply(None, max_saved, needed, _OUTPUTS, *arguments)
     else:
-        found = run_forward(arguments)
-        log_probs, lse = (found[name] for name in _OUTPUTS)
+        log_probs, lse = token_values(head, arguments, _OUTPUTS, saved_logits_bytes)
     return log_probs, lse
 
 

@@ -236,11 +236,6 @@ class OtherGradient:
     """Of the hidden states, and of the adapter's input if there is one; filled by the loop."""
 
 
-def adapter_pair(input: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """The adapter of :func:`chunked_linear_loss` from an op's arguments, which are both None without one."""
-    return None if input is None or weight is None else (input, weight)
-
-
 def chunked_linear_loss(
     hidden_states: Tensor,
     weight: Tensor,

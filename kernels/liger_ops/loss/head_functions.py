@@ -23,6 +23,7 @@ from liger_ops.loss.head_passes import (
     scale_gradients,
     split_names,
 )
+from liger_ops.loss.linear_head import LinearHead
 from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.rows import gradient_rows, own_classes
 from liger_ops.loss.vocab_parallel import VocabShard
@@ -33,6 +34,22 @@ NUM_ARGUMENTS = len(ForwardArguments._fields)
 def dtypes_of_gradients(values: Sequence[Any]) -> list[torch.dtype | None]:
     """The dtypes of the tensors that may get a gradient."""
     return [None if tensor is None else tensor.dtype for tensor in values[: len(GRADIENTS)]]
+
+
+def token_values(
+    head: LinearHead,
+    arguments: ForwardArguments,
+    differentiable: Sequence[str],
+    saved_logits_bytes: int,
+    shard: VocabShard | None = None,
+) -> Sequence[Tensor]:
+    """The outputs of the arguments, of which these are differentiable if a tensor of the head needs a gradient."""
+    if not differentiable or not any(head.needs_gradient):
+        with torch.no_grad():
+            found = run_forward(arguments, shard)
+        return [found[name] for name in split_names(arguments.outputs)]
+    max_saved = 0 if shard is not None else head.saved_chunks(saved_logits_bytes, arguments.chunk_size)
+    return TokenValuesFunction.apply(shard, max_saved, head.needs_gradient, differentiable, *arguments)
 
 
 class ReducedLossFunction(torch.autograd.Function):
@@ -62,7 +79,7 @@ class ReducedLossFunction(torch.autograd.Function):
 class TokenValuesFunction(torch.autograd.Function):
     """Outputs of tokens, some of which are differentiable; backward computes or reads the logits again.
 
-    Tokens whose upstream gradients are all zero are left out, unless their logits are saved.
+    Tokens whose scores' upstream gradients are all zero are left out, unless their logits are saved.
     """
 
     @staticmethod
@@ -87,7 +104,7 @@ class TokenValuesFunction(torch.autograd.Function):
         chunks = [] if saved is None else saved.chunks
         ctx.save_for_backward(*values[:NUM_TENSORS], given, *mine, *chunks)
         ctx.num_mine = len(mine)
-        ctx.shard, ctx.names, ctx.needs_gradient = shard, names, needs_gradient
+        ctx.shard, ctx.names, ctx.differentiable, ctx.needs_gradient = shard, names, differentiable, needs_gradient
         ctx.dtypes, ctx.settings = dtypes_of_gradients(values), values[NUM_TENSORS:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(found[name] for name in names if name not in differentiable))
@@ -103,7 +120,7 @@ class TokenValuesFunction(torch.autograd.Function):
         entropy, chunks = others[0] if num_others else None, others[num_others:]
         a, shard = ForwardArguments(*values), ctx.shard
         options = a.options
-        upstream = dict(zip(ctx.names, grad_outputs, strict=True))
+        upstream = {name: grad_outputs[ctx.names.index(name)] for name in ctx.differentiable}
         labels = torch.zeros(lse.shape, dtype=torch.int64, device=lse.device) if a.labels is None else a.labels
         num_columns = a.weight.shape[0]
         ids = grad_given = None
@@ -113,7 +130,8 @@ class TokenValuesFunction(torch.autograd.Function):
             upstream = {"lse": factor}
         rows = gradient_rows(
             Targets(labels, a.class_weight, a.token_weight), options, lse, lse_error, upstream, entropy=entropy,
-            temperature=a.temperature, num_columns=num_columns, shard=shard, may_skip=given is None,
+            temperature=a.temperature, num_columns=num_columns, shard=shard,
+            skips_zeros=given is None and "losses" not in upstream,
         )  # fmt: skip
         if a.labels is None:
             rows = rows._replace(kept=None)

@@ -156,7 +156,7 @@ ROW_OUTPUTS = (
 """What :func:`launch_loss` computes of each token."""
 
 
-def transform_arguments(options: TokenLossOptions) -> dict[str, float | None]:
+def _transform_arguments(options: TokenLossOptions) -> dict[str, float | None]:
     """What kernels transform logits by, None for what they leave out."""
     return {"softcap": options.softcap, "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale}
 
@@ -180,7 +180,7 @@ def _shared_arguments(
         "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
         "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
         "ignore_index": options.ignore_index,
-        **transform_arguments(options),
+        **_transform_arguments(options),
         "z_loss_weight": options.z_loss_weight,
     }
 

@@ -20,8 +20,8 @@ from liger_ops.arguments import check_bool, check_floating, check_integer, wrong
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES, choose_accumulate_dtype
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.groups import is_grouped, join_groups, join_values
-from liger_ops.loss.head_functions import ReducedLossFunction, TokenValuesFunction
-from liger_ops.loss.head_passes import run_forward
+from liger_ops.loss.head_functions import ReducedLossFunction, token_values
+from liger_ops.loss.head_passes import ForwardArguments, run_forward
 from liger_ops.loss.linear_head import check_head
 from liger_ops.loss.options import (
     IGNORE_INDEX,
@@ -142,19 +142,10 @@ def linear_cross_entropy(
         ValueError: For shapes, dtypes, devices or options that do not fit; for weights that require a gradient; for
             labels out of range if they are on the CPU (on the GPU the loss is NaN instead).
     """
+    groups = None
     if is_grouped(input):
-        groups, states, labels, adapter = join_groups(input, target, adapter)
-        result = linear_cross_entropy(
-            states, linear_weight, labels, linear_bias=linear_bias, weight=weight, reduction=reduction,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, options=options,
-            token_weight=join_values("token_weight", token_weight, groups, states), softcap=softcap,
-            logit_scale=logit_scale, z_loss_weight=z_loss_weight, chunk_bytes=chunk_bytes,
-            accumulate_dtype=accumulate_dtype, saved_logits_bytes=saved_logits_bytes,
-            max_valid_tokens=max_valid_tokens, adapter=adapter, vocab_shard=vocab_shard, return_stats=return_stats,
-        )  # fmt: skip
-        loss, *stats = result if return_stats else (result,)
-        loss = tuple(groups.split(loss)) if reduction == "none" else loss
-        return (loss, groups.split_fields(stats[0])) if return_stats else loss
+        groups, input, target, adapter = join_groups(input, target, adapter)
+        token_weight = join_values("token_weight", token_weight, groups, input)
     input, target, token_weight = cast(Tensor, input), cast(Tensor, target), cast("Tensor | None", token_weight)
     check_floating("input", input)
     check_floating("linear_weight", linear_weight)
@@ -200,32 +191,33 @@ def linear_cross_entropy(
     if reduction == "mean" and token_options.z_loss_weight:
         targets, factor = balance_class_weight(targets, vocab_size, ignore_index, dtype)
     names = TokenStats._fields if return_stats else ("losses",) if reduction == "none" else ()
-    is_differentiable = any(head.needs_gradient)
     gradients = ""
-    if is_differentiable and reduction != "none":
+    if any(head.needs_gradient) and reduction != "none":
         gradients = "mean" if reduction == "mean" and dtype != torch.float16 else "losses"
-    arguments = (
-        *head.tensors, *targets, None, None, chunk_size, accumulate_dtype, max_valid_tokens,
-        head.needs_gradient if gradients else [False] * len(head.needs_gradient), reduction, ",".join(names), gradients,
-        *token_options.as_scalars(),
+    needed = head.needs_gradient if gradients else [False] * len(head.needs_gradient)
+    arguments = ForwardArguments._make(
+        (
+            *head.tensors, *targets, None, None, chunk_size, accumulate_dtype, max_valid_tokens, needed, reduction,
+            ",".join(names), gradients, *token_options.as_scalars(),
+        )
     )  # fmt: skip
     with head.products_dtype():
-        if not is_differentiable:
-            found = run_forward(arguments, vocab_shard)
-            loss, *stats = [found[name] for name in (*(["loss"] if reduction != "none" else []), *names)]
-        elif reduction == "none":
-            max_saved = head.saved_chunks(saved_logits_bytes, chunk_size) if vocab_shard is None else 0
-            loss, *stats = TokenValuesFunction.apply(
-                vocab_shard, max_saved, head.needs_gradient, ("losses",), *arguments
-            )
-        else:
+        loss: Any
+        if reduction == "none":
+            loss, *stats = token_values(head, arguments, ("losses",), saved_logits_bytes, vocab_shard)
+        elif gradients:
             loss, *stats = ReducedLossFunction.apply(vocab_shard, *arguments)
+        else:
+            found = run_forward(arguments, vocab_shard)
+            loss, stats = found["loss"], [found[name] for name in names]
     if reduction == "none":
         stats = [loss.detach(), *stats]
-        loss = loss.view(target.shape)
+        loss = loss.view(target.shape) if groups is None else tuple(groups.split(loss))
     if not return_stats:
         return loss
     all_stats = TokenStats(*stats)
     if factor is not None:
         all_stats = unbalance_losses(all_stats, targets.token_weight, z_loss_weight, factor)
+    if groups is not None:
+        return loss, groups.split_fields(all_stats)
     return loss, TokenStats(*(stat.view(target.shape) for stat in all_stats))

@@ -119,7 +119,7 @@ class TokenRows:
             scale = torch.ones_like(lse) if grad_scale is None else at(grad_scale, index).expand_as(lse)
             rows = gradient_rows(
                 targets, self.options, lse, found["lse_error"].to(lse.dtype), {"losses": scale},
-                temperature=temperature, num_columns=logits.shape[1], shard=self.shard,
+                temperature=temperature, num_columns=logits.shape[1], shard=self.shard, skips_zeros=False,
             )  # fmt: skip
             gradient_in_place(logits, rows, self.options, self.own_class_weight(logits.shape[1]))
 
@@ -168,9 +168,9 @@ def _statistics(
     )
     wanted |= {"lse_of_squares"} if "log_sum_sq_probs" in names else set()
     weight = own_classes(class_weight, num_columns, shard)
-    kept = labels != options.ignore_index
-    sums = _sum_classes if shard is None or not backend.use_triton(logits) else _sum_classes_by_kernel
-    sent = sums(logits, own_labels, kept, weight, options, temperature, wanted)
+    own = TokenRows(Targets(own_labels, weight, None), options, {}, temperature)
+    by_kernel = shard is not None and num_columns > 0 and backend.use_triton(logits)
+    sent = (_sum_classes_by_kernel if by_kernel else _sum_classes)(logits, own, wanted)
     if shard is not None:
         sent["predictions"] = sent.get("predictions", sent["lse"]) + first
         sent = _merge({name: value for name, value in sent.items() if name in wanted}, shard)
@@ -203,20 +203,16 @@ def _label_weights(targets: Targets, options: TokenLossOptions, vocab_size: int,
     return ((1.0 - options.label_smoothing) * weight).where(in_range, torch.nan), total
 
 
-def _sum_classes(
-    logits: Tensor,
-    labels: Tensor,
-    kept: Tensor,
-    class_weight: Tensor | None,
-    options: TokenLossOptions,
-    temperature: Tensor | None,
-    wanted: Set[str],
-) -> dict[str, Tensor]:
-    """Statistics of the classes of these columns: those of an empty sum if there are none; float64."""
+def _sum_classes(logits: Tensor, rows: TokenRows, wanted: Set[str]) -> dict[str, Tensor]:
+    """Statistics of the classes of these columns: those of an empty sum if there are none; float64.
+
+    Labels are columns, or -1 where the label is none of them.
+    """
+    (labels, class_weight, _), options = rows.targets, rows.options
     if not logits.shape[1]:
         nothing = {"label_z": 0.0, "weighted": 0.0, "entropy": 0.0, "predictions": 0.0}
         return {name: torch.full_like(labels, nothing.get(name, -torch.inf), dtype=torch.float64) for name in wanted}
-    z = transform_logits(logits, options, temperature)
+    z = transform_logits(logits, options, rows.temperature)
     largest, predictions = z.max(-1)
     shift = largest.where(largest > -torch.inf, 0.0)
     excess = z - shift[:, None]
@@ -234,29 +230,20 @@ def _sum_classes(
     return {name: value.double() for name, value in found.items()}
 
 
-def _sum_classes_by_kernel(
-    logits: Tensor,
-    labels: Tensor,
-    kept: Tensor,
-    class_weight: Tensor | None,
-    options: TokenLossOptions,
-    temperature: Tensor | None,
-    wanted: Set[str],
-) -> dict[str, Tensor]:
-    """As :func:`_sum_classes`, by the kernel of whole rows, for which each kept row's label is its first."""
-    if not logits.shape[1]:
-        return _sum_classes(logits, labels, kept, class_weight, options, temperature, wanted)
+def _sum_classes_by_kernel(logits: Tensor, rows: TokenRows, wanted: Set[str]) -> dict[str, Tensor]:
+    """As :func:`_sum_classes`, by the kernel of whole rows, for which each row's label is its first class."""
+    (labels, class_weight, _), options, temperature = rows.targets, rows.options, rows.temperature
     names = {"lse", "lse_error", "predictions"}
     names |= {"entropy"} & wanted | ({"mean_logit"} if "weighted" in wanted else set())
     names |= {"log_sum_sq_probs"} if "lse_of_squares" in wanted else set()
     of_columns = TokenLossOptions(-1, softcap=options.softcap, logit_scale=options.logit_scale)
-    rows = TokenRows.allocate(Targets(kept.long() - 1, class_weight, None), of_columns, names, torch.float32)
-    launch_loss(logits, rows.targets, of_columns, rows.buffers, temperature=temperature)
+    targets = Targets(torch.zeros_like(labels), class_weight, None)
+    found = dict(TokenRows.allocate(targets, of_columns, names, torch.float32).buffers)
+    launch_loss(logits, targets, of_columns, found, temperature=temperature)
 
     def value_of(classes: Tensor) -> Tensor:
         return transform_logits(logits.gather(1, classes[:, None]), options, temperature)[:, 0]
 
-    found = dict(rows.buffers)
     is_empty = found["lse"] == -torch.inf  # of classes that are all impossible; the error is NaN then
     found["lse"] = found["lse"].double() + found["lse_error"].double().masked_fill(is_empty, 0.0)
     found["label_z"] = value_of(labels.clamp(min=0)).where(labels >= 0, 0.0)
@@ -296,7 +283,7 @@ def gradient_rows(
     temperature: Tensor | None = None,
     num_columns: int,
     shard: VocabShard | None = None,
-    may_skip: bool = True,
+    skips_zeros: bool = True,
 ) -> GradientRows:
     """What the gradient of tokens' logits is made of.
 
@@ -308,7 +295,7 @@ def gradient_rows(
         temperature: ``[num_tokens]`` or None.
         num_columns: Classes of the logits.
         shard: Their place in the vocabulary, if they are part of one.
-        may_skip: Whether tokens may be left out, as those are that are ignored or have no upstream gradient but zeros.
+        skips_zeros: Whether tokens that have no upstream gradient but zeros are left out, as ignored ones are.
     """
     labels, _, token_weight = targets
     first, vocab_size = (0, num_columns) if shard is None else (shard.start, shard.vocab_size)
@@ -335,12 +322,12 @@ def gradient_rows(
         smoothing_term = given["mean_logit"] / -vocab_size
     own_labels = labels - first
     is_own = (labels != options.ignore_index) & (own_labels >= 0) & (own_labels < num_columns)
-    kept = None
-    if may_skip:
-        kept = torch.zeros_like(is_own)
+    kept = labels != options.ignore_index
+    if skips_zeros:
+        is_wanted = torch.zeros_like(kept)
         for gradient in given.values():
-            kept |= gradient != 0
-        kept &= labels != options.ignore_index
+            is_wanted |= gradient != 0
+        kept = kept & is_wanted
     scale = options.logit_scale if temperature is None else options.logit_scale / temperature
     return GradientRows(
         own_labels.where(is_own, -1),

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_ops import TokenStats, cross_entropy, linear_cross_entropy
 from liger_ops.loss.options import REDUCTIONS, TokenLossOptions
 from tests.liger_ops.accuracy import assert_as_accurate
-from tests.liger_ops.loss.test_cross_entropy import (
+from tests.liger_ops.loss.cases import (
     DTYPES,
     OPTIONS,
     assert_stats_match_plain,

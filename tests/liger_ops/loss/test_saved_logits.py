@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_ops import linear_cross_entropy
 from liger_ops.loss import chunked_loss
-from tests.liger_ops.loss.test_cross_entropy import make_options
+from tests.liger_ops.loss.cases import make_options
 from tests.liger_ops.loss.test_linear_cross_entropy import (
     WHOLE,
     assert_matches_plain,
