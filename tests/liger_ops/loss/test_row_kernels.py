@@ -4,6 +4,7 @@ The loss kernel takes every test twice: with the row in registers, and block by 
 """
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,41 +102,32 @@ def plain(
 
 
 @given(
-    vocab_size=SIZES,
-    spread=st.sampled_from([0.1, 4.0, 100.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    padding=st.sampled_from([0, 3, 5, 16]),
-    weights=st.sampled_from(["", "class", "class and token"]),
-    options=LOSS_OPTIONS,
-    is_tempered=st.booleans(),
-    is_indexed=st.booleans(),
-    in_place=st.booleans(),
-    seed=st.integers(0, 2**16),
+    draw=st.builds(
+        SimpleNamespace,
+        vocab_size=SIZES,
+        spread=st.sampled_from([0.1, 4.0, 100.0]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        padding=st.sampled_from([0, 3, 5, 16]),
+        weights=st.sampled_from(["", "class", "class and token"]),
+        options=LOSS_OPTIONS,
+        is_tempered=st.booleans(),
+        is_indexed=st.booleans(),
+        in_place=st.booleans(),
+        seed=st.integers(0, 2**16),
+    )
 )
 @few(50)
-def test_outputs_and_gradients_are_as_accurate_as_plain_pytorchs(
-    vocab_size: int,
-    spread: float,
-    dtype: torch.dtype,
-    padding: int,
-    weights: str,
-    options: dict[str, Any],
-    is_tempered: bool,
-    is_indexed: bool,
-    in_place: bool,
-    seed: int,
-    loss_kernel: str,
-    device: torch.device,
-) -> None:
-    torch.manual_seed(seed)
-    token_options = TokenLossOptions(**options)
-    spread = min(spread, 4.0) if options["softcap"] else spread
-    labels = draw_labels(7, vocab_size, "some", token_options.ignore_index).to(device)
-    drawn = draw_weights(7, vocab_size, weights, device)
-    temperature = (0.5 + torch.rand(7)).to(device) if is_tempered else None
-    index = torch.tensor([6, 0, 3, 2], device=device) if is_indexed else torch.arange(7, device=device)
+def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, device: torch.device) -> None:
+    spread = draw.spread
+    torch.manual_seed(draw.seed)
+    token_options = TokenLossOptions(**draw.options)
+    spread = min(spread, 4.0) if draw.options["softcap"] else spread
+    labels = draw_labels(7, draw.vocab_size, "some", token_options.ignore_index).to(device)
+    drawn = draw_weights(7, draw.vocab_size, draw.weights, device)
+    temperature = (0.5 + torch.rand(7)).to(device) if draw.is_tempered else None
+    index = torch.tensor([6, 0, 3, 2], device=device) if draw.is_indexed else torch.arange(7, device=device)
     grad_scale = torch.linspace(-1, 2, 7, device=device)
-    logits = (spread * torch.randn(len(index), vocab_size)).to(device, dtype)
+    logits = (spread * torch.randn(len(index), draw.vocab_size)).to(device, draw.dtype)
     of_rows = {name: x[index] if name == "token_weight" else x for name, x in drawn.items()}
     rows_temperature = None if temperature is None else temperature[index]
     results = []
@@ -146,12 +138,12 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_pytorchs(
         results.append(found)
     eager, truth = results
 
-    buffer, rows = padded(logits, padding, 7.0)
-    gradient_buffer, gradient = (buffer, rows) if in_place else padded(logits, padding, 7.0)
+    buffer, rows = padded(logits, draw.padding, 7.0)
+    gradient_buffer, gradient = (buffer, rows) if draw.in_place else padded(logits, draw.padding, 7.0)
     outputs, targets = unwritten(labels), Targets(labels, drawn.get("weight"), drawn.get("token_weight"))
     launch_loss(
         rows, targets, token_options, outputs, grad_scale=grad_scale, temperature=temperature, grad_logits=gradient,
-        token_index=index if is_indexed else None,
+        token_index=index if draw.is_indexed else None,
     )  # fmt: skip
     size = truth["lse"].abs().max().item()
     for name, output in outputs.items():
@@ -166,7 +158,7 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_pytorchs(
         # Sums and logarithms of normalisers are rounded at their size, not at that of lse.
         assert ((exact[index] - truth["lse"]).abs() <= 16 * torch.finfo(torch.float32).eps * (1 + spread / 16)).all()
     # Where a cap saturates, its derivative is a difference of numbers near 1.
-    close = {"magnitude": 2.0 if options["softcap"] else 0.1}
+    close = {"magnitude": 2.0 if draw.options["softcap"] else 0.1}
     assert_as_accurate("gradient", gradient, eager["gradient"], truth["gradient"], **close)
     gradient_of_loss = gradient.clone()
     for part, whole in ((rows, buffer), (gradient, gradient_buffer)):
@@ -176,50 +168,45 @@ def test_outputs_and_gradients_are_as_accurate_as_plain_pytorchs(
     # The gradient of logits whose lse is known, by weights and by factors.
     known = outputs["lse"], outputs["lse_error"]
     if temperature is None:
-        _, rows = padded(logits, padding, 7.0)
+        _, rows = padded(logits, draw.padding, 7.0)
         launch_gradient(
             rows, rows, token_options, class_weight=targets.class_weight, token_weight=targets.token_weight,
-            grad_scale=grad_scale, token_index=index if is_indexed else None, labels=labels, lse=known[0],
+            grad_scale=grad_scale, token_index=index if draw.is_indexed else None, labels=labels, lse=known[0],
             lse_error=known[1],
         )  # fmt: skip
         assert_as_accurate("gradient by weights", rows, eager["gradient"], truth["gradient"], **close)
     factors = gradient_rows(
-        targets, token_options, *known, {"losses": grad_scale}, temperature=temperature, num_columns=vocab_size
+        targets, token_options, *known, {"losses": grad_scale}, temperature=temperature, num_columns=draw.vocab_size
     )
-    _, rows = padded(logits, padding, 7.0)
+    _, rows = padded(logits, draw.padding, 7.0)
     gradient_in_place(rows, factors, token_options, targets.class_weight, index)
     assert_as_accurate("gradient by factors", rows, eager["gradient"], truth["gradient"], **close)
     torch.testing.assert_close(rows, gradient_of_loss, rtol=0.02, atol=1e-4)
 
 
 @given(
-    vocab_size=SIZES,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    padding=st.sampled_from([0, 3, 16]),
-    softcap=st.sampled_from([None, 5.0]),
-    is_tempered=st.booleans(),
-    wanted=st.sets(st.sampled_from(DIFFERENTIABLE), min_size=1),
-    seed=st.integers(0, 2**16),
+    draw=st.builds(
+        SimpleNamespace,
+        vocab_size=SIZES,
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        padding=st.sampled_from([0, 3, 16]),
+        softcap=st.sampled_from([None, 5.0]),
+        is_tempered=st.booleans(),
+        wanted=st.sets(st.sampled_from(DIFFERENTIABLE), min_size=1),
+        seed=st.integers(0, 2**16),
+    )
 )
 @few(40)
-def test_gradient_of_every_score_matches_plain_pytorch(
-    vocab_size: int,
-    dtype: torch.dtype,
-    padding: int,
-    softcap: float | None,
-    is_tempered: bool,
-    wanted: set[str],
-    seed: int,
-    device: torch.device,
-) -> None:
-    torch.manual_seed(seed)
-    options = TokenLossOptions(softcap=softcap, logit_scale=0.7)
-    _, logits = padded((3 * torch.randn(5, vocab_size)).to(device, dtype), padding, torch.nan)
-    if vocab_size > 2 and softcap is None:
+def test_gradient_of_every_score_matches_plain_pytorch(draw: Any, device: torch.device) -> None:
+    wanted = draw.wanted
+    torch.manual_seed(draw.seed)
+    options = TokenLossOptions(softcap=draw.softcap, logit_scale=0.7)
+    _, logits = padded((3 * torch.randn(5, draw.vocab_size)).to(device, draw.dtype), draw.padding, torch.nan)
+    if draw.vocab_size > 2 and draw.softcap is None:
         logits[1, 1::2] = -torch.inf
-    labels = torch.randint(vocab_size, (5,), device=device)
+    labels = torch.randint(draw.vocab_size, (5,), device=device)
     labels[1], labels[2] = 0, -100
-    temperature = (0.5 + torch.rand(5)).to(device) if is_tempered else None
+    temperature = (0.5 + torch.rand(5)).to(device) if draw.is_tempered else None
     leaf = logits.double().requires_grad_()
     z = transform_logits(leaf, options, None if temperature is None else temperature.double())
     expected = scores_reference(z, labels, -100, DIFFERENTIABLE)
@@ -234,7 +221,7 @@ def test_gradient_of_every_score_matches_plain_pytorch(
     )
     rows.write(logits, None)
     rows.to_gradient(logits, None, upstream)
-    eps = max(torch.finfo(dtype).eps, 1e-4)
+    eps = max(torch.finfo(draw.dtype).eps, 1e-4)
     torch.testing.assert_close(logits.double(), gradient.nan_to_num(0.0), rtol=eps, atol=1e-4)
 
 

@@ -13,11 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from liger_ops.loss import gradient_memory
 from lightning_liger import LazyLogits
-from lightning_liger.lazy.head import FusionCounters, HeadParameters
 from lightning_liger.lazy.logits import lazy_logits
-from lightning_liger.patching.rules.head import HeadReplacement
 from tests.lightning_liger.lazy.twin import (
     BATCH_SIZE,
     LABELS,
@@ -271,42 +268,6 @@ def test_counters_count_the_bytes_that_were_not_needed() -> None:
     assert twin.counters.num_losses == 2
     # Two chunks of half of the tokens, one of them at a time.
     assert twin.counters.bytes_avoided == 2 * (num_tokens // 2) * VOCAB_SIZE * element_size
-
-
-@pytest.mark.parametrize(
-    ("reduction", "options", "is_in_gradient"),
-    [
-        ("sum", {}, True),
-        ("none", {}, False),
-        ("sum", {"accumulate_dtype": torch.float64}, False),
-        ("sum", {"chunk_bytes": 24 * VOCAB_SIZE * 4}, False),
-    ],
-)
-def test_counters_know_logits_in_the_memory_of_the_gradient(
-    reduction: str, options: dict[str, Any], is_in_gradient: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradient_memory, "_is_on_gpu", lambda weight: True)
-    monkeypatch.setattr(gradient_memory, "_MIN_LOGITS_BYTES", 0)
-    monkeypatch.setattr(gradient_memory, "_MIN_HIDDEN_SIZE", 0)
-    head = nn.Linear(64, VOCAB_SIZE, bias=False)
-    head.__class__ = HeadReplacement(tuple(options.items())).patched_class(nn.Linear)
-    labels = torch.arange(48) % VOCAB_SIZE
-    head(torch.randn(48, 64)).cross_entropy(labels, reduction=reduction)
-    tokens_avoided = 48 if is_in_gradient else 24
-    assert head.fusion_counters.bytes_avoided == tokens_avoided * VOCAB_SIZE * 4
-
-
-def test_gradient_of_a_shard_holds_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Shard(HeadParameters):
-        def loss_options(self) -> dict[str, Any]:
-            return {"vocab_shard": "of this rank"}
-
-    for name in ("_MIN_LOGITS_BYTES", "_MIN_HIDDEN_SIZE"):
-        monkeypatch.setattr(gradient_memory, name, 0)
-    monkeypatch.setattr(gradient_memory, "_is_on_gpu", lambda weight: True)
-    arguments = nn.Parameter(torch.empty(8, 64)), None, torch.float32, FusionCounters()
-    assert HeadParameters(*arguments).gradient_holds_logits(48)
-    assert not Shard(*arguments).gradient_holds_logits(48)
 
 
 CLASS_TARGETS = LABELS.clone()
