@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
-from liger_ops.backend import needs_graph, without_autocast
+from liger_ops.backend import without_autocast
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
-from liger_ops.loss.gradient_memory import holds_logits
 
 
 @dataclass
@@ -164,22 +163,6 @@ class HeadParameters:
         if chunk_bytes is None:
             return default_chunk_size(num_tokens, vocab_size, element_size, self.weight.device, hidden_size)
         return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
-
-    def gradient_holds_logits(self, num_tokens: int) -> bool:
-        """Whether the loss's logits lie in the memory of the weight's gradient, if they take several chunks."""
-        options = self.loss_options()
-        return (
-            options.get("chunk_bytes") is None
-            and options.get("vocab_shard") is None
-            and needs_graph(self.weight)
-            and holds_logits(
-                num_tokens,
-                self.weight,
-                self.compute_dtype,
-                beside=(self.bias, self.adapter),
-                accumulate_dtype=options.get("accumulate_dtype"),
-            )
-        )
 
 
 class LogitTransform(NamedTuple):

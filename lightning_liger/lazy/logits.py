@@ -30,7 +30,6 @@ from liger_ops import (
 )
 from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
-from liger_ops.loss.gradient_memory import num_tokens_outside
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.recipe import version
@@ -257,23 +256,16 @@ class LazyLogits(LazyTensor):
             label_smoothing=label_smoothing,
             return_stats=return_stats,
         )
-        self._count_loss(in_gradient=reduction != "none")
+        self._count_loss()
         return result
 
-    def _count_loss(
-        self, chunk_bytes: int | None = None, teacher: LazyLogits | None = None, *, in_gradient: bool = False
-    ) -> None:
-        """Counts a loss of these logits, or of these and a teacher's, in chunks as the op chooses them.
-
-        Or, where they may be ``in_gradient``, in the memory of the head's gradient.
-        """
+    def _count_loss(self, chunk_bytes: int | None = None, teacher: LazyLogits | None = None) -> None:
+        """Counts a loss of these logits, or of these and a teacher's, in chunks as the op chooses them."""
         head, num_tokens = self.head, self.recipe.num_tokens
         models = [self] if teacher is None else [self, teacher]
         element_size = sum(each.head.compute_dtype.itemsize for each in models)
         hidden_size = head.weight.shape[1] if needs_graph(head.weight) else 0
         rows = head.chunk_size(num_tokens, head.weight.shape[0], element_size, chunk_bytes, hidden_size)
-        if in_gradient and rows < num_tokens and head.gradient_holds_logits(num_tokens):
-            rows = num_tokens_outside(num_tokens, hidden_size)
         bytes_of_token = sum(each.vocab_size * each.head.compute_dtype.itemsize for each in models)
         head.counters.num_losses += 1
         head.counters.bytes_avoided += max(0, num_tokens - rows) * bytes_of_token
