@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_choice, check_floating, check_same_device
+from liger_ops.arguments import check_choice, check_floating_tensors
 from liger_ops.divergence.options import (
     IGNORED,
     OPTIONS_SCHEMA,
     DivergenceOptions,
     check_tokens,
     flat_tokens,
+    from_scalars,
     num_common_columns,
 )
-from liger_ops.divergence.rows import row_dtype, write_rows
+from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import plan_tokens
@@ -69,12 +70,11 @@ def _divergence(
     plan = plan_tokens(Targets(labels, None, token_weight), 1, IGNORED, student, with_order=False)
     losses = torch.zeros_like(labels, dtype=row_dtype(student, teacher))
     gradient = student.new_empty(student.shape if with_gradient else 0)
+    grad_scale = plan.mean_scale if scale_in_forward(reduction, student.dtype) else None
+    buffer = gradient if with_gradient else None
     write_rows(
-        student, teacher, labels, token_weight,
-        plan.mean_scale if scale_in_forward(reduction, student.dtype) else None,
-        DivergenceOptions.from_scalars(*scalars),
-        token_index=None, losses=losses, grad_logits=gradient if with_gradient else None,
-    )  # fmt: skip
+        Rows(student, teacher, labels, token_weight, grad_scale, from_scalars(*scalars), None, losses, buffer), None
+    )
     return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale.to(losses.dtype), gradient]
 
 
@@ -161,9 +161,7 @@ def divergence(
         TypeError: For arguments of another type.
         ValueError: For shapes, devices or options that do not fit.
     """
-    check_floating("student_logits", student_logits)
-    check_floating("teacher_logits", teacher_logits)
-    check_same_device("student_logits", student_logits, teacher_logits=teacher_logits)
+    check_floating_tensors("student_logits", student_logits, optional=False, teacher_logits=teacher_logits)
     check_choice("reduction", reduction, REDUCTIONS)
     options = DivergenceOptions(
         kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale

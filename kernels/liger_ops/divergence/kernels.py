@@ -6,6 +6,8 @@ of the columns that it loads (Milakov and Gimelshein, arXiv:1805.02867), merged 
 sums move with the maxima, so that they take one step less.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -197,12 +199,11 @@ def divergence_kernel(
             if full_size < size:
                 z_s, z_t = _load_pair(row_ptrs, full_size + places, full_size + places < size, transforms)
                 sums = _absorb(z_s, z_t, sums, HALF, KIND)
-            student_shift, student_sum, teacher_shift, teacher_sum, first, second = _merge(sums, HALF, KIND)
+            sums = _merge(sums, HALF, KIND)
+            student_shift, student_sum, teacher_shift, teacher_sum, first, second = sums
             if STEP == 1:
-                tl.store(sums_ptr + row_number, student_shift)
-                tl.store(sums_ptr + num_rows + row_number, student_sum)
-                tl.store(sums_ptr + 2 * num_rows + row_number, teacher_shift)
-                tl.store(sums_ptr + 3 * num_rows + row_number, teacher_sum)
+                for place in tl.static_range(4):
+                    tl.store(sums_ptr + place * num_rows + row_number, sums[place])
         else:
             student_shift = tl.load(sums_ptr + row_number)
             student_sum = tl.load(sums_ptr + num_rows + row_number)
@@ -295,25 +296,33 @@ def choose_divergence_launch(vocab_size: int, num_multiprocessors: int) -> Cross
     return CrossEntropyLaunch(block_size, num_warps, 64 // num_warps * num_multiprocessors)
 
 
-def launch_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    grad_scale: Tensor | None,
-    options: DivergenceOptions,
-    *,
-    token_index: Tensor | None,
-    losses: Tensor,
-    grad_logits: Tensor | None,
-    step: int | None = None,
-    sums: Tensor | None = None,
-) -> None:
+class Rows(NamedTuple):
+    """Rows of both models' logits, and what is computed of them."""
+
+    student: Tensor
+    """Raw logits, ``[num_rows, num_columns]``, unit stride in the last dimension; so the next."""
+    teacher: Tensor
+    labels: Tensor
+    """Of all tokens, ``[num_tokens]``; see :func:`~liger_ops.divergence.options.flat_tokens`."""
+    token_weight: Tensor | None
+    """``[num_tokens]``."""
+    grad_scale: Tensor | None
+    """Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1."""
+    options: DivergenceOptions
+    token_index: Tensor | None
+    """The token of each row, ``[num_rows]``; None if rows are all tokens in order."""
+    losses: Tensor
+    """``[num_tokens]``, at least float32: output buffer, written at these tokens."""
+    grad_logits: Tensor | None
+    """Like ``student``, which it may be: output buffer for the gradient; or None."""
+
+
+def launch_divergence(rows: Rows, step: int | None = None, sums: Tensor | None = None) -> None:
     """Computes each row's divergence and, if there is a buffer for it, the gradient; or one of the three steps.
 
-    Arguments as for :func:`~liger_ops.divergence.rows.write_rows`; rows of unit stride. ``step`` 1 and 2 write this
-    shard's ``sums``, ``[6, num_rows]`` in float32; 2 and 3 read those of all shards.
+    ``step`` 1 and 2 write this shard's ``sums``, ``[6, num_rows]`` in float32; 2 and 3 read those of all shards.
     """
+    student, teacher, labels, token_weight, grad_scale, options, token_index, losses, grad_logits = rows
     num_rows, num_columns = student.shape
     if num_rows == 0:
         return

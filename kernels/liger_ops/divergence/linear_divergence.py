@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_choice, check_floating, check_integer, check_same_device, wrong_value
+from liger_ops.arguments import check_choice, check_floating_tensors, check_integer, wrong_value
 from liger_ops.divergence.divergence import DivergenceFunction, empty_results, reduce_rows, scale_in_forward
 from liger_ops.divergence.options import (
     IGNORED,
@@ -22,9 +22,10 @@ from liger_ops.divergence.options import (
     DivergenceOptions,
     check_tokens,
     flat_tokens,
+    from_scalars,
     num_common_columns,
 )
-from liger_ops.divergence.rows import row_dtype, write_rows
+from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.chunked_loss import (
     KeptTokens,
     Projection,
@@ -62,7 +63,7 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     teacher_input, teacher_weight, teacher_bias, *teacher_adapter = values[5:10]
     labels, token_weight, grad_losses = values[10:_NUM_TENSORS]
     are_all_kept, chunk_size, accumulate_dtype, dtype, needs_gradient, reduction, *scalars = values[_NUM_TENSORS:]
-    options = DivergenceOptions.from_scalars(*scalars)
+    options = from_scalars(*scalars)
     num_tokens, with_gradient = labels.shape[0], any(needs_gradient)
     logits_dtypes = [dtype if each.dtype.itemsize < 4 else None for each in (input, teacher_input)]
     in_order = chunk_size >= num_tokens
@@ -74,6 +75,7 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
         visits_all = in_order or (input.is_cuda and torch.cuda.is_current_stream_capturing())
         tokens = KeptTokens(plan.order, num_tokens if visits_all else plan.num_kept)
     losses = torch.zeros_like(labels, dtype=row_dtype(input, teacher_input))
+    grad_scale = plan.mean_scale if scale_in_forward(reduction, input.dtype) else grad_losses
     gradient_buffer: Tensor | None = None
     if with_gradient and logits_dtypes[0] is not None:
         gradient_buffer = aligned_rows(input, min(chunk_size, num_tokens), weight.shape[0])
@@ -84,11 +86,9 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> Tensor:
         gradient = logits if gradient_buffer is None else gradient_buffer[: len(logits)]
-        write_rows(
-            logits, teacher.logits(index), labels, token_weight,
-            plan.mean_scale if scale_in_forward(reduction, input.dtype) else grad_losses,
-            options, token_index=index, losses=losses, grad_logits=gradient if with_gradient else None, shard=shard,
-        )  # fmt: skip
+        buffer = gradient if with_gradient else None
+        rows = logits, teacher.logits(index), labels, token_weight, grad_scale, options, index, losses, buffer
+        write_rows(Rows(*rows), shard)
         return gradient
 
     gradients = chunked_linear_loss(
@@ -206,13 +206,9 @@ def linear_divergence(
         TypeError: For arguments of another type.
         ValueError: For shapes, dtypes, devices or options that do not fit.
     """
-    heads: dict[str, Any] = {
-        "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "teacher_input": teacher_input,
-        "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
-    }  # fmt: skip
-    for name, tensor in heads.items():
-        check_floating(name, tensor, optional=name.endswith("bias"))
-    check_same_device("input", input, **{name: each for name, each in heads.items() if name != "input"})
+    others = {"linear_weight": linear_weight, "teacher_input": teacher_input, "teacher_weight": teacher_weight}
+    check_floating_tensors("input", input, optional=False, **others)
+    check_floating_tensors("input", input, linear_bias=linear_bias, teacher_bias=teacher_bias)
     check_choice("reduction", reduction, REDUCTIONS)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     if logits_dtype not in (None, torch.float32):

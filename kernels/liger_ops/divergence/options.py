@@ -95,22 +95,18 @@ class DivergenceOptions:
         return Transform(scale / self.temperature, None if softcap is None else softcap / self.temperature)
 
     def as_scalars(self) -> tuple[Any, ...]:
-        """The options as an op's schema takes them; soft caps are 0 if there are none."""
-        numbers = (self.softcap or 0.0, self.logit_scale, self.teacher_softcap or 0.0, self.teacher_logit_scale)
-        return self.kind, float(self.beta), float(self.temperature), self.t_squared, *map(float, numbers)
+        """The options as an op's schema takes them."""
+        numbers = self.softcap, self.logit_scale, self.teacher_softcap, self.teacher_logit_scale
+        floats = (None if number is None else float(number) for number in numbers)
+        return self.kind, float(self.beta), float(self.temperature), self.t_squared, *floats
 
-    @classmethod
-    @functools.lru_cache(maxsize=64)  # bounded, since a temperature may follow a schedule
-    def from_scalars(cls, *scalars: Any) -> "DivergenceOptions":
-        """The inverse of :meth:`as_scalars`."""
-        kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_scale = scalars
-        caps = softcap or None, teacher_softcap or None
-        return cls(kind, beta, temperature, t_squared, caps[0], logit_scale, caps[1], teacher_scale)
 
+from_scalars = functools.lru_cache(maxsize=64)(DivergenceOptions)
+"""The inverse of :meth:`DivergenceOptions.as_scalars`; bounded, since a temperature may follow a schedule."""
 
 OPTIONS_SCHEMA = (
-    "str kind, float beta, float temperature, bool t_squared, float softcap, float logit_scale,"
-    " float teacher_softcap, float teacher_logit_scale"
+    "str kind, float beta, float temperature, bool t_squared, float? softcap, float logit_scale,"
+    " float? teacher_softcap, float teacher_logit_scale"
 )
 """The options in the schema of an op, in the order of :meth:`DivergenceOptions.as_scalars`."""
 

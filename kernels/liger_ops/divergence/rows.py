@@ -38,8 +38,8 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.collectives import all_gather
-from liger_ops.divergence.kernels import launch_divergence
-from liger_ops.divergence.options import DISTRIBUTION_KINDS, IGNORED, KL_KINDS, DivergenceOptions, Transform
+from liger_ops.divergence.kernels import Rows, launch_divergence
+from liger_ops.divergence.options import DISTRIBUTION_KINDS, IGNORED, KL_KINDS, Transform
 from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES
 from liger_ops.loss.vocab_parallel import VocabShard
 
@@ -54,60 +54,33 @@ def row_dtype(student: Tensor, teacher: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
 
 
-def write_rows(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    grad_scale: Tensor | None,
-    options: DivergenceOptions,
-    *,
-    token_index: Tensor | None,
-    losses: Tensor,
-    grad_logits: Tensor | None,
-    shard: VocabShard | None = None,
-) -> None:
+def write_rows(rows: Rows, shard: VocabShard | None) -> None:
     """Writes the weighted divergences of some tokens, and the gradient of the student's logits.
 
-    Args:
-        student, teacher: Raw logits of these tokens, ``[num_rows, num_columns]``, unit stride in the last dimension.
-        labels, token_weight: Of all tokens, ``[num_tokens]``; see
-            :func:`~liger_ops.divergence.options.flat_tokens`.
-        grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
-        options: Of the divergence.
-        token_index: The token of each row, ``[num_rows]``; None if rows are all tokens in order.
-        losses: ``[num_tokens]``, at least float32, written at these tokens.
-        grad_logits: Like ``student``, which it may be: output buffer for the gradient; or None.
-        shard: The columns' part of the vocabulary if other ranks have the rest; every rank has to call.
+    With ``shard`` the columns are a part of the vocabulary of which other ranks have the rest; every rank has to call.
     """
+    student, teacher, labels, token_weight, grad_scale, options, token_index, losses, grad_logits = rows
     kind, num_rows = options.resolved_kind, student.shape[0]
     if backend.runs_on_triton(student, teacher) and kind in DISTRIBUTION_KINDS:
-
-        def launch(step: int | None, sums: Tensor | None) -> None:
-            launch_divergence(
-                student, teacher, labels, token_weight, grad_scale, options,
-                token_index=token_index, losses=losses, grad_logits=grad_logits, step=step, sums=sums,
-            )  # fmt: skip
-
         if shard is None:
-            launch(None, None)
+            launch_divergence(rows)
             return
         sums = losses.new_zeros(6, num_rows)
-        launch(1, sums)
+        launch_divergence(rows, 1, sums)
         sums = _merge(sums, shard).float()
         if kind not in KL_KINDS:
-            launch(2, sums)
+            launch_divergence(rows, 2, sums)
             sums[4:] = _total(sums[4:], shard)
-        launch(3, sums)
+        launch_divergence(rows, 3, sums)
         return
     num_columns = student.shape[1] if shard is None else -(-shard.vocab_size // shard.group.size())  # of every rank
     budget = _GPU_CHUNK_BYTES if student.is_cuda else CPU_CHUNK_BYTES
     size = max(1, budget // (_TEMPORARIES * num_columns * losses.element_size()))
     for start in range(0, num_rows, size):
-        rows = slice(start, min(start + size, num_rows))
-        index = torch.arange(rows.start, rows.stop, device=labels.device) if token_index is None else token_index[rows]
-        z_s = _temper(student[rows], options.student_transform, losses.dtype)
-        z_t = _temper(teacher[rows], options.teacher_transform, losses.dtype)
+        part = slice(start, min(start + size, num_rows))
+        index = torch.arange(part.start, part.stop, device=labels.device) if token_index is None else token_index[part]
+        z_s = _temper(student[part], options.student_transform, losses.dtype)
+        z_t = _temper(teacher[part], options.teacher_transform, losses.dtype)
         compare = _compare_distributions if kind in DISTRIBUTION_KINDS else _compare_logits
         values, grad = compare(z_s, z_t, kind, float(options.beta), shard, with_gradient=grad_logits is not None)
         ignored = labels[index] == IGNORED
@@ -121,7 +94,7 @@ def write_rows(
             grad *= (factor * options.student_transform.scale)[:, None]
             if options.student_transform.softcap is not None:
                 grad *= 1.0 - (z_s / options.student_transform.softcap) ** 2
-            grad_logits[rows].copy_(grad.masked_fill_(ignored[:, None], 0.0))
+            grad_logits[part].copy_(grad.masked_fill_(ignored[:, None], 0.0))
 
 
 def _temper(logits: Tensor, transform: Transform, dtype: torch.dtype) -> Tensor:

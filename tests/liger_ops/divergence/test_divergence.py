@@ -14,7 +14,7 @@ from liger_ops import divergence
 from liger_ops.divergence import kernels
 from liger_ops.divergence.kernels import choose_divergence_launch
 from liger_ops.divergence.options import IGNORED, KEPT, DivergenceOptions
-from liger_ops.divergence.rows import write_rows
+from liger_ops.divergence.rows import Rows, write_rows
 from liger_ops.loss.launch import CrossEntropyLaunch
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.divergence.cases import KINDS, OF_DISTRIBUTIONS, OPTIONS, assert_same, reference, with_gradients
@@ -199,10 +199,8 @@ def test_rows_are_read_by_index_weight_and_scale(kind: str, device: torch.device
     losses = torch.full((6,), 7.0, device=device)
     gradient = student.clone()
     padded = torch.full((4, 80), torch.nan, device=device)[:, :75].copy_(teacher)
-    write_rows(
-        gradient, padded, labels, weight, upstream, DivergenceOptions(kind, 0.3),
-        token_index=index, losses=losses, grad_logits=gradient,
-    )  # fmt: skip
+    options = DivergenceOptions(kind, 0.3)
+    write_rows(Rows(gradient, padded, labels, weight, upstream, options, index, losses, gradient), None)
     leaf = student.double().requires_grad_()
     expected = reference(leaf, teacher.double(), kind=kind, beta=0.3, reduction="none")
     expected = expected * (labels == KEPT)[index] * weight[index]

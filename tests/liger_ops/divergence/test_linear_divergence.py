@@ -201,7 +201,9 @@ def test_masked_tokens_are_not_computed_and_none_are_sorted_without_a_mask(monke
     seen, sorted_sizes = [], []
     write_rows, argsort = module.write_rows, torch.argsort
     monkeypatch.setattr(
-        module, "write_rows", lambda *args, **kwargs: (seen.append(len(args[0])), write_rows(*args, **kwargs))
+        module,
+        "write_rows",
+        lambda *args: (seen.append(len(args[0].student)), write_rows(*args)),
     )
     monkeypatch.setattr(
         torch, "argsort", lambda *args, **kwargs: (sorted_sizes.append(len(args[0])), argsort(*args, **kwargs))[1]
