@@ -157,9 +157,10 @@ def test_classes_that_one_model_excludes_have_probability_zero_in_it(kind: str, 
         pair = list((3 * normal(2, 4, CLASSES)).to(device))
         pair[whose][:, ::5] = -torch.inf
         if (kind, whose) in (("forward_kl", 0), ("reverse_kl", 1), ("mixed", 0), ("mixed", 1)):
-            pair[0][0, 20] = pair[1][0, 20] = 500.0  # beyond which every other class's term underflows
+            pair[0][0, 35] = pair[1][0, 35] = 500.0  # beyond which every other class's term underflows
             losses = divergence(*pair, kind=kind, beta=0.3, reduction="none")
             assert (losses[1:] == torch.inf).all()
+            assert not losses.isnan().any()
             continue
         low = [each.double().masked_fill(each == -torch.inf, -300.0) for each in pair]
         assert_same(run(*pair, kind=kind, beta=0.3), truth(*low, kind=kind, beta=0.3), (kind, whose))
@@ -182,6 +183,13 @@ def test_nan_spreads_over_its_row_and_no_further(kind: str, device: torch.device
         losses, gradient = run(*pair, kind=kind, beta=0.3)
         assert losses.isnan().tolist() == gradient.isnan().any(1).tolist() == [False, True, False]
         assert gradient[1, 40].isnan()
+
+
+def test_cosine_of_no_logits_at_all_is_zero() -> None:
+    for student, teacher in (torch.zeros(1, 5), normal(1, 5)), (normal(1, 5), torch.zeros(1, 5)):
+        losses, gradient = run(student, teacher, kind="cosine")
+        assert losses == 1
+        assert not gradient.any()
 
 
 # Tokens and vocabularies.
