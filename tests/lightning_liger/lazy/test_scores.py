@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_ops import TokenScores
-from liger_ops.divergence.divergence import divergence_reference
 from liger_ops.divergence.options import KINDS
 from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS
 from lightning_liger import LazyLogits, divergence, lazy_logits, token_loss, token_scores, topk_log_probs
 from lightning_liger.patching.rules.head import HeadReplacement
+from tests.liger_ops.divergence.cases import reference as reference_divergence
 from tests.lightning_liger.lazy.twin import (
     BATCH_SIZE,
     LABELS,
@@ -239,7 +239,7 @@ def test_divergence_of_two_models(lazy_student: bool, lazy_teacher: bool) -> Non
         options["token_weight"] = WEIGHTS if number % 3 else None
         got = divergence(twin.lazy if lazy_student else twin.real, teacher_logits(lazy_teacher), **options)
         reference = Twin()
-        want = divergence_reference(reference.real, teacher_logits(False), **options)
+        want = reference_divergence(reference.real, teacher_logits(False), **options)
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         upstream = torch.rand(want.shape, generator=torch.Generator().manual_seed(1))
@@ -257,7 +257,7 @@ def test_masked_tokens_of_the_teacher_may_be_nan() -> None:
     for reduction in ("mean", "none"):
         twin = Twin()
         got = divergence(twin.lazy, teacher.masked_fill(~MASK[..., None], torch.nan), mask=MASK, reduction=reduction)
-        assert_same(twin, got, divergence_reference(twin.real, teacher, mask=MASK, reduction=reduction))
+        assert_same(twin, got, reference_divergence(twin.real, teacher, mask=MASK, reduction=reduction))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -277,7 +277,7 @@ def test_teacher_may_have_run_in_any_mode(mode: Callable[[], Any], reduction: st
 def test_vocabularies_of_different_sizes_are_compared_where_both_have_classes(lazy_teacher: bool) -> None:
     twin = Twin()
     got = divergence(twin.lazy, teacher_logits(lazy_teacher, vocab_size=29), vocab="common")
-    want = divergence_reference(twin.real[..., :29], teacher_logits(False, vocab_size=29))
+    want = reference_divergence(twin.real[..., :29], teacher_logits(False, vocab_size=29))
     assert_same(twin, got, want)
 
 
@@ -285,7 +285,7 @@ def test_divergence_of_logits_sees_a_log_softmax() -> None:
     twin = Twin()
     for kind in ("mse", "cosine"):
         got = divergence(twin.lazy.log_softmax(-1), teacher_logits(True), kind=kind)
-        assert_same(twin, got, divergence_reference(twin.real.log_softmax(-1), teacher_logits(False), kind=kind))
+        assert_same(twin, got, reference_divergence(twin.real.log_softmax(-1), teacher_logits(False), kind=kind))
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
