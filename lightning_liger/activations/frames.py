@@ -49,38 +49,13 @@ class Surroundings:
             yield
 
 
-class _Buffer:
-    """A buffer as it was before the first run."""
-
-    def __init__(self, module: nn.Module, name: str, buffer: Tensor) -> None:
-        self.place, self.name = module._buffers, name
-        self.is_cache = name in module._non_persistent_buffers_set
-        self.original = buffer
-        self.num_writes = count_writes(buffer)
-        # Writes by kernels are not counted, so all are copied that may hold statistics or counters.
-        self.copy = buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else None
-
-    @property
-    def is_given_back(self) -> bool:
-        """Not where a cache was replaced, as of rotary embeddings: attributes may tell its length, which stay."""
-        return self.copy is not None and not (self.is_cache and self.place.get(self.name) is not self.original)
-
-    def check(self) -> None:
-        if self.copy is None and count_writes(self.original) != self.num_writes:
-            raise RuntimeError(
-                f"a layer writes to its buffer {self.name!r} of {self.original.dtype} and shape"
-                f" {list(self.original.shape)}, whose former values it would need again: it cannot be recomputed in"
-                " backward. Leave it out of activation checkpointing"
-            )
-
-
 class _LayerState:
     """Buffers, which forward may write to or replace, and training flags of a layer's modules."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._training = [(module, module.training) for module in layer.modules()]
         self._buffers = [
-            _Buffer(module, name, buffer)
+            (module, name, buffer, count_writes(buffer), _copy_of_state(buffer))
             for module, _ in self._training
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -88,32 +63,46 @@ class _LayerState:
 
     def check(self) -> None:
         """Raises RuntimeError if the first run has written to a buffer that is not copied."""
-        for buffer in self._buffers:
-            buffer.check()
+        for _, name, buffer, num_writes, copy in self._buffers:
+            if copy is None and count_writes(buffer) != num_writes:
+                raise RuntimeError(
+                    f"a layer writes to its buffer {name!r} of {buffer.dtype} and shape {list(buffer.shape)}, whose"
+                    " former values it would need again: it cannot be recomputed in backward. Leave it out of"
+                    " activation checkpointing"
+                )
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Gives the modules back what they had, for as long as the context lasts."""
         flags = [(module, module.training) for module, _ in self._training]
-        buffers = [each for each in self._buffers if each.is_given_back]
-        current = [each.place[each.name] for each in buffers]
-        # A copy of the copy, as this run may write too; one for each buffer, however often modules share it.
-        copies = {id(each.original): each.copy.clone() for each in buffers if each.copy is not None}
+        copies: dict[int, Tensor] = {}  # of the copies, as this run may write too; one however often it is shared
+        before: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        for module, name, buffer, _, copy in self._buffers:
+            current = module._buffers.get(name)
+            # A cache that was replaced, as of rotary embeddings, stays: attributes that stay may tell its length.
+            is_new_cache = current is not buffer and name in module._non_persistent_buffers_set
+            if copy is not None and not is_new_cache:
+                before.append((module._buffers, name, current))
+                copies.setdefault(id(buffer), copy.clone())
+                module._buffers[name] = copies[id(buffer)]
+        _set_training(self._training)
         try:
-            self._set(self._training, buffers, [copies[id(each.original)] for each in buffers])
             yield
         finally:
-            self._set(flags, buffers, current)
+            _set_training(flags)
+            for buffers, name, current in before:
+                buffers[name] = current
 
-    @staticmethod
-    def _set(
-        flags: Iterable[tuple[nn.Module, bool]], buffers: Iterable[_Buffer], values: Sequence[Tensor | None]
-    ) -> None:
-        for module, is_training in flags:
-            if module.training != is_training:
-                module.training = is_training
-        for each, value in zip(buffers, values, strict=True):
-            each.place[each.name] = value
+
+def _copy_of_state(buffer: Tensor) -> Tensor | None:
+    """A copy of a buffer that may hold statistics or counters: writes by kernels are not counted."""
+    return buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else None
+
+
+def _set_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, is_training in flags:
+        if module.training != is_training:
+            module.training = is_training
 
 
 class _Slot:
@@ -144,37 +133,28 @@ class Frame:
 
     Args:
         layer: Whose buffers and training flags the second run sees as the first one did.
-        device: Of the layer, whose random state and autocast settings the second run gets back.
-        watcher: Has ``recompute_starts()``, which returns what decides about the tensors that the second run saves
-            (None keeps all), and ``recompute_ends`` of that.
+        run: Runs it, a :class:`~lightning_liger.activations.layers.LayerRun`, which is told about the second run.
         keep: Makes something that has a ``get`` of each tensor in the arguments that requires a gradient; by default
             the tensor stays where it is.
     """
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        device: torch.device,
-        watcher: Any,
-        keep: Callable[[Tensor], Kept | Offloaded] = Kept,
-    ) -> None:
-        self._watcher = watcher
+    def __init__(self, layer: nn.Module, run: Any, keep: Callable[[Tensor], Kept | Offloaded] = Kept) -> None:
+        self._run = run
         self._keep = keep
         self._slots: list[weakref.ref[_Slot]] = []
         self._num_seen = 0
         self._cheap: CheapTensors | None = None
         self._state = _LayerState(layer)
-        self._surroundings = Surroundings(device)
+        self._surroundings = Surroundings(run.device)
         self.lock = threading.RLock()
         """Held while slots are filled and emptied: several threads may run backward over one graph."""
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns ``forward(*args, **kwargs)``, which backward will call again."""
-        self._forward = forward
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the layer with these arguments, as backward will do again."""
         self._arguments = _map(Tensor, self._held, (args, kwargs))
         inputs = [(tensor, count_writes(tensor)) for tensor in tensors_in((args, kwargs))]
         with saved_tensors_hooks(self._reserve, _fetch):
-            outputs = forward(*args, **kwargs)
+            outputs = self._run(*args, **kwargs)
         if any(count_writes(tensor) != num_writes for tensor, num_writes in inputs):
             raise RuntimeError(
                 "a layer writes to one of its inputs, which it would need again: it cannot be recomputed in backward."
@@ -193,7 +173,7 @@ class Frame:
 
     def run_again(self) -> None:
         """Fills the slots that are still wanted."""
-        self._cheap = cheap = self._watcher.recompute_starts()
+        self._cheap = cheap = self._run.recompute_starts()
         while self._slots and self._slots[-1]() is None:
             self._slots.pop()
         self._num_seen = 0
@@ -207,7 +187,7 @@ class Frame:
                 listening(None if cheap is None else cheap.listener),
                 saved_tensors_hooks(self.fill, _refuse),
             ):
-                self._forward(*args, **kwargs)
+                self._run(*args, **kwargs)
         except _Finished:
             pass
         finally:
@@ -217,7 +197,7 @@ class Frame:
                 f"a layer saved {len(self._slots)} tensors for backward in its forward and {self._num_seen} when it was"
                 " recomputed: activation checkpointing needs a forward that does the same each time it runs"
             )
-        self._watcher.recompute_ends(cheap)
+        self._run.recompute_ends(cheap)
 
     @property
     def num_wanted(self) -> int:

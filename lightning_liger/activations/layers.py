@@ -15,7 +15,7 @@ forward looks up the mode; parameters, their names and other instances do not.
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -67,8 +67,8 @@ class ControlledLayers:
         has_run: Whether any of them ran, other than compiled.
         observer: None, or what layers tell, on the host, in the order of execution: ``forward_starts(index,
             num_tokens)`` of the first input's rows, ``forward_ends(index)``, and in backward, before and after a layer
-            runs again, ``recompute_starts(index)`` and ``recompute_ends(index)``.
-        context: Makes a context that each run of a layer enters, the second one too; or None.
+            runs again, ``recompute_starts(index)``, which returns whether to measure, and ``recompute_ends(index)``.
+        context: Makes a context that each run of a layer enters, the second one too.
     """
 
     layers: list[nn.Module]
@@ -76,7 +76,7 @@ class ControlledLayers:
     sizes: list[LayerSizes] = field(init=False)
     has_run: bool = False
     observer: Any = None
-    context: Callable[[], AbstractContextManager[Any]] | None = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
     _host_memory: dict[torch.device, HostMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,11 +89,10 @@ class ControlledLayers:
     def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
         self.has_run = True
-        if self.context is not None:
-            forward = functools.partial(_within, self.context, forward)
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() and not _hooks_are_taken() else []
         if not inputs:
-            return forward(*args, **kwargs)
+            with self.context():
+                return forward(*args, **kwargs)
         first = inputs[0]
         if self.observer is not None:
             self.sizes[index].inputs = sum(each.nbytes for each in inputs if _can_leave(each))
@@ -109,29 +108,23 @@ class ControlledLayers:
                 mode = "cheap"
             else:
                 args, kwargs = _without_cache(args, kwargs)
-        run = LayerRun(self, index, mode, first.device)
-        forward = functools.partial(_as_run, run, forward)
+        run = LayerRun(self, index, mode, first.device, forward)
         if mode == "store":
-            outputs = forward(*args, **kwargs)
+            outputs = run(*args, **kwargs)
         elif mode == "cheap":
-            outputs = self._run_cheap(index, first.device, forward, args, kwargs)
+            cheap = CheapTensors(first.device.type)
+            try:
+                with listening(cheap.listener), saved_tensors_hooks(cheap.pack, unpack):
+                    outputs = run(*args, **kwargs)
+            finally:
+                cheap.close()
+                run.sizes.cheap = cheap.dropped_bytes
         else:
             keep = self._offload if mode == "offload" and first.is_cuda else Kept
-            outputs = Frame(layer, first.device, run, keep).run(forward, args, kwargs)
+            outputs = Frame(layer, run, keep).run(args, kwargs)
         if self.observer is not None:
             self.observer.forward_ends(index)
         return outputs
-
-    def _run_cheap(
-        self, index: int, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        cheap = CheapTensors(device.type)
-        try:
-            with listening(cheap.listener), saved_tensors_hooks(cheap.pack, unpack):
-                return forward(*args, **kwargs)
-        finally:
-            cheap.close()
-            self.sizes[index].cheap = cheap.dropped_bytes
 
     def _offload(self, tensor: Tensor) -> Kept | Offloaded:
         if not _can_leave(tensor):
@@ -141,7 +134,7 @@ class ControlledLayers:
         return self._host_memory[tensor.device].offload(tensor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerRun:
     """One run of a layer, and its repetition in backward."""
 
@@ -149,19 +142,27 @@ class LayerRun:
     index: int
     mode: Mode
     device: torch.device
+    forward: _Forward
 
     @property
     def sizes(self) -> LayerSizes:
         return self.control.sizes[self.index]
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = _run.set(self)  # in both runs: backward has a thread of its own
+        try:
+            with self.control.context():
+                return self.forward(*args, **kwargs)
+        finally:
+            _run.reset(token)
+
     def recompute_starts(self) -> CheapTensors | None:
-        """Tells the observer; returns what decides about the tensors that this run saves."""
+        """Tells the observer; returns what decides about the tensors that this run saves, None to keep all."""
         self.sizes.tiled = self.sizes.tiled_cheap = 0
-        if self.control.observer is not None:
-            self.control.observer.recompute_starts(self.index)
-        elif self.mode == "recompute":
-            return None  # until one layer's backward ends, dropping tensors would cost more time than they are worth
-        return CheapTensors(self.device.type, drops=self.mode == "offload")
+        observer = self.control.observer
+        is_measured = observer is not None and observer.recompute_starts(self.index)
+        # In mode "recompute", dropping tensors until one layer's backward ends would cost more time than it is worth.
+        return CheapTensors(self.device.type, self.mode == "offload") if is_measured or self.mode == "offload" else None
 
     def recompute_ends(self, cheap: CheapTensors | None) -> None:
         if cheap is not None:
@@ -177,21 +178,6 @@ _run: ContextVar[LayerRun | None] = ContextVar("lightning_liger_layer_run", defa
 def current_run() -> LayerRun | None:
     """The layer whose forward runs, also when it runs again in backward; None outside of such layers."""
     return _run.get()
-
-
-def _as_run(run: LayerRun, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    token = _run.set(run)  # in both runs: backward has a thread of its own
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        _run.reset(token)
-
-
-def _within(
-    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    with context():
-        return forward(*args, **kwargs)
 
 
 def _hooks_are_taken() -> bool:
@@ -251,18 +237,13 @@ def _controlled_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = functools.partial(original.forward, self)
-        control, index = self.__dict__.get(_CONTROL, (None, 0))
+        control, index = vars(self).get(_CONTROL, (None, 0))
         if control is None or torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
             return own(*args, **kwargs)
         return control.run(index, self, own, args, kwargs)
 
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "forward": forward,
-    }
-    return type(original.__name__, (_Controlled, original), namespace)
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (_Controlled, original), {**names, "forward": forward})
 
 
 def control_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = None) -> ControlledLayers | None:

@@ -119,9 +119,10 @@ class Planner:
             if inputs > (self._limit - self._memory.read()[0]) / 2:
                 self._set_base("offload")
 
-    def recompute_starts(self, index: int) -> None:
+    def recompute_starts(self, index: int) -> bool:
         if self._recorder is not None:
             self._recorder.recompute_starts(index)
+        return self._recorder is not None
 
     def recompute_ends(self, index: int) -> None:
         if self._recorder is not None:

@@ -279,9 +279,10 @@ class _Observer:
 
     def forward_ends(self, index: int) -> None: ...
 
-    def recompute_starts(self, index: int) -> None:
+    def recompute_starts(self, index: int) -> bool:
         self.events.append((index, False))
         self._recorder.recompute_starts(index)
+        return True
 
 
 class _Units:
