@@ -64,7 +64,7 @@ class _LayerState:
     def check(self) -> None:
         """Raises RuntimeError if the first run has written to a buffer that is not copied."""
         for _, name, buffer, num_writes, copy in self._buffers:
-            if copy is None and count_writes(buffer) != num_writes:
+            if copy is buffer and count_writes(buffer) != num_writes:
                 raise RuntimeError(
                     f"a layer writes to its buffer {name!r} of {buffer.dtype} and shape {list(buffer.shape)}, whose"
                     " former values it would need again: it cannot be recomputed in backward. Leave it out of"
@@ -81,9 +81,9 @@ class _LayerState:
             current = module._buffers.get(name)
             # A cache that was replaced, as of rotary embeddings, stays: attributes that stay may tell its length.
             is_new_cache = current is not buffer and name in module._non_persistent_buffers_set
-            if copy is not None and not is_new_cache:
+            if not is_new_cache:
                 before.append((module._buffers, name, current))
-                copies.setdefault(id(buffer), copy.clone())
+                copies.setdefault(id(buffer), copy if copy is buffer else copy.clone())
                 module._buffers[name] = copies[id(buffer)]
         _set_training(self._training)
         try:
@@ -94,9 +94,9 @@ class _LayerState:
                 buffers[name] = current
 
 
-def _copy_of_state(buffer: Tensor) -> Tensor | None:
-    """A copy of a buffer that may hold statistics or counters: writes by kernels are not counted."""
-    return buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else None
+def _copy_of_state(buffer: Tensor) -> Tensor:
+    """A copy of a buffer that may hold statistics or counters, as writes by kernels are not counted; others themselves."""
+    return buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else buffer
 
 
 def _set_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
