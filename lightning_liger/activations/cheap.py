@@ -128,8 +128,6 @@ class CheapTensors:
     def __init__(self, device_type: str, drops: bool = True) -> None:
         self.dropped_bytes = 0
         """Bytes of the outputs that were not kept, or need not be, so far."""
-        self.largest_bytes = 0
-        """Of the largest of these outputs."""
         self._made: dict[int, _Made] = {}
         # Under autocast also by autograd's node and its number among the node's outputs.
         self._by_node: dict[tuple[Any, int], _Made] = {}
@@ -199,7 +197,6 @@ class CheapTensors:
         if made.storage.cdata not in self._dropped:
             self._dropped.add(made.storage.cdata)
             self.dropped_bytes += made.num_bytes
-            self.largest_bytes = max(self.largest_bytes, made.num_bytes)
         return Recomputed(made.call, made.index, _view(tensor)) if self._drops else keep(tensor)
 
     def close(self) -> None:

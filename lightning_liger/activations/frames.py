@@ -1,7 +1,7 @@
 """One run of a layer that keeps nothing but its inputs, and runs again in backward.
 
-As ``torch.utils.checkpoint`` without reentrance, with these differences: the second run may drop tensors that are cheap
-to make (:mod:`lightning_liger.activations.cheap`), inputs may wait in host memory
+As ``torch.utils.checkpoint`` without reentrance, with these differences: the second run may count the tensors that are
+cheap to make (:mod:`lightning_liger.activations.cheap`), inputs may wait in host memory
 (:mod:`lightning_liger.activations.offload`), and buffers and training flags are those of the first run. Other state is
 not given back: attributes of modules, objects among the arguments, generators other than torch's global ones.
 """
@@ -95,7 +95,7 @@ class _LayerState:
 
 
 def _copy_of_state(buffer: Tensor) -> Tensor:
-    """A copy of a buffer that may hold statistics or counters, as writes by kernels are not counted; others themselves."""
+    """A copy of a buffer that may hold statistics or counters, whose writes by kernels are not counted, else itself."""
     return buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else buffer
 
 

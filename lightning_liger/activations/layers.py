@@ -5,7 +5,7 @@
 ``cheap``      the same without tensors that are cheap to make again (the default)
 ``recompute``  the layer's inputs only; the layer runs again in backward
 ``offload``    the same in the least memory: its inputs are in host memory meanwhile
-               (on GPUs), and the second run keeps no cheap tensors
+               (on GPUs)
 =============  =====================================================================
 
 Losses and gradients are the same in all of them. Only the class of a layer's instance changes, to a subclass whose
@@ -44,14 +44,12 @@ class LayerSizes:
     Attributes:
         inputs: The inputs that "offload" moves to host memory.
         cheap: What "cheap" does not keep.
-        remade: The largest of these tensors.
         tiled: What the layer would keep besides if parts of it did not run in tiles, without cheap tensors.
         tiled_cheap: The same of cheap tensors.
     """
 
     inputs: int = 0
     cheap: int = 0
-    remade: int = 0
     tiled: int = 0
     tiled_cheap: int = 0
 
@@ -157,17 +155,19 @@ class LayerRun:
             _run.reset(token)
 
     def recompute_starts(self) -> CheapTensors | None:
-        """Tells the observer; returns what decides about the tensors that this run saves, None to keep all."""
+        """Tells the observer; returns what counts the cheap tensors of this run, None if nobody wants to know.
+
+        None of them is dropped: until one layer's backward ends that would cost more time than it is worth.
+        """
         self.sizes.tiled = self.sizes.tiled_cheap = 0
         observer = self.control.observer
         is_measured = observer is not None and observer.recompute_starts(self.index)
-        # In mode "recompute", dropping tensors until one layer's backward ends would cost more time than it is worth.
-        return CheapTensors(self.device.type, self.mode == "offload") if is_measured or self.mode == "offload" else None
+        return CheapTensors(self.device.type, drops=False) if is_measured else None
 
     def recompute_ends(self, cheap: CheapTensors | None) -> None:
         if cheap is not None:
             cheap.close()
-            self.sizes.cheap, self.sizes.remade = cheap.dropped_bytes, cheap.largest_bytes
+            self.sizes.cheap = cheap.dropped_bytes
         if self.control.observer is not None:
             self.control.observer.recompute_ends(self.index)
 

@@ -78,7 +78,6 @@ class LayerCosts(NamedTuple):
             cheap tensors.
         tiled_cheap: The same of cheap tensors.
         inputs: What its inputs take.
-        remade: What its largest cheap tensor takes, which is there again where its backward peaks.
         seconds: The time that its recomputation takes.
     """
 
@@ -87,7 +86,6 @@ class LayerCosts(NamedTuple):
     tiled: int = 0
     tiled_cheap: int = 0
     inputs: int = 0
-    remade: int = 0
     seconds: float = 0.0
 
     @property
@@ -117,8 +115,8 @@ class Profile:
         if mode == "recompute":
             return 0
         layer, num_live, is_own = self.layers[index], segment.live[index], segment.recomputed == index
-        if mode == "offload":  # which drops what is cheap in backward, but makes one tensor after the other again
-            return -num_live * layer.inputs - (max(0, layer.cheap - layer.remade) if is_own else 0)
+        if mode == "offload":
+            return -num_live * layer.inputs
         kept = layer.kept + (layer.cheap + layer.tiled_cheap if mode == "store" else 0)
         # Its own backward was measured in tiles, without these tensors and the gradient of each.
         return num_live * kept + (2 * (layer.tiled + layer.tiled_cheap) if is_own else 0)
@@ -214,12 +212,11 @@ class Recorder:
         self._cut()
         costs = tuple(
             LayerCosts(
-                stored=max(0, layer.kept - (0 if layer.mode == "offload" else sizes.cheap)),
+                stored=max(0, layer.kept - sizes.cheap),
                 cheap=sizes.cheap,
                 tiled=layer.tiled,
                 tiled_cheap=layer.tiled_cheap,
                 inputs=sizes.inputs,
-                remade=sizes.remade,
                 seconds=self._seconds(layer),
             )
             for layer, sizes in zip(self._layers, self._controlled.sizes, strict=True)
