@@ -242,8 +242,8 @@ CASES = {
         _norm(1, 2),
     ),
     "group_norm": Case(
-        lambda op, *tensors: op(tensors[0], 2, *tensors[1:], _EPS),
-        lambda *tensors: F.group_norm(tensors[0], 2, *tensors[1:], _EPS),
+        lambda op, x, weight, bias: op(x, 2, weight, bias, _EPS),
+        lambda x, weight, bias: F.group_norm(x, 2, weight, bias, _EPS),
         _channels,
     ),
     "apply_rotary": Case(

@@ -103,11 +103,11 @@ def test_modes_follow_the_budget(limit, modes):
 
 
 def test_only_layers_that_stand_in_the_way_are_offloaded_and_others_still_stored():
-    segments = {Segment((1, 1, 1), None): 60, Segment((1, 0, 0), 1): 70, Segment((0, 0, 0), 0): 100}
+    segments = {Segment((1, 1, 1), None): 60, Segment((1, 0, 0), 1): 100, Segment((0, 0, 0), 0): 70}
     profile = Profile(7, 0, segments, 3 * (LayerCosts(10, cheap=5, inputs=2, seconds=1.0),))
-    plan = choose(profile, 100)
-    assert plan == Plan(("recompute", "cheap", "cheap"), 100)
-    assert choose(profile, 90) == plan  # nothing lowers the peak
+    plan = choose(profile, 98)
+    assert plan == Plan(("offload", "cheap", "cheap"), 98)
+    assert choose(profile, 90) == plan  # nothing lowers the peak any more
 
 
 def test_layer_that_saves_more_time_for_its_bytes_is_stored_first():
