@@ -14,7 +14,6 @@ Sources: arXiv:2104.09864; the multimodal variant's sections: arXiv:2409.12191.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -89,8 +88,7 @@ def apply_rotary_reference(
     return rotate(q), rotate(k)
 
 
-@dataclass(frozen=True)
-class RotaryLaunch:
+class RotaryLaunch(NamedTuple):
     """Tile of heads and pairs of columns that a program rotates at a time."""
 
     block_heads: int
@@ -264,16 +262,9 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x_out if x_out.stride(-1) == 1 else x_out.new_empty(x.shape)
 
 
-def _rotary_fake(
+def _allocate(
     q: Tensor,
     k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    heads_dim: int,
-    interleaved: bool,
-    sections: list[int],
-    inverse: bool,
     q_dtype: torch.dtype,
     k_dtype: torch.dtype,
     q_stride: list[int] | None,
@@ -284,7 +275,7 @@ def _rotary_fake(
     return q_out, k_out
 
 
-@backend.register_op("rotary", fake=_rotary_fake)
+@backend.register_op("rotary", fake=lambda q, k, *others: _allocate(q, k, *others[-4:]))
 def _rotary(
     q: Tensor,
     k: Tensor,
@@ -304,9 +295,7 @@ def _rotary(
 
     If ``inverse``, it rotates back (the transposed matrix), as a rotation's gradient is.
     """
-    q_out, k_out = _rotary_fake(
-        q, k, cos, sin, position_ids, heads_dim, interleaved, sections, inverse, q_dtype, k_dtype, q_stride, k_stride
-    )
+    q_out, k_out = _allocate(q, k, q_dtype, k_dtype, q_stride, k_stride)
     if q.numel() == 0 and k.numel() == 0:
         return q_out, k_out
     q, k, cos, sin = (_with_unit_stride(tensor) for tensor in (q, k, cos, sin))

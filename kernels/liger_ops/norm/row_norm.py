@@ -88,16 +88,8 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _forward_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    hidden_size: int,
-    eps: float,
-    offset: float,
-    casting: str,
-    centered: bool,
+def _allocate(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, hidden_size: int, casting: str, centered: bool
 ) -> list[Tensor]:
     total = [] if residual is None else [x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))]
     y = x.new_empty(x.shape, dtype=_output_dtype(total[0].dtype if total else x.dtype, weight, casting))
@@ -105,7 +97,12 @@ def _forward_fake(
     return [y, statistics, *total]
 
 
-@backend.register_op("row_norm_forward", fake=_forward_fake)
+@backend.register_op(
+    "row_norm_forward",
+    fake=lambda x, residual, weight, bias, hidden_size, eps, offset, *others: _allocate(
+        x, residual, weight, hidden_size, *others
+    ),
+)
 def _row_norm_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -118,7 +115,7 @@ def _row_norm_forward(
     centered: bool,
 ) -> list[Tensor]:
     """Returns y of x's shape; rstd and, if ``centered``, mean of each row; x plus residual if there is one."""
-    results = _forward_fake(x, residual, weight, bias, hidden_size, eps, offset, casting, centered)
+    results = _allocate(x, residual, weight, hidden_size, casting, centered)
     y, statistics, *total = results
     num_rows = statistics.shape[1]
     if num_rows == 0:
@@ -168,22 +165,10 @@ def _row_norm_forward(
     return results
 
 
-def _backward_fake(
-    grad_y: Tensor,
-    grad_total: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    hidden_size: int,
-    offset: float,
-    centered: bool,
-    needs: list[bool],
-) -> list[Tensor]:
-    return backend.empty_gradients((x, weight, bias), needs)
-
-
-@backend.register_op("row_norm_backward", fake=_backward_fake)
+@backend.register_op(
+    "row_norm_backward",
+    fake=lambda grad_y, grad_total, x, weight, bias, *others: backend.empty_gradients((x, weight, bias), others[-1]),
+)
 def _row_norm_backward(
     grad_y: Tensor,
     grad_total: Tensor | None,
