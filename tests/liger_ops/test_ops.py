@@ -222,7 +222,7 @@ def test_ops_pass_opcheck(case: OpCase, device: torch.device) -> None:
         torch.library.opcheck(op, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("compiler", ["aot_eager", *(["inductor"] if torch.cuda.is_available() else [])])
 def test_compiles_to_one_graph_with_the_same_result(case: OpCase, compiler: str, device: torch.device) -> None:
     tensors = make(case, device)
     torch._dynamo.reset()

@@ -226,45 +226,69 @@ def test_closure_and_hooks_run_once(triton_device: torch.device, updated_paramet
     assert updated_parameters
 
 
-@pytest.mark.parametrize("reason", ["scale", "tensor lr", "amsgrad", "float64", "negative views"])
-def test_leaves_to_pytorch_what_kernels_do_not_take(
-    triton_device: torch.device, updated_parameters: list[Tensor], reason: str
-) -> None:
-    dtype = torch.float64 if reason == "float64" else torch.float32
-    lr = torch.tensor(0.03, device=triton_device) if reason == "tensor lr" else 0.03
-    pairs = []
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Compares parameters, to more roundings."""
+    for parameter, wanted in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+
+def train_both(
+    device: torch.device,
+    change: Callable[[Any, list[Tensor], int], None],
+    parameters: Callable[[], list[Tensor]] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Our optimizer and PyTorch's after four steps, before each of which ``change`` gets them and their parameters."""
+    optimizers = []
     for kind in (AdamW, torch.optim.AdamW):
-        parameters = make_parameters(triton_device, dtype)
-        optimizer = kind(parameters, **OPTIONS | {"lr": lr})
-        optimizer.param_groups[0].update(fused=True, amsgrad=reason == "amsgrad")
-        if reason == "negative views":
-            optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them on a GPU
+        own = make_parameters(device) if parameters is None else parameters()
+        optimizer = kind(own, **OPTIONS | options)
         for step in range(4):
-            fill_gradients(parameters, step)
-            if reason == "scale":
-                optimizer.grad_scale = torch.tensor(2.0, device=triton_device)
-                optimizer.found_inf = torch.tensor(float(step == 2), device=triton_device)
-            elif reason == "negative views":
-                for parameter in parameters:
-                    parameter.grad = None if parameter.grad is None else torch._neg_view(parameter.grad)
+            fill_gradients(own, step)
+            change(optimizer, own, step)
             optimizer.step()
-        pairs.append(optimizer)
-    assert not updated_parameters
-    assert_same(*pairs)
+        optimizers.append(optimizer)
+    return optimizers
 
 
-def test_leaves_transposed_parameters_to_pytorch(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
-    pairs = []
-    for kind in (AdamW, torch.optim.AdamW):
-        weight = torch.arange(32.0, device=triton_device).view(4, 8).t().requires_grad_()
-        optimizer = kind([weight], **OPTIONS)
-        optimizer.param_groups[0]["fused"] = True
-        for step in range(3):
-            weight.grad = torch.full_like(weight, 1.0 + step)
-            optimizer.step()
-        pairs.append(optimizer)
+def _scaled(optimizer: Any, parameters: list[Tensor], step: int) -> None:
+    optimizer.param_groups[0]["fused"] = True
+    optimizer.grad_scale = torch.tensor(2.0, device=parameters[0].device)
+    optimizer.found_inf = torch.tensor(float(step == 2), device=parameters[0].device)
+
+
+def _negative(optimizer: Any, parameters: list[Tensor], step: int) -> None:
+    optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them on a GPU
+    for parameter in parameters:
+        parameter.grad = None if parameter.grad is None else torch._neg_view(parameter.grad)
+
+
+def _with(**options: Any) -> Callable[[Any, list[Tensor], int], None]:
+    return lambda optimizer, parameters, step: optimizer.param_groups[0].update(fused=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "is_transposed"),
+    [
+        pytest.param(_scaled, torch.float32, False, id="scale"),
+        pytest.param(_with(lr=torch.tensor(0.03)), torch.float32, False, id="tensor lr"),
+        pytest.param(_with(amsgrad=True), torch.float32, False, id="amsgrad"),
+        pytest.param(_with(), torch.float64, False, id="float64"),
+        pytest.param(_negative, torch.float32, False, id="negative views"),
+        pytest.param(_with(), torch.float32, True, id="transposed"),
+    ],
+)
+def test_leaves_to_pytorch_what_kernels_do_not_take(
+    triton_device: torch.device, updated_parameters: list[Tensor], change: Any, dtype: torch.dtype, is_transposed: bool
+) -> None:
+    def parameters() -> list[Tensor]:
+        if not is_transposed:
+            return make_parameters(triton_device, dtype)
+        return [torch.arange(32.0, device=triton_device).view(4, 8).t().requires_grad_() for _ in range(2)]
+
+    optimizers = train_both(triton_device, change, parameters)
     assert not updated_parameters
-    assert_same(*pairs)
+    assert_same(*optimizers)
 
 
 def test_many_small_decays_add_up(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
@@ -301,43 +325,27 @@ def test_many_small_decays_add_up(triton_device: torch.device, updated_parameter
 def test_options_of_a_group_that_change(
     triton_device: torch.device, updated_parameters: list[Tensor], changed: dict[str, Any]
 ) -> None:
-    pairs = []
-    for kind in (AdamW, torch.optim.AdamW):
-        parameters = make_parameters(triton_device)
-        optimizer = kind(parameters, **OPTIONS)
+    def change(optimizer: Any, parameters: list[Tensor], step: int) -> None:
         if isinstance(changed.get("betas", [None])[0], Tensor):
             optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them
-        for step in range(4):
-            if step == 2:
-                optimizer.param_groups[0].update(changed)
-            fill_gradients(parameters, step)
-            optimizer.step()
-        pairs.append(optimizer)
+        if step == 2:
+            optimizer.param_groups[0].update(changed)
+
+    assert_close(*train_both(triton_device, change))
     assert updated_parameters
-    for parameter, wanted in zip(pairs[0].param_groups[0]["params"], pairs[1].param_groups[0]["params"], strict=True):
-        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_steps_that_were_counted_elsewhere(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     """On the CPU, as an optimizer does that is not fused."""
-    pairs = []
-    for kind in (AdamW, torch.optim.AdamW):
-        parameters = make_parameters(triton_device)
-        first = torch.optim.AdamW(parameters, **OPTIONS, foreach=False)
-        fill_gradients(parameters, 0)
-        first.step()
-        optimizer = kind(parameters, **OPTIONS)
-        optimizer.load_state_dict(first.state_dict())
-        for state in optimizer.state.values():
-            assert not state["step"].is_cuda
-            state["step"] = state["step"].double()
-        for step in (1, 2):
-            fill_gradients(parameters, step)
-            optimizer.step()
-        pairs.append(optimizer)
-    assert len(updated_parameters) == 2 + 3
-    for parameter, wanted in zip(pairs[0].param_groups[0]["params"], pairs[1].param_groups[0]["params"], strict=True):
-        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+    def change(optimizer: Any, parameters: list[Tensor], step: int) -> None:
+        optimizer.param_groups[0].update(fused=None, foreach=False)
+        if step == 1:
+            for state in optimizer.state.values():
+                state["step"] = state["step"].cpu().double()
+
+    assert_close(*train_both(triton_device, change))
+    assert updated_parameters
 
 
 def test_what_is_fused_is_decided_for_each_group() -> None:
@@ -405,23 +413,21 @@ def test_shards_of_dtensors(tmp_path: Path, triton_device: torch.device, updated
         torch.testing.assert_close(parameter.to_local(), other)
 
 
-@pytest.mark.parametrize("kind", ["partial", "swapped"])
 def test_dtensors_that_are_spread_in_other_ways_are_left_to_pytorch(
-    tmp_path: Path, triton_device: torch.device, updated_parameters: list[Tensor], kind: str
+    tmp_path: Path, triton_device: torch.device, updated_parameters: list[Tensor]
 ) -> None:
     backend = {"cuda": "nccl"}.get(triton_device.type, "gloo")
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     mesh = init_device_mesh(triton_device.type, (1, 1))
-    of_weight, of_grad = {
-        "partial": ([Replicate(), Replicate()], [Partial(), Replicate()]),
-        "swapped": ([Shard(0), Shard(1)], [Shard(1), Shard(0)]),
-    }[kind]
-    weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8, device=triton_device), mesh, of_weight))
-    optimizer = AdamW([weight], **OPTIONS)
-    for _ in range(3):
-        local = torch.randn(8, 8, device=triton_device)
-        weight.grad = DTensor.from_local(local, mesh, of_grad)
-        optimizer.step()
+    for of_weight, of_grad in (
+        ([Replicate(), Replicate()], [Partial(), Replicate()]),
+        ([Shard(0), Shard(1)], [Shard(1), Shard(0)]),
+    ):
+        weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8, device=triton_device), mesh, of_weight))
+        optimizer = AdamW([weight], **OPTIONS)
+        for _ in range(3):
+            weight.grad = DTensor.from_local(torch.randn(8, 8, device=triton_device), mesh, of_grad)
+            optimizer.step()
     assert not updated_parameters
 
 
