@@ -226,7 +226,7 @@ class Kernel:
         source = f"def launch(num_programs, *, num_warps, {', '.join(names)}):\n    " + "\n    ".join(lines)
         namespace: dict[str, Any] = {
             "compiled": self._compiled,
-            "current_device": torch._C._cuda_getDevice,
+            "current_device": torch.cuda.current_device,
             "current_stream": triton.runtime.driver.active.get_current_stream,
             "launch_first": self._launch_first,
             "specialisation": _specialisation,

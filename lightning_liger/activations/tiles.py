@@ -96,7 +96,7 @@ def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:
         # The module's own hooks run outside of the tiles.
         if part is not module and (has_hooks(part) or isinstance(part, FullyShardedDataParallel)):
             return None
-        if any(buffer is not None and buffer.is_floating_point() for buffer in part._buffers.values()):
+        if any(buffer.is_floating_point() for buffer in part.buffers(recurse=False)):
             return None
         own = {name: value for name, value in vars(part).items() if isinstance(value, Tensor) and value.requires_grad}
         for name, tensor in (part._parameters | own).items():

@@ -318,7 +318,7 @@ def runs(kernel: backend.Kernel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", lambda *_: lambda **_: compiled)
     kernel.jit = triton.runtime.JITFunction(_combine)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # "device" of tensors on the CPU
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # "device" of tensors on the CPU
     driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
     return runs
