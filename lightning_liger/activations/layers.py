@@ -30,6 +30,7 @@ from liger_ops.recipes import listening
 from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
 from lightning_liger.activations.frames import Frame, tensors_in
 from lightning_liger.activations.offload import HostMemory, Offloaded
+from lightning_liger.subclasses import made_subclass
 
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
@@ -212,13 +213,7 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 class _Controlled:
-    """Base of the classes that controlled layers get; their instances pickle by the original class."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        assert isinstance(reduced, tuple)
-        classes = type(self).__mro__
-        return _new_controlled, (classes[classes.index(_Controlled) + 1],), *reduced[2:]
+    """Base of the classes that controlled layers get."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # of the module
@@ -227,12 +222,7 @@ class _Controlled:
             control.layers[index] = self
 
 
-def _new_controlled(original: type[nn.Module]) -> nn.Module:
-    controlled = _controlled_class(original)  # type: ignore[arg-type]  # mypy takes module classes for unhashable
-    return controlled.__new__(controlled)
-
-
-@functools.cache
+@made_subclass
 def _controlled_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +254,7 @@ def control_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None
     for index, layer in enumerate(layers):
         vars(layer)[_CONTROL] = control, index
         if not isinstance(layer, _Controlled):
-            layer.__class__ = _controlled_class(type(layer))  # type: ignore[arg-type]
+            layer.__class__ = _controlled_class(type(layer))
     return control
 
 
