@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_ops import backend, gelu_mul, relu_squared, relu_squared_mul, silu_mul
-from liger_ops.shared_linear import shared_linear
+from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from lightning_liger.activations.tiles import has_hooks, run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
@@ -103,7 +102,7 @@ class MLPReplacement(Replacement):
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
         if self.up is not None:
-            hidden = _GATES[self.activation](*_project(x, getattr(module, self.gate), getattr(module, self.up)))
+            hidden = _GATES[self.activation](getattr(module, self.gate)(x), getattr(module, self.up)(x))
         elif self.activation == "relu_squared":
             hidden = relu_squared(getattr(module, self.gate)(x))
         elif self.up_first:
@@ -138,29 +137,6 @@ def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -
         return True
     skipped = (child for name, child in module._modules.items() if name not in called and child is not None)
     return any(has_hooks(child) or "forward" in vars(child) for child in skipped)
-
-
-def _project(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
-    """The output of each projection of ``x``, in one op if they are linear layers as PyTorch has them."""
-    if torch.compiler.is_compiling() or not backend.use_triton(x) or not all(map(_is_plain_linear, projections)):
-        return [projection(x) for projection in projections]
-    weights: list[Any] = [projection.weight for projection in projections]
-    plain = {Tensor, nn.Parameter}.issuperset(map(type, (x, *weights)))
-    dtypes = {x.dtype, backend.autocast_dtype(x.device.type) or x.dtype, *(weight.dtype for weight in weights)}
-    if not plain or len(dtypes) > 1:
-        return [projection(x) for projection in projections]
-    return shared_linear(x, weights)
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling ``module`` does no more than ``F.linear`` without a bias."""
-    return (
-        type(module) is nn.Linear
-        and module.bias is None
-        and "forward" not in vars(module)
-        and not has_hooks(module)
-        and not nn.modules.module._has_any_global_hook()
-    )
 
 
 def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> Any:
