@@ -17,8 +17,8 @@ class Registration(NamedTuple):
     """One name for ``strategy=``."""
 
     name: str
-    of_trainer: type
-    of_fabric: type
+    trainer: type
+    fabric: type
     engine: str
     """Begins the description in Lightning's registry; "with fused kernels ..." follows."""
     options: dict[str, Any] = {}
@@ -71,10 +71,10 @@ REGISTRATIONS = (
 
 def register_strategies() -> None:
     """Registers every name that is not taken; without ``torch.distributed`` only ``liger``."""
-    for name, of_trainer, of_fabric, engine, options in REGISTRATIONS:
+    for name, trainer, fabric, engine, options in REGISTRATIONS:
         if name != "liger" and not dist.is_available():
             continue
-        for registry, strategy in ((StrategyRegistry, of_trainer), (STRATEGY_REGISTRY, of_fabric)):
+        for registry, strategy in ((StrategyRegistry, trainer), (STRATEGY_REGISTRY, fabric)):
             if name not in registry:
                 description = f"{engine} with fused kernels and a loss that never materializes the logits"
                 registry.register(name, strategy, description=description, **options)

@@ -26,14 +26,6 @@ def check_policy(argument: str, policy: Any, takes_functions: bool = True) -> No
             _import_class(argument, name)
 
 
-def decoder_layer_classes(model: Module) -> set[type[Module]]:
-    """The classes of the layers that a Hugging Face model in ``model`` says must not be split."""
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return {type(module) for module in model.modules() if _class_names(module) & names}
-
-
 def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> Any:
     """The policy in Lightning's form: names become the classes of ``model``'s layers, everything else stays.
 
