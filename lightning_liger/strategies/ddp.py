@@ -18,15 +18,10 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.DDPStrategy` with fused kernels and a fused loss.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
-            :func:`~lightning_liger.apply_liger_kernels`.
-        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
-            :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
-        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
-        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        **kwargs: As in Lightning's strategy.
+        *args: ``kernels``, ``on_nonfinite_grad``.
+        **kwargs: ``kernels``, ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``,
+            ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in
+            Lightning's strategy.
 
     Raises:
         TypeError: For an argument that neither Lightning's strategy nor ``DistributedDataParallel`` has.

@@ -42,12 +42,11 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
     transformers there.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
-            :func:`~lightning_liger.apply_liger_kernels`.
-        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        **kwargs: As in Lightning's strategy, such as ``stage``, ``offload_optimizer`` or ``config``.
+        kernels: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        on_nonfinite_grad: Only ``"ignore"``: DeepSpeed itself skips steps that overflow in fp16.
+        context_parallel_size: Only 1.
+        **kwargs: ``activation_checkpointing``, ``memory_budget`` and ``fault_tolerance`` as in
+            :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
 
     Raises:
         ModuleNotFoundError: If DeepSpeed is not installed.

@@ -30,7 +30,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from liger_ops.collectives import reduce_scatter_mean
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.safe_loading import check_checkpoint
@@ -133,11 +132,6 @@ class _Sharding:
             for module in FullyShardedDataParallel.fsdp_modules(root):
                 if module._handle is not None:
                     setattr(module._handle, _checked("to_cpu", module._handle), nullcontext)
-        if (
-            root.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-            and dist.get_backend(root.process_group) == "nccl"
-        ):  # NCCL averages gradients while it sums them, where FSDP would divide them in separate passes
-            root.register_comm_hook(root.process_group, reduce_scatter_mean)
         # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
         return self._watch(root)
@@ -354,13 +348,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
-    def setup_module(self, module: Module) -> Module:
-        root = super().setup_module(module)
-        if isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD:
-            root.module.register_forward_pre_hook(partial(_check_gathered, root))
-        return root
-
-    @override
     def clip_gradients_norm(
         self,
         module: Module,
@@ -412,14 +399,3 @@ def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]
     copied = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=copied):
         return FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-
-def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -> None:
-    """Raises if ``module`` is called from outside ``root``, as by a method that Fabric does not know."""
-    if root.training_state.name == "IDLE":
-        name = type(module).__name__
-        raise RuntimeError(
-            f"{name} is called outside FSDP's forward, where its parameters are sharded: call the model that"
-            " fabric.setup returned, and mark its other methods that call the model, as with"
-            ' model.mark_forward_method("generate")'
-        )

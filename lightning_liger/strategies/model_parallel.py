@@ -133,23 +133,17 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
     vocabulary is computed where its rows are.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
-            :func:`~lightning_liger.apply_liger_kernels`.
+        kernels: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         auto_wrap_policy: The layers to shard one by one: their classes or names of these; by default those that the
             Hugging Face model in the module says must not be split.
-        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way. Only one of this
-            and the next two arguments may be given.
-        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way. Only one of this,
+            ``activation_checkpointing`` and ``memory_budget`` may be given.
         data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that share each layer. What ``configure_model`` leaves without DTensors is spread
             over them by the plan that the Hugging Face model carries, the embeddings and the LM head over the
             vocabulary; otherwise ``configure_model`` parallelizes, on ``self.device_mesh["tensor_parallel"]``.
-        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
-            :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
-        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
-        fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        **kwargs: As in Lightning's strategy.
+        **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and
+            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``; with a ``tensor_parallel_size`` for a
@@ -234,16 +228,8 @@ def _units_below(model: Module) -> Iterator[Module]:
 class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.ModelParallelStrategy):
     """:class:`LigerModelParallelStrategy` for Fabric.
 
-    Args:
-        parallelize_fn: As in Lightning's strategy; by default modules are sharded as
-            :class:`LigerModelParallelStrategy` shards the children of a LightningModule.
-        kernels: As in :class:`LigerModelParallelStrategy`.
-        auto_wrap_policy: As in :class:`LigerModelParallelStrategy`.
-        activation_checkpointing_policy: As in :class:`LigerModelParallelStrategy`.
-        data_parallel_size: As in :class:`LigerModelParallelStrategy`.
-        tensor_parallel_size: As in :class:`LigerModelParallelStrategy`, or for ``parallelize_fn`` to use.
-        **kwargs: ``activation_checkpointing``, ``memory_budget``, ``fault_tolerance``, and as in
-            Lightning's strategy.
+    Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``, and ``parallelize_fn`` as
+    Lightning's strategy: by default modules are sharded as there the children of a LightningModule.
 
     Raises:
         RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with

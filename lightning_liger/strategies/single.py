@@ -47,15 +47,9 @@ class LigerSingleDeviceStrategy(_OneDevice, TrainerStrategy, pytorch_single.Sing
     """Lightning's :class:`~lightning.pytorch.strategies.SingleDeviceStrategy` with fused kernels and a fused loss.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
-            :func:`~lightning_liger.apply_liger_kernels`.
         device: By default the one that ``accelerator`` and ``devices`` choose.
-        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
-            :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
-        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        **kwargs: As in Lightning's strategy.
+        **kwargs: ``kernels``, ``on_nonfinite_grad``, ``activation_checkpointing``, ``memory_budget`` and
+            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel or ``on_nonfinite_grad``, and when the Trainer has several devices.
