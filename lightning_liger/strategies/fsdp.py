@@ -348,6 +348,13 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
+    def setup_module(self, module: Module) -> Module:
+        root = super().setup_module(module)
+        if isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD:
+            root.module.register_forward_pre_hook(partial(_check_gathered, root))
+        return root
+
+    @override
     def clip_gradients_norm(
         self,
         module: Module,
@@ -399,3 +406,13 @@ def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]
     copied = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=copied):
         return FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
+def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -> None:
+    """Raises if ``module`` is called from outside ``root``, as by a method that Fabric does not know."""
+    if root.training_state.name == "IDLE":
+        raise RuntimeError(
+            f"{type(module).__name__} is called outside FSDP's forward, where its parameters are sharded: call the"
+            " model that fabric.setup returned, and mark its other methods that call the model, as with"
+            ' model.mark_forward_method("generate")'
+        )

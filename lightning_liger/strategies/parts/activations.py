@@ -33,27 +33,30 @@ class ActivationControl:
     Args:
         checkpointing: The value of ``activation_checkpointing``.
         budget: The value of ``memory_budget``.
+        policy: The value of ``activation_checkpointing_policy``.
 
     Raises:
         TypeError: For a value of a wrong type.
-        ValueError: For a value that is not among those that the argument takes, and for both arguments.
+        ValueError: For a value that is not among those that the argument takes, and for more than one argument.
     """
 
     def __init__(
-        self, checkpointing: ActivationCheckpointing | None = None, budget: MemoryBudget | None = None
+        self,
+        checkpointing: ActivationCheckpointing | None = None,
+        budget: MemoryBudget | None = None,
+        policy: LayerPolicy | None = None,
     ) -> None:
         _check_checkpointing(checkpointing)
         _check_budget(budget)
         self.checkpointing = checkpointing
         self.budget = budget
-        self.policy: LayerPolicy | None = None
-        self._check_one()
+        self.take_policy(policy)
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
         self._memory: CudaMemory | None = None
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy in another process controls nothing yet
-        return {**vars(self), "controlled": WeakSet(), "_memory": None}
+    def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
+        return type(self), (self.checkpointing, self.budget, self.policy)
 
     def take_policy(self, policy: LayerPolicy | None) -> None:
         """Takes the value of ``activation_checkpointing_policy``, in strategies that have it.
@@ -61,10 +64,8 @@ class ActivationControl:
         Raises:
             ValueError: If another argument was given.
         """
+        check_policy("activation_checkpointing_policy", policy)
         self.policy = policy
-        self._check_one()
-
-    def _check_one(self) -> None:
         given = [(name, value) for name, value in self._arguments.items() if value is not None]
         if len(given) > 1:
             (name, value), (other, _) = given[:2]

@@ -1,8 +1,9 @@
 """Buffers of Hugging Face models in a half precision: in the dtypes that ``from_pretrained`` would give them.
 
 Lightning casts every buffer with the parameters: a rotary embedding's ``inv_freq`` in bfloat16 turns distant positions
-by wrong angles. A model that was made in its precision, as in ``configure_model``, has the right dtypes already. In one
-that was made in float32 the buffers stay in float32 that models ask to have in it, which are known by their names.
+by wrong angles. A model that was made in its precision, as in ``configure_model``, has the right dtypes already, but for
+what is loaded in float32. In one that was made in float32 the buffers stay in float32 that models ask to have in it.
+Both are known by their names.
 """
 
 from collections.abc import Iterator
@@ -45,8 +46,10 @@ def buffers_as_pretrained(module: Module) -> Iterator[None]:
             continue
         for owner, name, buffer in buffers:
             cast = getattr(owner, name)
-            if cast.dtype != buffer.dtype and (dtype == dtype_before or name.endswith(_FLOAT32)):
-                setattr(owner, name, buffer.to(cast.device))
+            kept = buffer.dtype if dtype == dtype_before else cast.dtype
+            wanted = torch.float32 if name.endswith(_FLOAT32) else kept
+            if cast.dtype != wanted:
+                setattr(owner, name, buffer.to(cast.device, wanted))
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype | None:
