@@ -69,8 +69,7 @@ class _Sharding:
         # Not given to Lightning, which refuses hybrid sharding without a policy: ours may come from the model.
         strategy.sharding_strategy = sharding_strategy
         self._mesh_sizes = self.arguments.pop("device_mesh", None)
-        self._with_gradients: set[Parameter] | None = None  # on the CPU before every forward since the last backward
-        self._whole_units: list[FullyShardedDataParallel] = []
+        self.backward_repair = BackwardRepair()
 
     def make_mesh(self) -> None:
         """Makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
@@ -95,10 +94,10 @@ class _Sharding:
             precision.scaler = ShardedGradScaler(device="cpu")  # Lightning's is for GPUs, and off without one
         root, parameters = vars(model).get(_ROOT, (None, []))
         if root is not None and set(parameters) == set(model.parameters()):
-            return self._watch(root)
+            return self.backward_repair.watch(root)
         if _is_wrapped(model):
             check_head_units(model, tied_pairs(model))
-            return self._watch(model)
+            return self.backward_repair.watch(model)
         pairs = tied_pairs(model)
         layers = resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model)
         if not layers:
@@ -134,10 +133,22 @@ class _Sharding:
                     setattr(module._handle, _checked("to_cpu", module._handle), nullcontext)
         # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
-        return self._watch(root)
+        return self.backward_repair.watch(root)
 
-    def _watch(self, model: Module) -> Module:
-        """Notes what :meth:`backward` mends in a wrapped model."""
+
+class BackwardRepair:
+    """Adds up gradients that FSDP offloads to the CPU, and shows frozen parameters after backward.
+
+    FSDP overwrites gradients that it offloads. And it takes parameters of units that are not sharded for restored ones
+    after backward, also where all of them are frozen: state dicts and ``parameters()`` lack them.
+    """
+
+    def __init__(self) -> None:
+        self._with_gradients: set[Parameter] | None = None  # on the CPU before every forward since the last backward
+        self._whole_units: list[FullyShardedDataParallel] = []
+
+    def watch(self, model: Module) -> Module:
+        """Repairs what :meth:`context` is around, of a wrapped model, which is returned."""
         units = FullyShardedDataParallel.fsdp_modules(model)
         if any(unit.cpu_offload.offload_params for unit in units):
             model.register_forward_pre_hook(self.note_gradients)
@@ -150,12 +161,8 @@ class _Sharding:
         self._with_gradients = found if self._with_gradients is None else self._with_gradients & found
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Adds the gradients of earlier micro-batches to those of the block's backward, and shows frozen parameters.
-
-        FSDP overwrites gradients that it offloads to the CPU. And it takes parameters of units that are not sharded for
-        restored ones after backward, also where all of them are frozen: state dicts and ``parameters()`` lack them.
-        """
+    def context(self) -> Iterator[None]:
+        """Goes around backward."""
         gradients = {p: p.grad for p in self._with_gradients or () if p.grad is not None}
         self._with_gradients = None
         earlier = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
@@ -227,7 +234,7 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
 
     @override
     def _control_plugin(self, plugin: Any) -> None:
-        control_gradients(plugin, self.on_nonfinite_grad, self._sharding.backward)
+        control_gradients(plugin, self.on_nonfinite_grad, self._sharding.backward_repair.context)
 
     @override
     def setup_environment(self) -> None:
@@ -325,7 +332,7 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        with self._sharding.backward():
+        with self._sharding.backward_repair.context():
             super().backward(tensor, module, *args, **kwargs)
 
     @override

@@ -1,9 +1,9 @@
 """Buffers of Hugging Face models in a half precision: in the dtypes that ``from_pretrained`` would give them.
 
 Lightning casts every buffer with the parameters: a rotary embedding's ``inv_freq`` in bfloat16 turns distant positions
-by wrong angles. A model that was made in its precision, as in ``configure_model``, has the right dtypes already, but for
-what is loaded in float32. In one that was made in float32 the buffers stay in float32 that models ask to have in it.
-Both are known by their names.
+by wrong angles. A model that was made in its precision, as in ``configure_model``, has the right dtypes already, but
+for what is loaded in float32. In one that was made in float32 the buffers stay in float32 that models ask to have in
+it. Both are known by their names.
 """
 
 from collections.abc import Iterator

@@ -13,9 +13,7 @@ from lightning_liger import LigerModelParallelStrategy
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.bad_inputs import BadInput
 
-CLASSES = {
-    cls.__name__: cls for registration in REGISTRATIONS for cls in (registration.trainer, registration.fabric)
-}
+CLASSES = {cls.__name__: cls for registration in REGISTRATIONS for cls in (registration.trainer, registration.fabric)}
 SINGLE, DDP, FSDP, FSDP2, DEEPSPEED = "SingleDevice", "DDP", "FSDP", "ModelParallel", "DeepSpeed"
 ALL = (SINGLE, DDP, FSDP, FSDP2, DEEPSPEED)
 SIZES = ((0, "an integer of at least 1"), (-2, "an integer of at least 1"), (1.5, "an integer"), ("x", "an integer"))

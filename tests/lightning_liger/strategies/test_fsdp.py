@@ -1,6 +1,5 @@
 """``liger_fsdp`` trains as the stock model does, and what it saves is the stock model's."""
 
-
 import lightning as L
 import pytest
 import torch
