@@ -1,7 +1,6 @@
 """``liger_model_parallel``: FSDP2 and tensor parallelism on a device mesh with fused kernels."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -107,23 +106,6 @@ class _Sharding:
                 HIDDEN_STATES.expose(unit)
 
 
-@contextmanager
-def _configured(module: Any) -> Iterator[None]:
-    """Lets Lightning, which insists on a ``configure_model`` that parallelizes, accept a module without one."""
-    if is_overridden("configure_model", module):
-        yield
-        return
-    module.configure_model = _do_nothing
-    try:
-        yield
-    finally:
-        del module.configure_model
-
-
-def _do_nothing() -> None:
-    """Stands for a ``configure_model`` that has been called."""
-
-
 class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelParallelStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
 
@@ -179,8 +161,15 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             self.model = self._prepare(self.precision_plugin.convert_module, self.model)
             self._shard_children(self.model)
             self._sharding.materialize(self.model)
-        with _configured(self.lightning_module):
+        module: Any = self.lightning_module
+        # Lightning insists on a configure_model that parallelizes; here it need not be there.
+        stand_in = {} if is_overridden("configure_model", module) else {"configure_model": lambda: None}
+        vars(module).update(stand_in)
+        try:
             super().setup(trainer)
+        finally:
+            for name in stand_in:
+                del vars(module)[name]
 
     @property
     @override
