@@ -28,14 +28,14 @@ from lightning_liger.cli.messages import end, message_of
 from lightning_liger.cli.training import LigerCLI
 from lightning_liger.monitor.clock import Moment, peak_memory, share_of_each
 from lightning_liger.monitor.tokens import count_tokens
-from lightning_liger.strategies.parts.adoption import TrainerKernels
 from lightning_liger.strategies.registration import REGISTRATIONS
+from lightning_liger.strategies.trainer import TrainerStrategy
 
 _KEPT_CALLBACKS = ("LigerCallback", "GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
 """Callbacks of Lightning and of this package that change how a step trains. Those of users are all kept."""
 _TABLES = ("lightning_liger.callbacks.summary", "lightning_liger.callbacks.predictions", "lightning_liger.monitor")
 """Modules of callbacks that the command adds by itself."""
-_OURS = {name: (of_trainer, options) for name, of_trainer, _, _, options in REGISTRATIONS}
+_OURS = {name: (strategy, options) for name, strategy, _, _, options in REGISTRATIONS}
 
 
 class _BenchCLI(LigerCLI):
@@ -100,7 +100,7 @@ def _takes_kernels(strategy: Any) -> bool:
     if isinstance(strategy, str):
         return strategy in _OURS
     module, _, name = str(getattr(strategy, "class_path", "")).rpartition(".")
-    return bool(module) and issubclass(getattr(importlib.import_module(module), name), TrainerKernels)
+    return bool(module) and issubclass(getattr(importlib.import_module(module), name), TrainerStrategy)
 
 
 def choose(strategy: Any, kernels: bool, memory_budget: str | float | None) -> Namespace:
