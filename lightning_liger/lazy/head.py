@@ -75,11 +75,6 @@ class HeadParameters:
         return self.weight.shape[0]
 
     @property
-    def is_expression(self) -> bool:
-        """Whether it is a function of the logits of heads."""
-        return False
-
-    @property
     def is_whole(self) -> bool:
         """Whether its tensors hold the whole vocabulary, so that they can be sliced along it."""
         return True

@@ -33,7 +33,6 @@ from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from liger_ops.loss.gradient_memory import num_tokens_outside
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
-from lightning_liger.lazy.recipe import version
 from lightning_liger.lazy.tensor import LazyTensor
 
 _NO_LABEL = -(2**62)
@@ -195,35 +194,6 @@ class LazyLogits(LazyTensor):
 
         return laid_out(parts) if isinstance(parts, Tensor) else type(parts)([laid_out(part) for part in parts])
 
-    def linear_sum(self, dtype: torch.dtype) -> Tensor | None:
-        """The sum over the vocabulary of each token where the head's summed rows suffice, ``[...]``; else None."""
-        head, transform = self.head, self.transform
-        if not head.is_whole or transform.normalized or transform.tanh_scale is not None:
-            return None
-        self.notice("a mean over the vocabulary")
-        total = torch.zeros((), dtype=dtype, device=self.device)
-        with without_autocast(self.device.type):
-            for input, weight in head.factors(self.tokens):
-                total = total + input.to(dtype) @ weight.sum(0, dtype=dtype)
-            if head.bias is not None:
-                total = total + head.bias.sum(dtype=dtype)
-        return total * transform.scale
-
-    def remember_log_sum_exp(self, lse: Tensor) -> Tensor:
-        """Notes on ``lse`` that it is the log-sum-exp of these logits; returns it."""
-        lse._liger_log_sum_exp_of = self.recipe, version(lse)  # type: ignore[attr-defined]
-        return lse
-
-    def is_log_sum_exp(self, lse: Tensor) -> bool:
-        """Whether ``lse`` is the unchanged log-sum-exp of these logits, with the vocabulary's dimension kept."""
-        recipe, written = getattr(lse, "_liger_log_sum_exp_of", (None, 0))
-        if recipe is None or version(lse) != written or lse.ndim != self.ndim:
-            return False
-        if torch.is_grad_enabled() and lse.requires_grad != self.requires_grad:
-            return False
-        same = recipe.hidden_states is self.hidden_states and recipe.head is self.head
-        return same and recipe.transform == self.transform and recipe.vocab_dim == self.vocab_dim == -1
-
     def cross_entropy(
         self,
         target: Tensor,
@@ -369,11 +339,6 @@ class LazyLogits(LazyTensor):
         assert isinstance(loss, Tensor)
         dtype = torch.promote_types(torch.promote_types(self.dtype, teacher.dtype), torch.float32)
         return loss.to(dtype)
-
-    @property
-    def is_expression(self) -> bool:
-        """Whether these are a function of the logits of heads, not of one head."""
-        return self.head.is_expression
 
     def shifted(self, outputs: Sequence[str]) -> list[str]:
         """The outputs on which a log-softmax of the logits has an effect."""

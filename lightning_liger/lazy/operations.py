@@ -16,16 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.lazy.expressions import LazyExpression
-from lightning_liger.lazy.functions import elementwise, is_vocab, logsumexp_of_stack
 from lightning_liger.lazy.head import LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.table import implements
 
 Entry = Callable[..., Any]
-_REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
+_REDUCTIONS = ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
 _MASKS = (torch.bool, torch.uint8)
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_vocab(x: LazyLogits, dim: Any) -> bool:
+    """Whether a dimension, or a sequence of one, is the vocabulary's."""
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        dim = dim[0]
+    ndim = x.twin.ndim  # a plain tensor answers faster
+    return isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim == x.vocab_dim % ndim
 
 
 # Values: scale, soft-cap, log-softmax, casts
@@ -33,6 +39,8 @@ _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def _factor(x: LazyLogits, other: Any) -> float | None:
     """``other`` as a number, None if reading it would wait for the device or it requires a gradient."""
+    if isinstance(other, LazyLogits):
+        return None
     if isinstance(other, Tensor):
         fits = other.ndim == 0 or (other.numel() == 1 and other.ndim <= x.ndim and other.device == x.device)
         if not fits or other.requires_grad or other.device.type != "cpu" or other.is_complex():
@@ -67,29 +75,21 @@ def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     return _in_dtype(x, dtype, scale=scale)
 
 
-@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True, takes_lazy_arguments=True)
-def _multiply(x: Any, other: Any) -> Any:
-    if isinstance(x, LazyLogits) and (scaled := _scale(x, other, divide=False)) is not NotImplemented:
-        return scaled
-    return elementwise("mul", torch.mul, x, other)
+@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)
+def _multiply(x: LazyLogits, other: Any) -> Any:
+    return _scale(x, other, divide=False)
 
 
 @implements("div", "divide", "true_divide", "__truediv__", "__div__")
 def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
-    if rounding_mode is None and (scaled := _scale(x, other, divide=True)) is not NotImplemented:
-        return scaled
-    return elementwise("div", torch.div, x, other) if rounding_mode is None else NotImplemented
+    return _scale(x, other, divide=True) if rounding_mode is None else NotImplemented
 
 
-@implements("add", "__add__", "__radd__", commutative=True, takes_lazy_arguments=True)
-def _add(x: Any, other: Any) -> Any:
-    if not isinstance(x, LazyLogits) or x.transform != LogitTransform(x.dtype) or not x.head.is_whole:
-        return elementwise("add", torch.add, x, other)
-    if isinstance(other, LazyExpression):
-        return elementwise("add", torch.add, x, other)
-    if isinstance(other, LazyLogits):
-        return _add_low_rank(x, other)
-    return _add_bias(x, other) if isinstance(other, Tensor) else NotImplemented
+@implements("add", "__add__", "__radd__", commutative=True)
+def _add(x: LazyLogits, other: Any) -> Any:
+    if x.transform != LogitTransform(x.dtype) or not x.head.is_whole or not isinstance(other, Tensor):
+        return NotImplemented
+    return _add_low_rank(x, other) if isinstance(other, LazyLogits) else _add_bias(x, other)
 
 
 def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
@@ -185,7 +185,9 @@ def _cuda(x: LazyLogits, device: Any = None, *, non_blocking: bool = False) -> A
 
 
 @implements("type")
-def _type(x: LazyLogits, dtype: torch.dtype) -> Any:
+def _type(x: LazyLogits, dtype: torch.dtype | None = None) -> Any:
+    if dtype is None:
+        return torch.empty(0, dtype=x.dtype, device=x.device).type()
     return _cast(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
 
 
@@ -447,7 +449,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if not _classes_are_vocab(x, target) or isinstance(x, LazyExpression):
+    if not _classes_are_vocab(x, target):
         return NotImplemented
     if size_average is not None or reduce is not None:  # the deprecated spelling
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
@@ -504,23 +506,32 @@ def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = Fal
     return type(result)([part.squeeze(x.vocab_dim) for part in result])
 
 
-for _name in _REDUCED:
+for _name in _REDUCTIONS:
     implements(_name)(partial(_reduce, getattr(torch, _name)))
 
 
 @implements("logsumexp", "special_logsumexp")
 def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
-    if not is_vocab(x, dim):
-        return logsumexp_of_stack(x, dim, keepdim)
-    if x.is_expression or x.transform.normalized or not x.is_local:
+    if not is_vocab(x, dim) or not x.is_differentiable or not x.is_local or x.transform.normalized:
         return _reduce(torch.logsumexp, x, dim, keepdim)
-    if x.is_differentiable:
-        result = x.log_sum_exp().unsqueeze(x.vocab_dim)
-    elif x.is_streamed:
-        result = _reduce(torch.logsumexp, x, dim, True)
-    else:
-        result = torch.logsumexp(x.real_values("logsumexp"), dim, keepdim=True)
-    return x.remember_log_sum_exp(result) if keepdim else result.squeeze(x.vocab_dim)
+    return x.log_sum_exp().unsqueeze(x.vocab_dim) if keepdim else x.log_sum_exp()
+
+
+def _sum(
+    x: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, is_mean: bool = False
+) -> Any:
+    dims = tuple(range(x.ndim)) if dim in (None, ()) else tuple(dim) if isinstance(dim, tuple | list) else (dim,)
+    dtype = x.dtype if dtype is None else dtype
+    if not x.is_streamed or not dtype.is_floating_point or not any(is_vocab(x, each) for each in dims):
+        return NotImplemented
+    precise = torch.promote_types(dtype, torch.float32)
+    sums = x.over_chunks(lambda values: values.sum(-1, keepdim=True, dtype=precise))
+    total = sums.sum(dims, keepdim)
+    return (total / math.prod(x.shape[each] for each in dims) if is_mean else total).to(dtype)
+
+
+implements("sum")(_sum)
+implements("mean")(partial(_sum, is_mean=True))
 
 
 @implements("topk")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
 from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -144,7 +141,7 @@ class Recipe:
 
         The logits that the head would have returned can no longer be computed then.
         """
-        *versions, num_steps, address = self._state
+        *versions, address = self._state
         for (name, tensor), then in zip(self.tensors().items(), versions, strict=True):
             if (now := version(tensor)) != then:
                 _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
@@ -152,45 +149,25 @@ class Recipe:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
         if self._refused is not None:
             _refuse(operation, self._refused)
-        if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
-            _refuse(operation, "an optimizer has changed parameters")
-        if address and address != self.head.weight.data_ptr() and not self._is_moved_by_engine:
+        is_moved_by_engine = self.head.counters.is_gathered or hasattr(self.head.weight, "ds_id")  # DeepSpeed's
+        if address and address != self.head.weight.data_ptr() and not is_moved_by_engine:
             _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
-
-    @property
-    def _is_moved_by_engine(self) -> bool:
-        return self.head.counters.is_gathered or hasattr(self.head.weight, "ds_id")  # DeepSpeed's
 
     def refuse(self, reason: str) -> None:
         """Makes :meth:`check` raise with ``reason`` from now on."""
         vars(self)["_refused"] = reason
 
     def _current_state(self) -> tuple[Any, ...]:
-        return (*map(version, self.tensors().values()), num_optimizer_steps(), _address(self.head))
-
-
-def _address(head: HeadParameters) -> int:
-    """Where a head's weight is; 0 for tensors that are no parameters."""
-    weight = getattr(head, "weight", None)
-    return weight.data_ptr() if type(weight) is Parameter else 0
+        weight = self.head.weight
+        # Only that of a parameter is replaced by setting .data.
+        address = weight.data_ptr() if type(weight) is Parameter else 0
+        return (*map(version, self.tensors().values()), address)
 
 
 def version(tensor: Tensor) -> int:
     """How often a tensor was written to."""
     # Private to torch: nothing public says it. Inference tensors do not know.
     return 0 if tensor.is_inference() else tensor._version
-
-
-def num_optimizer_steps() -> int:
-    """The number of steps of all optimizers of this process since the first call."""
-    return _steps()[None]
-
-
-@functools.cache
-def _steps() -> Counter[None]:
-    steps: Counter[None] = Counter()
-    register_optimizer_step_post_hook(lambda *_: steps.update((None,)))
-    return steps
 
 
 def _refuse(operation: str, reason: str) -> None:

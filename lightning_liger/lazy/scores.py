@@ -86,7 +86,7 @@ def token_scores(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
     temperature = _of_kept(temperature, labels, ignore_index)
-    if (lazy := _of_head(logits)) is not None:
+    if (lazy := _lazy(logits)) is not None:
         return lazy.token_scores(
             labels, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
             saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
@@ -133,7 +133,7 @@ def token_loss(
     )
     temperature = _of_kept(temperature, labels, ignore_index)
     units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
-    if (lazy := _of_head(logits)) is not None and not lazy.shifted(outputs):
+    if (lazy := _lazy(logits)) is not None and not lazy.shifted(outputs):
         return lazy.token_loss(
             labels, loss, units=units, temperature=temperature, outputs=outputs, detach=detach,
             ignore_index=ignore_index, saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
@@ -188,7 +188,7 @@ def topk_log_probs(
             raise wrong_type("mask", "a bool tensor or None", mask)
         check_shape("mask", mask, tokens, "one for each token")
     check_temperature(temperature, ids.new_zeros(tokens), -1)
-    lazy = _of_head(logits)
+    lazy = _lazy(logits)
     if lazy is not None and lazy.head.is_whole and not isinstance(temperature, Tensor):
         return lazy.topk_log_probs(
             ids, temperature=temperature, renormalize=renormalize, mask=mask, chunk_bytes=chunk_bytes
@@ -256,7 +256,7 @@ def divergence(
         raise wrong_value("teacher_logits", f"logits of the student's tokens {tuple(tokens)}", teacher_logits)
     check_tokens(mask, token_weight, student_logits, tokens, "student_logits")
     num_common_columns(student_logits.shape[-1], teacher_logits.shape[-1], vocab)
-    student, teacher = _of_head(student_logits), _of_head(teacher_logits)
+    student, teacher = _lazy(student_logits), _lazy(teacher_logits)
     if (
         student is not None
         and teacher is not None
@@ -353,12 +353,6 @@ def check_logits(name: str, logits: Tensor) -> None:
             f"{name} must have the vocabulary as their last dimension, got {shown(logits)} whose vocabulary is"
             f" dimension {logits.vocab_dim}; pass {name}.movedim({logits.vocab_dim}, -1)"
         )
-
-
-def _of_head(logits: Tensor) -> LazyLogits | None:
-    """The logits if they are lazy and the ops that take a head compute what this module's functions return."""
-    lazy = _lazy(logits)
-    return None if lazy is None or lazy.is_expression else lazy
 
 
 def _lazy(logits: Tensor) -> LazyLogits | None:
