@@ -152,7 +152,7 @@ def _cast(x: LazyLogits, dtype: torch.dtype) -> Any:
     return x if dtype == x.twin.dtype else _in_dtype(x, dtype)
 
 
-@implements("to")
+@implements("to", "type_as")
 def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = False, **kwargs: Any) -> Any:
     dtype, device = x.dtype, x.device
     for value in (*args, *kwargs.values()):
@@ -164,24 +164,19 @@ def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = Fals
             device = torch.device(value)
         elif value is not None and value is not False:  # True is a copy, an object a memory format
             return NotImplemented
-    if not _is_on(x, device):
+    if device.type != x.device.type or device.index not in (None, x.device.index):
         return NotImplemented
     return _in_dtype(x, dtype) if copy else _cast(x, dtype)
 
 
-def _is_on(x: LazyLogits, device: torch.device) -> bool:
-    return device.type == x.device.type and device.index in (None, x.device.index)
-
-
 @implements("cpu")
 def _cpu(x: LazyLogits) -> Any:
-    return x if x.device.type == "cpu" else NotImplemented
+    return _to(x, "cpu")
 
 
 @implements("cuda")
 def _cuda(x: LazyLogits, device: Any = None, *, non_blocking: bool = False) -> Any:
-    current = torch.device("cuda", torch.cuda.current_device()) if x.is_cuda and device is None else device
-    return x if x.is_cuda and _is_on(x, torch.device(current)) else NotImplemented
+    return _to(x, torch.cuda.current_device() if device is None else device) if x.is_cuda else NotImplemented
 
 
 @implements("type")
@@ -189,11 +184,6 @@ def _type(x: LazyLogits, dtype: torch.dtype | None = None) -> Any:
     if dtype is None:
         return torch.empty(0, dtype=x.dtype, device=x.device).type()
     return _cast(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
-
-
-@implements("type_as")
-def _type_as(x: LazyLogits, other: Tensor) -> Any:
-    return _to(x, other)
 
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
@@ -267,17 +257,8 @@ def _unflatten(x: LazyLogits, dim: int, sizes: Any) -> Any:
     return NotImplemented if is_vocab(x, dim) else _follow(torch.unflatten, x, dim, sizes)
 
 
-@implements("reshape")
-def _reshape(x: LazyLogits, *args: Any, shape: Any = None) -> Any:
-    return _to_sizes(Tensor.reshape, x, shape or args)
-
-
-@implements("view")
-def _view(x: LazyLogits, *args: Any, size: Any = None) -> Any:
-    return _to_sizes(Tensor.view, x, size or args)
-
-
-def _to_sizes(function: Entry, x: LazyLogits, sizes: Any) -> Any:
+def _to_sizes(function: Entry, x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> Any:
+    sizes = shape or size or args
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = sizes[0]
     if not all(isinstance(value, int) for value in sizes):
@@ -297,30 +278,22 @@ def _to_sizes(function: Entry, x: LazyLogits, sizes: Any) -> Any:
     return NotImplemented
 
 
-@implements("reshape_as")
-def _reshape_as(x: LazyLogits, other: Tensor) -> Any:
-    return _to_sizes(Tensor.reshape, x, tuple(other.shape))
+def _to_sizes_of(function: Entry, x: LazyLogits, other: Tensor) -> Any:
+    return _to_sizes(function, x, *other.shape)
 
 
-@implements("view_as")
-def _view_as(x: LazyLogits, other: Tensor) -> Any:
-    return _to_sizes(Tensor.view, x, tuple(other.shape))
+for _name in ("view", "reshape"):
+    implements(_name)(partial(_to_sizes, getattr(Tensor, _name)))
+    implements(f"{_name}_as")(partial(_to_sizes_of, getattr(Tensor, _name)))
 
 
 def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Applies a function that slices one dimension, its argument at ``position``."""
+    """Applies a function that slices one dimension other than the vocabulary, its argument at ``position``."""
     dim = kwargs.get("dim", args[position] if len(args) > position else 0)
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or is_vocab(x, dim):
         return NotImplemented
-    if is_vocab(x, dim):
-        if function not in (torch.narrow, torch.index_select) or x.transform.normalized or not x.head.is_whole:
-            return NotImplemented
-        twin = function(x.twin, *_on_meta(args), **_on_meta(kwargs))
-        # The head's vocabulary is its first dimension.
-        kwargs |= {"dim": 0} if "dim" in kwargs else {}
-        args = args if "dim" in kwargs else (0, *args[1:])
-        return x.recorded(twin, head=x.head.map(lambda parameter: function(parameter, *args, **kwargs)))
-    twins = function(x.twin, *_on_meta(args), **_on_meta(kwargs))
+    on_meta = (value.to("meta") if isinstance(value, Tensor) else value for value in (*args, *kwargs.values()))
+    twins = function(x.twin, *(next(on_meta) for _ in args), **dict(zip(kwargs, on_meta, strict=True)))
     parts = function(x.hidden_states, *args, **kwargs)
     is_after = dim % x.ndim > x.vocab_dim % x.ndim
 
@@ -332,16 +305,9 @@ def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwar
     return tuple(lazy(twin, part) for twin, part in zip(twins, parts, strict=True))
 
 
-def _on_meta(arguments: Any) -> Any:
-    """Positional or keyword arguments with their tensors on the meta device."""
-    if isinstance(arguments, dict):
-        return dict(zip(arguments, _on_meta(tuple(arguments.values())), strict=True))
-    return tuple(value.to("meta") if isinstance(value, Tensor) else value for value in arguments)
-
-
 _DIM_POSITIONS = {"narrow": 0, "select": 0, "index_select": 0, "unbind": 0, "chunk": 1, "tensor_split": 1}
 for _name, _position in _DIM_POSITIONS.items():
-    implements(_name)(partial(_along_dim, getattr(torch, _name), _position))
+    implements(_name)(partial(_along_dim, getattr(Tensor, _name), _position))
 
 
 @implements("split")
@@ -461,18 +427,8 @@ def _cross_entropy(
 
 
 @implements("nll_loss")
-def _nll_loss(
-    x: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    if not x.transform.normalized:
-        return NotImplemented
-    return _cross_entropy(x, target, weight, size_average, ignore_index, reduce, reduction)
+def _nll_loss(x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
 
 
 # Reductions over the vocabulary

@@ -90,24 +90,13 @@ class Recipe:
         return logits if self.vocab_dim == -1 else logits.movedim(-1, self.vocab_dim)
 
     def _project(self) -> Tensor:
-        if self._is_whole_product:
+        # With gradients all values at once; otherwise as for reductions, since sizes change the rounding.
+        if self.is_small or (torch.is_grad_enabled() and self.requires_grad):
             return self.head.project(self.tokens)
+        result = self.tokens.new_empty((self.num_tokens, self.head.vocab_size), dtype=self.head.compute_dtype)
         rows = self.tokens.reshape(self.num_tokens, self.tokens.shape[-1])
-        return self._in_chunks([rows], self.head.project)
-
-    @property
-    def _is_whole_product(self) -> bool:
-        """Whether all values are computed at once; otherwise as for reductions, since sizes change the rounding."""
-        return self.is_small or (torch.is_grad_enabled() and self.requires_grad)
-
-    def _in_chunks(self, tensors: Iterable[Tensor], values: Callable[..., Tensor]) -> Tensor:
-        """The values of all tokens without a graph, from the same chunks as those of reductions."""
-        chunks = zip(*(each.split(self.chunk_size) for each in tensors), strict=True)
-        first = values(*next(chunks))
-        result = first.new_empty((self.num_tokens, self.head.vocab_size))
-        result[: len(first)] = first
-        for number, rows in enumerate(chunks, 1):
-            result[number * self.chunk_size :][: self.chunk_size] = values(*rows)
+        for chunk, values in zip(rows.split(self.chunk_size), result.split(self.chunk_size), strict=True):
+            values.copy_(self.head.project(chunk))
         return result.view(*self.tokens.shape[:-1], self.head.vocab_size)
 
     @property
@@ -118,8 +107,8 @@ class Recipe:
     @property
     def is_small(self) -> bool:
         """Whether all values take no more memory than a chunk may."""
-        is_on_gpu = self.hidden_states.device.type == "cuda"
-        budget: int = self.head.options.get("chunk_bytes", MIN_CHUNK_BYTES if is_on_gpu else CPU_CHUNK_BYTES)
+        default = MIN_CHUNK_BYTES if self.hidden_states.is_cuda else CPU_CHUNK_BYTES
+        budget: int = self.head.options.get("chunk_bytes", default)
         return self.num_tokens * self.head.vocab_size * self._element_size <= budget
 
     @property
@@ -134,7 +123,7 @@ class Recipe:
             self.check("backward of a function of logits")  # which calls this again
             return self.transform.apply(head.project(hidden_states))
 
-        return Rows((self.tokens.reshape(-1, self.tokens.shape[-1]),), values, self.requires_grad)
+        return Rows(self.tokens.reshape(-1, self.tokens.shape[-1]), values, self.requires_grad)
 
     def check(self, operation: str) -> None:
         """Raises a RuntimeError that names ``operation`` if a tensor was modified or freed since the recipe was made.

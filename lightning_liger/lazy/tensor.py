@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_liger.lazy import table
+from lightning_liger.lazy.bypassed import GATHERING_ENGINES, WATCHES, Bypassed, found, is_engines, refuse_bypassed
 from lightning_liger.lazy.lineage import Lineage, laid_out
 from lightning_liger.lazy.recipe import Recipe, version
 from lightning_liger.lazy.warning import warn_materialized
@@ -43,6 +44,8 @@ class LazyTensor(Tensor):
     gradients enabled it is detached from the graph, as any tensor.
     """
 
+    is_local = True
+    """Whether the real tensor is a plain one, not a DTensor."""
     recipe: Recipe
     lineage: Lineage
     twin: Tensor
@@ -64,33 +67,13 @@ class LazyTensor(Tensor):
         if twin is None or twin.dtype != recipe.transform.dtype:
             twin = layout(recipe.shape, recipe.transform.dtype, None if twin is None else twin.stride())
         deferred: Any = _Deferred.apply
-        lazy: Any
-        if recipe.requires_grad:
-            lazy = deferred(cls, recipe, twin, *recipe.tensors().values())
-        else:
-            lazy = cls._without_memory(recipe, twin)
-            lazy._node = None
-        lazy.recipe = recipe
-        lazy.twin = twin
-        lazy._real_values = None
+        lazy: Any = deferred(cls, recipe, twin, *recipe.tensors().values())
+        lazy.recipe, lazy.twin, lazy._real_values = recipe, twin, None
         lazy._descend(parent)
         return lazy
 
     def _descend(self, parent: Lineage | None) -> None:
-        self.lineage = Lineage(self, self.recipe, self.twin, parent)
-        if self._node is not None:
-            self._node.lineage = self.lineage
-
-    @classmethod
-    def _without_memory(cls, recipe: Recipe, twin: Tensor) -> Tensor:
-        return Tensor._make_wrapper_subclass(
-            cls,
-            twin.shape,
-            strides=twin.stride(),
-            storage_offset=twin.storage_offset(),
-            dtype=twin.dtype,
-            device=recipe.hidden_states.device,
-        )
+        self.lineage = self._node.lineage = Lineage(self, self.recipe, self.twin, parent)
 
     @property
     def is_foreign(self) -> bool:
@@ -100,11 +83,6 @@ class LazyTensor(Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and self.grad_fn is not self._node
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the real tensor is a plain one, not a DTensor."""
-        return True
 
     def recorded(self, twin: Tensor, **changes: Any) -> Self:
         """The lazy result of an operation on this tensor.
@@ -131,13 +109,13 @@ class LazyTensor(Tensor):
 
     def compute(self, operation: str) -> Tensor:
         """The real tensor, part of the graph if gradients are enabled."""
-        if self.is_foreign:
-            return self.passed_on(self.recipe.compute(operation))
-        return laid_out(self.recipe.compute(operation), self.twin)
+        return self.placed(self.recipe.compute(operation))
 
-    def passed_on(self, values: Tensor) -> Tensor:
-        """``values`` in the place of this tensor in a foreign graph."""
+    def placed(self, values: Tensor) -> Tensor:
+        """``values`` in the layout of this tensor, and in its place in the graph if that is foreign."""
         values = laid_out(values, self.twin)
+        if not self.is_foreign:
+            return values
         # In a list, since autograd does not allow writes to what a function returns of its arguments.
         return _PassedOn.apply(self, [values.detach() if values.requires_grad else values])
 
@@ -153,10 +131,6 @@ class LazyTensor(Tensor):
             shared = not differentiable and self.is_local and not self.is_foreign and self.lineage.root.recipe.is_small
             self._real_values = self.lineage.values(operation) if shared else self.compute(operation)
         return self._real_values
-
-    def forget_values(self) -> None:
-        """Drops the result of :meth:`real_values`."""
-        self._real_values = self.lineage.root.kept = None
 
     def become(self, other: Tensor) -> None:
         """Takes over the contents of ``other``, which is not to be used afterwards."""
@@ -190,7 +164,7 @@ class LazyTensor(Tensor):
             )
         if warn and any(lineage.tensor().requires_grad for lineage in lineages):
             self._warn(operation)
-        self.forget_values()
+        self._real_values = self.lineage.root.kept = None
         real: dict[Lineage, Tensor] = {}
         # Also under no_grad: a write there does not detach the tensor written to.
         with torch.inference_mode(self.is_inference()), torch.enable_grad():
@@ -249,45 +223,12 @@ def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) 
         else:
             values = lineage.replayed(_real_logits(lineage.parent, real, operation))
         tensor = lineage.tensor()
-        real[lineage] = tensor.passed_on(values) if tensor is not None and tensor.is_foreign else values
+        real[lineage] = values if tensor is None else tensor.placed(values)
     return real[lineage]
 
 
 def _nothing() -> None:
     return None
-
-
-class Bypassed(Tensor):
-    """A real tensor that was lazy, and from which something was computed whose gradient does not pass it.
-
-    It refuses to show its gradient, from which that part would be missing, and otherwise is a plain tensor.
-    """
-
-    bypassed_by: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        watched = args[:1] if name in _WATCHES and not _is_engines(*args[1:], **kwargs) else ()
-        if func is torch.autograd.grad:
-            name, watched = "torch.autograd.grad", kwargs.get("inputs", args[1:2])
-        for tensor in _found(Bypassed, watched):
-            _refuse_bypassed(name, tensor.bypassed_by)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def _refuse_bypassed(name: str, bypassed_by: str) -> None:
-    raise RuntimeError(
-        f"{name} of an LM head's lazy output comes after {bypassed_by}, whose gradient does not pass the output. Call"
-        f" lightning_liger.materialize(logits) before {bypassed_by}"
-    )
 
 
 class _Deferred(torch.autograd.Function):
@@ -300,7 +241,14 @@ class _Deferred(torch.autograd.Function):
     def forward(ctx: Any, cls: type[LazyTensor], recipe: Recipe, twin: Tensor, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.recipe = recipe
-        lazy: Any = cls._without_memory(recipe, twin)
+        lazy: Any = Tensor._make_wrapper_subclass(
+            cls,
+            twin.shape,
+            strides=twin.stride(),
+            storage_offset=twin.storage_offset(),
+            dtype=twin.dtype,
+            device=recipe.hidden_states.device,
+        )
         lazy._node = ctx
         return lazy
 
@@ -357,7 +305,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             return func(*args, **kwargs)
     if func is torch.autograd.grad:
         return _gradient(*args, **kwargs)
-    if name in _WATCHES:
+    if name in WATCHES:
         return _watch(func, name, *args, **kwargs)
     return _computed(func, name, args, kwargs)
 
@@ -521,25 +469,13 @@ def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...],
 
 # Gradients of lazy tensors themselves
 
-_WATCHES = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
-"""Methods that show the gradient of a tensor."""
-_GATHERING_ENGINES = ("torch.distributed.fsdp.", "deepspeed.")
-_ENGINES = ("torch.distributed.", "torch.nn.parallel.", "lightning.", "lightning_fabric.", "deepspeed.", "accelerate.")
-
-
-def _is_engines(hook: Any = None, engines: tuple[str, ...] = _ENGINES) -> bool:
-    """Whether a hook is that of an engine, which only wants to know when backward comes by."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return f"{getattr(hook, '__module__', None)}.".startswith(engines)
-
 
 def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """Registers a hook of, or retains, the gradient of the first argument."""
     lazy, *hooks = *args, *kwargs.values()
-    if _is_engines(*hooks):
+    if is_engines(*hooks):
         # Such an engine gathers parameters for each use.
-        lazy.recipe.head.counters.is_gathered |= _is_engines(*hooks, _GATHERING_ENGINES)
+        lazy.recipe.head.counters.is_gathered |= is_engines(*hooks, GATHERING_ENGINES)
         # Backward comes by what the logits are computed from also if the loss is fused. Hooks of parameters would stay.
         tensors = (tensor for tensor in lazy.recipe.tensors().values() if tensor.requires_grad and not tensor.is_leaf)
         return _Handles(tensor.register_hook(*hooks) for tensor in tensors)
@@ -565,7 +501,7 @@ def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _become_watched(lazy: LazyTensor, name: str) -> None:
     if lazy.requires_grad and lazy.lineage.bypassed_by is not None:
-        _refuse_bypassed(name, lazy.lineage.bypassed_by)
+        refuse_bypassed(name, lazy.lineage.bypassed_by)
     lineages = lazy.lineage.alive()
     is_watched = lazy.requires_grad
     lazy.become_real(name)
@@ -602,20 +538,8 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 # Trees of arguments
 
 
-def _found(kind: type[Tensor], tree: Any) -> list[Any]:
-    """The tensors of a class in a function's arguments."""
-    if isinstance(tree, kind):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    # Most values are of classes that contain no tensors of this one.
-    return [found for value in values if type(value) not in _LEAVES for found in _found(kind, value)]
-
-
-_LEAVES = frozenset((int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor))
-
-
 def _lazy_in(tree: Any) -> list[LazyTensor]:
-    return _found(LazyTensor, tree)
+    return found(LazyTensor, tree)
 
 
 def _replaced(tree: Any, function: Callable[[LazyTensor], Any]) -> Any:
