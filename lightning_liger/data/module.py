@@ -4,16 +4,15 @@ import hashlib
 import json
 import os
 import random
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -22,16 +21,21 @@ from lightning_liger.data.sources import fingerprints
 from lightning_liger.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
-    atomic_folder,
+    keep_tokenizer,
     load_tokenizer,
     same_tokenizer,
     tokenizer_files,
     tokenizer_from_content,
+    train_bpe_tokenizer,
 )
 from lightning_liger.resuming.dataloader import resumable
 
+if TYPE_CHECKING:
+    import datasets  # slow to import, so functions import it
+
 Split = Literal["train", "validation"]
 _T = TypeVar("_T")
+_UNPREPARED = "call prepare_data() first, and do not change the corpus."
 
 _MAX_SEED = 2**63 - 1  # the epoch is added, and the sum must fit torch's 64 bits
 
@@ -39,17 +43,31 @@ _MAX_SEED = 2**63 - 1  # the epoch is added, and the sum must fit torch's 64 bit
 class BatchesDataModule(L.LightningDataModule):
     """Rows of data sets as batches: training rows shuffled and divided over processes, validation rows in order.
 
-    Subclasses set ``train_data`` and ``validation_data`` in ``setup``.
+    The order of training rows depends on ``seed`` and the epoch only. Subclasses set ``train_data`` and
+    ``validation_data`` in ``setup``.
+
+    Args:
+        batch_size: Rows, examples or groups per batch of each process.
+        validation_fraction: Fraction of them that is held out for validation, at least one. 0 means none.
+        seed: Determines which are held out, and the order of the others in training.
+        num_workers: Worker processes per training process that load batches. 0 loads them in the training process.
     """
 
-    def __init__(self, *, batch_size: int, seed: int, num_workers: int) -> None:
+    _rows_name: str = "rows"
+    """The rows as messages name them."""
+
+    def __init__(
+        self, *, batch_size: int = 8, validation_fraction: float = 0.02, seed: int = 42, num_workers: int = 0
+    ) -> None:
         super().__init__()
         check_integer("data.batch_size", batch_size, at_least=1)
         check_integer("data.seed", seed, at_least=0, at_most=_MAX_SEED)
         check_integer("data.num_workers", num_workers, at_least=0)
+        check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
         self.batch_size, self.seed, self.num_workers = batch_size, int(seed), num_workers
-        self.train_data: Dataset[Any] | None = None
-        self.validation_data: Dataset[Any] | None = None
+        self.validation_fraction = float(validation_fraction)
+        self.train_data: Any = None
+        self.validation_data: Any = None
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
@@ -74,11 +92,11 @@ class BatchesDataModule(L.LightningDataModule):
         """The validation data."""
         return self.val_dataloader()
 
-    def _collator(self) -> Callable[..., Any] | None:
-        """Makes a batch of a list of rows; None for torch's default."""
-        return None
+    def _collator(self) -> Callable[..., Any]:
+        """Makes a batch of a list of rows."""
+        raise NotImplementedError
 
-    def _dataloader(self, rows: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    def _dataloader(self, rows: Any, **options: Any) -> DataLoader[Any]:
         defaults = {
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
@@ -103,6 +121,16 @@ class BatchesDataModule(L.LightningDataModule):
             )
         return value
 
+    def _check_enough_to_train(self, source: str, stage: str | None) -> None:
+        """Raises ValueError unless each process gets a batch."""
+        num_shards = self._shard()["num_replicas"]
+        needed = self.batch_size * num_shards
+        if stage in (None, "fit") and len(self.train_data) < needed:
+            raise ValueError(
+                f"{source} has {len(self.train_data)} train {self._rows_name}, but {needed} are needed: one batch of"
+                f" data.batch_size={self.batch_size} for each of {num_shards} processes."
+            )
+
 
 class TokenizedDataModule(BatchesDataModule):
     """Data that is tokenized once and then read from a cache, with the tokenizer that checkpoints hold.
@@ -110,31 +138,32 @@ class TokenizedDataModule(BatchesDataModule):
     After ``setup`` the tokenizer is ``text_tokenizer``. ``predict`` continues a prompt with the tokenizer of the
     checkpoint and reads no data.
 
-    Subclasses name their data (``_corpus``), list all that the cache depends on (``_content_settings``), write the
-    cache (``_write_cache``) and read it (``_read_cache``).
+    Other arguments are those of :class:`BatchesDataModule`.
+
+    Args:
+        tokenizer: A folder with a Hugging Face tokenizer that has an eos_token. By default a byte-level BPE is trained
+            on the data for training.
+        vocab_size: The maximum number of tokens of a trained tokenizer. Not used with ``tokenizer``.
+        cache_dir: Where tokens are kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
+        prompt: Text for ``predict`` to continue.
     """
 
     def __init__(
         self,
         *,
-        tokenizer: str | Path | None,
-        vocab_size: int,
-        batch_size: int,
-        validation_fraction: float,
-        seed: int,
-        num_workers: int,
-        cache_dir: str | Path | None,
-        prompt: str | None,
+        tokenizer: str | Path | None = None,
+        vocab_size: int = 16384,
+        cache_dir: str | Path | None = None,
+        prompt: str | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, seed=seed, num_workers=num_workers)
+        super().__init__(**settings)
         check_integer("data.vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
-        check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
         _check_cache_dir(cache_dir)
-        _check_prompt(prompt)
+        check_text("data.prompt", prompt or None, optional=True)  # predict says that it needs one
         if tokenizer is not None:
             tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
         self.tokenizer, self.vocab_size, self.prompt = tokenizer, int(vocab_size), prompt
-        self.validation_fraction = float(validation_fraction)
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.text_tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_state: dict[str, Any] = {}
@@ -149,17 +178,35 @@ class TokenizedDataModule(BatchesDataModule):
         """Everything that determines the content of the cache folder."""
         raise NotImplementedError
 
+    def _all_items(self) -> Iterator[Any]:
+        """The documents or records that are divided into training and validation."""
+        raise NotImplementedError
+
+    def _items(self, split: Split) -> Iterator[Any]:
+        held_out = held_out_places(sum(1 for _ in self._all_items()), self.validation_fraction, self.seed)
+        return (item for place, item in enumerate(self._all_items()) if (place in held_out) == (split == "validation"))
+
+    def _training_texts(self) -> Iterator[str]:
+        """The texts that a tokenizer is trained on, if none is given."""
+        raise NotImplementedError
+
+    def _rows(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+        """The rows of a split, as the cache holds them."""
+        raise NotImplementedError
+
+    @property
+    def _validation_setting(self) -> str | None:
+        """The setting that asks for validation data."""
+        return "validation_fraction" if self.validation_fraction else None
+
     def _tokenizer_settings(self) -> Any:
-        """The part of them that is about the tokenizer."""
+        """The part of ``_content_settings`` that is about the tokenizer."""
         return self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer))
 
-    def _write_cache(self, folder: Path) -> dict[str, Any]:
-        """Writes the tokenizer (``folder / "tokenizer"``) and the data; returns what ``_read_cache`` has to know."""
-        raise NotImplementedError
-
-    def _read_cache(self, folder: Path, metadata: dict[str, Any], stage: str | None) -> None:
-        """Sets ``train_data`` and ``validation_data``."""
-        raise NotImplementedError
+    def _make_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is not None:
+            return load_tokenizer(self.tokenizer)
+        return train_bpe_tokenizer(self._training_texts(), self.vocab_size)
 
     @property
     def cache_folder(self) -> Path:
@@ -168,16 +215,65 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def prepare_data(self) -> None:
-        if not self._predicts:
-            self._prepare_cache()
+        if self._predicts:
+            return
+        folder = self.cache_folder
+        if not folder.exists():
+            rank_zero_info(f"Tokenizing {self._corpus} into {folder}")
+        keep_tokenizer(folder / "tokenizer", self._make_tokenizer)
+        tokenizer = self._load_tokenizer()
+        self._cached("train", lambda: self._rows("train", tokenizer))
+        if self._validation_setting is not None:
+            self._cached("validation", lambda: self._rows("validation", tokenizer))
 
     @override
     def setup(self, stage: str | None = None) -> None:
         if self._predicts:  # the checkpoint, which is loaded later, may have the tokenizer
             self._require_prompt()
             return
-        folder, metadata = self._take_tokenizer()
-        self._read_cache(folder, metadata, stage)
+        self._take_tokenizer()
+        self.train_data = self._usable("train", self._cached("train"))
+        self._check_enough_to_train(self._corpus, stage)
+        if self._validation_setting is not None:
+            self.validation_data = self._usable("validation", self._cached("validation"))
+
+    def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
+        """The rows that batches are made of."""
+        return rows
+
+    def _cached(
+        self, split: Split, make_rows: Callable[[], Iterator[dict[str, Any]]] | None = None
+    ) -> "datasets.Dataset":
+        """The rows in the cache; they are made first if they are not there."""
+        import datasets
+        from datasets.exceptions import DatasetGenerationError
+
+        folder = self.cache_folder
+
+        def generate() -> Iterator[dict[str, Any]]:
+            if make_rows is None:
+                raise RuntimeError(f"{folder} is not complete: {_UNPREPARED}")
+            is_empty = True
+            for row in make_rows():
+                yield row
+                is_empty = False
+            if is_empty:
+                setting = self._validation_setting if split == "validation" else None
+                reason = "" if setting is None else f": data.{setting}={shown(getattr(self, setting))}"
+                raise ValueError(f"{self._corpus} has no {split} {self._rows_name}, and one is needed{reason}.")
+
+        try:
+            found = datasets.Dataset.from_generator(
+                generate, cache_dir=str(folder), fingerprint=f"{folder.name}-{split}"
+            )
+            num_rows = found.info.splits["train"].num_examples  # datasets' name of the only part of a file
+            if len(found) != num_rows:
+                raise ValueError(f"expected {num_rows} rows, got {len(found)}")
+        except DatasetGenerationError as error:  # it hides what `generate` raised
+            raise (error.__cause__ or error) from None
+        except (OSError, ValueError, LookupError, TypeError) as error:  # pyarrow's are among them
+            raise RuntimeError(f"{folder} cannot be used ({error}): remove it, and it is made again.") from error
+        return found.with_format("numpy")
 
     @override
     def teardown(self, stage: str) -> None:
@@ -219,7 +315,7 @@ class TokenizedDataModule(BatchesDataModule):
         """
         prompt = self._require_prompt()
         if self._predicts and self.text_tokenizer is None:
-            self._prepare_cache()
+            keep_tokenizer(self.cache_folder / "tokenizer", self._make_tokenizer)
             self._take_tokenizer()
         if self.trainer is not None and self.trainer.ckpt_path and not self._loaded_state:
             rank_zero_warn(
@@ -242,32 +338,20 @@ class TokenizedDataModule(BatchesDataModule):
         """Whether a Trainer runs ``predict``, which needs a tokenizer but no corpus."""
         return self.trainer is not None and self.trainer.predicting
 
-    def _prepare_cache(self) -> None:
-        destination = self.cache_folder
-        if (problem := _problem_of_cache(destination)) is None:
-            return
-        if os.path.lexists(destination):
-            rank_zero_warn(f"{destination} is damaged and made again: {problem}")
-            shutil.rmtree(destination) if destination.is_dir() else destination.unlink()
-        rank_zero_info(f"Tokenizing {self._corpus} into {destination}")
-        with atomic_folder(destination) as folder:
-            metadata = self._write_cache(folder)
-            metadata |= {"file_sizes": _file_sizes(folder), "settings": self._content_settings()}
-            (folder / "metadata.json").write_text(json.dumps(metadata, indent=1), encoding="utf-8")
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.cache_folder / "tokenizer", self._tokenizer_source)
 
-    def _take_tokenizer(self) -> tuple[Path, dict[str, Any]]:
-        """Loads the tokenizer of the cache; returns the cache folder and its metadata."""
-        folder = self.cache_folder
-        if (problem := _problem_of_cache(folder)) is not None:
-            raise RuntimeError(f"{problem}: call prepare_data() first, and do not change the corpus.")
-        metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-        tokenizer = load_tokenizer(folder / "tokenizer", self._tokenizer_source)
+    def _take_tokenizer(self) -> None:
+        """Loads the tokenizer of the cache, and keeps what checkpoints hold of it."""
+        folder = self.cache_folder / "tokenizer"
+        if not folder.is_dir():
+            raise RuntimeError(f"{folder} does not exist: {_UNPREPARED}")
+        tokenizer = self._load_tokenizer()
         if self._loaded_state:
             self._compare_with_loaded(tokenizer)
         self.text_tokenizer = tokenizer
-        content = {file.name: file.read_bytes() for file in tokenizer_files(folder / "tokenizer")}
+        content = {file.name: file.read_bytes() for file in tokenizer_files(folder)}
         self._tokenizer_state = {"tokenizer": content, "source": self._tokenizer_source}
-        return folder, metadata
 
     @property
     def _tokenizer_source(self) -> str:
@@ -304,38 +388,18 @@ def _check_cache_dir(cache_dir: Any) -> None:
         raise wrong_value("data.cache_dir", f"a folder, and {str(file)!r} is a file", str(folder))
 
 
-def _check_prompt(prompt: Any) -> None:
-    if prompt == "":
-        return  # predict says what it needs
-    check_text("data.prompt", prompt, optional=True)
-    try:
-        (prompt or "").encode()
-    except UnicodeEncodeError as error:  # such as bytes on the command line that are not UTF-8
-        raise wrong_value("data.prompt", "valid Unicode", prompt) from error
-
-
-def _file_sizes(folder: Path) -> dict[str, int]:
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-
-
-def _problem_of_cache(folder: Path) -> str | None:
-    """Why the folder cannot be read; None if it is complete."""
-    if not folder.is_dir():
-        return f"{folder} does not exist" if not os.path.lexists(folder) else f"{folder} is not a folder"
-    try:
-        expected = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["file_sizes"]
-        found = _file_sizes(folder)
-        wrong = [name for name, size in expected.items() if found.get(name) != size]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return f"{folder / 'metadata.json'} cannot be read"
-    return f"{folder / wrong[0]} is missing or has another size than it was written with" if wrong else None
-
-
 def num_held_out(total: int, fraction: float) -> int:
     """How many of ``total`` are held out: at least one unless ``fraction`` is 0, and never all."""
-    return min(max(1, round(total * fraction)), total - 1) if fraction else 0
+    return min(max(1, round(total * fraction)), total - 1) if fraction and total else 0
 
 
 def held_out_places(total: int, fraction: float, seed: int) -> set[int]:
     """Which of ``total`` are held out."""
     return set(random.Random(seed).sample(range(total), num_held_out(total, fraction)))
+
+
+def held_out(rows: Dataset[Any], fraction: float, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """The rows for training, and those for validation in their order, None if there are none."""
+    places = held_out_places(total := len(rows), fraction, seed)  # type: ignore[arg-type]  # it has a length
+    train = Subset(rows, [place for place in range(total) if place not in places])
+    return train, Subset(rows, sorted(places)) if places else None
