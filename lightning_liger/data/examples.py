@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import tokenizers
 import transformers
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
@@ -122,21 +121,17 @@ class ExamplesDataModule(TokenizedDataModule):
 
     @override
     def _content_settings(self) -> dict[str, Any]:
-        return {
+        validation = self.validation_path and record_files("data.validation_path", self.validation_path)
+        return super()._content_settings() | {
             "format": _FORMAT_VERSION,
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
-            "tokenizers": tokenizers.__version__,
             "transformers": transformers.__version__,  # renders chat templates
             "corpus": fingerprints(record_files("data.path", self.path)),
-            "validation": self.validation_path
-            and fingerprints(record_files("data.validation_path", self.validation_path)),
-            "tokenizer": self._tokenizer_settings(),
+            "validation": fingerprints(validation or ()),
             "chat_template": _read_template(self.chat_template),
             "chat_template_kwargs": self.chat_template_kwargs,
             "columns": self.columns,
             "max_records": self.max_records,
-            "validation_fraction": self.validation_fraction,
-            "seed": self.seed,
             **self._encoding_settings(),
         }
 
@@ -159,8 +154,8 @@ class ExamplesDataModule(TokenizedDataModule):
         return read_records("data.validation_path", record_files("data.validation_path", self.validation_path))
 
     @override
-    def _training_texts(self) -> Iterator[str]:
-        return (text for record in self._items("train") for text in record.strings())
+    def _texts(self, items: Iterator[Record]) -> Iterator[str]:
+        return (text for record in items for text in record.strings())
 
     @override
     def _make_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -170,9 +165,9 @@ class ExamplesDataModule(TokenizedDataModule):
         return tokenizer
 
     @override
-    def _rows(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, np.ndarray]]:
+    def _rows(self, items: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, np.ndarray]]:
         encoder, names = Encoder(tokenizer, self.chat_template_kwargs), None
-        for record in self._items(split):
+        for record in items:
             for example in self._encode(record.renamed(self.columns), encoder):
                 names = names or set(example)
                 if differing := sorted(names ^ set(example)):
@@ -213,7 +208,7 @@ def ids(values: Any) -> np.ndarray:
 
 def floats(values: Any) -> np.ndarray:
     """Numbers as tables hold them."""
-    return np.asarray(values, dtype=np.float32)
+    return np.asarray(values, dtype=np.float32)[()]  # a scalar of a number
 
 
 def scored(record: Record, prompt_ids: list[int], completion_ids: list[int]) -> np.ndarray:

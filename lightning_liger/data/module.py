@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
+import tokenizers
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -167,46 +168,44 @@ class TokenizedDataModule(BatchesDataModule):
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.text_tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_state: dict[str, Any] = {}
-        self._loaded_state: dict[str, Any] = {}
+        self._loaded: PreTrainedTokenizerBase | None = None  # of the checkpoint
+        self._loaded_source: Any = None
 
-    @property
-    def _corpus(self) -> str:
-        """The data as messages name it."""
-        raise NotImplementedError
+    # What subclasses define: the data as messages name it, all that the cache depends on, the documents or records, and
+    # of some of them the texts that a tokenizer is trained on and the rows of the cache.
+    _corpus: str
 
     def _content_settings(self) -> dict[str, Any]:
-        """Everything that determines the content of the cache folder."""
-        raise NotImplementedError
+        return {
+            "tokenizers": tokenizers.__version__,
+            "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer)),
+            "validation_fraction": self.validation_fraction,
+            "seed": self.seed,
+        }
 
     def _all_items(self) -> Iterator[Any]:
-        """The documents or records that are divided into training and validation."""
+        raise NotImplementedError
+
+    def _texts(self, items: Iterator[Any]) -> Iterator[str]:
+        raise NotImplementedError
+
+    def _rows(self, items: Iterator[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
     def _items(self, split: Split) -> Iterator[Any]:
+        """The documents or records of a split."""
         held_out = held_out_places(sum(1 for _ in self._all_items()), self.validation_fraction, self.seed)
         return (item for place, item in enumerate(self._all_items()) if (place in held_out) == (split == "validation"))
 
-    def _training_texts(self) -> Iterator[str]:
-        """The texts that a tokenizer is trained on, if none is given."""
-        raise NotImplementedError
-
-    def _rows(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        """The rows of a split, as the cache holds them."""
-        raise NotImplementedError
+    def _make_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is not None:
+            return load_tokenizer(self.tokenizer)
+        return train_bpe_tokenizer(self._texts(self._items("train")), self.vocab_size)
 
     @property
     def _validation_setting(self) -> str | None:
         """The setting that asks for validation data."""
         return "validation_fraction" if self.validation_fraction else None
-
-    def _tokenizer_settings(self) -> Any:
-        """The part of ``_content_settings`` that is about the tokenizer."""
-        return self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer))
-
-    def _make_tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer)
-        return train_bpe_tokenizer(self._training_texts(), self.vocab_size)
 
     @property
     def cache_folder(self) -> Path:
@@ -221,10 +220,10 @@ class TokenizedDataModule(BatchesDataModule):
         if not folder.exists():
             rank_zero_info(f"Tokenizing {self._corpus} into {folder}")
         keep_tokenizer(folder / "tokenizer", self._make_tokenizer)
-        tokenizer = self._load_tokenizer()
-        self._cached("train", lambda: self._rows("train", tokenizer))
+        tokenizer = load_tokenizer(folder / "tokenizer", self._tokenizer_source)
+        self._cached("train", tokenizer)
         if self._validation_setting is not None:
-            self._cached("validation", lambda: self._rows("validation", tokenizer))
+            self._cached("validation", tokenizer)
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -241,32 +240,32 @@ class TokenizedDataModule(BatchesDataModule):
         """The rows that batches are made of."""
         return rows
 
-    def _cached(
-        self, split: Split, make_rows: Callable[[], Iterator[dict[str, Any]]] | None = None
-    ) -> "datasets.Dataset":
-        """The rows in the cache; they are made first if they are not there."""
+    def _cached(self, split: Split, tokenizer: PreTrainedTokenizerBase | None = None) -> "datasets.Dataset":
+        """The rows in the cache; with a tokenizer they are made first if they are not there."""
         import datasets
         from datasets.exceptions import DatasetGenerationError
 
         folder = self.cache_folder
 
         def generate() -> Iterator[dict[str, Any]]:
-            if make_rows is None:
+            if tokenizer is None:
                 raise RuntimeError(f"{folder} is not complete: {_UNPREPARED}")
-            is_empty = True
-            for row in make_rows():
+            row = None
+            for row in self._rows(self._items(split), tokenizer):
                 yield row
-                is_empty = False
-            if is_empty:
+            if row is None:
                 setting = self._validation_setting if split == "validation" else None
                 reason = "" if setting is None else f": data.{setting}={shown(getattr(self, setting))}"
                 raise ValueError(f"{self._corpus} has no {split} {self._rows_name}, and one is needed{reason}.")
 
         try:
             found = datasets.Dataset.from_generator(
-                generate, cache_dir=str(folder), fingerprint=f"{folder.name}-{split}"
+                generate,
+                cache_dir=str(folder),
+                split=datasets.NamedSplit(split),
+                fingerprint=f"{folder.name}-{split}",  # the same in each run
             )
-            num_rows = found.info.splits["train"].num_examples  # datasets' name of the only part of a file
+            num_rows = found.info.splits[split].num_examples
             if len(found) != num_rows:
                 raise ValueError(f"expected {num_rows} rows, got {len(found)}")
         except DatasetGenerationError as error:  # it hides what `generate` raised
@@ -277,7 +276,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        self._loaded_state = {}
+        self._loaded = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -295,14 +294,14 @@ class TokenizedDataModule(BatchesDataModule):
             raise wrong_type("state_dict", "a dict, as state_dict() returns", state_dict)
         if not state_dict:
             return
-        self._loaded_state = state_dict
-        if self.text_tokenizer is None or self._predicts:
-            loaded = tokenizer_from_content(state_dict.get("tokenizer"), "the checkpoint's tokenizer")
-            if self.tokenizer is not None:
-                self._compare_tokenizers(load_tokenizer(self.tokenizer), loaded)
-            self.text_tokenizer, self._tokenizer_state = loaded, state_dict
-        else:
+        self._loaded = tokenizer_from_content(state_dict.get("tokenizer"), "the checkpoint's tokenizer")
+        self._loaded_source = state_dict.get("source")
+        if self.text_tokenizer is not None and not self._predicts:
             self._compare_with_loaded(self.text_tokenizer)
+            return
+        if self.tokenizer is not None:
+            self._compare_with_loaded(load_tokenizer(self.tokenizer))
+        self.text_tokenizer, self._tokenizer_state = self._loaded, state_dict
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
@@ -317,7 +316,7 @@ class TokenizedDataModule(BatchesDataModule):
         if self._predicts and self.text_tokenizer is None:
             keep_tokenizer(self.cache_folder / "tokenizer", self._make_tokenizer)
             self._take_tokenizer()
-        if self.trainer is not None and self.trainer.ckpt_path and not self._loaded_state:
+        if self.trainer is not None and self.trainer.ckpt_path and self._loaded is None:
             rank_zero_warn(
                 f"{self.trainer.ckpt_path} holds no tokenizer: the prompt is encoded with {self._tokenizer_source}."
             )
@@ -338,17 +337,13 @@ class TokenizedDataModule(BatchesDataModule):
         """Whether a Trainer runs ``predict``, which needs a tokenizer but no corpus."""
         return self.trainer is not None and self.trainer.predicting
 
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.cache_folder / "tokenizer", self._tokenizer_source)
-
     def _take_tokenizer(self) -> None:
         """Loads the tokenizer of the cache, and keeps what checkpoints hold of it."""
         folder = self.cache_folder / "tokenizer"
         if not folder.is_dir():
             raise RuntimeError(f"{folder} does not exist: {_UNPREPARED}")
-        tokenizer = self._load_tokenizer()
-        if self._loaded_state:
-            self._compare_with_loaded(tokenizer)
+        tokenizer = load_tokenizer(folder, self._tokenizer_source)
+        self._compare_with_loaded(tokenizer)
         self.text_tokenizer = tokenizer
         content = {file.name: file.read_bytes() for file in tokenizer_files(folder)}
         self._tokenizer_state = {"tokenizer": content, "source": self._tokenizer_source}
@@ -360,15 +355,11 @@ class TokenizedDataModule(BatchesDataModule):
         return f"a tokenizer trained on {self._corpus}"
 
     def _compare_with_loaded(self, own: PreTrainedTokenizerBase) -> None:
-        loaded = tokenizer_from_content(self._loaded_state.get("tokenizer"), "the checkpoint's tokenizer")
-        self._compare_tokenizers(own, loaded)
-
-    def _compare_tokenizers(self, own: PreTrainedTokenizerBase, loaded: PreTrainedTokenizerBase) -> None:
-        if not same_tokenizer(own, loaded):
+        if self._loaded is not None and not same_tokenizer(own, self._loaded):
             raise ValueError(
-                f"{self._tokenizer_source} ({len(own)} tokens) is not the checkpoint's tokenizer, "
-                f"{self._loaded_state.get('source')} ({len(loaded)} tokens): give the data settings that the model was "
-                "trained with, or as data.tokenizer the folder to which the checkpoint was exported."
+                f"{self._tokenizer_source} ({len(own)} tokens) is not the checkpoint's tokenizer, {self._loaded_source}"
+                f" ({len(self._loaded)} tokens): give the data settings that the model was trained with, or as"
+                " data.tokenizer the folder to which the checkpoint was exported."
             )
 
 
@@ -380,11 +371,7 @@ def default_cache_dir() -> Path:
 def _check_cache_dir(cache_dir: Any) -> None:
     check_path("data.cache_dir", cache_dir, optional=True)
     folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-    try:
-        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
-    except OSError as error:
-        raise ValueError(f"data.cache_dir must be a folder, got {shown(str(cache_dir))}: {error}") from error
-    if file is not None:
+    if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
         raise wrong_value("data.cache_dir", f"a folder, and {str(file)!r} is a file", str(folder))
 
 

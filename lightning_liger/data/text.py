@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -94,16 +93,12 @@ class TextDataModule(TokenizedDataModule):
 
     @override
     def _content_settings(self) -> dict[str, Any]:
-        return {
+        return super()._content_settings() | {
             "format": _FORMAT_VERSION,
-            "tokenizers": tokenizers.__version__,
             "corpus": fingerprints(source_files(self.path)),
-            "tokenizer": self._tokenizer_settings(),
             "text_field": self.text_field,
             "block_size": self.block_size,
             "max_documents": self.max_documents,
-            "validation_fraction": self.validation_fraction,
-            "seed": self.seed,
         }
 
     @override
@@ -121,12 +116,12 @@ class TextDataModule(TokenizedDataModule):
         return super()._items(split)
 
     @override
-    def _training_texts(self) -> Iterator[str]:
-        return self._items("train")
+    def _texts(self, items: Iterator[str]) -> Iterator[str]:
+        return items
 
     @override
-    def _rows(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        return token_blocks(self._items(split), tokenizer, self.block_size)
+    def _rows(self, items: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+        return token_blocks(items, tokenizer, self.block_size)
 
     @override
     def _collator(self) -> _Blocks:
