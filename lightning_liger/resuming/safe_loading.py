@@ -181,44 +181,41 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. This is ')[0]}"
 
 
-class _WithState:
-    """Stands in for an object of a class that metadata names: it holds the state, and does nothing."""
+class _Inert:
+    """Stands in for an object of a class, or the result of a function, that metadata names. It does nothing.
 
-    # Classes have no state, so a pickle cannot change them, and objects get theirs in no other way.
+    It holds the state that a pickle gives it; what is called with arguments has none, as all that is read here is in
+    states. Classes have no state, so that a pickle cannot change these.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self.state: Any = arguments or {}
+
     def __setstate__(self, state: Any) -> None:
-        self.state = getattr(self, "state", {}) | state if isinstance(state, dict) else state
+        before = vars(self).get("state", {})
+        if isinstance(before, tuple):
+            raise TypeError(f"{type(self).__name__} with arguments and a state")
+        self.state = before | state if isinstance(state, dict) else state
 
     def __getitem__(self, name: str) -> Any:
         return self.state[name]
 
 
-class _Called:
-    """Stands in for the result of a function, or of a class that is called, that metadata names."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __setstate__(self, _: Any) -> None:
-        raise TypeError(f"{type(self).__name__} with a state")
-
-
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_CLASSES: dict[tuple[type, str], tuple[str, ...]] = {
-    (_WithState, "torch.distributed.checkpoint.metadata"): (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+_KNOWN_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
         *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     ),
-    (_WithState, "torch.distributed.checkpoint.filesystem"): ("_StorageInfo",),
-    (_Called, "torch.distributed.checkpoint.metadata"): ("_MEM_FORMAT_ENCODING",),
-    (_Called, "torch.serialization"): ("_get_layout",),
-    (_Called, "torch"): ("Size",),
-    (_Called, "pathlib"): _PATHS,
-    (_Called, "pathlib._local"): _PATHS,  # Python 3.13
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
 }
-_KNOWN = {(module, name): type(name, (base,), {}) for (base, module), names in _CLASSES.items() for name in names} | {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-}
+_KNOWN: dict[tuple[str, str], Any] = {
+    (module, name): type(name, (_Inert,), {}) for module, names in _KNOWN_NAMES.items() for name in names
+} | {("collections", "OrderedDict"): OrderedDict, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
