@@ -60,7 +60,6 @@ class ExamplesDataModule(TokenizedDataModule):
             the line.
     """
 
-    _rows_name = "examples"
     _fields: tuple[str, ...] = ()
     """The names that ``columns`` may rename."""
 
@@ -113,6 +112,11 @@ class ExamplesDataModule(TokenizedDataModule):
         tokenizer = self._after_setup(self.text_tokenizer)
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return Layout(pad, self.max_length, self.truncation, self.pad_to_multiple_of, self.packing)
+
+    @property
+    @override
+    def _rows_name(self) -> str:
+        return "examples"
 
     @property
     @override

@@ -1,7 +1,7 @@
 """Images with prompts and completions, for models of images and text."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing_extensions import override
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_integer, check_text, shown, wrong_type, wrong_value
 from lightning_liger.data.collate import Batch, Layout
-from lightning_liger.data.module import BatchesDataModule, held_out
+from lightning_liger.data.module import FilesDataModule
 from lightning_liger.data.records import Record, read_records
 from lightning_liger.data.sources import check_is_path, record_files
 from lightning_liger.data.tokenizer import load_tokenizer
@@ -121,7 +121,7 @@ class ImageTextCollator:
         return str(self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-class ImageTextDataModule(BatchesDataModule):
+class ImageTextDataModule(FilesDataModule):
     """Images with prompts and completions, as batches of :class:`~lightning_liger.data.ImageTextCollator`.
 
     A record has ``image``, the name of a file relative to the folder of the records, or ``images``, a list of them;
@@ -130,14 +130,13 @@ class ImageTextDataModule(BatchesDataModule):
     before the prompt. A prompt with the processor's image tokens says itself where they are.
 
     Records are kept in memory. Images are read by pillow when a batch is made, with ``num_workers`` in other processes.
-    Other arguments are those of :class:`~lightning_liger.data.module.BatchesDataModule`.
+    Files are .jsonl, .json or .parquet. Other arguments are those of
+    :class:`~lightning_liger.data.module.FilesDataModule` and :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A .jsonl, .json or .parquet file, or a folder with such files.
         processor: The folder of the pretrained model, with its processor; or for random weights
             the settings of :class:`PlainProcessor`: ``tokenizer``, ``image_size``, ``tokens_per_image``,
             ``image_token``.
-        validation_path: The same as ``path`` for validation. By default ``validation_fraction`` of the records.
         max_length: The maximum number of tokens of a sequence. Completions lose their end. None keeps all.
 
     Raises:
@@ -150,18 +149,13 @@ class ImageTextDataModule(BatchesDataModule):
     def __init__(
         self,
         *,
-        path: str | Path,
         processor: str | dict[str, Any],
-        validation_path: str | Path | None = None,
         max_length: int | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         check_integer("data.max_length", max_length, at_least=2, optional=True)
-        record_files("data.path", path)  # raises if there is nothing to read
-        if validation_path is not None:
-            record_files("data.validation_path", validation_path)
-        self.path, self.validation_path, self.max_length = path, validation_path, max_length
+        self.max_length = max_length
         self.processor: Any = _load_processor(processor)
 
     @property
@@ -171,12 +165,12 @@ class ImageTextDataModule(BatchesDataModule):
         return tokenizer
 
     @override
-    def setup(self, stage: str | None = None) -> None:
-        rows: Any = list(_read("data.path", self.path))  # a list is a map-style dataset
-        self.train_data, self.validation_data = held_out(rows, self.validation_fraction, self.seed)
-        if self.validation_path is not None:
-            self.train_data, self.validation_data = rows, list(_read("data.validation_path", self.validation_path))
-        self._check_enough_to_train(f"data.path={str(self.path)!r}", stage)
+    def _files(self, setting: str, path: Any) -> list[Path]:
+        return record_files(setting, path)
+
+    @override
+    def _read(self, setting: str, files: list[Path]) -> list[dict[str, Any]]:
+        return [_row(record, file.parent) for file in files for record in read_records(setting, [file])]
 
     @override
     def _collator(self) -> ImageTextCollator:
@@ -227,12 +221,10 @@ def _load_processor(processor: Any) -> Any:
     return loaded
 
 
-def _read(setting: str, path: str | Path) -> Iterator[dict[str, Any]]:
-    for file in record_files(setting, path):
-        for record in read_records(setting, [file]):
-            images = record.items("images") if record.has("images") else [record.values.get("image")]
-            sources = [_source(record, image, file.parent) for image in images]
-            yield {"images": sources, "prompt": record.text("prompt"), "completion": record.text("completion")}
+def _row(record: Record, folder: Path) -> dict[str, Any]:
+    images = record.items("images") if record.has("images") else [record.values.get("image")]
+    sources = [_source(record, image, folder) for image in images]
+    return {"images": sources, "prompt": record.text("prompt"), "completion": record.text("completion")}
 
 
 def _source(record: Record, image: Any, folder: Path) -> Path | bytes:

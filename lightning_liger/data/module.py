@@ -54,9 +54,6 @@ class BatchesDataModule(L.LightningDataModule):
         num_workers: Worker processes per training process that load batches. 0 loads them in the training process.
     """
 
-    _rows_name: str = "rows"
-    """The rows as messages name them."""
-
     def __init__(
         self, *, batch_size: int = 8, validation_fraction: float = 0.02, seed: int = 42, num_workers: int = 0
     ) -> None:
@@ -69,6 +66,11 @@ class BatchesDataModule(L.LightningDataModule):
         self.validation_fraction = float(validation_fraction)
         self.train_data: Any = None
         self.validation_data: Any = None
+
+    @property
+    def _rows_name(self) -> str:
+        """The rows as messages name them."""
+        return "rows"
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
@@ -133,6 +135,41 @@ class BatchesDataModule(L.LightningDataModule):
             )
 
 
+class FilesDataModule(BatchesDataModule):
+    """Rows that are read from files in ``setup``.
+
+    Other arguments are those of :class:`BatchesDataModule`.
+
+    Args:
+        path: A file, or a folder with such files.
+        validation_path: The same for validation. By default ``validation_fraction`` of the rows of ``path``.
+    """
+
+    def __init__(self, *, path: str | Path, validation_path: str | Path | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._files("data.path", path)
+        if validation_path is not None:
+            self._files("data.validation_path", validation_path)
+        self.path, self.validation_path = path, validation_path
+
+    def _files(self, setting: str, path: Any) -> list[Path]:
+        """The files at ``path``; raises if there are none."""
+        raise NotImplementedError
+
+    def _read(self, setting: str, files: list[Path]) -> Any:
+        """The rows of files."""
+        raise NotImplementedError
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        rows = self._read("data.path", self._files("data.path", self.path))
+        self.train_data, self.validation_data = held_out(rows, self.validation_fraction, self.seed)
+        if (path := self.validation_path) is not None:
+            self.train_data = rows
+            self.validation_data = self._read("data.validation_path", self._files("data.validation_path", path))
+        self._check_enough_to_train(f"data.path={str(self.path)!r}", stage)
+
+
 class TokenizedDataModule(BatchesDataModule):
     """Data that is tokenized once and then read from a cache, with the tokenizer that checkpoints hold.
 
@@ -173,7 +210,10 @@ class TokenizedDataModule(BatchesDataModule):
 
     # What subclasses define: the data as messages name it, all that the cache depends on, the documents or records, and
     # of some of them the texts that a tokenizer is trained on and the rows of the cache.
-    _corpus: str
+
+    @property
+    def _corpus(self) -> str:
+        raise NotImplementedError
 
     def _content_settings(self) -> dict[str, Any]:
         return {

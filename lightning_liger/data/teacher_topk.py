@@ -41,7 +41,7 @@ from liger_ops.arguments import (
     wrong_value,
 )
 from lightning_liger.data.collate import Layout, TeacherTopKCollator, check_layout
-from lightning_liger.data.module import BatchesDataModule, held_out
+from lightning_liger.data.module import FilesDataModule
 from lightning_liger.data.sources import files_at
 from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
 
@@ -248,15 +248,14 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
         return {name: self._tensors[name][row] for name in _DTYPES}
 
 
-class TeacherTopKDataModule(BatchesDataModule):
+class TeacherTopKDataModule(FilesDataModule):
     """A teacher's stored top-k as batches of :class:`~lightning_liger.data.TeacherTopKCollator`.
 
-    After ``setup``, ``temperature`` and ``top_k`` are those of the files, and ``text_tokenizer`` is the tokenizer, if
-    there is one. Other arguments are those of :class:`~lightning_liger.data.module.BatchesDataModule`.
+    Files are those of :func:`write_teacher_topk`. After ``setup``, ``temperature`` and ``top_k`` are theirs, and
+    ``text_tokenizer`` is the tokenizer, if there is one. Other arguments are those of
+    :class:`~lightning_liger.data.module.FilesDataModule` and :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A file of :func:`write_teacher_topk`, or a folder with such files.
-        validation_path: The same for validation. By default ``validation_fraction`` of the rows of ``path``.
         tokenizer: A folder with the Hugging Face tokenizer of the ids; that of the files must be the same.
         max_length: The maximum number of tokens of a row; the rest is cut off. None keeps all.
         truncation: Which tokens of longer rows stay: "keep_start" or "keep_end".
@@ -274,8 +273,6 @@ class TeacherTopKDataModule(BatchesDataModule):
     def __init__(
         self,
         *,
-        path: str | Path,
-        validation_path: str | Path | None = None,
         tokenizer: str | Path | None = None,
         max_length: int | None = None,
         truncation: Literal["keep_start", "keep_end"] = "keep_start",
@@ -287,12 +284,8 @@ class TeacherTopKDataModule(BatchesDataModule):
         super().__init__(**settings)
         check_layout("data.", max_length, truncation, pad_to_multiple_of, packing)
         check_integer("data.pad_token_id", pad_token_id, at_least=0, optional=True)
-        _topk_files("data.path", path)
-        if validation_path is not None:
-            _topk_files("data.validation_path", validation_path)
         if tokenizer is not None:
             tokenizer_files(tokenizer)
-        self.path, self.validation_path = path, validation_path
         self.tokenizer, self.pad_token_id = tokenizer, pad_token_id
         self.max_length, self.truncation = max_length, truncation
         self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
@@ -304,16 +297,18 @@ class TeacherTopKDataModule(BatchesDataModule):
     def setup(self, stage: str | None = None) -> None:
         if self.tokenizer is not None:
             self.text_tokenizer = load_tokenizer(self.tokenizer)
-        data = self._open("data.path", self.path)
-        self.train_data, self.validation_data = held_out(data, self.validation_fraction, self.seed)
-        if self.validation_path is not None:
-            self.train_data, self.validation_data = data, self._open("data.validation_path", self.validation_path)
-        self._check_enough_to_train(f"data.path={str(self.path)!r}", stage)
+        super().setup(stage)
 
-    def _open(self, setting: str, path: Any) -> ConcatDataset[dict[str, Any]]:
-        files = [TeacherTopKFile(file) for file in _topk_files(setting, path)]
+    @override
+    def _files(self, setting: str, path: Any) -> list[Path]:
+        accepted = f"a file that ends in {SUFFIX}, or a folder with such files"
+        return files_at(setting, path, "stored teachers", (SUFFIX,), accepted)
+
+    @override
+    def _read(self, setting: str, files: list[Path]) -> ConcatDataset[dict[str, Any]]:
+        data = [TeacherTopKFile(file) for file in files]
         known = "" if self.text_tokenizer is None else tokenizer_hash(self.text_tokenizer)
-        for file in files:
+        for file in data:
             self.temperature, self.top_k = self.temperature or file.temperature, self.top_k or file.top_k
             if (file.temperature, file.top_k) != (self.temperature, self.top_k):
                 raise ValueError(
@@ -327,7 +322,7 @@ class TeacherTopKDataModule(BatchesDataModule):
                     f"{setting}: {file.file} has the tokens of another tokenizer (hash"
                     f" {file.tokenizer_hash[:12]}) than {others} ({known[:12]})"
                 )
-        return ConcatDataset(files)
+        return ConcatDataset(data)
 
     @override
     def _collator(self) -> TeacherTopKCollator:
@@ -338,8 +333,3 @@ class TeacherTopKDataModule(BatchesDataModule):
         return TeacherTopKCollator(
             Layout(pad or 0, self.max_length, self.truncation, self.pad_to_multiple_of, self.packing)
         )
-
-
-def _topk_files(setting: str, path: Any) -> list[Path]:
-    accepted = f"a file that ends in {SUFFIX}, or a folder with such files"
-    return files_at(setting, path, "stored teachers", (SUFFIX,), accepted)

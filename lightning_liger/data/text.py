@@ -83,7 +83,8 @@ class TextDataModule(TokenizedDataModule):
         self.text_field, self.max_documents = text_field, max_documents
 
     @property
-    def _rows_name(self) -> str:  # type: ignore[override]
+    @override
+    def _rows_name(self) -> str:
         return f"rows of data.block_size={self.block_size} tokens"
 
     @property

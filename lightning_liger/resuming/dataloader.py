@@ -149,7 +149,7 @@ def resumable(loader: Any) -> Any:
 
 
 @functools.cache
-def _resumable_class(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+def _resumable_class(cls: Any) -> Any:
     if cls is DataLoader:
         return ResumableDataLoader
     return type(f"Resumable{cls.__name__}", (ResumableDataLoader, cls), {})
