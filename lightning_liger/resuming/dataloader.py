@@ -143,8 +143,9 @@ def resumable(loader: Any) -> Any:
     """
     if not isinstance(loader, DataLoader) or _has_state(loader) or _has_state(loader.dataset):
         return loader
+    cls: Any = type(loader)
     loader = copy(loader)
-    loader.__class__ = _resumable_class(type(loader))
+    loader.__class__ = _resumable_class(cls)
     return loader
 
 
