@@ -17,11 +17,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from liger_ops.arguments import shown, wrong_value
-from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
+from lightning_liger.monitor import LigerMonitor
 from lightning_liger.post_training.teacher import prepare_frozen
 from lightning_liger.post_training.teacher_topk import store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
@@ -121,6 +121,17 @@ class _Parser(LightningArgumentParser):
         refuse(getattr(ex, "subcommand_parser", None) or named, message)
 
 
+class _Summary(LigerMonitor):
+    """Measures trainings whose settings have no monitor.
+
+    Args:
+        skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
+    """
+
+    def __init__(self, skip_steps: int = 2) -> None:
+        super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
+
+
 class _Guard(L.Callback):
     """Refuses to predict with random weights, and ends processes that would wait for this one."""
 
@@ -161,9 +172,10 @@ def _described(subcommand: str) -> dict[str, Any]:
 class LigerCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` for any LightningModule and data module, named in the yaml.
 
-    Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``). ``trainer.devices: auto`` means all GPUs or,
-    without any, two CPU processes; with ``predict`` and the strategy ``liger`` it means one device. ``export`` writes a
-    checkpoint to a Hugging Face folder, on any machine, and ``teacher_topk`` a teacher's likeliest tokens to a file.
+    Adds :class:`~lightning_liger.LigerMonitor` without a page (``--summary.*``), unless the settings have one.
+    ``trainer.devices: auto`` means all GPUs or, without any, two CPU processes; with ``predict`` and the strategy
+    ``liger`` it means one device. ``export`` writes a checkpoint to a Hugging Face folder, on any machine, and
+    ``teacher_topk`` a teacher's likeliest tokens to a file.
     """
 
     trainer_type = _Trainer
@@ -194,7 +206,7 @@ class LigerCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(TrainingSummary, "summary")
+        parser.add_lightning_class_args(_Summary, "summary")
         parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
 
     @override
