@@ -29,7 +29,7 @@ from lightning_liger.losses.distillation import (
 from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.causal_lm import options_of, refuse_loss_type
-from lightning_liger.post_training.distillation_options import DistillationOptions
+from lightning_liger.losses.distillation_options import DistillationOptions
 from lightning_liger.post_training.metrics import Mean, Measured, Total
 from lightning_liger.post_training.rows import count_tokens
 from lightning_liger.post_training.teacher import build_frozen, prepare_frozen

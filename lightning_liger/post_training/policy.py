@@ -21,12 +21,12 @@ from lightning_liger.losses.policy_batch import (
 from lightning_liger.losses.policy_metrics import (
     metric_kind,
     metric_names,
-    names_of_data,
+    OF_DATA,
     policy_metrics,
     reward_metrics,
 )
 from lightning_liger.losses.policy_options import PolicyOptions
-from lightning_liger.losses.policy_reductions import num_units
+from lightning_liger.losses.policy import num_units
 from lightning_liger.losses.policy_weights import num_top_entropies
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.completions import read_completions
@@ -51,7 +51,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
     ``"ref"``). ``reference`` chooses one: ``"columns"``, ``"model"``, ``"adapters"``, or ``"auto"`` in this order.
 
     The loss is that of a whole optimizer step, whatever its split over micro-batches and ranks, divided by the number
-    of tokens or completions (:mod:`lightning_liger.losses.policy_reductions`). With ``num_items_in_batch``, the number
+    of tokens or completions (:mod:`lightning_liger.losses.policy`). With ``num_items_in_batch``, the number
     of tokens of a whole generation batch on all ranks, losses of tokens are divided by its share of a step, as TRL
     does: a micro-batch's share is ``1 / steps_per_generation``.
 
@@ -83,7 +83,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
         check_integer("steps_per_generation", self.steps_per_generation, at_least=1, optional=True)
         names = metric_names(self.policy_options)
         names += ["policy_loss"] * (self.policy_options.entropy_coef > 0)
-        self._hidden_metrics = set(names_of_data()) - set(names)
+        self._hidden_metrics = set(OF_DATA) - set(names)
         self._kinds = {name: metric_kind(name) for name in (*names, *sorted(self._hidden_metrics))}
         self._kinds["num_tokens"] = "sum"
 
