@@ -1,6 +1,5 @@
 """Options that are declared once: each by its type, which help and editors show, and which its value is checked by."""
 
-import functools
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,19 +34,19 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        check_declared(self, declared(type(self)))
+        check_declared(self)
 
 
-@functools.cache
-def declared(cls: Any) -> dict[str, Any]:
-    """The types that ``cls`` and its bases declare by name, the first declaration of each."""
+def declared(cls: type) -> dict[str, Any]:
+    """The types that ``cls`` and its bases declare, by name."""
     return {name: hint for base in reversed(cls.__mro__) for name, hint in inspect.get_annotations(base).items()}
 
 
-def check_declared(owner: object, names: Iterable[str]) -> None:
-    """Raises unless each of these attributes is of its declared type and within the limits of that."""
-    for name in names:
-        check_value(name, getattr(owner, name), declared(type(owner))[name])
+def check_declared(owner: object, names: Iterable[str] | None = None) -> None:
+    """Raises unless each attribute, or those named, is of its declared type and within the limits of that."""
+    hints = declared(type(owner))
+    for name in hints if names is None else names:
+        check_value(name, getattr(owner, name), hints[name])
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:

@@ -21,7 +21,7 @@ from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.lazy.scores import logit_rows
 from lightning_liger.losses.distillation import sample_support
 from lightning_liger.post_training.reference import evaluating
-from lightning_liger.post_training.tokens import document_positions, read_tokens
+from lightning_liger.post_training.rows import read_tokens
 from lightning_liger.training.language_model import LanguageModel
 
 _CHUNK_BYTES = 2**29
@@ -97,11 +97,11 @@ def _rows_of_batch(seen: LanguageModel, batch: Any, chosen: Any) -> list[dict[st
     if input_ids is None:
         raise ValueError(f"batch must have 'input_ids', got {sorted(map(str, batch))}")
     with lazy_logits():
-        logits = seen(rows.inputs, rows.targets)[0].logits
+        logits = seen(rows.inputs, rows.labels)[0].logits
     chunk_size = choose_chunk_size(input_ids.numel(), logits.shape[-1], _BYTES_OF_LOGIT, _CHUNK_BYTES)
     log_probs, ids = over_chunks(chosen, [logit_rows(logits)], [], chunk_size)
     # At the token that they are about.
-    labels = torch.nn.functional.pad(rows.targets[:, :-1], (1, 0), value=IGNORE_INDEX)
+    labels = torch.nn.functional.pad(rows.labels[:, :-1], (1, 0), value=IGNORE_INDEX)
     columns = {
         "input_ids": input_ids,
         "labels": labels,
@@ -109,7 +109,7 @@ def _rows_of_batch(seen: LanguageModel, batch: Any, chosen: Any) -> list[dict[st
         "teacher_topk_log_probs": log_probs.view(*input_ids.shape, -1),
     }
     columns = {name: column.cpu() for name, column in columns.items()}
-    mask, positions = rows.inputs.get("attention_mask"), document_positions(rows.inputs)
+    mask, positions = rows.inputs.get("attention_mask"), rows.positions
     kept = torch.ones_like(columns["input_ids"], dtype=torch.bool) if mask is None else mask.cpu().bool()
     found = []
     for index in range(len(input_ids)):

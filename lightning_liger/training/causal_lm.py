@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
 from liger_ops.optim import AdamW
+from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
@@ -82,19 +83,19 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 0,
         min_lr_ratio: float = 0.1,
-        loss_normalization: str = "tokens",
+        loss_normalization: Literal["tokens", "micro_batch"] = "tokens",
         max_new_tokens: int = 64,
         temperature: float = 0.8,
         num_training_steps: int | None = None,
-        loss_type: str = "nll",
+        loss_type: SFTLoss = "nll",
         lora: dict[str, Any] | None = None,
     ) -> None:
         self.loss_normalization = loss_normalization
         self.loss_type = loss_type
         super().__init__()
-        if isinstance(pretrained, os.PathLike):  # hyperparameters in checkpoints are plain objects
-            pretrained = os.fspath(pretrained)
         self.save_hyperparameters()
+        paths = {name: os.fspath(value) for name, value in self.hparams.items() if isinstance(value, os.PathLike)}
+        self.hparams.update(paths)  # checkpoints hold plain objects
         check_number("learning_rate", learning_rate, at_least=0)
         check_number("embedding_lr_scale", embedding_lr_scale, above=0)
         check_number("weight_decay", weight_decay, at_least=0)

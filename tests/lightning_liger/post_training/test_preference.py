@@ -619,7 +619,7 @@ def test_losses_of_single_pairs_are_taken_pair_by_pair(
         fit(module, batches, strategy="liger")
         results.append((module.steps, list(module.model.parameters())))
         assert num_calls == (len(batches) if is_apart and max_bytes else 0)
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
