@@ -64,8 +64,7 @@ def test_every_kind_is_that_of_all_batches_at_once(split: list[list[tuple[float,
     ids=["to_bfloat16", "bfloat16", "to_float32", "to_empty"],
 )
 def test_sums_are_float64_whatever_the_module_is_converted_to(convert: Callable[..., Any]) -> None:
-    with torch.device("meta"):  # on which states would have no values
-        (metric,) = convert(nn.ModuleList([RunningMean()]))
+    (metric,) = convert(nn.ModuleList([RunningMean()]))
     number = 2**24 + 1  # the first integer that float32 cannot hold
     for _ in range(3):
         metric.update(torch.tensor(1.0, requires_grad=True) * number, number)
@@ -80,3 +79,11 @@ def test_metrics_that_inference_mode_has_reset_go_on_outside_of_it() -> None:
         metric.reset()
     metric.update(t(6.0), 3)
     assert metric.compute().item() == 2.0
+
+
+def test_metrics_built_on_the_meta_device_still_count() -> None:
+    with torch.device("meta"):
+        metric = RunningMean()
+    metric.to_empty(device="cpu")
+    metric.update(t(2.0), 4)
+    assert metric.compute().item() == 0.5
