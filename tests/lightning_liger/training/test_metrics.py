@@ -83,7 +83,7 @@ def test_metrics_that_inference_mode_has_reset_go_on_outside_of_it() -> None:
 
 def test_metrics_built_on_the_meta_device_still_count() -> None:
     with torch.device("meta"):
-        metric = RunningMean()
-    metric.to_empty(device="cpu")
+        module = nn.ModuleList([RunningMean()])
+    (metric,) = module.to_empty(device="cpu")
     metric.update(t(2.0), 4)
     assert metric.compute().item() == 0.5
