@@ -69,4 +69,5 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     elif kind is float:
         check_number(name, value, optional=optional, **limits)
     elif isinstance(kind, type) and issubclass(kind, Options) and not isinstance(value, kind):
-        raise wrong_type(name, f"a {kind.__name__}", value)
+        names = [each.__name__ for each in kind.__subclasses__()] or [kind.__name__]
+        raise wrong_type(name, f"of {' or '.join(names)}", value)

@@ -46,7 +46,10 @@ def takes(**options: type[Options]) -> Callable[[_Module], _Module]:
             *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in known.values()),
         ]
         init.__signature__ = inspect.Signature(parameters)
-        init.__doc__ = "\n".join(kind.__doc__ or "" for kind in options.values())
+        docs = (inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2] for kind in options.values())
+        init.__doc__ = "All options.\n\nArgs:\n" + "\n".join(doc.partition("\n\n")[0] for doc in docs)
+        for name, argument in cls._renamed.items():
+            init.__doc__ = init.__doc__.replace(f"\n    {name}: ", f"\n    {argument}: ")
         cls.__init__ = init  # type: ignore[method-assign]
         return cls
 

@@ -83,6 +83,8 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         if name == "ref_model" and isinstance(value, nn.Module):  # before any engine sees it
             if value is getattr(self, "model", None):
                 raise wrong_value("ref_model", "another module than model, as it is frozen", value)
+            if not self.needs_reference:
+                raise wrong_value("ref_model", "None for a loss without a reference", type(value).__name__)
             freeze(value)
         super().__setattr__(name, value)
 
@@ -95,8 +97,6 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
 
     def _begin_stage(self) -> None:
         super()._begin_stage()
-        if self.ref_model is not None and not self.needs_reference:
-            raise wrong_value("ref_model", "None for a loss without a reference", type(self.ref_model).__name__)
         if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
             raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
         if self.sync_ref_model and self._trainer is not None and self.trainer.training:
