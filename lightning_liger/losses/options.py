@@ -49,6 +49,11 @@ def check_declared(owner: object, names: Iterable[str] | None = None) -> None:
         check_value(name, getattr(owner, name), hints[name])
 
 
+def is_options(hint: Any) -> bool:
+    """Whether a declared type is that of a loss's options."""
+    return isinstance(hint, type) and issubclass(hint, Options)
+
+
 def check_value(name: str, value: Any, hint: Any) -> None:
     """Raises unless ``value`` is a choice, number, bool or object as ``hint`` declares; other types are not checked."""
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -68,6 +73,6 @@ def check_value(name: str, value: Any, hint: Any) -> None:
         check_integer(name, value, optional=optional, **limits)
     elif kind is float:
         check_number(name, value, optional=optional, **limits)
-    elif isinstance(kind, type) and issubclass(kind, Options) and not isinstance(value, kind):
+    elif is_options(kind) and not isinstance(value, kind):
         names = [each.__name__ for each in kind.__subclasses__()] or [kind.__name__]
         raise wrong_type(name, f"of {' or '.join(names)}", value)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from liger_ops.arguments import wrong_type, wrong_value
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
-from lightning_liger.losses.options import check_declared
+from lightning_liger.losses.options import check_declared, declared, is_options
 from lightning_liger.post_training.metrics import KINDS, MAX_TERMS, Mean, Measured, SumOfMeans
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.training.language_model import LanguageModel
@@ -70,7 +70,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self._check_arguments()
         self._hidden_metrics: set[str] = set()
         """Metrics of ``metric_kinds`` that the data do not have, which are not logged; the same on all ranks."""
-        self._has_auxiliary = self._has_begun = False
+        self._has_auxiliary = False
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
         self._num_counted = self._next_index = 0
@@ -83,7 +83,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def _check_arguments(self) -> None:
         """Raises for options and attributes that are wrong, or do not fit together."""
-        check_declared(self, self._attribute_arguments())
+        options = [name for name, hint in declared(type(self)).items() if is_options(hint)]
+        check_declared(self, (*options, *self._attribute_arguments()))
         if (loss_type := getattr(self, "loss_type", "nll")) != "nll":
             raise wrong_value("loss_type", "'nll' in a module with another loss than LigerCausalLM's", loss_type)
 
@@ -169,26 +170,18 @@ class LigerPostTrainingMixin(LigerStepMixin):
         return self._step("test", batch)
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._refuse_replaced_model()
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
-        if not self._has_begun:  # hooks that were overridden
-            self._begin_stage()
+        self._begin_stage()
         result = self.step_loss(stage, batch)
-        terms = [
-            Term(
-                term.total / self._num_shares(term),
-                as_count(term.count, term.total.device) / self._num_shares(term),
-                term.unit,
-                term.is_whole,
-            )
-            for term in result.terms
-        ]
-        count = cast(Tensor, terms[0].count)
+        terms = []
+        for term in result.terms:
+            shares = self._num_shares(term)
+            count = as_count(term.count, term.total.device) / shares
+            terms.append(term._replace(total=term.total / shares, count=count))
         if result.auxiliary is not None:
-            terms.append(
-                Term(result.auxiliary * count.to(result.auxiliary.dtype), count, terms[0].unit, terms[0].is_whole)
-            )
+            count = cast(Tensor, terms[0].count)
+            terms.append(terms[0]._replace(total=result.auxiliary * count.to(result.auxiliary.dtype)))
         parts = torch.stack([torch.stack((term.total.detach().double(), cast(Tensor, term.count))) for term in terms])
         self._measure(stage, result, parts)
         counts = parts[:, 1].contiguous()  # gloo adds up the wrong elements of a view with strides
@@ -237,21 +230,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
         kinds = {**self.metric_kinds(), "aux_loss": "mean"}
         return {"loss": SumOfMeans()} | {name: KINDS[kind]() for name, kind in kinds.items()}
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self._begin_stage()
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._begin_stage()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._begin_stage()
-
-    def _begin_stage(self) -> None:
-        """Makes what steps need; called when a stage begins, also again, and at the latest in a step."""
-        self._has_begun = True
+    def _prepare_stage(self) -> None:
+        super()._prepare_stage()
         unused = [part for part in self.modules() if not part.training]
         if unused and not any(p.requires_grad for part in unused for p in part.parameters(recurse=False)):
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # references, teachers

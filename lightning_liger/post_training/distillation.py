@@ -22,13 +22,13 @@ from lightning_liger.losses.distillation import (
     sparse_divergence,
 )
 from lightning_liger.losses.distillation_options import DistillationOptions
-from lightning_liger.losses.options import Options, check_declared
-from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
-from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.losses.options import Options
+from lightning_liger.losses.uld import universal_logit_divergence
+from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.causal_lm import LossCausalLM, takes
 from lightning_liger.post_training.metrics import Mean, Measured
 from lightning_liger.post_training.rows import Rows, read_tokens
-from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
+from lightning_liger.post_training.teacher import LigerTeacherMixin, build_frozen
 from lightning_liger.training.architecture import build_config
 
 TOPK_IDS, TOPK_LOG_PROBS = "teacher_topk_ids", "teacher_topk_log_probs"
@@ -41,7 +41,7 @@ _BYTES_PER_LOGIT = 16
 """Of the probabilities, their sorted copy and their order."""
 
 
-class LigerDistillationMixin(LigerPostTrainingMixin):
+class LigerDistillationMixin(LigerTeacherMixin):
     """Training, validation and test steps of a student, whose losses never materialize logits.
 
     List it before the base class, put the student into ``self.model``, and return the teacher from
@@ -82,61 +82,29 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     """
 
     distillation: DistillationOptions = DistillationOptions()
-    shard_teacher: bool = False
     _units = "tokens"
-
     _arguments: tuple[str, ...] = ("shard_teacher",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._hidden_metrics = {"importance_weight"}  # until data have old_per_token_logps
-        self._teacher: tuple[nn.Module, ...] = ()  # in a tuple, so that no engine and no checkpoint sees it
-
-    def _check_arguments(self) -> None:
-        check_declared(self, ("distillation",))
-        super()._check_arguments()
 
     def configure_teacher(self) -> nn.Module | None:
         """Returns the teacher, None if batches have all that is needed. Called once, when a stage begins."""
         return None
-
-    @property
-    def teacher(self) -> nn.Module | None:
-        """The frozen teacher; None if there is none, or if no stage has begun."""
-        return self._teacher[0] if self._teacher else None
-
-    def _begin_stage(self) -> None:
-        super()._begin_stage()
-        self._prepare_teacher()
-
-    def _prepare_teacher(self) -> None:
-        if self._teacher:
-            return
-        teacher = self.configure_teacher()
-        if teacher is None:
-            return
-        if not isinstance(teacher, nn.Module):
-            raise wrong_type("configure_teacher()", "a module or None", teacher)
-        self._teacher = (prepare_frozen(teacher, self.device, context=self.context, is_sharded=self.shard_teacher),)
 
     def metric_kinds(self) -> dict[str, str]:
         options = self.distillation
         names, kinds = ["distillation_loss"], {"num_tokens": "sum"}
         if options.crossentropy_weight:
             names += ["cross_entropy"]
-        if self._scores_labels or options.log_entropy:
+        if options.distillation_mode == "sampled_token" or options.crossentropy_weight or options.log_entropy:
             names += ["entropy", "mean_token_accuracy"]
         if options.distillation_mode == "topk_logits":
             names += ["teacher_mass", *(["student_mass"] if options.support_mode != "renormalize" else [])]
         if options.distillation_mode == "sampled_token":
             names += ["log_ratio", "importance_weight"]
         return dict.fromkeys(names, "mean") | kinds
-
-    @property
-    def _scores_labels(self) -> bool:
-        """Whether the loss reads scores of the labels, so that their entropy costs nothing."""
-        options = self.distillation
-        return options.distillation_mode == "sampled_token" or options.crossentropy_weight > 0
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
@@ -150,13 +118,8 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         num_tokens = rows.num_tokens
         rows = _checked(rows).to_context(self.context)
         logits, auxiliary = self.call_model(rows.inputs, rows.labels)
-        compute = {
-            "full_logits": self._full_loss,
-            "topk_logits": self._topk_loss,
-            "sampled_token": self._sampled_loss,
-            "uld": self._uld_loss,
-        }[options.distillation_mode]
-        loss, count, measured = compute(logits, rows)
+        losses = {"full_logits": self._full_loss, "topk_logits": self._topk_loss, "sampled_token": self._sampled_loss}
+        loss, count, measured = losses.get(options.distillation_mode, self._uld_loss)(logits, rows)
         measured["distillation_loss"] = Mean(loss.detach(), count)
         measured["num_tokens"] = num_tokens / self._ranks_per_batch
         total = options.distillation_weight * loss
@@ -239,7 +202,13 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         pair = logits, self._teacher_logits(of_teacher)
         masks = _aligned(rows.labels >= 0, of_teacher.labels >= 0)
         student, teacher = (each[mask] for each, mask in zip(pair, masks, strict=True))
-        losses = universal_logit_loss(student, teacher, self.distillation.uld)
+        size = student.shape[-1] + teacher.shape[-1]
+        losses: Tensor = over_chunks(
+            partial(universal_logit_divergence, options=self.distillation.uld),
+            [logit_rows(student), logit_rows(teacher.detach())],
+            [],
+            choose_chunk_size(len(student), size, _BYTES_PER_LOGIT, _CHUNK_BYTES),
+        )
         factor = self.distillation.temperature**2 if self.distillation.t_squared else 1.0
         return factor * losses.sum(), torch.count_nonzero(masks[0]), {}
 
@@ -294,24 +263,6 @@ def _aligned(student_mask: Tensor, teacher_mask: Tensor) -> tuple[Tensor, Tensor
     number = torch.minimum(student_mask.sum(-1), teacher_mask.sum(-1))[:, None]
     first, second = (mask & (mask.cumsum(-1) <= number) for mask in (student_mask, teacher_mask))
     return first, second
-
-
-def universal_logit_loss(student_logits: Tensor, teacher_logits: Tensor, options: ULDOptions) -> Tensor:
-    """:func:`~lightning_liger.losses.uld.universal_logit_divergence` of chunks of tokens.
-
-    Args:
-        student_logits: ``[num_tokens, student_vocab_size]``, lazy or materialized.
-        teacher_logits: ``[num_tokens, teacher_vocab_size]``, lazy or materialized.
-        options: As for the function of one chunk.
-
-    Returns:
-        ``[num_tokens]``.
-    """
-    size = student_logits.shape[-1] + teacher_logits.shape[-1]
-    chunk_size = choose_chunk_size(len(student_logits), size, _BYTES_PER_LOGIT, _CHUNK_BYTES)
-    sources = [logit_rows(student_logits), logit_rows(teacher_logits.detach())]
-    losses: Tensor = over_chunks(partial(universal_logit_divergence, options=options), sources, [], chunk_size)
-    return losses
 
 
 def _checked(rows: Rows) -> Rows:

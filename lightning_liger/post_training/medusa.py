@@ -17,7 +17,7 @@ from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.lazy.scores import divergence
 from lightning_liger.losses.multi_head import Schedule, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.losses.options import Count, Limits, NonNegative, Positive
-from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.causal_lm import LossCausalLM, takes
 from lightning_liger.post_training.medusa_heads import (
     MedusaHeads,
@@ -30,10 +30,10 @@ from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.multi_token import multi_token_loss
 from lightning_liger.post_training.reference import evaluating, has_adapters, without_adapters
 from lightning_liger.post_training.rows import Rows, read_tokens
-from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
+from lightning_liger.post_training.teacher import LigerTeacherMixin, build_frozen
 
 
-class LigerMedusaMixin(LigerPostTrainingMixin):
+class LigerMedusaMixin(LigerTeacherMixin):
     """Training, validation and test steps of Medusa heads, whose losses never materialize logits.
 
     List it before the base class, and put the model and its heads into ``self.model`` and ``self.medusa_heads``::
@@ -80,9 +80,7 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         *("medusa_scheduler_steps", "medusa_self_distillation"),
     )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._original: tuple[nn.Module, ...] = ()  # in a tuple, so that no engine and no checkpoint sees it
+    _teacher_hook = "configure_original_model"
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -96,23 +94,18 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         """
         return None
 
-    def _begin_stage(self) -> None:
+    def _prepare_stage(self) -> None:
         if getattr(self, "_compiler_ctx", None) is not None:  # of a LightningModule that went through torch.compile
             raise ValueError(
                 f"{type(self).__name__} must not be compiled as a whole: Medusa heads read the hidden states of lazy"
                 " logits, which compiled code does not have. Pass the module itself to the Trainer, without"
                 " torch.compile"
             )
-        super()._begin_stage()
-        self._prepare_original()
+        super()._prepare_stage()
 
-    def _prepare_original(self) -> None:
-        if self._original or not self.medusa_self_distillation or has_adapters(self.model):
-            return
-        original = self.configure_original_model()
-        if not isinstance(original, nn.Module):
-            raise wrong_type("configure_original_model()", "a module, for a model without adapters", original)
-        self._original = (prepare_frozen(original, self.device, context=self.context),)
+    def _prepare_teacher(self) -> None:
+        if self.medusa_self_distillation and not has_adapters(self.model):
+            super()._prepare_teacher()
 
     def train(self, mode: bool = True) -> Self:
         """As of any module; a frozen model stays in evaluation mode."""
@@ -161,9 +154,10 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         if has_adapters(self.model):
             with without_adapters(self.model), evaluating(self.model):
                 return self.call_model(rows.inputs, rows.labels)[0]
-        if not self._original:
-            self._prepare_original()
-        return self.call_model(rows.inputs, rows.labels, self._original[0])[0]
+        self._prepare_teacher()
+        if self.teacher is None:
+            raise wrong_type("configure_original_model()", "a module, for a model without adapters", None)
+        return self.call_model(rows.inputs, rows.labels, self.teacher)[0]
 
     def _heads_loss(
         self, logits: LazyLogits, targets: list[Tensor], weights: list[float]

@@ -47,7 +47,7 @@ class LigerMultipleChoice(LigerCausalLM):
         return self._choice_step("test", batch)
 
     def _choice_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._refuse_replaced_model()
+        self._begin_stage()
         context = None if self._trainer is None else engine_of(self.trainer).context_parallel
         rows = read_rows(batch).to_context(context)
         question_ids, is_answer, num_characters = _choices(batch, rows.num_sequences)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from liger_ops import TokenScores
 from liger_ops.arguments import check_tensor
 from lightning_liger.lazy.scores import token_loss, token_scores
-from lightning_liger.losses.options import Count, Positive, check_declared
+from lightning_liger.losses.options import Count, Positive
 from lightning_liger.losses.policy import num_units
 from lightning_liger.losses.policy_batch import (
     PolicyBatch,
@@ -87,10 +87,6 @@ class LigerPolicyMixin(LigerReferenceMixin):
         self._hidden_metrics = set(OF_DATA) - set(names)
         self._kinds = {name: metric_kind(name) for name in (*names, *sorted(self._hidden_metrics))}
         self._kinds["num_tokens"] = "sum"
-
-    def _check_arguments(self) -> None:
-        check_declared(self, ("policy_options",))
-        super()._check_arguments()
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.policy_options

@@ -13,7 +13,6 @@ from liger_ops.arguments import check_path, check_shape, check_tensor, wrong_val
 from lightning_liger.lazy.scores import token_scores
 from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, PairLosses, PreferenceOptions, wpo_weights
 from lightning_liger.losses.kto import KTOOptions, RunningDelta, kl_estimate, kto_loss, reward_sums
-from lightning_liger.losses.options import check_declared
 from lightning_liger.losses.sequences import length_desensitized
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.metrics import Mean, Measured, mean_of
@@ -116,7 +115,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         self._running_delta = RunningDelta()
 
     def _check_arguments(self) -> None:
-        check_declared(self, ("preference_loss",))
         super()._check_arguments()
         check_path("ref_log_probs_folder", self.ref_log_probs_folder, optional=True)
         if self.precompute_ref_log_probs and self.sync_ref_model:
@@ -241,8 +239,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self._with_stored(super().on_before_batch_transfer(batch, dataloader_idx))
 
-    def _begin_stage(self) -> None:
-        super()._begin_stage()
+    def _prepare_stage(self) -> None:
+        super()._prepare_stage()
         if self.precompute_ref_log_probs or getattr(self.preference_loss, "loss_type", None) == "bco":
             self._require_super(LigerPreferenceMixin, "on_save_checkpoint", "on_load_checkpoint")
 

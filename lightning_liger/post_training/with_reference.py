@@ -95,8 +95,8 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
             self.ref_model.eval()
         return self
 
-    def _begin_stage(self) -> None:
-        super()._begin_stage()
+    def _prepare_stage(self) -> None:
+        super()._prepare_stage()
         if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
             raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
         if self.sync_ref_model and self._trainer is not None and self.trainer.training:

@@ -166,7 +166,7 @@ class LigerLMMixin(LigerStepMixin):
         return self._lm_step("test", batch)
 
     def _lm_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._refuse_replaced_model()
+        self._begin_stage()
         model = self._seen_model()
         check_batch(stage, batch, model)
         is_compared = batch.get("labels") is not None and batch.get("position_ids") is None

@@ -59,7 +59,7 @@ class LigerStepMixin(_Module):
         check_choice("loss_normalization", self.loss_normalization, ("tokens", "micro_batch"))
         self._step_mean = StepMean()
         self._language_model: LanguageModel | None = None
-        self._has_weights = False
+        self._has_weights = self._has_begun = False
         self._former_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
         self.step_metrics, self.shown_loss = nn.ModuleDict(), ShownLoss()
 
@@ -85,6 +85,7 @@ class LigerStepMixin(_Module):
             _follow_steps(trainer.precision_plugin)
             model = getattr(self, "model", None) if self._has_weights else None
             self._former_model, self._has_weights = () if model is None else (model,), True
+            self._has_begun = False
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._has_weights = True
@@ -202,21 +203,34 @@ class LigerStepMixin(_Module):
             if code is not None and name not in code.co_names:
                 raise RuntimeError(f"{base.__name__}.{name} must call super().{name}: training depends on it")
 
+    def _begin_stage(self) -> None:
+        """Called when a stage begins and in each step, as users override hooks without ``super()``."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._prepare_stage()
+
+    def _prepare_stage(self) -> None:
+        """Checks, and makes what steps need, once in each stage."""
+        self._refuse_replaced_model()
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._begin_stage()
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._refuse_replaced_model()
+        self._begin_stage()
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._refuse_replaced_model()
+        self._begin_stage()
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        self._refuse_replaced_model()
+        self._begin_stage()
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._refuse_replaced_model()
         self.shown_loss.forget()
         if self.loss_normalization != "micro_batch" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
