@@ -112,7 +112,9 @@ def _check_settings(
             check_integer(f"{path}[{name!r}]", value, at_least=1)
         elif isinstance(value, float) and math.isnan(value):
             raise wrong_value(f"{path}[{name!r}]", "a number", value)
-        elif name not in saved and name != "head_dim" and not hasattr(default, name):  # which most attentions read
+        elif name == "head_dim" and "num_key_value_heads" in saved:
+            continue  # which such attention reads, whether the configuration has it or not
+        elif name not in saved and not hasattr(default, name):
             changed = build({name: value}).to_dict()  # of another setting, if it is a former name
             if all(changed[key] == saved.get(key) for key in changed if key != name):
                 close = get_close_matches(name, list(saved), n=1)
