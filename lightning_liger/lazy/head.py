@@ -26,7 +26,7 @@ class FusionCounters:
     num_materialized: int = 0
     """Times that the logits were materialized with gradients enabled."""
     bytes_avoided: int = 0
-    """Bytes of the logits minus those of one chunk, or those outside of the head's gradient, over all losses."""
+    """Bytes of the logits minus those of one chunk, over all losses."""
     is_gathered: bool = False
     """Whether an engine gathers the parameters for each use, so that they change without a change of their version."""
 
@@ -74,11 +74,6 @@ class HeadParameters:
         return self.weight.shape[0]
 
     @property
-    def is_expression(self) -> bool:
-        """Whether it is a function of the logits of heads."""
-        return False
-
-    @property
     def is_whole(self) -> bool:
         """Whether its tensors hold the whole vocabulary, so that they can be sliced along it."""
         return True
@@ -93,24 +88,24 @@ class HeadParameters:
             setattr(other, name, tensor)
         return other
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same head with ``function`` applied to its tensors."""
         names = ("weight", "bias", "adapter")
         tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         return self._replaced(**{name: function(tensor) for name, tensor in tensors.items()})
 
-    def cast(self) -> HeadParameters:
+    def cast(self) -> Self:
         """The same head with its parameters in ``compute_dtype``."""
         dtype = self.compute_dtype
         if all(tensor is None or tensor.dtype == dtype for tensor in (self.weight, self.bias, self.adapter)):
             return self
         return self.map(lambda parameter: parameter.to(dtype))
 
-    def with_adapter(self, weight: Tensor) -> HeadParameters:
+    def with_adapter(self, weight: Tensor) -> Self:
         """The same head with one more low-rank update, whose input follows all other columns of the hidden states."""
         return self._replaced(adapter=weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1))
 
-    def with_bias(self, bias: Tensor) -> HeadParameters:
+    def with_bias(self, bias: Tensor) -> Self:
         """The same head with another bias, ``[vocab_size]``."""
         return self._replaced(bias=bias)
 
