@@ -27,7 +27,7 @@ from lightning_liger.patching.rules.base import (
     Rule,
     forward_of_one_tensor,
     holds_buffers,
-    probe_device,
+    own_dtype,
     probe_of,
     settings_of,
     takes_one_tensor,
@@ -41,21 +41,9 @@ _GATES: dict[str, Callable[..., Tensor]] = {
     "gelu_mul (tanh)": partial(gelu_mul, approximate="tanh"),
     "relu_squared_mul": relu_squared_mul,
 }
-
-
-def _kernel_of(gate: str) -> str:
-    return gate.partition(" ")[0].removesuffix("_mul") if gate.startswith("relu") else gate.partition(" ")[0]
-
-
-_LARGE = 1e3
-
-
-_PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (torch.float32, _LARGE), (None, 1.0))
+_KERNELS = ("silu_mul", "gelu_mul", "relu_squared")
+_PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (torch.float32, 1e3), (None, 1.0))
 """Dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own come last."""
-
-
-def _own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
-    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), default)
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class MLPReplacement(Replacement):
 
     @property
     def kernel(self) -> str:
-        return _kernel_of(self.activation)
+        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
 
     @property
     def description(self) -> str:
@@ -117,24 +105,22 @@ class MLPReplacement(Replacement):
 
     def verify(self, module: nn.Module) -> float:
         error = 0.0  # that of the last probe, in the module's own dtype
-        own_dtype = _own_dtype(module)
+        default = own_dtype(module)
         for dtype, size in _PROBES:
-            random = Randoms(probe_device(module))
+            random = Randoms(module)
             # named_children() would leave out the second name of a child that has two.
             own = {name: child for name, child in module._modules.items() if child is not None}
             children = {
-                name: _stand_in(child, dtype or _own_dtype(child, own_dtype), random) for name, child in own.items()
+                name: _stand_in(child, dtype or own_dtype(child, default), random) for name, child in own.items()
             }
             probe = probe_of(module, _modules=children)
-            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or own_dtype, scale=size)
+            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or default, scale=size)
             error = compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
         return error
 
 
 def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
     """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
-    if not torch.compiler.is_compiling() and nn.modules.module._has_any_global_hook():
-        return True
     skipped = (child for name, child in module._modules.items() if name not in called and child is not None)
     return any(has_hooks(child) or "forward" in vars(child) for child in skipped)
 
@@ -183,7 +169,7 @@ def _sizes(child: Any) -> tuple[int, int] | None:
 class MLPRule(Rule):
     """Modules of two or three projections, from the hidden size and back to it, that take one tensor."""
 
-    kernels = ("silu_mul", "gelu_mul", "relu_squared")
+    kernels = _KERNELS
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         children = dict(module.named_children())
@@ -285,7 +271,7 @@ class ExpertsReplacement(Replacement):
 
     @property
     def kernel(self) -> str:
-        return _kernel_of(self.activation)
+        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
 
     @property
     def description(self) -> str:
@@ -308,7 +294,7 @@ class ExpertsReplacement(Replacement):
         experts: Any = probe_of(module, _modules=children)
         width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
         for dtype, size in _PROBES:
-            x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype or _own_dtype(module), scale=size)
+            x = Randoms(module)(NUM_PROBE_TOKENS, width, dtype=dtype or own_dtype(module), scale=size)
             error = compare(partial(experts._apply_gate, x), partial(_GATES[self.activation], x), (x,))
         return error
 
@@ -316,7 +302,7 @@ class ExpertsReplacement(Replacement):
 class ExpertsRule(Rule):
     """Experts of transformers, with a ``gate_up_proj`` of three dimensions and a method ``_apply_gate``."""
 
-    kernels = ("silu_mul", "gelu_mul", "relu_squared")
+    kernels = _KERNELS
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         gate_up = getattr(module, "gate_up_proj", None)
