@@ -1,4 +1,4 @@
-"""Wrong arguments of the losses: each argument with each kind of value that it does not take."""
+"""Wrong arguments of the losses that no signature tells, and what makes rows of other tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_ops import VocabShard, cross_entropy, linear_cross_entropy
-from liger_ops.loss.options import TokenLossOptions
 from tests.bad_inputs import BadInput
 
 Value = tuple[str, Callable[[], Any], tuple[str, ...]]
@@ -64,125 +63,75 @@ def number(bounds: str, *out_of_range: float, none: bool = False) -> list[Value]
 
 
 OPTIONS: dict[str, list[Value]] = {
-    "ignore_index": [
-        *values("an integer", -100.0, "-1", [0], True, math.nan),
-        *values(f"at most {2**63 - 1}", 2**70, -(2**64)),
-        INTEGER_TENSOR,
-    ],
-    "label_smoothing": number(" of at least 0 and at most 1", -0.1, 1.5),
     "softcap": number(" above 0 or None", 0.0, -30.0, none=True),
     "logit_scale": [
-        *number("")[:-1],
         ("learnable", learnable(), ("must be a number", "a tensor of shape ()", "multiply the hidden states")),
         ("tensor", shaped(1), ("must be a number", "a tensor of shape (1,)", "its gradient would be lost")),
     ],
-    "z_loss_weight": number(" of at least 0", -1e-4),
     "reduction": [
-        *values("one of 'none', 'mean', 'sum'", "average", "MEAN", "", None, 1, True, ["mean"]),
         ("function", lambda: torch.mean, ("one of 'none', 'mean', 'sum'", "got <built-in method mean")),
         ("array", partial(np.ones, 2), ("one of 'none', 'mean', 'sum'", "got array")),
     ],
-    "return_stats": [*BOOL, *values("True or False", None)],
 }
 WEIGHTS: dict[str, list[Value]] = {
     "target": [
-        *no_tensors("a tensor", none=True),
-        *of_dtypes("class indices of dtype torch.int64", (4,), "int32", "bool", "complex64"),
-        *on_meta((4,), torch.int64),
-        ("empty", shaped(0, dtype=torch.int64), ("input", "(0,)")),
+        *of_dtypes("class indices of dtype torch.int64", (4,), "int32", "bool"),
         ("shape", shaped(4, 1, dtype=torch.int64), ("(4, 1)",)),
         ("label too large", partial(torch.full, (4,), 11), ("between 0 and vocab_size - 1 = 10", "got 11")),
-        ("negative label", partial(torch.full, (4,), -1), ("between 0 and", "ignore_index = -100", "got -1")),
+        ("negative label", partial(torch.full, (4,), -1), ("between 0 and", "ignore_index = -100", "got -1 (4 of 4")),
     ],
     "weight": [
-        *no_tensors(f"{FLOAT} (float32, bfloat16, float16 or float64) or None"),
-        *of_dtypes(FLOAT, (11,), *NOT_FLOAT),
-        *on_meta((11,)),
         ("nan", partial(torch.full, (11,), math.nan), ("no NaN", "got 11")),
-        ("shape", shaped(10), ("shape (11,)", "got (10,)")),
         ("scalar", shaped(), ("shape (11,)", "got ()")),
         (LOST[0], learnable(11), LOST[1]),
     ],
     "token_weight": [
-        *no_tensors("a tensor or None"),
         *of_dtypes("a tensor of real numbers", (4,), "complex64"),
-        *on_meta((4,)),
         ("nan", partial(torch.full, (4,), math.nan), ("no NaN but at ignored tokens", "got 4")),
-        ("shape", shaped(3), ("target's shape (4,)", "got (3,)")),
         ("scalar", shaped(), ("target's shape (4,)", "got ()")),
         (LOST[0], learnable(4), LOST[1]),
     ],
 }
 CROSS_ENTROPY: dict[str, list[Value]] = {
     "input": [
-        *no_tensors(FLOAT, none=True),
-        *of_dtypes(FLOAT, (4, 11), *NOT_FLOAT),
         ("shape", shaped(5, 11), ("input's shape", "(5, 11)")),
         ("scalar", shaped(), ("input's shape", "()")),
         ("no classes", shaped(4, 0), ("at least one class", "(4, 0)")),
     ],
-    "size_average": BOOL,
-    "reduce": BOOL,
-    "inplace_backward": [*BOOL, *values("True or False", None)],
 }
 LINEAR: dict[str, list[Value]] = {
     "input": [
-        *no_tensors(FLOAT, none=True),
-        *of_dtypes(FLOAT, (4, 3), *NOT_FLOAT),
         ("shape", shaped(4, 5), ("hidden_size = 3", "(4, 5)")),
         ("scalar", shaped(), ("hidden_size = 3", "()")),
     ],
     "linear_weight": [
-        *no_tensors(FLOAT, none=True),
-        *of_dtypes(FLOAT, (11, 3), *NOT_FLOAT),
         *of_dtypes("input's dtype torch.float32", (11, 3), "bfloat16", "float64"),
-        *on_meta((11, 3)),
         ("vector", shaped(3), ("[vocab_size, hidden_size]", "(3,)")),
         ("no classes", shaped(0, 3), ("at least one class", "(0, 3)")),
     ],
     "linear_bias": [
-        *no_tensors(FLOAT),
-        *of_dtypes(FLOAT, (11,), *NOT_FLOAT),
         *of_dtypes("input's dtype torch.float32", (11,), "bfloat16", "float64"),
-        *on_meta((11,)),
         ("shape", shaped(3), ("shape (11,)", "got (3,)")),
     ],
     "adapter": [
-        *values("a pair of tensors or None", "xy", 3, [], (1.0,)),
-        ("tensor", shaped(2, 3), ("a pair of tensors or None", "got a tensor of shape (2, 3)")),
         ("three", lambda: (None, None, None), ("a pair of tensors or None", "got (None, None, None)")),
         ("none", lambda: (None, torch.ones(11, 2)), ("adapter[0]", FLOAT, "got None")),
-        ("list", lambda: ([1.0], torch.ones(11, 2)), ("adapter[0]", FLOAT, "got [1.0]")),
-        ("integers", lambda: (torch.ones(4, 2), torch.ones(11, 2).int()), ("adapter[1]", FLOAT, "torch.int32")),
         ("dtype", lambda: (torch.ones(4, 2), torch.ones(11, 2).half()), ("adapter[1]", "torch.float32", "float16")),
         ("rank", lambda: (torch.ones(4, 2), torch.ones(11, 3)), ("shapes (4, 2) and (11, 2)", "(11, 3)")),
         ("tokens", lambda: (torch.ones(3, 2), torch.ones(11, 2)), ("shapes (4, 2) and (11, 2)", "(3, 2)")),
         ("scalars", lambda: (torch.tensor(1.0), torch.tensor(1.0)), ("shapes", "() and ()")),
         ("meta", lambda: (torch.ones(4, 2), torch.ones(11, 2, device="meta")), ("adapter[1]", "device cpu", "on meta")),
     ],
-    "chunk_bytes": [
-        *values("an integer of at least 1 or None", 0, -1, 2.0**20, "1MB", True, math.inf, math.nan),
-        INTEGER_TENSOR,
-    ],
-    "saved_logits_bytes": [*values("an integer of at least 0 or None", -1, 2.0**20, "1GB", True), INTEGER_TENSOR],
-    "max_valid_tokens": [*values("an integer of at least 0 or None", -1, 3.5, "4", True, math.nan), INTEGER_TENSOR],
+    "chunk_bytes": values("an integer of at least 1 or None", 0),
     "accumulate_dtype": [
-        *values("a torch.dtype or None", "float32", 32, True, float),
-        *values("torch.float32, torch.float64", torch.int32, torch.complex64, torch.bool),
+        *values("torch.float32, torch.float64", torch.int32, torch.complex64),
         *values("at least as wide as the products' torch.float32", torch.bfloat16, torch.float16),
     ],
-    "options": values("LinearCrossEntropyOptions or None", "auto", 5, {"batch_chunk_size": 4}, True),
-    "vocab_shard": values("a VocabShard or None", "x", 5, (0, 11), True),
+    "options": values("LinearCrossEntropyOptions or None", "auto", {"batch_chunk_size": 4}),
 }
 OPTIONS_OF_PYTORCH: dict[str, list[Value]] = {
-    "batch_chunk_size": values("an integer of at least 1 or None", 0, -4, 2.5, "4", True),
-    "acc_dtype": [*values("a torch.dtype or None", "float32", 32), *values("torch.float32", torch.int32)],
-}
-SHARD: dict[str, list[Value]] = {
-    "group": values("a torch.distributed.ProcessGroup", None, "x", 2, [0, 1]),
-    "start": values("an integer", None, 1.5, "0", True),
-    "vocab_size": values("an integer of at least 1", 0, -11, 11.0, None, "11"),
-    "sums_input_gradient": [*BOOL, *values("True or False", None)],
+    "batch_chunk_size": values("an integer of at least 1 or None", 0, 2.5, "4"),
+    "acc_dtype": [*values("a torch.dtype or None", "float32"), *values("torch.float32", torch.int32)],
 }
 
 
@@ -225,15 +174,8 @@ def rows(function: str, call: Callable[..., Any], table: dict[str, list[Value]])
 PROBABILITIES = partial(torch.full, (4, 11), 1 / 11)
 BAD_INPUTS = [
     *rows("cross_entropy", call_cross_entropy, {**CROSS_ENTROPY, **WEIGHTS, **OPTIONS}),
-    *rows("cross_entropy", call_cross_entropy, {"ignore_index": values("an integer", None)}),
     *rows("linear_cross_entropy", call_linear, {**LINEAR, **WEIGHTS, **OPTIONS}),
     *rows("linear_cross_entropy-options", call_with_pytorchs_options, OPTIONS_OF_PYTORCH),
-    *rows("VocabShard", make_shard, SHARD),
-    *rows(
-        "TokenLossOptions",
-        TokenLossOptions,
-        {name: wrong for name, wrong in OPTIONS.items() if name not in ("reduction", "return_stats")},
-    ),
     BadInput(
         "cross_entropy-target-probabilities of another shape",
         lambda: call_cross_entropy(target=torch.ones(4, 10)),
