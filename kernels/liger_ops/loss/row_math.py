@@ -209,31 +209,6 @@ def move_excess(excess, normaliser, old_shift, new_shift):
 
 
 @triton.jit
-def _store_label_gradient(
-    grad_row_ptr,  # [vocab_size]
-    probability,
-    label_z,
-    label,
-    mask,
-    class_weight_ptr,
-    probability_factor,
-    label_term,
-    smoothing_term,
-    entropy_factor,
-    lse,
-    label_smoothing,
-    softcap,
-):
-    """Overwrites the label's entry of a row's gradient, which is cheaper than a comparison in every column."""
-    tl.debug_barrier()  # after the stores of every warp
-    grad = gradient(
-        probability, label_z, label, mask, class_weight_ptr, probability_factor, label_term, smoothing_term,
-        entropy_factor, lse, label_smoothing, softcap,
-    )  # fmt: skip
-    tl.store(grad_row_ptr + label, grad.to(grad_row_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def factor_of_exp(probability_factor, lse, lse_error, HALF: tl.constexpr):
     """``probability_factor`` for ``shifted_exp`` of lse's exponent, which is not quite the probability."""
     return probability_factor * tl.exp(-lse_error - rounding_of(lse, to_exponent(lse, HALF), HALF))
@@ -319,11 +294,14 @@ def store_groups_gradient(
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(dtype)
         tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask, eviction_policy="evict_first")
-    _store_label_gradient(
-        grad_row_ptr - head, shifted_exp(label_z, exponent, HALF), label_z, label,
-        kept & (label >= head) & (label < head + size), class_weight_ptr,
-        exp_factor, label_term, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
+    # The label's entry is overwritten, which is cheaper than a comparison in every column.
+    has_label = kept & (label >= head) & (label < head + size)
+    tl.debug_barrier()  # after the stores of every warp
+    grad = gradient(
+        shifted_exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr, exp_factor, label_term,
+        smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
     )  # fmt: skip
+    tl.store(grad_row_ptr - head + label, grad.to(dtype), mask=has_label)
 
 
 @triton.jit
