@@ -346,7 +346,7 @@ def loss_kernel(
     WITH_SUM: tl.constexpr = (label_smoothing is not None) or (mean_logit_ptr is not None)
     mean_scale = 1.0
     if mean_scale_ptr is not None:
-        num_kept, mean_scale = count_tokens(
+        _num_kept, mean_scale = count_tokens(
             labels_ptr, class_weight_ptr, token_weight_ptr, num_rows, vocab_size, ignore_index,
             1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
         )  # fmt: skip

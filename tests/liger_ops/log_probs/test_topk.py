@@ -221,15 +221,6 @@ def test_half_precision_is_close_to_the_truth(dtype: torch.dtype, device: torch.
             assert_same(found, expected, (renormalize, trained), 4 * torch.finfo(dtype).eps)
 
 
-def test_shape_of_tokens_and_options_of_results() -> None:
-    head, ids = make_head(()), make_ids()
-    flat = linear_topk_log_probs(head["x"], head["weight"], ids)
-    shaped = linear_topk_log_probs(head["x"].view(3, 3, -1), head["weight"], ids.view(3, 3, -1))
-    assert torch.equal(shaped, flat.view(3, 3, -1))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear_topk_log_probs(head["x"], head["weight"], ids).dtype == torch.float32
-
-
 @pytest.mark.gpu
 def test_ids_out_of_range_are_nan_on_the_gpu() -> None:
     head, ids = make_head((), "cuda"), make_ids("cuda")
