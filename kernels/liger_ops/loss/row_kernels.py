@@ -432,7 +432,7 @@ def loss_kernel(
             else:
                 store_groups_gradient(
                     row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
-                    label_term, smoothing_term, None, vocab_size, label_smoothing, row_softcap, row_scale, GROUP,
+                    label_term, smoothing_term, None, label_smoothing, row_softcap, row_scale, GROUP,
                     GROUPED, BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip
             if GROUPED == 2:
