@@ -1,4 +1,7 @@
-"""Models with frozen parts, and adapters, train under every engine as the stock model does in one process."""
+"""Models, whole, with frozen parts and adapters, train under every engine as the stock model in one process.
+
+Numbers of tokens differ between micro-batches and ranks, the user adds to the loss, and gradients are clipped.
+"""
 
 import functools
 
@@ -19,7 +22,7 @@ from tests.lightning_liger.strategies.workers.frozen import (
 )
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-4}
-HEAD_IS_TRAINED = {"whole": True, "head-only": True, "mixed": True}
+HEAD_IS_TRAINED = {"whole": True, "tied": True, "head-only": True, "mixed": True}
 
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="needs PEFT")
 in_each_run = pytest.mark.parametrize(
