@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Index = tuple[slice, ...]
 Place = tuple[nn.Module, str]
 """A module, and the name of a parameter or buffer in it."""
-_ATTRIBUTE = "_pretrained_weights"
+_ATTRIBUTE = "liger_pretrained_weights"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NUM_NAMED = 5
 # Buffers of older checkpoints that models compute themselves.
