@@ -224,21 +224,12 @@ def _whole(
             peaks[segment], at_peak[segment] = highest.total(), highest
         for owner in OWNERS:
             level[owner] += part.growth[owner]
-
-    def of_all(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(values[each] for each in stand_ins)
-
-    profile = replace(
-        profile,
-        peaks=peaks,
-        stored_bytes=of_all(profile.stored_bytes),
-        cheap_bytes=of_all(profile.cheap_bytes),
-        tiled_bytes=of_all(profile.tiled_bytes),
-        tiled_cheap_bytes=of_all(profile.tiled_cheap_bytes),
-        input_bytes=of_all(profile.input_bytes),
-        seconds=of_all(profile.seconds),
-        remade_bytes=of_all(profile.remade_bytes),
-    )
+    per_layer: dict[str, Any] = {
+        name: tuple(values[each] for each in stand_ins)
+        for name, values in vars(profile).items()
+        if isinstance(values, tuple)
+    }
+    profile = replace(profile, peaks=peaks, **per_layer)
     return Step(profile, at_peak, logits_bytes)
 
 
