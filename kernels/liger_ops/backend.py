@@ -8,7 +8,7 @@ the dispatcher only when a tracer must see it: the compiler, or a dispatch mode 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,11 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
 
 def needs_graph(*tensors: Tensor | None) -> bool:
     """Whether autograd must record an op on ``tensors``; a call without autograd is cheaper."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a loop, which is faster than a generator
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def is_traced() -> bool:
@@ -226,7 +230,7 @@ class Kernel:
         source = f"def launch(num_programs, *, num_warps, {', '.join(names)}):\n    " + "\n    ".join(lines)
         namespace: dict[str, Any] = {
             "compiled": self._compiled,
-            "current_device": torch._C._cuda_getDevice,
+            "current_device": torch.cuda.current_device,
             "current_stream": triton.runtime.driver.active.get_current_stream,
             "launch_first": self._launch_first,
             "specialisation": _specialisation,
@@ -249,7 +253,8 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
     """Registers the decorated launcher as ``torch.ops.liger_ops.<name of schema>``.
 
     Args:
-        schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``.
+        schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``; of the name alone,
+            the rest is made from the launcher's annotations.
         fake: Same signature as the launcher; allocates the outputs without computing them, for the compiler.
 
     Returns:
@@ -258,8 +263,8 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
+        name, has_arguments, _ = schema.partition("(")
+        _LIBRARY.define(schema if has_arguments else name + torch.library.infer_schema(launcher, mutates_args=()))
         _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ops::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.liger_ops, name).default
@@ -273,6 +278,17 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
         return call
 
     return register
+
+
+def empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+    """Memory for the gradients that are needed, contiguous."""
+    return [x.new_empty(x.shape) for x, needed in zip(tensors, needs, strict=True) if needed and x is not None]
+
+
+def spread(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """``gradients`` each in its place, None where none is needed."""
+    rest = iter(gradients)
+    return tuple([next(rest) if needed else None for needed in needs])  # a list, which is faster than a generator
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ class Step:
 
     @property
     def num_layers(self) -> int:
-        return len(self.profile.seconds)
+        return len(self.profile.layers)
 
     def peak(self, modes: Sequence[Mode]) -> dict[str, int]:
         """The bytes of each of :data:`OWNERS` at the peak of a step whose layers run in these modes."""
@@ -200,7 +200,7 @@ def _whole(
     parts: list[_Part], start: Counter[str], profile: Profile, stand_ins: list[int], logits_bytes: int
 ) -> Step | None:
     """The step of all layers, of the parts that ran."""
-    num_ran, num_layers = len(profile.seconds), len(stand_ins)
+    num_ran, num_layers = len(profile.layers), len(stand_ins)
     in_order = [(None, True), *((index, True) for index in range(num_ran))]
     in_order += [(index, False) for index in reversed(range(num_ran))]
     follow = [(part.layer, part.is_forward) for part in parts] == in_order
@@ -224,12 +224,7 @@ def _whole(
             peaks[segment], at_peak[segment] = highest.total(), highest
         for owner in OWNERS:
             level[owner] += part.growth[owner]
-    per_layer: dict[str, Any] = {
-        name: tuple(values[each] for each in stand_ins)
-        for name, values in vars(profile).items()
-        if isinstance(values, tuple)
-    }
-    profile = replace(profile, peaks=peaks, **per_layer)
+    profile = replace(profile, peaks=peaks, layers=tuple(profile.layers[each] for each in stand_ins))
     return Step(profile, at_peak, logits_bytes)
 
 
@@ -283,9 +278,10 @@ class _Observer:
 
     def forward_ends(self, index: int) -> None: ...
 
-    def recompute_starts(self, index: int) -> None:
+    def recompute_starts(self, index: int) -> bool:
         self.events.append((index, False))
         self._recorder.recompute_starts(index)
+        return True
 
 
 class _Units:

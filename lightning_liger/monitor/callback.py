@@ -539,8 +539,9 @@ def _logs_norm(trainer: L.Trainer) -> bool:
     if getattr(trainer.strategy, "deepspeed_engine", None) is not None:
         return True
     by_norm = str(trainer.gradient_clip_algorithm or "norm").endswith("norm") and (trainer.gradient_clip_val or 0) > 0
-    plugin: Any = trainer.precision_plugin
-    return by_norm and hasattr(plugin, "on_nonfinite_grad")
+    return by_norm and (
+        hasattr(trainer.strategy, "on_nonfinite_grad") or hasattr(trainer.precision_plugin, "on_nonfinite_grad")
+    )
 
 
 def _number(value: Tensor, device: torch.device) -> Tensor:
