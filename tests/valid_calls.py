@@ -173,6 +173,10 @@ HINTS = Hints(
         "normalized_shape": (bytes, dict),
         "out_features": (bytes, dict),
         **dict.fromkeys(("activation_checkpointing", "data_parallel_size", "device"), (int,)),  # of any size
+        **dict.fromkeys(  # of another device PyTorch speaks
+            ("teacher_log_probs", "old_log_probs", "support_mask", "universal_logit_divergence.teacher_logits"),
+            ("meta",),
+        ),
         "token_weight": (torch.int64, torch.bool, torch.float8_e4m3fn),
     },
     untried={
