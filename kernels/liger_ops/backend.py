@@ -8,7 +8,7 @@ the dispatcher only when a tracer must see it: the compiler, or a dispatch mode 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -226,7 +226,7 @@ class Kernel:
         source = f"def launch(num_programs, *, num_warps, {', '.join(names)}):\n    " + "\n    ".join(lines)
         namespace: dict[str, Any] = {
             "compiled": self._compiled,
-            "current_device": torch._C._cuda_getDevice,
+            "current_device": torch.cuda.current_device,
             "current_stream": triton.runtime.driver.active.get_current_stream,
             "launch_first": self._launch_first,
             "specialisation": _specialisation,
@@ -249,7 +249,8 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
     """Registers the decorated launcher as ``torch.ops.liger_ops.<name of schema>``.
 
     Args:
-        schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``.
+        schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``; of the name alone,
+            the rest is made from the launcher's annotations.
         fake: Same signature as the launcher; allocates the outputs without computing them, for the compiler.
 
     Returns:
@@ -258,8 +259,8 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
+        name, has_arguments, _ = schema.partition("(")
+        _LIBRARY.define(schema if has_arguments else name + torch.library.infer_schema(launcher, mutates_args=()))
         _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ops::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.liger_ops, name).default
@@ -273,6 +274,18 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
         return call
 
     return register
+
+
+def empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+    """Memory for the gradients that are needed, contiguous."""
+    wanted = (tensor for tensor, needed in zip(tensors, needs, strict=True) if needed)
+    return [tensor.new_empty(tensor.shape) for tensor in wanted if tensor is not None]
+
+
+def spread(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """``gradients`` each in its place, None where none is needed."""
+    rest = iter(gradients)
+    return tuple(next(rest) if needed else None for needed in needs)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,10 +65,10 @@ def _by_rate(profile: Profile) -> Iterator[int]:
     """The layers by the seconds that storing a byte saves, largest first; of equal layers the last first."""
 
     def rate(index: int) -> float:
-        return profile.seconds[index] / max(1, profile.kept_bytes(index))
+        return profile.layers[index].seconds / max(1, profile.layers[index].kept)
 
     group: list[int] = []
-    for index in sorted(range(len(profile.seconds)), key=rate, reverse=True):
+    for index in sorted(range(len(profile.layers)), key=rate, reverse=True):
         if group and rate(index) < _SAME_RATE * rate(group[0]):
             yield from sorted(group, reverse=True)
             group = []
@@ -82,7 +82,7 @@ class _Load:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._peaks = dict(profile.peaks)
-        self.modes: list[Mode] = ["recompute"] * len(profile.seconds)
+        self.modes: list[Mode] = ["recompute"] * len(profile.layers)
 
     @property
     def peak(self) -> int:

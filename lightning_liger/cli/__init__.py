@@ -55,10 +55,10 @@ def _main(args: list[str] | None) -> int:
     try:
         if not given or given[0] in ("-h", "--help", "--version"):
             return _without_subcommand(given)
+        check_yaml_files(given)
         if given[0] in COMMANDS:
             return run_function(given[0], COMMANDS[given[0]], given[1:])
         _check_subcommand(given[0])
-        check_yaml_files(given)
         _train(args)
     except KeyboardInterrupt:
         return _interrupted()

@@ -3,25 +3,14 @@
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 import docstring_parser
-from jsonargparse import ArgumentParser
-from typing_extensions import override
+from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_liger.cli.help import Formatter, plain
 from lightning_liger.cli.messages import PROGRAM
 from lightning_liger.cli.mistakes import refuse
-
-
-class _Parser(ArgumentParser):
-    """Prints what is wrong with an option, and how to list the options, instead of the list."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:
-            super().error(message, ex)
-        refuse(self, message)
 
 
 def run_function(name: str, target: str, args: Sequence[str]) -> int:
@@ -29,7 +18,12 @@ def run_function(name: str, target: str, args: Sequence[str]) -> int:
     module, _, attribute = target.partition(":")
     function: Callable[..., int] = getattr(importlib.import_module(module), attribute)
     own, others = _split(function, args)
-    return function(*others, **parser_of(name, function).parse_args(own).as_dict())
+    parser = parser_of(name, function)
+    try:
+        options = parser.parse_args(own).as_dict()
+    except ArgumentError as error:
+        refuse(parser, own, get_type_hints(function), error)
+    return function(*others, **options)
 
 
 def _split(function: Callable[..., int], args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -54,7 +48,9 @@ def parser_of(name: str, function: Callable[..., Any]) -> ArgumentParser:
     helps = {parameter.arg_name: parameter.description for parameter in documentation.params}
     paragraphs = (documentation.short_description, documentation.long_description)
     description = plain("\n\n".join(filter(None, paragraphs)))
-    parser = _Parser(prog=f"{PROGRAM} {name}", description=description, formatter_class=Formatter)
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} {name}", description=description, formatter_class=Formatter, exit_on_error=False
+    )
     types = get_type_hints(function)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:

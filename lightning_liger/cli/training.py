@@ -5,11 +5,11 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast, get_type_hints
 
 import lightning as L
 import torch
-from jsonargparse import Namespace
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
@@ -17,11 +17,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from liger_ops.arguments import shown, wrong_value
-from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
+from lightning_liger.monitor import LigerMonitor
 from lightning_liger.post_training.teacher import prepare_frozen
 from lightning_liger.post_training.teacher_topk import store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
@@ -108,17 +108,15 @@ class _Trainer(L.Trainer):
         )  # fmt: skip
 
 
-class _Parser(LightningArgumentParser):
-    """Prints what is wrong with an option, and how to list the options, instead of the list."""
+class _Summary(LigerMonitor):
+    """Measures trainings whose settings have no monitor.
 
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:  # it is called by another parser, which may try something else
-            super().error(message, ex)
-        action: Any = self._subcommands_action
-        parsers = list(action.choices.values()) if action else []
-        named = parsers[0] if len(parsers) == 1 else self
-        refuse(getattr(ex, "subcommand_parser", None) or named, message)
+    Args:
+        skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
+    """
+
+    def __init__(self, skip_steps: int = 2) -> None:
+        super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
 
 
 class _Guard(L.Callback):
@@ -155,22 +153,24 @@ _TITLES = {
 def _described(subcommand: str) -> dict[str, Any]:
     (text,) = (names[subcommand] for names in SUBCOMMANDS.values() if subcommand in names)
     usage = f"{PROGRAM} {subcommand} --config FILE [--config FILE ...] [options]"
-    return {"description": f"{text} Later files and options win over earlier ones.", "usage": usage}
+    text += " Later files and options win over earlier ones."
+    return {"description": text, "usage": usage, "exit_on_error": False}
 
 
 class LigerCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` for any LightningModule and data module, named in the yaml.
 
-    Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``). ``trainer.devices: auto`` means all GPUs or,
-    without any, two CPU processes; with ``predict`` and the strategy ``liger`` it means one device. ``export`` writes a
-    checkpoint to a Hugging Face folder, on any machine, and ``teacher_topk`` a teacher's likeliest tokens to a file.
+    Adds :class:`~lightning_liger.LigerMonitor` without a page (``--summary.*``), unless the settings have one.
+    ``trainer.devices: auto`` means all GPUs or, without any, two CPU processes; with ``predict`` and the strategy
+    ``liger`` it means one device. ``export`` writes a checkpoint to a Hugging Face folder, on any machine, and
+    ``teacher_topk`` a teacher's likeliest tokens to a file.
     """
 
     trainer_type = _Trainer
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
-        given: Any = sys.argv[1:] if args is None else args
-        first = next(iter(given), "")
+        self.given: Any = sys.argv[1:] if args is None else args
+        first = next(iter(self.given), "")
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
         if named:  # each parser takes a second
             self.subcommands = lambda: named  # type: ignore[method-assign]
@@ -180,10 +180,9 @@ class LigerCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             trainer_class=self.trainer_type,
-            parser_class=_Parser,
             seed_everything_default=42,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={name: _described(name) for name in self.subcommands()},
+            parser_kwargs={"exit_on_error": False, **{name: _described(name) for name in self.subcommands()}},
             args=args,
             **kwargs,
         )
@@ -194,13 +193,22 @@ class LigerCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(TrainingSummary, "summary")
+        self.options = parser
+        parser.add_lightning_class_args(_Summary, "summary")
         parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
 
     @override
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         text = "Seed of all random numbers; true draws one, false leaves them as they are."
         parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=text)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            hints = {f"trainer.{name}": hint for name, hint in get_type_hints(L.Trainer.__init__).items()}
+            refuse(self.options, self.given, hints, error)
 
     @staticmethod
     @override

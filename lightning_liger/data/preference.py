@@ -7,8 +7,7 @@ from typing_extensions import override
 
 from lightning_liger.data.collate import PreferenceCollator
 from lightning_liger.data.encoding import Encoder, implicit_prompt
-from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
-from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.examples import ExamplesDataModule, first_learned, floats, ids, scored
 from lightning_liger.data.records import Record, Text
 
 _REFERENCE_LOG_PROBS = ("ref_chosen_logps", "ref_rejected_logps")
@@ -61,16 +60,12 @@ class PreferenceDataModule(ExamplesDataModule):
             names.append("reference_ids")
             completions.append(record.text_or_messages("reference"))
         prompt_ids, completion_ids = encoder.split(record, prompt, completions)
-        example = {"prompt_ids": ids(prompt_ids)}
+        example = {"prompt_ids": ids(prompt_ids), **first_learned(len(prompt_ids))}
         for name, values in zip(names, completion_ids, strict=True):
             example[name] = scored(record, prompt_ids, values)
         if any(map(record.has, _REFERENCE_LOG_PROBS)):
             example |= {key: floats(record.number(key)) for key in _REFERENCE_LOG_PROBS}
         yield example
-
-    @override
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        return prompts_fit(self, table, max_length)
 
     @override
     def _collator(self) -> PreferenceCollator:

@@ -11,8 +11,7 @@ from typing_extensions import override
 from liger_ops.arguments import check_choice, shown
 from lightning_liger.data.collate import PER_TOKEN_LOG_PROBS, RolloutCollator
 from lightning_liger.data.encoding import Encoder
-from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
-from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.examples import ExamplesDataModule, first_learned, floats, ids, scored
 from lightning_liger.data.records import Record
 from lightning_liger.losses.advantages import group_advantages
 
@@ -59,6 +58,7 @@ class RolloutDataModule(ExamplesDataModule):
             "prompt_ids": ids(prompt_ids),
             "completion_ids": ids([*chain.from_iterable(completions)]),
             "completion_lengths": ids(lengths),
+            **first_learned(len(prompt_ids)),
         }
         if record.has("rewards"):
             example["rewards"] = floats(record.numbers("rewards", len(completions)))
@@ -94,10 +94,6 @@ class RolloutDataModule(ExamplesDataModule):
             for index, each in enumerate(record.items("completions"))
         ]
         return encoder.split(record, prompt, texts)
-
-    @override
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        return prompts_fit(self, table, max_length)
 
     @override
     def _collator(self) -> RolloutCollator:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from liger_ops.loss.gradient_memory import num_numbers_outside
-from liger_ops.loss.linear_cross_entropy import LossArguments
+from liger_ops.loss.head_passes import BackwardArguments, ForwardArguments
 from lightning_liger.lazy.tensor import NO_MEMORY
 
 _aten = torch.ops.aten
@@ -163,14 +162,9 @@ def _assumed(tensor: Tensor) -> bool:
     raise Unknowable("the model's forward depends on the values of tensors")
 
 
-def _of_loss(*values: Any) -> int:
-    """One chunk of logits and hidden states, or hidden states and the logits that the head's gradient does not hold."""
-    arguments = LossArguments(*values)
+def _of_loss(arguments: ForwardArguments | BackwardArguments) -> int:
+    """One chunk of logits and hidden states."""
     num_tokens, hidden_size = arguments.input.shape
-    if arguments.logits_in_gradient:
-        element_size = arguments.input.element_size()
-        outside = num_numbers_outside(num_tokens, len(arguments.weight), hidden_size, element_size)
-        return (outside + num_tokens * hidden_size) * element_size
     rows = min(arguments.chunk_size, num_tokens)
     hidden = 0 if rows == num_tokens else hidden_size
     return rows * (arguments.weight.shape[0] + hidden) * arguments.input.element_size()
@@ -185,7 +179,8 @@ def _of_flash_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: 
 
 
 _TEMPORARIES: dict[Any, Callable[..., int]] = {
-    torch.ops.liger_ops.linear_cross_entropy.default: _of_loss,
+    torch.ops.liger_ops.linear_head.default: lambda *values: _of_loss(ForwardArguments(*values)),
+    torch.ops.liger_ops.linear_head_backward.default: lambda *values: _of_loss(BackwardArguments(*values)),
     _aten._scaled_dot_product_flash_attention_backward.default: _of_flash_backward,
 }
 """What operations allocate and free before they return."""

@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_liger.resuming.atomic_io import of_all_ranks
@@ -178,9 +179,8 @@ def _current_state(trainer: L.Trainer) -> dict[str, Any]:
 
 def _random_state_before_fetch(trainer: L.Trainer) -> dict[str, Any]:
     """``random_state`` before the current batch was fetched; empty if no loader knows it."""
-    from torch.utils._pytree import tree_leaves  # private to torch: not imported with the package
-
-    loaders = [leaf for leaf in tree_leaves(trainer.train_dataloader) if isinstance(leaf, ResumableDataLoader)]
+    leaves = CombinedLoader(trainer.train_dataloader).flattened
+    loaders = [leaf for leaf in leaves if isinstance(leaf, ResumableDataLoader)]
     before = loaders[0].random_state_before_fetch if loaders else None
     return {} if before is None else {"random_state": before}
 

@@ -18,10 +18,10 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from lightning_liger import LigerCausalLM, LigerStrategy, TrainingSummary
+from lightning_liger import LigerCausalLM, LigerStrategy
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli import LigerCLI, main
-from lightning_liger.cli.training import _Guard
+from lightning_liger.cli.training import _Guard, _Summary
 from lightning_liger.data import TextDataModule
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
@@ -95,7 +95,7 @@ def test_tiny_yaml_instantiates():
     assert isinstance(made.datamodule, TextDataModule)
     assert type(made.trainer.strategy) is LigerStrategy
     kinds = {type(callback) for callback in made.trainer.callbacks}
-    assert {TrainingSummary, PredictionPrinter} <= kinds
+    assert {_Summary, PredictionPrinter} <= kinds
     assert made.trainer.num_devices == 1
 
 
@@ -192,11 +192,7 @@ def test_message_stands_alone_and_has_no_other_settings(tiny_arguments, capsys):
     message = refused(capsys, "fit", *tiny_arguments, "--data.batch_size=0")
     assert message == "data.batch_size must be an integer of at least 1, got 0\n"
     message = refused(capsys, "fit", *tiny_arguments, "--data.batch_size=many")
-    assert "batch_size" in message
-    assert "Expected int. Got value: many" in message
-    assert message.endswith("Options: lightning-liger fit --help\n")
-    assert "Namespace(" not in message
-    assert len(message) < 300
+    assert message == "data.batch_size must be int, got 'many'\nOptions: lightning-liger fit --help\n"
 
 
 def bug():

@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import check_floating, check_same_device, wrong_type
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
-from liger_ops.loss.gradient_memory import holds_logits
 from liger_ops.loss.vocab_parallel import VocabShard
 
 NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
@@ -48,13 +47,6 @@ class LinearHead(NamedTuple):
         if chunk_bytes is not None:
             return choose_chunk_size(*sizes, chunk_bytes)
         return default_chunk_size(*sizes, self.input.device, self.input.shape[1] if self.needs_gradient[1] else 0)
-
-    def gradient_holds_logits(self, accumulate_dtype: torch.dtype | None) -> bool:
-        """Whether the head's gradient is wanted and :func:`~liger_ops.loss.gradient_memory.holds_logits`."""
-        beside = self.bias, self.adapter_input
-        return self.needs_gradient[1] and holds_logits(
-            self.input.shape[0], self.weight, self.dtype, beside=beside, accumulate_dtype=accumulate_dtype
-        )
 
     def saved_chunks(self, saved_logits_bytes: int, chunk_size: int) -> int:
         """How many chunks of logits fit the budget; none are saved where a tracer must see what an op saves."""

@@ -17,7 +17,6 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_liger.lazy.expressions import LazyExpression
 from lightning_liger.lazy.logits import LazyLogits
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -47,8 +46,6 @@ class Exposure:
         leaves, structure = tree_flatten(output)
         if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
             return output
-        # A function of logits has no hidden states; a module that returns one gets its values.
-        leaves = [leaf.materialized() if isinstance(leaf, LazyExpression) else leaf for leaf in leaves]
         logits = {at: self.connect(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
         for position, leaf in logits.items():
             leaves[position] = self.tensors(leaf)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_ops import TokenScores, linear_cross_entropy, linear_log_probs
-from liger_ops.log_probs.reference import linear_log_probs_reference
 from liger_ops.loss import chunked_loss
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
@@ -26,6 +25,7 @@ from tests.liger_ops.log_probs.cases import (
     call,
     chunk_of,
     leaves_of,
+    linear_log_probs_reference,
     make,
     make_upstream,
     scores_and_gradients,

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_ops import TokenScores, linear_log_probs, linear_token_loss
-from liger_ops.log_probs.reference import linear_token_loss_reference
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
     ALL,
@@ -22,6 +21,7 @@ from tests.liger_ops.log_probs.cases import (
     call,
     chunk_of,
     leaves_of,
+    linear_token_loss_reference,
     loss_and_gradients,
     make,
     make_loss,

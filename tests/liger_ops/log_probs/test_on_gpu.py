@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from liger_ops import TokenScores, linear_log_probs, linear_token_loss
-from liger_ops.log_probs.reference import linear_log_probs_reference, linear_token_loss_reference
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
     ALL,
@@ -19,6 +18,8 @@ from tests.liger_ops.log_probs.cases import (
     call,
     chunk_of,
     leaves_of,
+    linear_log_probs_reference,
+    linear_token_loss_reference,
     loss_and_gradients,
     make,
     make_loss,

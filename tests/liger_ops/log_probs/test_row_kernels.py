@@ -10,9 +10,9 @@ from torch import Tensor
 
 from liger_ops.log_probs.rows import Coefficients, ScoreBuffers, gradient_rows, options_of_gradient, score_rows
 from liger_ops.log_probs.scores import scores_reference
-from liger_ops.loss.cross_entropy import transform_logits
 from liger_ops.loss.launch import launch_shard_gradient
 from liger_ops.loss.options import TokenLossOptions
+from liger_ops.loss.rows import transform_logits
 from tests.liger_ops.log_probs.cases import ALL, DIFFERENTIABLE
 from tests.liger_ops.loss.test_row_kernels import device, loss_kernel
 

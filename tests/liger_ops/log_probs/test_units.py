@@ -11,9 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import TokenScores, linear_token_loss
-from liger_ops.log_probs.reference import linear_log_probs_reference
 from liger_ops.log_probs.units import plan_units
-from tests.liger_ops.log_probs.cases import CASES, HIDDEN, VOCAB, Case, call, chunk_of, leaves_of, make
+from tests.liger_ops.log_probs.cases import (
+    CASES,
+    HIDDEN,
+    VOCAB,
+    Case,
+    call,
+    chunk_of,
+    leaves_of,
+    linear_log_probs_reference,
+    make,
+)
 
 NUM_UNITS = 3
 

@@ -22,7 +22,7 @@ from liger_ops.loss.launch import (
 )
 from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
 from tests.liger_ops.accuracy import assert_as_accurate
-from tests.liger_ops.loss.test_cross_entropy import (
+from tests.liger_ops.loss.cases import (
     assert_stats_match_plain,
     loss_and_gradient,
     make_case,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_ops import TokenStats, VocabShard, linear_cross_entropy
 from tests.liger_ops.accuracy import assert_as_accurate
-from tests.liger_ops.loss.test_cross_entropy import assert_stats_match_plain, plain_cross_entropy
+from tests.liger_ops.loss.cases import assert_stats_match_plain, plain_cross_entropy
 from tests.liger_ops.loss.workers.vocab_parallel import CASES, gradients_of, make_inputs
 from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, launch
 

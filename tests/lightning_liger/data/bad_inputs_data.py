@@ -38,7 +38,7 @@ OTHERS: dict[str, tuple[list[Any], str]] = {
     "path": (["", 5, [TEXT], True], "a path or None"),
     "tokenizer": (["", 5, [TEXT], True], "a path"),
     "cache_dir": (["", 5, [TEXT], TEXT, f"{TEXT}/below"], "must be a"),
-    "prompt": ([5, ["text"], True, "half a pair: \ud800"], "must be"),
+    "prompt": ([5, ["text"], True], "must be"),
 }
 
 tables = {
@@ -88,23 +88,15 @@ def reads(content: bytes, name: str = "a.jsonl") -> Callable[[Path], Any]:
 files = [
     BadInput(f"read_documents-file-{kind}", reads(*content), mentions)
     for kind, content, mentions in (
-        ("nested too deeply", (b"[" * 200_000,), ("data.path", "a.jsonl, line 1", "nested too deeply")),
-        (
-            "integer of many digits",
-            (b'{"text": ' + b"9" * 10_000 + b"}",),
-            ("data.path", "a.jsonl, line 1", "not JSON"),
-        ),
+        ("nested too deeply", (b"[" * 200_000,), ("data.path", "a.jsonl, line 1", "not JSON")),
         ("no JSON", (b'{"text": "a"}\n{text',), ("data.path", "a.jsonl, line 2", "not JSON")),
-        ("a list", (b"[1]",), ("line 1", "JSON list", "an object with the field 'text'")),
-        ("a number", (b"NaN",), ("line 1", "JSON float", "an object with the field 'text'")),
+        ("a list", (b"[1]",), ("line 1", "JSON list", "an object")),
+        ("a number", (b"NaN",), ("line 1", "JSON float", "an object")),
         ("no such key", (b'{"body": "a"}',), ("line 1", "'text'", "is missing", "['body']")),
-        ("a key that is no string", (b'{"text": ["a"]}',), ("line 1", "'text'", "is not a string")),
-        ("half a surrogate pair", (b'{"text": "\\ud800"}',), ("line 1", "not valid Unicode")),
+        ("a key that is no string", (b'{"text": ["a"]}',), ("line 1", "'text'", "must be a string")),
         ("Latin-1", ("é".encode("latin-1"), "a.txt"), ("a.txt", "not UTF-8")),
         ("an image", (b"\x89PNG\r\n\x1a\n\x00", "a.txt"), ("a.txt", "not UTF-8")),
         ("UTF-16", ("text".encode("utf-16-le"), "a.txt"), ("a.txt", "not UTF-8", "null character")),
-        ("white space", (b" \n\t", "a.txt"), ("data.path", "a.txt", "holds no text")),
-        ("nothing", (b"",), ("data.path", "a.jsonl", "holds no text")),
     )
 ]
 
@@ -208,10 +200,10 @@ def sets_up_without_preparing(tmp_path: Path) -> None:
 
 
 rows = [
-    needs(("train tokens", "data.block_size=9000"), block_size=9000),
-    needs(("train tokens", "data.batch_size=9000"), batch_size=9000, block_size=2),
+    needs(("train rows", "data.block_size=9000"), block_size=9000),
+    needs(("train rows", "data.batch_size=9000"), batch_size=9000, block_size=2),
     needs(
-        ("validation tokens", "data.validation_fraction=0.0001"),
+        ("validation rows", "data.validation_fraction=0.0001"),
         validation_fraction=0.0001,
         batch_size=1,
         block_size=64,

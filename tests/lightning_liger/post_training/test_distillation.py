@@ -19,7 +19,7 @@ from lightning_liger import (
     apply_liger_kernels,
 )
 from lightning_liger.data import PromptCompletionDataModule
-from lightning_liger.data.tokenizer import load_or_train_tokenizer
+from lightning_liger.data.tokenizer import train_bpe_tokenizer
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 pytestmark = [
@@ -248,7 +248,7 @@ def test_teacher_with_another_vocabulary() -> None:
 def test_teacher_with_another_tokenizer_gets_the_text_in_its_own_tokens(tmp_path: Path) -> None:
     folder = Path(__file__).parents[3] / "examples" / "data"
     texts = [" ".join(f"How much is {index} plus {other}?" for other in range(9)) for index in range(99)]
-    load_or_train_tokenizer(None, lambda: iter(texts), 290, tmp_path / "teacher")
+    train_bpe_tokenizer(texts, 290).save_pretrained(tmp_path / "teacher")
     data = PromptCompletionDataModule(
         path=folder / "completions.jsonl", tokenizer=folder / "tokenizer", teacher_tokenizer=tmp_path / "teacher",
         cache_dir=tmp_path / "cache", batch_size=4, validation_fraction=0,

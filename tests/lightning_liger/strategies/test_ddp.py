@@ -3,12 +3,9 @@
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_liger import FabricLigerDDPStrategy, LazyLogits, LigerDDPStrategy
-from lightning_liger.strategies import register_strategies
+from lightning_liger import FabricLigerDDPStrategy, LazyLogits
 from tests.lightning_liger.strategies.workers.distributed import (
     build_model,
     launch,
@@ -133,21 +130,3 @@ def test_evaluation_of_lazy_logits_needs_no_gradients():
 
 def test_plain_ddp_stays_torchs_own_class():
     assert type(fabric_model()[1]._forward_module) is DistributedDataParallel
-
-
-# Names and messages
-
-
-@pytest.mark.parametrize(
-    ("registry", "strategy"), [(StrategyRegistry, LigerDDPStrategy), (STRATEGY_REGISTRY, FabricLigerDDPStrategy)]
-)
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("liger_ddp", {}), ("liger_ddp_find_unused_parameters_true", {"find_unused_parameters": True})],
-)
-def test_strategy_is_registered_by_name(registry, strategy, name, options):
-    made = registry.get(name)
-    assert type(made) is strategy
-    assert made._ddp_kwargs == options
-    register_strategies()  # the second time nothing happens
-    assert registry.available_strategies().count(name) == 1

@@ -4,10 +4,8 @@ import functools
 
 import pytest
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_liger import FabricLigerStrategy, LigerPrecisionPlugin, LigerStrategy
+from lightning_liger.strategies.fsdp import BackwardRepair
 from tests.lightning_liger.strategies.workers.distributed import make_batches
 from tests.lightning_liger.strategies.workers.frozen import (
     HAS_PEFT,
@@ -110,8 +108,8 @@ class BroughtToTheCPU(torch.nn.Module):
 
 @pytest.mark.parametrize("cleared", ["before forward", "after forward"])
 def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last(cleared):
-    model, plugin = BroughtToTheCPU(), LigerPrecisionPlugin()
-    plugin.accumulate_offloaded(model)
+    model, repair = BroughtToTheCPU(), BackwardRepair()
+    model.register_forward_pre_hook(repair.note_gradients)
     model.unused.grad = torch.full((3,), 5.0)
     for _ in range(2):
         for step, factor in enumerate((1.0, 2.0, 4.0)):
@@ -123,16 +121,7 @@ def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last(clear
             with torch.no_grad():
                 if step == 1:
                     model(8.0)  # of an evaluation
-            plugin.backward(loss, model, None)
+            with repair.context():
+                model.backward(loss)
         assert model.used.grad.tolist() == [7.0] * 3
         assert model.unused.grad.tolist() == [5.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("registry", "strategy"), [(StrategyRegistry, LigerStrategy), (STRATEGY_REGISTRY, FabricLigerStrategy)]
-)
-def test_offloading_strategy_is_registered_by_name(registry, strategy):
-    found = registry.get(OFFLOAD)
-    assert type(found) is strategy
-    assert found.cpu_offload.offload_params
-    assert not registry.get("liger_fsdp").cpu_offload.offload_params

@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
@@ -124,10 +123,7 @@ def test_policy_that_splits_a_tied_pair_is_refused(tmp_path, layer):
     torch.distributed.destroy_process_group()
 
 
-def test_strategy_is_registered_by_name_and_checks_its_arguments(tmp_path):
-    assert "liger_model_parallel" in StrategyRegistry
-    with pytest.raises(ValueError, match=r"unknown \['foo'\]"):
-        LigerModelParallelStrategy(kernels=["foo"])
+def test_names_of_no_layers_are_refused_at_set_up(tmp_path):
     for argument in ("auto_wrap_policy", "activation_checkpointing_policy"):
         strategy = LigerModelParallelStrategy(**{argument: ["NoSuchLayer"]})
         trainer = make_trainer(root=tmp_path, strategy=strategy, devices=1)

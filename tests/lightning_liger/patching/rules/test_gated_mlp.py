@@ -16,8 +16,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
-from liger_ops import backend, gated_linear_unit
-from liger_ops.shared_linear import shared_linear
 from lightning_liger import apply_liger_kernels
 from lightning_liger.patching.rules import Patched, gated_mlp
 from tests.lightning_liger.patching.rules.comparing import (
@@ -358,62 +356,6 @@ def test_verification_is_of_the_fused_path_under_hooks_too() -> None:
         assert_kept(fill(mlp), "is not the same")
     finally:
         handle.remove()
-
-
-class OtherLinear(nn.Linear):
-    pass
-
-
-def _overridden(mlp: nn.Module) -> None:
-    mlp.up.forward = partial(F.linear, weight=mlp.up.weight)
-
-
-def _exchanged(mlp: nn.Module) -> None:
-    other = OtherLinear(*SIZES["up"], bias=False)
-    other.load_state_dict(mlp.up.state_dict())
-    mlp.up = other
-
-
-CHANGES: dict[str, tuple[Callable[[nn.Module], object], bool]] = {
-    "nothing": (lambda mlp: None, True),
-    "a hook": (lambda mlp: mlp.up.register_forward_hook(lambda *_: None), False),
-    "a hook before": (lambda mlp: mlp.gate.register_forward_pre_hook(lambda *_: None), False),
-    "a hook of backward": (lambda mlp: mlp.gate.register_full_backward_hook(lambda *_: None), False),
-    "a bias": (lambda mlp: setattr(mlp.up, "bias", nn.Parameter(torch.ones(INTERMEDIATE_SIZE))), False),
-    "another dtype": (lambda mlp: mlp.bfloat16(), False),
-    "another class": (_exchanged, False),
-    "another forward": (_overridden, False),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_plain_projections_share_their_input(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    calls = []
-    monkeypatch.setattr(gated_mlp, "shared_linear", lambda *inputs: calls.append(inputs) or shared_linear(*inputs))
-    twin, _ = patched_twin(fill(MLP(linear=partial(nn.Linear, bias=False))))
-    mlp = MLP(linear=partial(nn.Linear, bias=False))
-    mlp.load_state_dict(twin.state_dict())
-    for each in (mlp, twin):
-        CHANGES[change][0](each)
-    monkeypatch.setattr(backend, "use_triton", lambda tensor: True)
-    monkeypatch.setattr(gated_linear_unit.backend, "runs_on_triton", lambda *tensors: False)
-    dtype = torch.bfloat16 if change == "another dtype" else torch.float32
-    with torch.autocast("cpu", torch.float16, enabled=change == "another dtype"):
-        assert_same(mlp, twin, tokens().to(dtype))
-    assert bool(calls) == CHANGES[change][1]
-
-
-def test_projections_under_a_global_hook_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    twin, _ = patched_twin(fill(MLP(linear=partial(nn.Linear, bias=False))))
-    monkeypatch.setattr(backend, "use_triton", lambda tensor: True)
-    monkeypatch.setattr(gated_linear_unit.backend, "runs_on_triton", lambda *tensors: False)
-    names = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: names.append(type(module).__name__))
-    try:
-        twin(tokens())
-    finally:
-        handle.remove()
-    assert names.count("Linear") == 3
 
 
 def test_projection_that_is_exchanged_after_patching_is_used() -> None:

@@ -8,7 +8,7 @@ Both gradients are sums of rows with factors, of each token and of each class. N
 float32 and in a fixed order, and rounded once.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,49 @@ GATHERED_BYTES = 64 * 2**20
 _PLACES, _DOT_COLUMNS = 16, 256  # of a block that a program multiplies
 _ENTRIES, _SUM_COLUMNS = 8, 1024  # of a block that a program adds up; a thread has all entries of its columns
 _NUM_WARPS = 4
+
+
+class GivenIds(NamedTuple):
+    """Ids of some tokens, ``[num_tokens, K]``, and which of them are what."""
+
+    safe: Tensor
+    """Classes: in the place of others one of the token's, or 0 if it has none."""
+    is_class: Tensor
+    is_wrong: Tensor
+    """Neither a class nor padding."""
+    kept: Tensor
+    """``[num_tokens]``: whether the token counts."""
+    has_class: Tensor
+    """``[num_tokens]``: whether it also has a class."""
+
+    @classmethod
+    def of(cls, ids: Tensor, vocab_size: int, kept: Tensor) -> "GivenIds":
+        """Of negative ids, which are padding, and others."""
+        is_class = (ids >= 0) & (ids < vocab_size)
+        safe = ids.where(is_class, -1)
+        safe = safe.where(is_class, safe.amax(1, keepdim=True).clamp(min=0))
+        return cls(safe, is_class, (ids >= vocab_size) & kept[:, None], kept, is_class.any(1) & kept)
+
+    def show(self, log_probs: Tensor) -> Tensor:
+        """``log_probs`` of the safe ids, with -inf for padding, NaN for wrong ids and 0 at tokens that do not count."""
+        shown = log_probs.where(self.is_class, -torch.inf).masked_fill(self.is_wrong, torch.nan)
+        return shown.masked_fill(~self.kept[:, None], 0.0)
+
+    def is_first(self) -> Tensor:
+        """Whether a class occurs for the first time."""
+        ordered, order = self.safe.where(self.is_class, -1).sort(dim=1, stable=True)
+        changes = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
+        return torch.zeros_like(changes).scatter_(1, order, changes) & self.is_class
+
+
+def add_at(logits: Tensor, ids: Tensor, values: Tensor) -> None:
+    """``logits[row, ids] += values``, in a fixed order; rows may be padded, of which no copy is made."""
+    if not len(logits):
+        return
+    stride = logits.stride(0)
+    flat = logits.as_strided(((len(logits) - 1) * stride + logits.shape[1],), (1,))
+    rows = torch.arange(len(logits), device=logits.device)[:, None] * stride
+    flat.index_put_(((rows + ids).flatten(),), values.flatten(), accumulate=True)
 
 
 @backend.Kernel
