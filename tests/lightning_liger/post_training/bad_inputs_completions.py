@@ -90,7 +90,7 @@ def _rows() -> Iterator[BadInput]:
         ("steps_per_generation", 1.5, ("1.5", "an integer")),
         ("reference", "teacher", ("'teacher'", "'columns'")),
         ("disable_dropout", 1, ("1", "True or False")),
-        ("loss_normalization", "mean", ("'mean'", "'step'")),
+        ("loss_normalization", "mean", ("'mean'", "'tokens'")),
     ):
         yield BadInput(f"mixin-{name}-{value}", functools.partial(Policy, **{name: value}), (name, *mentions))
     for name, value, mentions in (

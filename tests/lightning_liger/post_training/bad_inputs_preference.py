@@ -31,7 +31,7 @@ _MODULES: list[tuple[type, str, Any, str, str]] = [
     (LigerDPO, "loss_type", "kto", "'kto'", "'sigmoid'"),
     (LigerDPO, "loss_type", ["sigmoid", "x"], "'x'", "'sigmoid'"),
     (LigerDPO, "loss_type", None, "None", "a name or a list of names"),
-    (LigerDPO, "loss_weights", [1.0, 2.0], "(1.0, 2.0)", "one weight"),
+    (LigerDPO, "loss_weights", [1.0, 2.0], "[1.0, 2.0]", "one weight"),
     (LigerDPO, "label_smoothing", 0.1, "0.1", "0 for loss types other than"),
     (LigerDPO, "reference", "copy", "'copy'", "'adapters'"),
     (LigerDPO, "reference", "adapters", "'adapters'", "only with lora"),
@@ -118,7 +118,8 @@ _STEPS: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
 
 def _rows() -> Iterator[BadInput]:
     for index, (module, name, value, shown, expected) in enumerate(_MODULES):
-        call = functools.partial(module, **{"config": TINY_CONFIG, name: value})
+        arguments = {"config": TINY_CONFIG, name: value}
+        call = lambda module=module, arguments=arguments: module(**arguments)  # noqa: E731
         yield BadInput(f"{module.__name__}-{name}-{index}", call, (name, shown, expected))
     for identifier, function, mentions in _STEPS:
         yield BadInput(f"LigerPreferenceMixin-batch-{identifier}", function, mentions)

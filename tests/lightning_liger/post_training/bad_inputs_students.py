@@ -175,7 +175,7 @@ def _others() -> Iterator[BadInput]:
         ("teacher_model_type", "'llama'", "folder"),
     )
     for cls in (LigerDistillation, LigerMedusa):
-        make = functools.partial(cls, loss_type="dft", model_type="llama", config=TINY_CONFIG)
+        make = lambda cls=cls: cls(loss_type="dft", model_type="llama", config=TINY_CONFIG)  # noqa: E731
         yield BadInput(f"{cls.__name__}-loss_type", make, ("loss_type", "'dft'", "'nll'"))
     yield BadInput("MedusaHeads-shared", lambda: MedusaHeads(8, None, 2, 0), ("num_layers", "0", "shared"))
     yield BadInput("MedusaHeads.of-model", lambda: MedusaHeads.of(nn.Linear(2, 2)), ("model", "Linear", "LM head"))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from lightning_liger.post_training.metrics import Largest, Mean, Smallest, Total
+from lightning_liger.post_training.metrics import Mean
 
 DATA = [torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows)) for rows in (2, 1, 4, 3)]
 """Micro-batches with unequal numbers of rows (first unit) and of positive values (second unit)."""
@@ -34,9 +34,9 @@ class TwoUnits(LigerPostTrainingMixin, L.LightningModule):
             (Term(projected.square().sum(), len(rows), "rows"), Term(0.5 * cubes, count, "positives")),
             {
                 "mean/x": Mean(rows.sum(), rows.numel()),
-                "max": Largest(rows.max()),
-                "min": Smallest(rows.min()),
-                "num": Total(count),
+                "max": rows.max(),
+                "min": rows.min(),
+                "num": count,
             },
         )
 

@@ -108,7 +108,7 @@ def test_every_option_is_an_argument_with_the_same_default_and_reaches_the_loss(
         each.name: parameters[each.name].default for each in options
     }
     for each in options:
-        assert f"        {each.name}: " in (LigerGRPO.__doc__ or "")
+        assert f"    {each.name}: " in (LigerGRPO.__init__.__doc__ or "")
     module = grpo(loss_type="rloo", beta=0.0, entropy_coef=0.5, steps_per_generation=3)
     assert module.policy_options == PolicyOptions(loss_type="rloo", entropy_coef=0.5)
     assert (module.temperature, module.steps_per_generation, module.disable_dropout) == (1.3, 3, False)

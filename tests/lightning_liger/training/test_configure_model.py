@@ -33,7 +33,7 @@ class Unguarded(LigerLMMixin, L.LightningModule):
 
 
 class Base(L.LightningModule):
-    configure_model = Unguarded.configure_model.__wrapped__
+    configure_model = Unguarded.configure_model
     configure_optimizers = Unguarded.configure_optimizers
 
 
