@@ -168,6 +168,7 @@ HINTS = Hints(
     below={"validation_fraction": 1, "CPOOptions.label_smoothing": 0.5, "TPOOptions.label_smoothing": 0.5},
     text=frozenset(("attn_implementation", "device_name", "page", "prompt", "teacher", "text_field")),
     also={
+        "LigerDeepSpeedStrategy.context_parallel_size": (bool,),
         "eps": (torch.Tensor,),
         "offset": (torch.Tensor,),
         "normalized_shape": (bytes, dict),
@@ -207,6 +208,8 @@ HINTS = Hints(
             "some types meet errors of Python or PyTorch; others are in tables",
         ),
         "medusa_pretrained": "a folder, of which messages speak",
+        "FabricLigerSingleDeviceStrategy.device": "Lightning checks it",
+        "LigerSingleDeviceStrategy.device": "Lightning checks it",
         "processor": "needs pillow",
         "ImageTextCollator.max_length": "needs pillow",
         "batches": "an iterator that is not begun",

@@ -27,18 +27,16 @@ from liger_ops.divergence.options import (
 )
 from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.chunked_loss import (
-    KeptTokens,
     Projection,
-    adapter_pair,
     aligned_rows,
     choose_accumulate_dtype,
     choose_chunk_size,
     chunked_linear_loss,
     default_chunk_size,
+    visit_tokens,
 )
 from liger_ops.loss.linear_head import HeadNames, LinearHead, check_head, is_trained
 from liger_ops.loss.options import REDUCTIONS, Targets
-from liger_ops.loss.token_plan import plan_tokens
 from liger_ops.loss.vocab_parallel import VocabShard
 
 _TEACHER_NAMES = HeadNames("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
@@ -51,6 +49,11 @@ def _fake_linear_divergence(*values: Any) -> list[Tensor]:
     dtypes = input.dtype, accumulate_dtype, accumulate_dtype, input.dtype, accumulate_dtype
     gradients = list(zip(values, needs_gradient, dtypes, strict=False))
     return empty_results(labels, reduction, row_dtype(input, teacher_input), gradients)
+
+
+def _pair(input: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """An adapter from the op's arguments, which are both None without one."""
+    return None if input is None or weight is None else (input, weight)
 
 
 def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
@@ -66,22 +69,16 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     options = from_scalars(*scalars)
     num_tokens, with_gradient = labels.shape[0], any(needs_gradient)
     logits_dtypes = [dtype if each.dtype.itemsize < 4 else None for each in (input, teacher_input)]
-    in_order = chunk_size >= num_tokens
     targets = Targets(labels, None, token_weight)
-    plan = plan_tokens(targets, 1, IGNORED, input, with_order=not in_order and not are_all_kept)
-    if are_all_kept and not in_order:
-        tokens = KeptTokens(torch.arange(num_tokens, device=labels.device), num_tokens)
-    else:
-        visits_all = in_order or (input.is_cuda and torch.cuda.is_current_stream_capturing())
-        tokens = KeptTokens(plan.order, num_tokens if visits_all else plan.num_kept)
+    tokens, mean_scale = visit_tokens(targets, 1, IGNORED, input, chunk_size, are_all_kept=are_all_kept)
     losses = torch.zeros_like(labels, dtype=row_dtype(input, teacher_input))
-    grad_scale = plan.mean_scale if scale_in_forward(reduction, input.dtype) else grad_losses
+    grad_scale = mean_scale if scale_in_forward(reduction, input.dtype) else grad_losses
     gradient_buffer: Tensor | None = None
     if with_gradient and logits_dtypes[0] is not None:
         gradient_buffer = aligned_rows(input, min(chunk_size, num_tokens), weight.shape[0])
     teacher = Projection(
         teacher_input, teacher_weight, teacher_bias, tokens, chunk_size=chunk_size,
-        adapter=adapter_pair(*teacher_adapter), logits_dtype=logits_dtypes[1],
+        adapter=_pair(*teacher_adapter), logits_dtype=logits_dtypes[1],
     )  # fmt: skip
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> Tensor:
@@ -93,11 +90,11 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
 
     gradients = chunked_linear_loss(
         input, weight, bias, tokens, chunk_loss, chunk_size=chunk_size, accumulate_dtype=accumulate_dtype,
-        needs_gradient=needs_gradient, adapter=adapter_pair(*adapter), logits_dtype=logits_dtypes[0],
+        needs_gradient=needs_gradient, adapter=_pair(*adapter), logits_dtype=logits_dtypes[0],
     )  # fmt: skip
     if shard is not None:
         shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
-    return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale.to(losses.dtype), *gradients]
+    return [reduce_rows(losses, reduction, mean_scale), mean_scale.to(losses.dtype), *gradients]
 
 
 @backend.register_op(

@@ -145,7 +145,7 @@ def _divergence(rng: random.Random) -> Callable[[Logits], Tensor]:
         size = min(logits.shape[-1], vocab_size)
         del options["vocab"]
         teacher = teacher_logits(False, vocab_size=vocab_size)
-        return divergence_reference(logits[..., :size], teacher[..., :size], **options)
+        return reference_divergence(logits[..., :size], teacher[..., :size], **options)
 
     return function
 
