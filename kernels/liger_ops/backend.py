@@ -79,7 +79,11 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
 
 def needs_graph(*tensors: Tensor | None) -> bool:
     """Whether autograd must record an op on ``tensors``; a call without autograd is cheaper."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a loop, which is faster than a generator
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def is_traced() -> bool:
@@ -278,14 +282,13 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
 def empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Memory for the gradients that are needed, contiguous."""
-    wanted = (tensor for tensor, needed in zip(tensors, needs, strict=True) if needed)
-    return [tensor.new_empty(tensor.shape) for tensor in wanted if tensor is not None]
+    return [x.new_empty(x.shape) for x, needed in zip(tensors, needs, strict=True) if needed and x is not None]
 
 
 def spread(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """``gradients`` each in its place, None where none is needed."""
     rest = iter(gradients)
-    return tuple(next(rest) if needed else None for needed in needs)
+    return tuple([next(rest) if needed else None for needed in needs])  # a list, which is faster than a generator
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia.driver import CudaLauncher
 
-from liger_ops import backend, cross_entropy, layer_norm, rms_norm, silu_mul
+from liger_ops import backend, cross_entropy, rms_norm
 
 BLOCK_SIZE = 128
 LONG = 2**31 + 16  # a multiple of 16 that needs 64 bits
@@ -50,10 +50,9 @@ def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(monkeypatch: pytest.
 
 @pytest.mark.gpu
 def test_limits_of_a_gpu_are_its_own() -> None:
-    device = torch.device("cuda", 0)
-    properties = torch.cuda.get_device_properties(device)
-    assert backend.num_multiprocessors(device) == properties.multi_processor_count
-    assert 48 * 1024 <= backend.shared_memory(device) < properties.shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(0)
+    assert backend.num_multiprocessors(torch.device("cuda", 0)) == properties.multi_processor_count
+    assert 48 * 1024 <= backend.shared_memory(torch.device("cuda", 0)) < properties.shared_memory_per_block_optin
 
 
 # Rows.
@@ -436,16 +435,13 @@ def test_launch_caches_are_bounded() -> None:
     "op",
     [
         pytest.param(lambda x: rms_norm(x, (128,), x[0]), id="rms_norm"),
-        pytest.param(lambda x: layer_norm(x, (128,), x[0], x[0]), id="layer_norm"),
         pytest.param(lambda x: cross_entropy(x, torch.zeros(len(x), dtype=torch.int64, device=x.device)), id="loss"),
-        pytest.param(lambda x: silu_mul(x.repeat(1, 8), x.repeat(1, 8)), id="silu_mul"),
     ],
 )
 def test_launch_caches_do_not_grow_with_rows(op: Callable[[Tensor], Tensor], triton_device: torch.device) -> None:
     sizes = []
     for num_rows in (2, 3, 5, 16):
-        leaf = torch.ones(num_rows, 128, device=triton_device, requires_grad=True)
-        op(leaf).sum().backward()
+        op(torch.ones(num_rows, 128, device=triton_device, requires_grad=True)).sum().backward()
         sizes.append(sum(function.cache_info().currsize for function in launch_caches().values()))
     assert sizes == sizes[:1] * 4
 

@@ -264,9 +264,12 @@ class RowNormFunction(torch.autograd.Function):
         y, statistics, *total = _row_norm_forward(x, residual, weight, bias, *options)
         ctx.save_for_backward(total[0] if total else x, weight, bias, statistics)
         ctx.options = options
+        ctx.dtypes = None
+        if residual is None:
+            return y
+        ctx.dtypes = x.dtype, residual.dtype
         ctx.set_materialize_grads(False)
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-        return (y, total[0]) if total else y
+        return y, total[0]
 
     @staticmethod
     @backend.once_differentiable
@@ -278,14 +281,13 @@ class RowNormFunction(torch.autograd.Function):
             needs = [needs_x or needs_residual, needs_weight, needs_bias]
             gradients = _row_norm_backward(grad_y, grad_total, *ctx.saved_tensors, hidden_size, offset, centered, needs)
             grad_total, grad_weight, grad_bias = backend.spread(gradients, needs)
-        x_dtype, residual_dtype = ctx.dtypes
-        return (
-            grad_total.to(x_dtype) if needs_x and grad_total is not None else None,
-            grad_total.to(residual_dtype) if needs_residual and grad_total is not None else None,
-            grad_weight,
-            grad_bias,
-            None,
+        if ctx.dtypes is None:
+            return grad_total, None, grad_weight, grad_bias, None
+        grad_x, grad_residual = (
+            grad_total.to(dtype) if needed and grad_total is not None else None
+            for dtype, needed in zip(ctx.dtypes, (needs_x, needs_residual), strict=True)
         )
+        return grad_x, grad_residual, grad_weight, grad_bias, None
 
 
 def run(

@@ -26,6 +26,7 @@ from tests.liger_ops.log_probs.cases import (
     make_upstream,
     scores_and_gradients,
 )
+from tests.liger_ops.loss.cases import capture, no_waits
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -89,17 +90,10 @@ def steps(frozen: bool, max_valid_tokens: int | None, saved: int) -> Any:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_replay_of_a_cuda_graph_computes_new_data(frozen: bool, saved: int) -> None:
     step, fill = steps(frozen, 512, saved)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    replay = capture(step)
     for _ in range(3):
         fill()
-        graph.replay()
+        results = replay()
         torch.testing.assert_close(results, step())
         assert not any(result.isnan().any() for result in results)
 
@@ -109,11 +103,8 @@ def test_replay_of_a_cuda_graph_computes_new_data(frozen: bool, saved: int) -> N
 def test_host_never_waits_for_the_device(frozen: bool, saved: int) -> None:
     step, _ = steps(frozen, 512, saved)
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         results = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not any(result.isnan().any() for result in results)
 
 

@@ -1,5 +1,8 @@
 """Which tokens count: order, number and the mean's factor, and the sum of their losses, on both paths."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -27,36 +30,33 @@ def like(request: pytest.FixtureRequest, triton_device: torch.device, monkeypatc
 
 
 @given(
-    num_tokens=SIZES,
-    ignored=st.sampled_from([0.0, 0.4, 1.0]),
-    ignore_index=st.sampled_from([-100, 0]),
-    weights=st.sampled_from(["", "class", "token", "class and token", "zero class", "zero token"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    with_order=st.booleans(),
-    wrong=st.sampled_from([None, -1, VOCAB, 2**40]),
-    seed=st.integers(0, 2**16),
+    draw=st.builds(
+        SimpleNamespace,
+        num_tokens=SIZES,
+        ignored=st.sampled_from([0.0, 0.4, 1.0]),
+        ignore_index=st.sampled_from([-100, 0]),
+        weights=st.sampled_from(["", "class", "token", "class and token", "zero class", "zero token"]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        with_order=st.booleans(),
+        wrong=st.sampled_from([None, -1, VOCAB, 2**40]),
+        seed=st.integers(0, 2**16),
+    )
 )
 @few(100)
-def test_kept_tokens_come_first_and_the_mean_divides_by_their_weight(
-    num_tokens: int,
-    ignored: float,
-    ignore_index: int,
-    weights: str,
-    dtype: torch.dtype,
-    with_order: bool,
-    wrong: int | None,
-    seed: int,
-    like: Tensor,
-) -> None:
-    torch.manual_seed(seed)
-    labels = torch.randint(VOCAB, (num_tokens,))
-    if wrong is not None:
-        labels[1:2] = wrong  # counts, and weighs nothing if classes have weights
-    labels.masked_fill_(torch.rand(num_tokens) < ignored, ignore_index)
-    kept = labels != ignore_index
+def test_kept_tokens_come_first_and_the_mean_divides_by_their_weight(draw: Any, like: Tensor) -> None:
+    torch.manual_seed(draw.seed)
+    labels = torch.randint(VOCAB, (draw.num_tokens,))
+    if draw.wrong is not None:
+        labels[1:2] = draw.wrong  # counts, and weighs nothing if classes have weights
+    labels.masked_fill_(torch.rand(draw.num_tokens) < draw.ignored, draw.ignore_index)
+    kept = labels != draw.ignore_index
     is_class = (labels >= 0) & (labels < VOCAB)
-    class_weight = ((torch.rand(VOCAB) + 0.5) * ("zero" not in weights)).to(dtype) if "class" in weights else None
-    token_weight = (torch.rand(num_tokens) * ("zero" not in weights)).to(dtype) if "token" in weights else None
+    factor = float("zero" not in draw.weights)
+    class_weight = token_weight = None
+    if "class" in draw.weights:
+        class_weight = ((torch.rand(VOCAB) + 0.5) * factor).to(draw.dtype)
+    if "token" in draw.weights:
+        token_weight = (torch.rand(draw.num_tokens) * factor).to(draw.dtype)
     each = kept.double()
     if class_weight is not None:
         each *= class_weight.double()[labels.where(is_class, 0)].where(is_class, 0.0)
@@ -65,10 +65,10 @@ def test_kept_tokens_come_first_and_the_mean_divides_by_their_weight(
         each *= token_weight.double().nan_to_num(0.0)
     total = each.sum().item()
     targets = Targets(*(None if x is None else x.to(like.device) for x in (labels, class_weight, token_weight)))
-    plan = plan_tokens(targets, VOCAB, ignore_index, like.to(dtype), with_order=with_order)
+    plan = plan_tokens(targets, VOCAB, draw.ignore_index, like.to(draw.dtype), with_order=draw.with_order)
     assert (plan.mean_scale.shape, plan.mean_scale.dtype) == ((), torch.float32)
     assert plan.mean_scale.item() == pytest.approx(1 / total if total else 0.0, rel=1e-5)
-    if with_order:
+    if draw.with_order:
         assert (plan.order.dtype, plan.num_kept.dtype, plan.num_kept.shape) == (torch.int64, torch.int64, ())
         assert plan.num_kept == kept.sum()
         assert plan.order.tolist() == [*kept.nonzero()[:, 0].tolist(), *(~kept).nonzero()[:, 0].tolist()]

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # interpreter's two multiprocessors share a group only where there is a single one, as in the others.
 SHAPES = [
     *(((5, 6), 3), ((2, 6, 7), 3), ((3, 4, 5, 5), 4), ((2, 6, 33, 31), 2), ((1, 4, 4500), 2)),
-    *(((1, 3, 2, 1025), 1), ((1, 2, 4096), 1)),
+    *(((1, 3, 2, 1025), 1), ((1, 2, 4096), 1), ((1, 1, 2049), 1)),
 ]
 SHARED = pytest.mark.parametrize(("shape", "num_groups"), [((3, 4, 5), 2), ((1, 3, 2, 1025), 1)], ids=str)
 
