@@ -17,7 +17,7 @@ from tests.bad_inputs import BadInput, row
 
 TINY = str(Path(__file__).parents[2] / "examples" / "tiny.yaml")
 BASE = (f"--config={TINY}", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.callbacks=null")
-TEXT = f"--data.path={__file__}"
+TEXT = f"--data.path={Path(__file__).parents[2] / 'CHANGELOG.md'}"
 FIT = ("fit", *BASE, TEXT, "--trainer.default_root_dir={tmp}")
 
 
@@ -58,7 +58,7 @@ OPTIONS: list[tuple[str, ...]] = [
     ("--model=NoSuchModel", "model", "NoSuchModel"),
     ("--model=lightning_liger.NoSuchModel", "model", "NoSuchModel"),
     ("--model=torch.nn.Linear", "model", "torch.nn.Linear", "LightningModule"),
-    ("--model.learning_speed=1", "learning_speed", "not accepted"),
+    ("--model.learning_speed=1", "learning_speed", "is no option of LigerCausalLM"),
     ("--model.learning_rate=fast", "learning_rate", "fast", "float"),
     ("--model.betas=5", "betas", "5", "tuple"),
     ("--model.warmup_steps=1.5", "warmup_steps", "1.5", "int"),
@@ -68,7 +68,7 @@ OPTIONS: list[tuple[str, ...]] = [
     ("--model.loss_normalization=words", "loss_normalization", "words", "tokens"),
     ("--model.config=[1]", "config", "[1]", "dict"),
     ("--data=NoSuchData", "data", "NoSuchData"),
-    ("--data.batch_sizes=1", "batch_sizes", "not accepted"),
+    ("--data.batch_sizes=1", "batch_sizes", "is no option of TextDataModule"),
     ("--data.batch_size=two", "batch_size", "two", "int"),
     ("--data.separate_documents=maybe", "separate_documents", "maybe", "bool"),
     ("--data.path=[1]", "path", "[1]"),
@@ -79,7 +79,7 @@ OPTIONS: list[tuple[str, ...]] = [
     ("--data.path={tmp}", "data.path", "without"),
     ("--data.tokenizer=/no/such/folder", "data.tokenizer", "/no/such/folder", "tokenizer.json"),
     ("--seed_everything=lucky", "seed_everything", "lucky"),
-    ("--trainer.max_steps=1e3", "trainer.max_steps", "1000.0", "int"),
+    ("--trainer.max_steps=1e3", "trainer.max_steps", "1e3", "int"),
     ("--trainer.strategy=NoSuchStrategy", "strategy", "NoSuchStrategy"),
     ("--trainer.devices=0", "devices", "0"),
     ("--trainer.accelerator=abacus", "accelerator", "abacus"),
@@ -103,11 +103,11 @@ CHECKPOINT = "--ckpt_path={tmp}/a.ckpt"
 BAD_INPUTS = [
     command((), "subcommand", "fit, validate, test, predict, export"),
     command(("train",), "subcommand", "'train'", "'fit'"),
-    command(("fit", *BASE, "--trainer.max_stepz=1"), "unrecognized", "--trainer.max_stepz=1"),
+    command(("fit", *BASE, "--trainer.max_stepz=1"), "trainer.max_stepz is no option", "did you mean 'trainer.max_steps'?"),
     command(("fit", "--config=no.yaml"), "config", "no.yaml", "does not exist"),
     command(("fit", "--config={tmp}"), "config", "not"),
     command(("fit", "--config={tmp}/a.yaml"), "parsing config", "line 2", prepare=yaml_of("a: [b\n")),
-    command(("fit", *BASE, "--config={tmp}/a.yaml"), "accept", "trainr", prepare=yaml_of("trainr: {a: 1}\n")),
+    command(("fit", *BASE, "--config={tmp}/a.yaml"), "trainr is no option", "did you mean 'trainer'?", prepare=yaml_of("trainr: {a: 1}\n")),
     command(("fit", "--data=lightning_liger.data.TextDataModule"), "model", "required"),
     command(("fit", "--model=lightning_liger.LigerCausalLM"), "data", "required"),
     command(("export", *BASE), "ckpt_path", "output", "required"),
@@ -122,7 +122,7 @@ BAD_INPUTS = [
     ),
     command(("export", *BASE, TEXT, CHECKPOINT, "--output={tmp}/out"), "a.ckpt", "'state_dict'", prepare=damaged(None)),
     command(
-        ("export", *BASE, TEXT, "--ckpt_path={tmp}", "--output={tmp}/out", "--data.cache_dir={tmp}/c"),
+        ("export", *BASE, TEXT, "--ckpt_path={tmp}", "--output={tmp}/out", "--data.cache_dir={tmp}/c", "--data.validation_fraction=0"),
         *("ckpt_path", "the folder of a sharded one"),
     ),
 ]
