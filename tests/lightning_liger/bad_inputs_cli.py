@@ -103,11 +103,16 @@ CHECKPOINT = "--ckpt_path={tmp}/a.ckpt"
 BAD_INPUTS = [
     command((), "subcommand", "fit, validate, test, predict, export"),
     command(("train",), "subcommand", "'train'", "'fit'"),
-    command(("fit", *BASE, "--trainer.max_stepz=1"), "trainer.max_stepz is no option", "did you mean 'trainer.max_steps'?"),
+    command(("fit", *BASE, "--trainer.max_stepz=1"), "trainer.max_stepz is no option", "'trainer.max_steps'"),
     command(("fit", "--config=no.yaml"), "config", "no.yaml", "does not exist"),
     command(("fit", "--config={tmp}"), "config", "not"),
     command(("fit", "--config={tmp}/a.yaml"), "parsing config", "line 2", prepare=yaml_of("a: [b\n")),
-    command(("fit", *BASE, "--config={tmp}/a.yaml"), "trainr is no option", "did you mean 'trainer'?", prepare=yaml_of("trainr: {a: 1}\n")),
+    command(
+        ("fit", *BASE, "--config={tmp}/a.yaml"),
+        "trainr is no option",
+        "did you mean 'trainer'?",
+        prepare=yaml_of("trainr: {a: 1}\n"),
+    ),
     command(("fit", "--data=lightning_liger.data.TextDataModule"), "model", "required"),
     command(("fit", "--model=lightning_liger.LigerCausalLM"), "data", "required"),
     command(("export", *BASE), "ckpt_path", "output", "required"),
@@ -122,7 +127,15 @@ BAD_INPUTS = [
     ),
     command(("export", *BASE, TEXT, CHECKPOINT, "--output={tmp}/out"), "a.ckpt", "'state_dict'", prepare=damaged(None)),
     command(
-        ("export", *BASE, TEXT, "--ckpt_path={tmp}", "--output={tmp}/out", "--data.cache_dir={tmp}/c", "--data.validation_fraction=0"),
+        (
+            "export",
+            *BASE,
+            TEXT,
+            "--ckpt_path={tmp}",
+            "--output={tmp}/out",
+            "--data.cache_dir={tmp}/c",
+            "--data.validation_fraction=0",
+        ),
         *("ckpt_path", "the folder of a sharded one"),
     ),
 ]

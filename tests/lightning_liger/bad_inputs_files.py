@@ -137,6 +137,12 @@ def entry(**changes: Any) -> bytes:
     return json.dumps({"weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}}).encode()
 
 
+def wrong_generation_config(tmp_path: Path) -> Path:
+    MODEL.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    return tmp_path
+
+
 def twice(folder: Path) -> None:
     save_file(WEIGHTS, folder / "more.safetensors")
     index = {"weight_map": {"weight": "model.safetensors", "bias": "more.safetensors"}}
@@ -322,6 +328,14 @@ BAD_INPUTS = [
         row(partial(call, path), "path must be", "a path", repr(path))
         for call in (*(each.load_checkpoint for each in LOADERS), IO.remove_checkpoint, partial(IO.save_checkpoint, {}))
         for path in PATHS
+    ),
+    row(
+        leaves_disk(wrong_generation_config, partial(load_pretrained, MODEL)),
+        "generation_config.json", "not a valid JSON file", error=OSError, unchanged=sums,
+    ),
+    row(
+        leaves_disk(saved([1]), partial(load_pretrained, LINEAR)),
+        "folder must be a folder", "got the file", error=NotADirectoryError, unchanged=sums,
     ),
     row(partial(IO.save_checkpoint, {}, "a.ckpt", {}), "storage_options", "not supported"),
     *(

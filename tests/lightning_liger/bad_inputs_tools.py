@@ -10,6 +10,8 @@ import torch
 from lightning_liger import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.commands.bench import run_bench
 from lightning_liger.estimate import inspect_model
+from lightning_liger.hardware import measure_matmul_flops
+from lightning_liger.monitor.flops import count_flops
 from tests.bad_inputs import row
 from tests.lightning_liger.lazy.twin import LABELS, MASK, Twin
 from tests.valid_calls import negative_log_probs
@@ -77,6 +79,10 @@ LOGITS: list[tuple[Any, ...]] = [
 ]
 
 BAD_INPUTS = [
+    row(partial(count_flops, "llama", 10), "model", "torch.nn.Module", "'llama'"),
+    row(partial(count_flops, torch.nn.Linear(1, 1), 0), "seq_len", "at least 1", "0"),
+    row(partial(count_flops, torch.nn.Linear(1, 1), 1, 1.5), "batch_size", "an integer", "1.5"),
+    row(partial(measure_matmul_flops, "cpu", "float32"), "dtype", "torch.float32", "'float32'"),
     *(row(partial(run_bench, "--config=a.yaml", **each), *mentions) for each, *mentions in BENCH),
     row(
         partial(run_bench, "--config=a.yaml", output=__file__), "output must be a folder", "File exists", error=OSError

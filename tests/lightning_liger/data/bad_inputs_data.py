@@ -258,6 +258,7 @@ TOKENIZERS: list[tuple[Any, ...]] = [
         "None",
         "file names",
     ),
+    (partial(train_bpe_tokenizer, ["text"], 256), "vocab_size", "256", "an integer of at least 257"),
     (lambda: TextDataModule(path=TEXT).load_state_dict([1]), "state_dict", "[1]", "a dict"),
     (restores_another, "data.tokenizer=", "258 tokens", "262 tokens", "is not the checkpoint's tokenizer"),
     (partial(predicts, None), "data.prompt", "None", "the text that predict continues"),

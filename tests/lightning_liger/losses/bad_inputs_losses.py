@@ -142,6 +142,7 @@ WRONG: list[tuple[Any, ...]] = [
     (first_occurrences, {"ids": Z}, "ids", "torch.int64", "float32"),
     (first_occurrences, {"ids": IDS[0, 0]}, "ids", "()", "[..., K]"),
     (merge_duplicates, {"ids": IDS, "log_probs": Z[0]}, "log_probs", "(2, 3)", "(3,)"),
+    (merge_duplicates, {"ids": IDS, "log_probs": IDS}, "log_probs", "int64", "a floating-point tensor"),
     (importance_weighted_log_probs, {"ids": IDS, "log_probs": Z, "proposal_log_probs": Z[:1]}, "(2, 3)", "(1, 3)"),
     (sample_support, {"log_probs": Z, "num_samples": 0}, "num_samples", "0", "at least 1"),
     (sample_support, {"log_probs": Z, "num_samples": 2, "proposal_temperature": 0}, "proposal_temperature", "above 0"),

@@ -56,9 +56,15 @@ KERNELS: list[tuple[Any, ...]] = [
     ({HEAD: ["chunk_bytes"]}, f"kernels['{HEAD}']", "a dict with any of chunk_bytes, accumulate_dtype"),
     ({HEAD: 2**20}, f"kernels['{HEAD}']", "accumulate_dtype, saved_logits_bytes, got 1048576"),
     ({HEAD: {"chunk_size": 3}}, f"kernels['{HEAD}']", "got {'chunk_size': 3}"),
-    *(({HEAD: {"chunk_bytes": value}}, f"kernels['{HEAD}']['chunk_bytes']", repr(value)) for value in (0, 1.5, True, "1MB")),
-    *(({HEAD: {"saved_logits_bytes": value}}, f"kernels['{HEAD}']['saved_logits_bytes']", repr(value)) for value in (-1, 1.5, None)),
-    *(({HEAD: {"accumulate_dtype": value}}, f"kernels['{HEAD}']['accumulate_dtype']", repr(value)) for value in ("int8", "f32", torch.int32, float, None)),
+    *(
+        ({HEAD: {option: value}}, f"kernels['{HEAD}']['{option}']", repr(value))
+        for option, values in (
+            ("chunk_bytes", (0, 1.5, True, "1MB")),
+            ("saved_logits_bytes", (-1, 1.5, None)),
+            ("accumulate_dtype", ("int8", "f32", torch.int32, float, None)),
+        )
+        for value in values
+    ),
 ]  # fmt: skip
 MODELS: list[tuple[Any, str]] = [
     (LlamaForCausalLM, "an instance of torch.nn.Module, such as LlamaForCausalLM(...)"),
@@ -69,7 +75,7 @@ MODELS: list[tuple[Any, str]] = [
 ]
 
 BAD_INPUTS = [
-    *(row(partial(apply_liger_kernels, model(), kernels), *mentions, unchanged=state) for kernels, *mentions in KERNELS),
+    *(row(partial(apply_liger_kernels, model(), each), *mentions, unchanged=state) for each, *mentions in KERNELS),
     *(
         row(partial(call, kernels=kernels), "kernels must be", NAMES, text)
         for kernels, text in ((5, "got 5"), (["x"], "['x']"))
@@ -83,7 +89,7 @@ BAD_INPUTS = [
     ),
     *(row(partial(apply_liger_kernels, each), "model must be", text) for each, text in MODELS),
     *(
-        row(partial(apply_liger_kernels, *call), "kernels asks for", f"'{name}', but nothing in the model", unchanged=state)
+        row(partial(apply_liger_kernels, *call), "kernels asks for", f"'{name}', but nothing", unchanged=state)
         for name, *call in (
             ("gelu_mul", model(), ["rope", "gelu_mul"]),
             ("layer_norm", model(), {"layer_norm": True}),

@@ -38,6 +38,7 @@ from lightning_liger import (
     store_teacher_topk,
 )
 from lightning_liger.data import MultipleChoiceDataModule
+from lightning_liger.post_training.rows import read_rows
 from tests.bad_inputs import row
 from tests.lightning_liger.post_training.preference_data import padded, sequences
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
@@ -129,6 +130,12 @@ def question(changes: dict[str, Any], tmp_path: Path) -> None:
     MultipleChoiceDataModule(path=file, cache_dir=tmp_path, vocab_size=300).prepare_data()
 
 
+def unused_reference() -> None:
+    module = Preference(preference_loss=CPOOptions())
+    module.ref_model = model()
+    module.setup("fit")
+
+
 def other_heads(tmp_path: Path) -> None:
     save_medusa_heads(MedusaHeads(8, 5, 1), tmp_path)
     load_medusa_heads(MedusaHeads(8, 5, 2), tmp_path)
@@ -146,6 +153,7 @@ MODULES: list[tuple[Any, ...]] = [
     (LigerDPO, {"reference": "adapters"}, "reference", "'adapters'", "only with lora"),
     (LigerDPO, {"ref_log_probs_folder": "x"}, "ref_log_probs_folder", "'x'", "precompute_ref_log_probs=True"),
     (LigerDPO, {"lora": {"rank": 2}}, "lora", "{'rank': 2}", "LoraConfig"),
+    (LigerORPO, {"loss_type": "dft"}, "loss_type", "'dft'", "'nll'"),
     (LigerORPO, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs", "False for a loss without a reference"),
     (LigerCPO, {"reference": "model"}, "reference", "'model'", "'auto' for a loss without a reference"),
     (LigerTPO, {"sync_ref_model": True}, "sync_ref_model", "True", "False for a loss without a reference"),
@@ -194,6 +202,7 @@ POLICIES: list[tuple[Any, ...]] = [
     ({"prompt_mask": None}, "batch", "'prompt_mask'", "prompt_ids"),
     ({"completion_mask": None}, "batch", "'completion_mask'", "prompt_ids"),
     ({"advantages": None}, "batch", "'advantages'", "prompt_ids"),
+    ({"prompt_ids": [[1, 2]]}, "batch['prompt_ids']", "a tensor", "[[1, 2]]"),
     ({"prompt_ids": torch.ones(2, 3)}, "batch['prompt_ids']", "float32", "torch.int64"),
     ({"prompt_ids": torch.ones(3, dtype=INT64)}, "batch['prompt_ids']", "(3,)", "[num_sequences, length]"),
     ({"prompt_mask": torch.ones(2, 4)}, "batch['prompt_mask']", "(2, 4)", "(2, 3)"),
@@ -280,6 +289,11 @@ BAD_INPUTS = [
     row(partial(choose, {"question_ids": None}), "'question_ids'", "got"),
     row(partial(choose, {"num_questions": 0}), "num_questions", "at least 1", "0"),
     row(partial(choose, {"is_answer": torch.ones(3)}), "is_answer", "each choice", "3"),
+    row(unused_reference, "ref_model", "LlamaForCausalLM", "None for a loss without a reference"),
+    row(
+        partial(read_rows, {"input_ids": ROWS, "completion_mask": ROWS, "sequence_ids": ROWS, "num_sequences": 0}),
+        *("num_sequences", "0", "at least 1"),
+    ),
     row(lambda: Preference().training_step([1], 0), "batch", "[1]", "a mapping"),
     row(lambda: Policy().step_loss("train", [1, 2]), "batch", "list", "'prompt_ids'"),
     row(

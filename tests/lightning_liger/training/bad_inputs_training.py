@@ -59,6 +59,7 @@ SETTINGS: list[tuple[Any, ...]] = [
     ({"betas": (-0.1, 0.9)}, "betas", "-0.1", "at least 0"),
     ({"betas": ("a", 0.9)}, "betas", "'a'", "a finite number"),
     ({"betas": (0.9,)}, "betas", "(0.9,)", "two numbers"),
+    ({"num_training_steps": 5, "warmup_steps": 10}, "num_training_steps", "5", "at least warmup_steps=10"),
     ({"lora": {"rank": 4}}, "lora", "{'rank': 4}", "LoraConfig"),
     ({"lora": {"r": 0}}, "lora", "0", "at least 1"),
     ({"lora": {"alpha": 4, "lora_alpha": 4}}, "'alpha'", "'lora_alpha'"),
@@ -114,6 +115,7 @@ LOSSES: list[tuple[Any, ...]] = [
     ({"labels": LABELS[0, 0], "logits": LOGITS[0, 0]}, "labels", "seq_len", "shape ()"),
     ({"labels": LABELS.to("meta")}, "labels", "the device of the logits, cpu", "on meta"),
     ({"position_ids": LABELS[:, 1:]}, "position_ids", "(2, 11)", "(2, 10)"),
+    ({"position_ids": [0, 1]}, "position_ids", "a tensor", "[0, 1]"),
     ({"shifted": 1}, "shifted", "True or False", "1"),
 ]
 PROMPTS: list[tuple[Any, ...]] = [
@@ -152,6 +154,10 @@ BAD_INPUTS = [
     *(
         row(lambda each=each: module().lm_loss(**{"logits": LOGITS, "labels": LABELS, **each}), *mentions)
         for each, *mentions in LOSSES
+    ),
+    row(
+        lambda: LigerCausalLM(config=TINY_CONFIG, attn_implementation="sdpaa").configure_model(),
+        *("attn_implementation", "sdpaa"),
     ),
     row(lambda: causal_lm().predict_step([TOKENS], 0), "'input_ids'", "list"),
     row(
