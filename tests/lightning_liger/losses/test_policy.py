@@ -97,22 +97,6 @@ def test_token_local_losses_are_the_same_in_the_loop_over_chunks(loss_type: str)
         torch.testing.assert_close(torch.autograd.grad(in_chunks, parts), torch.autograd.grad(total, whole))
 
 
-def test_is_token_local_only_if_a_token_is_enough() -> None:
-    _, _, batch = padded_batch(sampled=True)
-    on_policy = batch._replace(old_log_probs=None)
-    assert all(is_token_local(batch, options_for(loss_type)) for loss_type in TOKEN_TYPES)
-    assert not is_token_local(batch, options_for("vespo"))
-    assert not is_token_local(on_policy, options_for("grpo"))  # the ratio to the sampler is that of completions
-    assert is_token_local(on_policy, options_for("grpo", **TOKEN_MODE))
-    assert is_token_local(on_policy._replace(sampling_log_probs=None), options_for("grpo"))
-    for changes in (
-        {"importance_sampling_level": "sequence"},
-        {"top_entropy_quantile": 0.5},
-        {"off_policy_mask_threshold": 0.1},
-    ):
-        assert not is_token_local(batch, options_for("grpo", **changes))
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_does_not_depend_on_padding_or_on_the_split_into_micro_batches(loss_type: str) -> None:
     options = options_for(loss_type)
@@ -185,20 +169,6 @@ def test_bias_corrected_divergence_of_sequences_has_the_gradient_of_both_factors
     k = torch.where(mask, kl_estimate(log_probs, batch.ref_log_probs), 0)
     expected = rho * (1 - (batch.ref_log_probs - log_probs).exp()) + rho / n[:, None] * k.sum(1, keepdim=True)
     torch.testing.assert_close(gradient[mask], expected[mask], rtol=1e-11, atol=1e-13)
-
-
-def test_sequence_mode_of_luspo_weights_each_completion_by_its_scored_tokens() -> None:
-    log_probs, entropies, batch = padded_batch()
-    options = options_for("luspo", importance_sampling_level="sequence")
-    expected = naive_loss(log_probs, batch, options)
-    torch.testing.assert_close(loss_of(log_probs, entropies, batch, options), expected, rtol=1e-11, atol=0)
-    doubled = torch.cat((log_probs, torch.full_like(log_probs, torch.nan)), 1)
-    mask = torch.cat((batch.completions.mask, torch.zeros_like(batch.completions.mask)), 1)
-    old = torch.cat((batch.old_log_probs, torch.full_like(log_probs, torch.nan)), 1)  # type: ignore[arg-type]
-    wider = PolicyBatch(Completions(mask), batch.advantages, old)
-    torch.testing.assert_close(
-        loss_of(doubled, torch.zeros_like(doubled), wider, options), expected, rtol=1e-11, atol=0
-    )
 
 
 def test_sampling_ratios_of_tokens_and_of_sequences() -> None:

@@ -63,26 +63,6 @@ class Losses(L.Callback):
         self.values.append(float(outputs["loss"]))
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"pretrained": "no/such/folder"}, FileNotFoundError, r"config\.json and weights\), got 'no/such/folder'"),
-        ({"min_lr_ratio": 1.5}, ValueError, "min_lr_ratio must be .* at least 0 and at most 1, got 1.5"),
-        ({"min_lr_ratio": -0.1}, ValueError, "min_lr_ratio must be .* at least 0 and at most 1, got -0.1"),
-        ({"embedding_lr_scale": 0.0}, ValueError, "embedding_lr_scale must be a finite number above 0, got 0.0"),
-        ({"warmup_steps": -1}, ValueError, "warmup_steps must be an integer of at least 0, got -1"),
-        ({"temperature": -0.5}, ValueError, "temperature must be a finite number of at least 0, got -0.5"),
-        ({"model_type": "no_such_model"}, ValueError, "no_such_model"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_bad_argument_is_refused_before_a_model_is_built(
-    kwargs: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        LigerCausalLM(**kwargs)
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
 def test_weight_decay_leaves_norms_and_biases_and_takes_tied_weights_once(patched: bool, tied: bool) -> None:
@@ -187,15 +167,6 @@ def test_learning_rate_of_unknown_steps_stays_at_its_peak_unless_their_number_is
     assert len(found) == (num_training_steps is None)
 
 
-def test_constant_learning_rate_needs_no_number_of_steps() -> None:
-    module = LigerCausalLM(config=TINY_CONFIG, min_lr_ratio=1.0)
-    trainer = make_trainer(max_epochs=-1, callbacks=[StopAfter()])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(Endless(), batch_size=None))
-    assert not [each for each in caught if "num_training_steps" in str(each.message)]
-
-
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2", "gpt_oss", "zamba"])
 @pytest.mark.parametrize("on_meta", [False, True], ids=["cpu", "meta"])
 def test_weight_decay_leaves_vectors_and_state_spaces_of_any_architecture(model_type: str, on_meta: bool) -> None:
@@ -224,12 +195,6 @@ def test_setting_that_has_no_effect_in_a_checkpoint_is_refused(checkpoint_folder
     with pytest.raises(ValueError, match=r"config must be settings of 'llama', got 'rope_theta': 5000\.0"):
         LigerCausalLM(pretrained=str(checkpoint_folder), config={"rope_theta": 5000.0})
     assert LigerCausalLM(config={"rope_theta": 5000.0}).config.rope_parameters["rope_theta"] == 5000.0
-
-
-def test_config_is_not_written_into() -> None:
-    rope = {"rope_type": "linear", "factor": 2.0}
-    LigerCausalLM(config=TINY_CONFIG | {"rope_scaling": rope})
-    assert rope == {"rope_type": "linear", "factor": 2.0}
 
 
 @pytest.fixture
@@ -285,15 +250,6 @@ def test_configure_model_builds_once_over_the_stages_of_a_trainer() -> None:
     assert model.lm_head.fusion_counters.num_materialized == 0
 
 
-def test_training_learns_a_batch_by_heart() -> None:
-    batch = tiny_batch()
-    module = LigerCausalLM(config=TINY_CONFIG, learning_rate=0.02, warmup_steps=2)
-    trainer = make_trainer(max_steps=12, callbacks=[LigerCallback()])
-    trainer.fit(module, DataLoader([batch] * 12, batch_size=None))
-    with torch.no_grad():
-        assert module.model(**batch).loss < 0.5 * math.log(TINY_CONFIG["vocab_size"])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_predict_step_continues_prompts(temperature: float) -> None:
     trainer = make_trainer()
@@ -333,13 +289,6 @@ def test_strategies_that_shard_build_the_model_on_the_meta_device(
     else:
         assert losses.values[0] == pytest.approx(math.log(TINY_CONFIG["vocab_size"]), rel=0.02)
     assert losses.values[-1] < losses.values[0] - 0.5
-
-
-def test_model_is_built_on_the_default_device_without_a_trainer(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path)
-    module = LigerCausalLM(pretrained=str(tmp_path))
-    module.configure_model()
-    assert torch.equal(module.model.lm_head.weight, tiny_llama().lm_head.weight)
 
 
 def test_architecture_that_does_not_heed_the_meta_device_is_refused_without_weights(tmp_path: Path) -> None:

@@ -42,10 +42,6 @@ class LM(LoggingLM):
         super().__init__(tiny_mixtral() if model is None else model)
 
 
-class LMOfMicroBatches(LM):
-    loss_normalization = "micro_batch"
-
-
 def make_trainer(**options: Any) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
@@ -149,15 +145,6 @@ def test_accumulated_router_losses_are_weighted_by_tokens() -> None:
     assert metrics["train_loss"] == pytest.approx(total.item(), rel=1e-5)
     assert metrics["train_aux_loss"] == pytest.approx(router.item(), rel=1e-5)
     assert metrics["train_perplexity"] == pytest.approx((total - router).exp().item(), rel=1e-4)
-
-
-def test_mean_of_micro_batches_has_the_mean_of_their_router_losses() -> None:
-    module, model = LMOfMicroBatches(), tiny_mixtral()
-    make_trainer(accumulate_grad_batches=2).fit(module, DataLoader(micro_batches()[:2], batch_size=None))
-    (sum(loss for loss, *_ in parts(model)) / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for got, want in zip(module.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_router_losses_of_two_ranks_are_weighted_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

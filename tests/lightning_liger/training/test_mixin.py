@@ -174,42 +174,6 @@ def test_lm_loss_without_labels_is_nan_but_its_gradients_are_zero() -> None:
     assert all((parameter.grad == 0).all() for parameter in module.parameters())
 
 
-def test_mixin_behind_lightning_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"class Wrong\(LigerLMMixin, L\.LightningModule\)"):
-        type("Wrong", (L.LightningModule, LigerLMMixin), {})
-
-
-@pytest.mark.parametrize(
-    ("batch", "found"),
-    [
-        ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "mask": None}, r"\['input_ids', 'mask'\]"),
-        ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "labels": None}, r"\['input_ids', 'labels'\]"),
-        ((torch.ones(1, 3), torch.ones(1, 3)), "tuple"),
-    ],
-    ids=["no_labels", "labels_none", "tuple"],
-)
-@pytest.mark.parametrize(("step", "stage"), [("training_step", "train"), ("validation_step", "val")])
-def test_batch_without_labels_is_refused_with_what_it_holds(batch: Any, found: str, step: str, stage: str) -> None:
-    with pytest.raises(ValueError, match=rf"'labels' for the default {stage} step, got {found}"):
-        getattr(make_module(patched=True), step)(batch, 0)
-
-
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_labels_for_another_number_of_tokens_are_refused(patched: bool) -> None:
-    module, batch = make_module(patched), tiny_batch()
-    logits = module.model(input_ids=batch["input_ids"]).logits
-    with pytest.raises(ValueError, match=r"logits have \(2, 11\) tokens, labels have shape \(2, 10\)"):
-        module.lm_loss(logits, batch["labels"][:, 1:])
-
-
-@pytest.mark.parametrize("label", [VOCAB_SIZE, -1])
-def test_label_out_of_range_is_refused_with_the_range(label: int) -> None:
-    module, batch = make_module(patched=True), tiny_batch()
-    batch["labels"][1, 5] = label
-    with pytest.raises(ValueError, match=rf"between 0 and vocab_size - 1 = 130, .*; got {label} \(1 of 22"):
-        module.lm_loss(module.model(input_ids=batch["input_ids"]).logits, batch["labels"])
-
-
 @unattached
 def test_step_leaves_the_batch_and_the_wish_for_a_loss_as_they_were() -> None:
     module, batch = make_module(patched=True), tiny_batch()
