@@ -249,9 +249,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         """The steps of the schedule, None if nothing tells their number."""
         given: int | None = self._settings.num_training_steps
         estimated = self.trainer.estimated_stepping_batches if given is None else given
-        return (
-            int(estimated) if 0 <= estimated < math.inf else None
-        )  # -1 and infinity are unknown
+        return int(estimated) if 0 <= estimated < math.inf else None  # -1 and infinity are unknown
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from examples.next_item import Course, NextItem, NextItemData
 from examples.next_item.__main__ import main, scores
 from examples.next_item.data import IGNORE_INDEX
-from examples.next_item.generator import KINDS, generate, skewed
+from examples.next_item.generator import KINDS, generate
 from examples.next_item.metrics import label_ranks
 from lightning_liger import LazyLogits, apply_liger_kernels, materialize
 
@@ -31,32 +31,6 @@ def data():
     result = NextItemData(COURSE, batch_size=32)
     result.setup("fit")
     return result
-
-
-def test_log_follows_from_its_seed(log):
-    again, other = generate(COURSE), generate(Course(**{**vars(COURSE), "seed": 1}))
-    assert all(np.array_equal(one, two) for one, two in zip(log, again, strict=True))
-    assert not np.array_equal(log.items, other.items)
-
-
-def test_log_has_the_properties_that_the_generator_states(log):
-    is_event = np.arange(COURSE.max_events) < log.lengths[:, None]
-    assert log.items.min() >= 0
-    assert log.items.max() < COURSE.num_items == 80
-    assert (np.diff(log.times) > 0).all()
-    assert (log.times[is_event] < 1).all()
-    assert log.kinds[:, 0].tolist() == [TOPIC] * COURSE.num_students
-    rows, columns = np.nonzero(is_event & (log.kinds == REVISIT))
-    assert (columns >= COURSE.spacing).all()
-    assert (log.items[rows, columns] == log.items[rows, columns - COURSE.spacing]).all()
-    topics = log.items // (COURSE.num_formats * COURSE.num_steps)
-    rows, columns = np.nonzero((is_event & (log.kinds == NEXT))[:, 1:])
-    after_new = log.kinds[rows, columns] != REVISIT
-    assert (topics[rows, columns] == topics[rows, columns + 1])[after_new].all()
-    counts = np.bincount(log.items[is_event], minlength=COURSE.num_items)
-    assert counts.max() > 2.5 * np.median(counts)  # popularity is skewed
-    assert 0 < (log.lengths < COURSE.max_events).mean() < 1  # some drop out, or are cut by the end of the log
-    assert skewed(5).sum() == pytest.approx(1)
 
 
 def test_splits_are_by_time_and_rows_have_the_whole_history(data, log):

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torchmetrics.functional.classification import binary_auroc
 
 from examples.ranking import ClickData, ClickModel, Ranker
 from examples.ranking.__main__ import ARMS, COLUMNS, main
-from examples.ranking.data import ClickLog
-from examples.ranking.files import read_log, write_log
-from examples.ranking.generator import MISSING, generate
+from examples.ranking.generator import generate
 from examples.ranking.models import ClickNetwork
 from lightning_liger import LazyLogits, apply_liger_kernels
 
@@ -33,46 +30,6 @@ def data():
     result = ClickData(CLICKS, batch_size=256)
     result.setup("fit")
     return result
-
-
-def test_log_follows_from_its_seed(log):
-    again, other = generate(CLICKS), generate(ClickModel(**{**vars(CLICKS), "seed": 1}))
-    assert all(np.array_equal(one, two) for one, two in zip(log, again, strict=True))
-    assert not np.array_equal(log.labels, other.labels)
-
-
-def test_log_has_the_properties_that_the_generator_states(log):
-    num_values = [len(np.unique(column)) for column in log.categories.T]
-    assert num_values == [60, 6, 5, 3, 3, 24]
-    counts = np.sort(np.unique(log.categories[:, 0], return_counts=True)[1])
-    assert counts[-1] > 5 * np.median(counts)
-    surfaces, numbers = np.unique(log.categories[:, 3], return_inverse=True)
-    searches = (log.integers[:, 2] != MISSING).astype(int)  # only one surface has a match
-    assert sorted({(int(number), int(found)) for number, found in zip(numbers, searches, strict=True)}) == sorted(
-        (number, int(np.mean(searches[numbers == number]) == 1)) for number in range(len(surfaces))
-    )
-    assert log.probabilities.min() >= 0.01
-    assert abs(log.labels.mean() - log.probabilities.mean()) < 0.01
-    assert binary_auroc(torch.from_numpy(log.probabilities), torch.from_numpy(log.labels)) > 0.75
-
-
-def test_file_in_the_format_of_criteo_holds_the_log(log, tmp_path):
-    path = tmp_path / "clicks.tsv"
-    part = ClickLog(log.labels[:200], log.integers[:200], log.categories[:200])
-    part.categories[3, 1] = MISSING
-    write_log(path, part)
-    fields = path.read_text(encoding="ascii").splitlines()[3].split("\t")
-    assert len(fields) == 1 + 4 + 6
-    assert fields[6] == ""
-    assert fields[5] == f"{part.categories[3, 0]:08x}"
-    found = read_log(path, num_integers=4)
-    assert all(np.array_equal(one, two) for one, two in zip(part[:3], found[:3], strict=True))
-    loaded = ClickData(path=str(path), num_integers=4)
-    loaded.setup("fit")
-    assert [len(loaded.splits[name]) for name in ("val", "test")] == [20, 20]
-    path.write_text("1\t2\t0000000a\n1\t2\n", encoding="ascii")
-    with pytest.raises(ValueError, match="got 2 fields in line 2"):
-        read_log(path, num_integers=1)
 
 
 def test_rows_are_split_by_time_and_only_training_leaves_out_rows(data, log):

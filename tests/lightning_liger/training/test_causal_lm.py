@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from liger_ops.optim import AdamW
-from lightning_liger import LigerCallback, LigerCausalLM, LigerDeepSpeedStrategy, apply_liger_kernels
+from lightning_liger import LigerCausalLM, LigerDeepSpeedStrategy, apply_liger_kernels
 from tests.lightning_liger.architectures import tiny_causal_lm, tiny_config
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
@@ -183,13 +183,6 @@ def test_weight_decay_leaves_vectors_and_state_spaces_of_any_architecture(model_
     assert set(names.values()) - decayed.keys()
 
 
-def test_attention_is_the_choice_of_transformers_unless_named() -> None:
-    trainer = make_trainer()
-    assert make_module(trainer).model.config._attn_implementation == "sdpa"
-    config = {"num_hidden_layers": 1, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "vocab_size": 50, "n_groups": 1}
-    assert make_module(trainer, model_type="mamba2", config=config).model.config._attn_implementation == "eager"
-
-
 def test_setting_that_has_no_effect_in_a_checkpoint_is_refused(checkpoint_folder: Path) -> None:
     """rope_parameters in the folder's config.json win over the former name."""
     with pytest.raises(ValueError, match=r"config must be settings of 'llama', got 'rope_theta': 5000\.0"):
@@ -214,17 +207,6 @@ def test_pretrained_weights_and_config_come_from_the_folder(checkpoint_folder: P
     assert module.model.config.use_cache is False
 
 
-@pytest.mark.parametrize("pretrained", [False, True], ids=["random", "pretrained"])
-def test_settings_in_config_override_the_architecture(checkpoint_folder: Path, pretrained: bool) -> None:
-    source: dict[str, Any] = {"pretrained": str(checkpoint_folder)} if pretrained else {"model_type": "llama"}
-    config = {"attention_dropout": 0.25} if pretrained else TINY_CONFIG | {"attention_dropout": 0.25}
-    trainer = make_trainer()
-    module = make_module(trainer, config=config, attn_implementation="eager", **source)
-    assert module.model.config.attention_dropout == 0.25
-    assert module.model.config.hidden_size == TINY_CONFIG["hidden_size"]
-    assert module.model.config._attn_implementation == "eager"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_model_is_built_in_the_dtype_of_the_precision_plugin(checkpoint_folder: Path, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)  # what bf16-true does around configure_model; restored by a fixture
@@ -232,22 +214,6 @@ def test_model_is_built_in_the_dtype_of_the_precision_plugin(checkpoint_folder: 
     for source in ({}, {"pretrained": str(checkpoint_folder), "config": None}):
         module = make_module(trainer, **source)
         assert {parameter.dtype for parameter in module.model.parameters()} == {dtype}
-
-
-def test_configure_model_builds_once_over_the_stages_of_a_trainer() -> None:
-    module = LigerCausalLM(config=TINY_CONFIG, learning_rate=0.05)
-    loader = DataLoader([tiny_batch()] * 2, batch_size=None)
-    callback = LigerCallback()
-    trainer = make_trainer(fast_dev_run=2, callbacks=[callback])
-    trainer.fit(module, loader, loader)
-    model, weights = module.model, module.model.lm_head.weight.detach().clone()
-    assert callback.patch_report is not None
-    assert callback.patch_report.num_replaced == 10
-    trainer.validate(module, loader, verbose=False)
-    trainer.test(module, loader, verbose=False)
-    assert module.model is model
-    assert torch.equal(model.lm_head.weight, weights)
-    assert model.lm_head.fusion_counters.num_materialized == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
