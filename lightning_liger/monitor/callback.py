@@ -441,7 +441,8 @@ class LigerMonitor(L.Callback):
         yield "Steps", f"{results['steps']:,.0f} on {processes}"
         unit = "rows" if results["rows"] and not results["tokens"] else "tokens"
         speed, each = (results.get(f"{unit}_per_second{end}") for end in ("", "_per_device"))
-        yield f"{unit.title()}/s", f"{speed:,.0f} ({each:,.0f} a device)" if speed else "too few steps to tell"
+        of_each = f" ({each:,.0f} a device)" if trainer.world_size > 1 and each else ""
+        yield f"{unit.title()}/s", f"{speed:,.0f}{of_each}" if speed else "too few steps to tell"
         for name, value in results.items():
             stage, _, rest = name.partition("_")
             if stage in ("train", "val"):
