@@ -145,6 +145,8 @@ def _wrong_value(key: str, hint: Any, value: Any) -> Iterator[str]:
             repr(each) if isinstance(each, str | int) else getattr(each, "__name__", str(each)) for each in _flat(hint)
         ]
         expected = f"one of {', '.join(words)}" if choices else " or ".join(words)
+        if len(words) > 20:
+            expected = f"one of {len(words)} names that --help lists"
         yield f"{key} must be {expected}, got {value!r}{closest(str(value), choices)}"
 
 

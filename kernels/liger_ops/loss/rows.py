@@ -121,11 +121,8 @@ class TokenRows:
                 targets, self.options, lse, found["lse_error"].to(lse.dtype), {"losses": scale},
                 temperature=temperature, num_columns=logits.shape[1], shard=self.shard, skips_zeros=False,
             )  # fmt: skip
-            gradient_in_place(logits, rows, self.options, self.own_class_weight(logits.shape[1]))
-
-    def own_class_weight(self, num_columns: int) -> Tensor | None:
-        """The weights of this rank's classes."""
-        return own_classes(self.targets.class_weight, num_columns, self.shard)
+            own_weight = own_classes(class_weight, logits.shape[1], self.shard)
+            gradient_in_place(logits, rows, self.options, own_weight)
 
     def to_gradient(self, logits: Tensor, index: Tensor | None, upstream: Mapping[str, Tensor | None]) -> None:
         """Overwrites logits whose lse, its error and, if need be, entropy are in the buffers with their gradient.
@@ -163,9 +160,8 @@ def _statistics(
     own_labels = own_labels.where((own_labels >= 0) & (own_labels < num_columns), -1)
     wanted = {"lse", "label_z"}
     wanted |= {"weighted"} if options.label_smoothing or "mean_logit" in names else set()
-    wanted |= (
-        {"entropy", "largest", "predictions"} if {"entropy", "predictions", "correct"}.intersection(names) else set()
-    )
+    if {"entropy", "predictions", "correct"}.intersection(names):
+        wanted |= {"entropy", "largest", "predictions"}
     wanted |= {"lse_of_squares"} if "log_sum_sq_probs" in names else set()
     weight = own_classes(class_weight, num_columns, shard)
     own = TokenRows(Targets(own_labels, weight, None), options, {}, temperature)
