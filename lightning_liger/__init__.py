@@ -23,6 +23,7 @@ from lightning_liger.losses.distillation import (
     sampled_divergence,
     sparse_divergence,
 )
+from lightning_liger.losses.distillation_options import DistillationOptions
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.multi_head import (
@@ -39,7 +40,6 @@ from lightning_liger.monitor import LigerMonitor
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.post_training.distillation import LigerDistillation, LigerDistillationMixin
-from lightning_liger.post_training.distillation_options import DistillationOptions
 from lightning_liger.post_training.grpo import LigerGRPO
 from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads

@@ -9,7 +9,7 @@ import torch
 import lightning_liger
 from liger_ops.divergence.options import KINDS
 from lightning_liger.losses import cpo, dpo, kto, policy_options, tpo
-from lightning_liger.post_training.distillation_options import MODES
+from lightning_liger.losses.distillation_options import MODES
 from tests.lightning_liger.tiny import tiny_llama
 
 PAGE = (Path(__file__).parents[1] / "docs" / "losses.md").read_text(encoding="utf-8")

@@ -17,13 +17,13 @@ the chosen completions.
 """
 
 from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from liger_ops.arguments import check_choice, check_number, wrong_value
+from liger_ops.arguments import wrong_value
 from lightning_liger.losses.dpo import (
-    PAIR_METRICS,
     PairLogProbs,
     PairLosses,
     PreferenceOptions,
@@ -31,9 +31,12 @@ from lightning_liger.losses.dpo import (
     pair_metrics,
     smoothed_sigmoid,
 )
+from lightning_liger.losses.options import Limits, NonNegative, Positive
 
-LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
-_AVERAGED = ("ipo", "simpo", "alphapo")
+CPOLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]
+LOSS_TYPES = get_args(CPOLoss)
+Smoothing = Annotated[float, Limits(at_least=0, below=0.5)]
+_AVERAGED = ("ipo", "simpo", "alphapo", "tpo-l")
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,11 @@ class CPOOptions(PreferenceOptions):
     """Options of :func:`cpo_loss`, with the names and defaults of TRL.
 
     Args:
-        loss_type: ``"sigmoid"``, ``"hinge"``, ``"ipo"``, ``"simpo"``, or ``"alphapo"`` for ``"simpo"`` with
+        loss_type: A name in the table of :mod:`lightning_liger.losses.cpo`, or ``"alphapo"`` for ``"simpo"`` with
             ``cpo_alpha=0`` (set ``alpha`` with it).
         beta: Scale of the rewards; above 0.
-        cpo_alpha: Factor of the negative log-likelihood. SimPO as in its paper needs 0: with the default, 1,
-            ``"simpo"`` is CPO-SimPO.
+        cpo_alpha: Factor of the negative log-likelihood of chosen completions. SimPO as in its paper needs 0: with the
+            default, 1, ``"simpo"`` is CPO-SimPO.
         simpo_gamma: SimPO's target margin.
         alpha: AlphaPO's alpha (arXiv:2501.03884); 0 for none.
         label_smoothing: The probability in [0, 0.5) that a label is wrong; not for ``hinge`` and ``ipo``.
@@ -55,19 +58,15 @@ class CPOOptions(PreferenceOptions):
         ValueError: For one out of range, or one that the loss would ignore.
     """
 
-    loss_type: str = "sigmoid"
-    beta: float = 0.1
-    cpo_alpha: float = 1.0
+    loss_type: CPOLoss = "sigmoid"
+    beta: Positive = 0.1
+    cpo_alpha: NonNegative = 1.0
     simpo_gamma: float = 0.5
     alpha: float = 0.0
-    label_smoothing: float = 0.0
+    label_smoothing: Smoothing = 0.0
 
     def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, LOSS_TYPES)
-        check_number("beta", self.beta, above=0)
-        check_number("cpo_alpha", self.cpo_alpha, at_least=0)
-        check_number("simpo_gamma", self.simpo_gamma)
-        check_number("alpha", self.alpha)
+        super().__post_init__()
         check_label_smoothing(self.label_smoothing, self.loss_type)
 
     @property
@@ -77,16 +76,14 @@ class CPOOptions(PreferenceOptions):
 
     @property
     def has_nll(self) -> bool:
-        """Whether the loss has a part that is averaged over tokens."""
         return self.nll_weight > 0
 
     @property
     def nll_part(self) -> int:
         return 0
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return (*PAIR_METRICS, "nll_loss")
+    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
+        return cpo_loss(pairs, self)
 
 
 def cpo_loss(pairs: PairLogProbs, options: CPOOptions) -> PairLosses:
@@ -96,21 +93,15 @@ def cpo_loss(pairs: PairLogProbs, options: CPOOptions) -> PairLosses:
         TypeError: For log-probabilities that are no floating-point tensors.
         ValueError: For vectors of different lengths.
     """
-    check_pairs(pairs)
-    chosen, rejected = pairs.averages if options.loss_type in _AVERAGED else (pairs.chosen, pairs.rejected)
-    rewards = [alphapo_score(score, options.alpha) for score in (chosen, rejected)]
-    losses = contrastive_loss(rewards[0] - rewards[1], options.loss_type, options.beta, options.simpo_gamma,
-                              options.label_smoothing)  # fmt: skip
-    nll = None
-    if options.has_nll:
-        nll = options.nll_weight * (-pairs.chosen if pairs.chosen_nll is None else pairs.chosen_nll)
-    metrics = pair_metrics(options.beta * rewards[0], options.beta * rewards[1], chosen, rejected)
-    return PairLosses(losses, nll, metrics)
+    nll = options.nll_weight * pairs.nll if options.has_nll else None
+    margin = options.simpo_gamma
+    return contrastive_losses(
+        pairs, options.loss_type, options.beta, margin, options.label_smoothing, nll, alpha=options.alpha
+    )
 
 
 def check_label_smoothing(label_smoothing: float, loss_type: str) -> None:
-    """Raises unless :func:`contrastive_loss` takes the label smoothing."""
-    check_number("label_smoothing", label_smoothing, at_least=0, below=0.5)
+    """Raises unless :func:`contrastive_losses` takes the label smoothing."""
     if label_smoothing and loss_type in ("hinge", "ipo"):
         raise wrong_value("label_smoothing", f"0 for loss_type={loss_type!r}", label_smoothing)
 
@@ -125,13 +116,24 @@ def alphapo_score(log_probs: Tensor, alpha: float) -> Tensor:
     return -torch.expm1((-alpha * log_probs).clamp(max=80.0)) / alpha
 
 
-def contrastive_loss(
-    difference: Tensor, loss_type: str, beta: float, margin: float = 0.0, label_smoothing: float = 0.0
-) -> Tensor:
-    """``sigmoid``, ``hinge`` or ``ipo`` of a difference of scores; all other types are sigmoid with a margin."""
+def contrastive_losses(
+    pairs: PairLogProbs,
+    loss_type: str,
+    beta: float,
+    margin: float,
+    label_smoothing: float,
+    nll: Tensor | None,
+    alpha: float = 0.0,
+) -> PairLosses:
+    """Losses of the difference of the scores of pairs: ``hinge``, ``ipo``, ``sigmoid``, all others with a margin."""
+    check_pairs(pairs)
+    log_probs = pairs.averages if loss_type in _AVERAGED else (pairs.chosen, pairs.rejected)
+    chosen, rejected = (alphapo_score(score, alpha) for score in log_probs)
+    logits = beta * (chosen - rejected)
     if loss_type == "hinge":
-        return torch.relu(1 - beta * difference)
-    if loss_type == "ipo":
-        return (difference - 0.5 / beta).square()
-    logits = beta * difference
-    return smoothed_sigmoid(logits if loss_type == "sigmoid" else logits - margin, label_smoothing)
+        losses = torch.relu(1 - logits)
+    elif loss_type == "ipo":
+        losses = (chosen - rejected - 0.5 / beta).square()
+    else:
+        losses = smoothed_sigmoid(logits if loss_type == "sigmoid" else logits - margin, label_smoothing)
+    return PairLosses(losses, nll, pair_metrics(beta * chosen, beta * rejected, *log_probs))

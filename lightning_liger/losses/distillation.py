@@ -19,20 +19,13 @@ sampled supports, arXiv:2503.16870 (RS-KD). The tail bucket and ``"renormalize"`
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from liger_ops.arguments import (
-    check_bool,
-    check_choice,
-    check_floating,
-    check_integer,
-    check_number,
-    check_shape,
-    wrong_type,
-    wrong_value,
-)
+from liger_ops.arguments import check_floating, check_integer, check_number, check_shape, wrong_type, wrong_value
+from lightning_liger.losses.options import Options, Positive, Share
 
 _ABSENT = -1e30
 """The log-probability of an id that is not in the support: its probability is 0, and no infinity meets a 0."""
@@ -40,15 +33,15 @@ _MIN_TAIL = 1e-6
 """The smallest remaining mass: float32 sums of probabilities are no more exact."""
 _MAX_LOG_RATIO = 20.0
 
-SUPPORT_MODES = ("tail", "renormalize", "zero", "ignore")
-SAMPLED_ESTIMATORS = ("policy_gradient", "k1", "k2", "k3")
+SupportMode = Literal["tail", "renormalize", "zero", "ignore"]
+SampledEstimator = Literal["policy_gradient", "k1", "k2", "k3"]
 
 Metrics = dict[str, Tensor]
 """Detached values of tokens, by name."""
 
 
 @dataclass(frozen=True)
-class SparseDistillationOptions:
+class SparseDistillationOptions(Options):
     """How a student is compared with a teacher that is known on K ids a token.
 
     Args:
@@ -65,18 +58,14 @@ class SparseDistillationOptions:
             ``"zero"``, where the divergence is not defined.
     """
 
-    beta: float = 0.0
-    support_mode: str = "tail"
-    temperature: float = 1.0
-    teacher_temperature: float = 1.0
+    beta: Share = 0.0
+    support_mode: SupportMode = "tail"
+    temperature: Positive = 1.0
+    teacher_temperature: Positive = 1.0
     t_squared: bool = False
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, at_least=0, at_most=1)
-        check_choice("support_mode", self.support_mode, SUPPORT_MODES)
-        check_number("temperature", self.temperature, above=0)
-        check_number("teacher_temperature", self.teacher_temperature, above=0)
-        check_bool("t_squared", self.t_squared)
+        super().__post_init__()
         if self.support_mode == "ignore" and self.beta > 0:
             raise wrong_value("beta", "0 with support_mode='ignore', which has no other divergence", self.beta)
         if self.support_mode == "zero" and self.beta == 1:
@@ -84,7 +73,7 @@ class SparseDistillationOptions:
 
 
 @dataclass(frozen=True)
-class SampledDistillationOptions:
+class SampledDistillationOptions(Options):
     """How a student is compared with a teacher at the tokens that were sampled from the student.
 
     Args:
@@ -96,12 +85,8 @@ class SampledDistillationOptions:
             None for no weights. Has an effect where old log-probabilities are given.
     """
 
-    estimator: str = "policy_gradient"
-    distillation_is_clip: float | None = 2.0
-
-    def __post_init__(self) -> None:
-        check_choice("estimator", self.estimator, SAMPLED_ESTIMATORS)
-        check_number("distillation_is_clip", self.distillation_is_clip, above=0, optional=True)
+    estimator: SampledEstimator = "policy_gradient"
+    distillation_is_clip: Positive | None = 2.0
 
 
 def sparse_divergence(

@@ -26,16 +26,16 @@ sigmoid_norm   -log s(beta (h(R_w) / n_w - h(R_r) / n_r))                       
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops.arguments import (
-    check_bool,
     check_choice,
     check_floating_tensors,
     check_number,
@@ -43,8 +43,14 @@ from liger_ops.arguments import (
     wrong_type,
     wrong_value,
 )
+from lightning_liger.losses.options import Options, Positive, Share
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+DPOLoss = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+LOSS_TYPES, DIVERGENCES = get_args(DPOLoss), get_args(FDivergence)
 _MAX_EXPONENT = 80.0  # whose exponential is a float32
 _MAX_SQUARED = 1e18
 
@@ -74,6 +80,11 @@ class PairLogProbs(NamedTuple):
         """``chosen`` and ``rejected``, averaged over tokens; an empty completion counts as one token."""
         return self.chosen / self.num_chosen.clamp(min=1), self.rejected / self.num_rejected.clamp(min=1)
 
+    @property
+    def nll(self) -> Tensor:
+        """The negative log-likelihood of the chosen completion."""
+        return -self.chosen if self.chosen_nll is None else self.chosen_nll
+
 
 class PairLosses(NamedTuple):
     """Losses of pairs before they are averaged."""
@@ -87,7 +98,7 @@ class PairLosses(NamedTuple):
     """Detached vectors, ``[B]`` each, to be averaged over pairs; by the names that TRL uses."""
 
 
-class PreferenceOptions:
+class PreferenceOptions(Options):
     """What the options of a preference loss say about it, whatever its formula."""
 
     needs_reference: ClassVar[bool] = False
@@ -108,19 +119,23 @@ class PreferenceOptions:
         return None
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics that the loss itself computes."""
-        return PAIR_METRICS
-
-    @property
     def has_nll(self) -> bool:
         """Whether the loss has a part that is averaged over tokens."""
         return False
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics of the loss itself."""
+        return PAIR_METRICS if self.nll_part is None else (*PAIR_METRICS, "nll_loss")
+
+    @property
     def is_of_single_examples(self) -> bool:
         """Whether the loss is a sum over pairs or triples, each of which depends on its own sequences only."""
         return not self.is_labelled and not self.has_nll
+
+    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
+        """The loss of each pair, or of each triple with the log-probability of its reference completion, ``gold``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -133,8 +148,8 @@ class DPOOptions(PreferenceOptions):
         beta: Strength of the tie to the reference model (IPO's tau); above 0.
         label_smoothing: The probability that a label is wrong: of ``robust`` (below 0.5), ``exo_pair`` (above 0), and
             ``aot``, ``aot_unpaired``.
-        f_divergence_type: ``"reverse_kl"``, ``"forward_kl"``, ``"js_divergence"`` or ``"alpha_divergence"``
-            (arXiv:2309.16240). The last three are for losses of the difference D only.
+        f_divergence_type: The divergence from the reference (arXiv:2309.16240). Others than ``"reverse_kl"`` are for
+            losses of the difference D only.
         f_alpha_divergence_coef: Alpha of ``"alpha_divergence"``.
         ld_alpha: Weight in [0, 1] of the tokens of a completion that the shorter one of its pair does not have
             (LD-DPO, arXiv:2409.06411). None for 1.
@@ -148,21 +163,21 @@ class DPOOptions(PreferenceOptions):
     """
 
     needs_reference = True
-    loss_type: str | tuple[str, ...] = "sigmoid"
-    loss_weights: tuple[float, ...] | None = None
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    f_divergence_type: str = "reverse_kl"
+    loss_type: DPOLoss | Sequence[DPOLoss] = "sigmoid"
+    loss_weights: Sequence[float] | None = None
+    beta: Positive = 0.1
+    label_smoothing: Share = 0.0
+    f_divergence_type: FDivergence = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5
-    ld_alpha: float | None = None
+    ld_alpha: Share | None = None
     use_weighting: bool = False
-    discopop_tau: float = 0.05
+    discopop_tau: Positive = 0.05
 
     def __post_init__(self) -> None:
-        types = self.loss_types
+        super().__post_init__()
+        types, weights, smoothing = self.loss_types, self.loss_weights, self.label_smoothing
         for each in types:
             check_choice("loss_type", each, LOSS_TYPES)
-        weights = self.loss_weights
         if weights is not None:
             if not isinstance(weights, list | tuple):
                 raise wrong_type("loss_weights", "a list of numbers or None", weights)
@@ -170,29 +185,17 @@ class DPOOptions(PreferenceOptions):
                 check_number(f"loss_weights[{index}]", weight)
             if len(weights) != len(types):
                 raise wrong_value("loss_weights", f"one weight for each of the {len(types)} loss types", weights)
-        check_number("beta", self.beta, above=0)
-        check_number("label_smoothing", self.label_smoothing, at_least=0, at_most=1)
-        check_choice("f_divergence_type", self.f_divergence_type, DIVERGENCES)
-        check_number("f_alpha_divergence_coef", self.f_alpha_divergence_coef)
-        check_number("ld_alpha", self.ld_alpha, at_least=0, at_most=1, optional=True)
-        check_bool("use_weighting", self.use_weighting)
-        check_number("discopop_tau", self.discopop_tau, above=0)
         if self.f_divergence_type != "reverse_kl" and not _OF_DIFFERENCE.issuperset(types):
-            raise wrong_value(
-                "f_divergence_type",
-                f"'reverse_kl' for loss types other than {', '.join(sorted(_OF_DIFFERENCE))}",
-                self.f_divergence_type,
-            )
-        if "robust" in types and not self.label_smoothing < 0.5:
-            raise wrong_value("label_smoothing", "below 0.5 for loss_type='robust'", self.label_smoothing)
-        if "exo_pair" in types and not 0 < self.label_smoothing < 1:
-            raise wrong_value(
-                "label_smoothing", "above 0 and below 1 for loss_type='exo_pair', such as 1e-3", self.label_smoothing
-            )
-        if self.label_smoothing and not _SMOOTHED.intersection(types):
-            raise wrong_value(
-                "label_smoothing", f"0 for loss types other than {', '.join(sorted(_SMOOTHED))}", self.label_smoothing
-            )
+            others = f"'reverse_kl' for loss types other than {', '.join(sorted(_OF_DIFFERENCE))}"
+            raise wrong_value("f_divergence_type", others, self.f_divergence_type)
+        if "robust" in types and not smoothing < 0.5:
+            raise wrong_value("label_smoothing", "below 0.5 for loss_type='robust'", smoothing)
+        if "exo_pair" in types and not 0 < smoothing < 1:
+            expected = "above 0 and below 1 for loss_type='exo_pair', such as 1e-3"
+            raise wrong_value("label_smoothing", expected, smoothing)
+        if smoothing and not _SMOOTHED.intersection(types):
+            others = f"0 for loss types other than {', '.join(sorted(_SMOOTHED))}"
+            raise wrong_value("label_smoothing", others, smoothing)
         if self.use_weighting and _SORTED.intersection(types):
             raise wrong_value("use_weighting", "False for aot and aot_unpaired, whose losses mix pairs", True)
 
@@ -208,13 +211,14 @@ class DPOOptions(PreferenceOptions):
 
     @property
     def has_nll(self) -> bool:
-        """Whether the loss has a part that is averaged over tokens."""
         return "sft" in self.loss_types
 
     @property
     def is_of_single_examples(self) -> bool:
-        """Whether the loss is a sum over pairs, each of which depends on its own sequences only."""
         return super().is_of_single_examples and not _SORTED.intersection(self.loss_types)
+
+    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
+        return dpo_loss(pairs, self)
 
 
 def dpo_loss(pairs: PairLogProbs, options: DPOOptions) -> PairLosses:
@@ -224,22 +228,21 @@ def dpo_loss(pairs: PairLogProbs, options: DPOOptions) -> PairLosses:
         TypeError: For log-probabilities that are no floating-point tensors.
         ValueError: For missing reference log-probabilities, or vectors of different lengths.
     """
-    chosen, rejected, ref_difference = log_ratios(pairs)
+    check_pairs(pairs)
+    if pairs.ref_chosen is None or pairs.ref_rejected is None:
+        raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
     if options.use_weighting and pairs.weight is None:
         raise wrong_value("pairs.weight", "the weights of wpo_weights for use_weighting=True", None)
-    ratios = _Ratios(pairs, chosen, rejected, ref_difference, options)
-    losses: Tensor = torch.zeros_like(ratios.chosen)
-    nll = None
-    weights = options.loss_weights or (1.0,) * len(options.loss_types)
+    ratios = _Ratios(pairs, options)
+    losses, nll = torch.zeros_like(ratios.chosen), None
     factor = 1.0 if pairs.weight is None or not options.use_weighting else pairs.weight.detach()
+    weights = options.loss_weights or (1.0,) * len(options.loss_types)
     for loss_type, weight in zip(options.loss_types, weights, strict=True):
         if loss_type == "sft":
-            each = -pairs.chosen if pairs.chosen_nll is None else pairs.chosen_nll
-            nll = weight * factor * each + (0.0 if nll is None else nll)
+            nll = weight * factor * pairs.nll + (0.0 if nll is None else nll)
         else:
             losses = losses + weight * factor * _LOSSES[loss_type](ratios)
-    rewards = options.beta * ratios.chosen.detach(), options.beta * ratios.rejected.detach()
-    return PairLosses(losses, nll, pair_metrics(*rewards, pairs.chosen, pairs.rejected))
+    return PairLosses(losses, nll, pair_metrics(ratios.chosen, ratios.rejected, pairs.chosen, pairs.rejected))
 
 
 def check_pairs(pairs: PairLogProbs) -> None:
@@ -255,13 +258,11 @@ def check_pairs(pairs: PairLogProbs) -> None:
         check_shape(name, value, pairs.chosen.shape, "one value for each pair")
 
 
-def log_ratios(pairs: PairLogProbs) -> tuple[Tensor, Tensor, Tensor]:
-    """R of the chosen and the rejected completions, and the reference's difference of both; checks ``pairs``."""
-    check_pairs(pairs)
-    if pairs.ref_chosen is None or pairs.ref_rejected is None:
-        raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
-    chosen, rejected = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected
-    return chosen, rejected, pairs.ref_chosen - pairs.ref_rejected
+PAIR_METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
+"""The names of :func:`pair_metrics`."""
 
 
 def pair_metrics(
@@ -269,25 +270,9 @@ def pair_metrics(
 ) -> dict[str, Tensor]:
     """Metrics of pairs by TRL's names, from implicit rewards and log-probabilities, ``[B]`` each."""
     chosen_rewards, rejected_rewards = chosen_rewards.detach(), rejected_rewards.detach()
-    return {
-        "rewards/chosen": chosen_rewards,
-        "rewards/rejected": rejected_rewards,
-        "rewards/accuracies": (chosen_rewards > rejected_rewards).to(chosen_rewards.dtype),
-        "rewards/margins": chosen_rewards - rejected_rewards,
-        "logps/chosen": chosen.detach(),
-        "logps/rejected": rejected.detach(),
-    }
-
-
-PAIR_METRICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-)
-"""The names of :func:`pair_metrics`."""
+    accuracies = (chosen_rewards > rejected_rewards).to(chosen_rewards.dtype)
+    rewards = (chosen_rewards, rejected_rewards, accuracies, chosen_rewards - rejected_rewards)
+    return dict(zip(PAIR_METRICS, (*rewards, chosen.detach(), rejected.detach()), strict=True))
 
 
 def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, num_chosen: Tensor, num_rejected: Tensor) -> Tensor:
@@ -304,8 +289,7 @@ def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, num_chosen: Tensor,
     Returns:
         ``[B]``.
     """
-    aligned = (log_probs - log_sum_sq_probs).detach()
-    chosen, rejected = aligned.chunk(2)
+    chosen, rejected = (log_probs - log_sum_sq_probs).detach().chunk(2)
     return (chosen / num_chosen.clamp(min=1) + rejected / num_rejected.clamp(min=1)).exp()
 
 
@@ -315,12 +299,13 @@ def smoothed_sigmoid(logits: Tensor, label_smoothing: float) -> Tensor:
     return loss if not label_smoothing else (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-logits)
 
 
-class _Ratios(NamedTuple):
-    pairs: PairLogProbs
-    chosen: Tensor
-    rejected: Tensor
-    ref_difference: Tensor
-    options: DPOOptions
+class _Ratios:
+    """Of pairs: ``chosen`` and ``rejected`` are beta R, the implicit rewards."""
+
+    def __init__(self, pairs: PairLogProbs, options: DPOOptions) -> None:
+        self.pairs, self.beta, self.options, self.eps = pairs, options.beta, options, options.label_smoothing
+        self.ratios = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected  # type: ignore[operator]
+        self.chosen, self.rejected = (options.beta * ratio for ratio in self.ratios)
 
     def score(self, ratio: Tensor) -> Tensor:
         """h of a log-ratio."""
@@ -333,90 +318,56 @@ class _Ratios(NamedTuple):
             return torch.expm1(((alpha - 1) * ratio).clamp(max=_MAX_EXPONENT)) / (alpha - 1)
         return ratio
 
-    @property
-    def scores(self) -> tuple[Tensor, Tensor]:
-        return self.score(self.chosen), self.score(self.rejected)
-
-    @property
+    @cached_property
     def logits(self) -> Tensor:
         """beta D."""
-        chosen, rejected = self.scores
-        return self.options.beta * (chosen - rejected)
+        return self.beta * (self.score(self.ratios[0]) - self.score(self.ratios[1]))
 
-    @property
+    @cached_property
     def mean_difference(self) -> Tensor:
         """D of scores divided by the numbers of tokens; an empty completion counts as one token."""
-        scores = self.scores
+        scores = [self.score(ratio) for ratio in self.ratios]
         chosen, rejected = self.pairs._replace(chosen=scores[0], rejected=scores[1]).averages
         return chosen - rejected
 
+    def sorted_loss(self, first: Tensor, second: Tensor) -> Tensor:
+        """AOT's loss of the difference of sorted values."""
+        return smoothed_sigmoid(self.beta * (first.sort().values - second.sort().values), self.eps)
+
 
 def _exo(r: _Ratios) -> Tensor:
-    logits, eps = r.logits, r.options.label_smoothing
-    positive, negative = F.logsigmoid(logits), F.logsigmoid(-logits)
-    return positive.exp() * (positive - math.log1p(-eps)) + negative.exp() * (negative - math.log(eps))
-
-
-def _nca(r: _Ratios) -> Tensor:
-    chosen, rejected = r.options.beta * r.chosen, r.options.beta * r.rejected
-    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
-
-
-def _robust(r: _Ratios) -> Tensor:
-    logits, eps = r.logits, r.options.label_smoothing
-    return (eps * F.logsigmoid(-logits) - (1 - eps) * F.logsigmoid(logits)) / (1 - 2 * eps)
-
-
-def _sppo(r: _Ratios) -> Tensor:
-    half = 0.5 / r.options.beta
-    return (r.chosen - half).square() + (r.rejected + half).square()
+    positive, negative = F.logsigmoid(r.logits), F.logsigmoid(-r.logits)
+    return positive.exp() * (positive - math.log1p(-r.eps)) + negative.exp() * (negative - math.log(r.eps))
 
 
 def _aot(r: _Ratios) -> Tensor:
-    quantiles = (r.pairs.chosen - r.pairs.rejected).sort().values - r.ref_difference.sort().values
-    return smoothed_sigmoid(r.options.beta * quantiles, r.options.label_smoothing)
-
-
-def _aot_unpaired(r: _Ratios) -> Tensor:
-    quantiles = r.chosen.sort().values - r.rejected.sort().values
-    return smoothed_sigmoid(r.options.beta * quantiles, r.options.label_smoothing)
-
-
-def _apo_zero(r: _Ratios) -> Tensor:
-    return torch.sigmoid(-r.options.beta * r.chosen) + torch.sigmoid(r.options.beta * r.rejected)
-
-
-def _apo_down(r: _Ratios) -> Tensor:
-    beta = r.options.beta
-    return torch.sigmoid(beta * r.chosen) + torch.sigmoid(beta * (r.rejected - r.chosen))
+    return r.sorted_loss(r.pairs.chosen - r.pairs.rejected, r.pairs.ref_chosen - r.pairs.ref_rejected)  # type: ignore[operator]
 
 
 def _discopop(r: _Ratios) -> Tensor:
-    logits = r.logits
-    mix = torch.sigmoid(logits / r.options.discopop_tau)
     # m exp(-d) is exp(log m - d), which does not overflow: log m falls faster than d for tau below 1.
-    exponential = (F.logsigmoid(logits / r.options.discopop_tau) - logits).clamp(max=_MAX_EXPONENT).exp()
-    return -F.logsigmoid(logits) * (1 - mix) + exponential
+    scaled = r.logits / r.options.discopop_tau
+    exponential = (F.logsigmoid(scaled) - r.logits).clamp(max=_MAX_EXPONENT).exp()
+    return -F.logsigmoid(r.logits) * (1 - torch.sigmoid(scaled)) + exponential
 
 
 _LOSSES: dict[str, Callable[[_Ratios], Tensor]] = {
     "sigmoid": lambda r: -F.logsigmoid(r.logits),
     "hinge": lambda r: torch.relu(1 - r.logits),
     # Bounded, as the square of an exponential that was is not.
-    "ipo": lambda r: (r.mean_difference - 0.5 / r.options.beta).clamp(-_MAX_SQUARED, _MAX_SQUARED).square(),
+    "ipo": lambda r: (r.mean_difference - 0.5 / r.beta).clamp(-_MAX_SQUARED, _MAX_SQUARED).square(),
     "exo_pair": _exo,
-    "nca_pair": _nca,
-    "robust": _robust,
-    "bco_pair": lambda r: -F.logsigmoid(r.options.beta * r.chosen) - F.logsigmoid(-r.options.beta * r.rejected),
-    "sppo_hard": _sppo,
+    "nca_pair": lambda r: -F.logsigmoid(r.chosen) - 0.5 * F.logsigmoid(-r.chosen) - 0.5 * F.logsigmoid(-r.rejected),
+    "robust": lambda r: (r.eps * F.logsigmoid(-r.logits) - (1 - r.eps) * F.logsigmoid(r.logits)) / (1 - 2 * r.eps),
+    "bco_pair": lambda r: -F.logsigmoid(r.chosen) - F.logsigmoid(-r.rejected),
+    "sppo_hard": lambda r: (r.ratios[0] - 0.5 / r.beta).square() + (r.ratios[1] + 0.5 / r.beta).square(),
     "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    "aot_unpaired": lambda r: r.sorted_loss(*r.ratios),
+    "apo_zero": lambda r: torch.sigmoid(-r.chosen) + torch.sigmoid(r.rejected),
+    "apo_down": lambda r: torch.sigmoid(r.chosen) + torch.sigmoid(r.rejected - r.chosen),
     "discopop": _discopop,
-    "sigmoid_norm": lambda r: -F.logsigmoid(r.options.beta * r.mean_difference),
+    "sigmoid_norm": lambda r: -F.logsigmoid(r.beta * r.mean_difference),
 }
-LOSS_TYPES = (*_LOSSES, "sft")
 _OF_DIFFERENCE = frozenset(("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"))
 _SMOOTHED = frozenset(("exo_pair", "robust", "aot", "aot_unpaired"))
 _SORTED = frozenset(("aot", "aot_unpaired"))

@@ -15,24 +15,18 @@ beta R (:class:`RunningDelta`). Neither has a gradient. Losses are averaged over
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import (
-    check_choice,
-    check_floating_tensors,
-    check_number,
-    check_shape,
-    check_tensor,
-    wrong_type,
-    wrong_value,
-)
+from liger_ops.arguments import check_floating_tensors, check_shape, check_tensor, wrong_type, wrong_value
 from lightning_liger.losses.dpo import PAIR_METRICS, PreferenceOptions
+from lightning_liger.losses.options import NonNegative, Positive
 
-LOSS_TYPES = ("kto", "apo_zero_unpaired", "bco")
+KTOLoss = Literal["kto", "apo_zero_unpaired", "bco"]
+LOSS_TYPES = get_args(KTOLoss)
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class KTOOptions(PreferenceOptions):
     """Options of :func:`kto_loss`, with the names and defaults of TRL.
 
     Args:
-        loss_type: ``"kto"``, ``"apo_zero_unpaired"`` or ``"bco"``.
+        loss_type: A name in the table of :mod:`lightning_liger.losses.kto`.
         beta: Strength of the tie to the reference model; above 0.
         desirable_weight: Factor of the losses of desirable completions. The KTO paper (equation 8) advises
             ``desirable_weight * n_desirable / (undesirable_weight * n_undesirable)`` between 1 and 4/3.
@@ -53,16 +47,10 @@ class KTOOptions(PreferenceOptions):
 
     needs_reference = True
     is_labelled = True
-    loss_type: str = "kto"
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, LOSS_TYPES)
-        check_number("beta", self.beta, above=0)
-        check_number("desirable_weight", self.desirable_weight, at_least=0)
-        check_number("undesirable_weight", self.undesirable_weight, at_least=0)
+    loss_type: KTOLoss = "kto"
+    beta: Positive = 0.1
+    desirable_weight: NonNegative = 1.0
+    undesirable_weight: NonNegative = 1.0
 
     @property
     def needs_kl(self) -> bool:
@@ -113,15 +101,12 @@ def kto_loss(
         raise wrong_type("labels", "a tensor of dtype torch.bool", labels)
     check_shape("labels", labels, log_probs.shape, "one value for each completion")
     ratios = log_probs - ref_log_probs
-    if isinstance(baseline, Tensor):
-        baseline = baseline.detach()
+    baseline = baseline.detach() if isinstance(baseline, Tensor) else baseline
     sign = 2 * labels.to(ratios.dtype) - 1
-    if options.loss_type == "kto":
-        losses = torch.sigmoid(-sign * options.beta * (ratios - baseline))
-    elif options.loss_type == "apo_zero_unpaired":
-        losses = torch.sigmoid(-sign * options.beta * ratios)
-    else:
+    if options.loss_type == "bco":
         losses = -F.logsigmoid(sign * (options.beta * ratios - baseline))
+    else:
+        losses = torch.sigmoid(-sign * options.beta * (ratios - baseline if options.needs_kl else ratios))
     weighted = torch.where(labels, options.desirable_weight * losses, options.undesirable_weight * losses)
     return KTOLosses(weighted, options.beta * ratios.detach())
 

@@ -8,6 +8,7 @@ depends on how a batch is split (DeepSeek-V3, arXiv:2412.19437, equation 24, div
 """
 
 import math
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_choice, check_integer, check_number, check_shape, check_tensor, wrong_type
 
-SCHEDULES = ("constant", "linear", "sine")
+Schedule = Literal["constant", "linear", "sine"]
 
 
 def medusa_weights(num_heads: int, decay: float = 0.8) -> list[float]:
@@ -55,7 +56,7 @@ def scheduled_coefficient(
     """
     check_integer("step", step, at_least=0)
     check_number("coefficient", coefficient, at_least=0)
-    check_choice("schedule", schedule, SCHEDULES)
+    check_choice("schedule", schedule, get_args(Schedule))
     if schedule == "constant":
         return coefficient
     check_integer("num_steps", num_steps, at_least=1)

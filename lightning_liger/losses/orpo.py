@@ -12,15 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_floating, check_number
-from lightning_liger.losses.dpo import (
-    PAIR_METRICS,
-    PairLogProbs,
-    PairLosses,
-    PreferenceOptions,
-    check_pairs,
-    pair_metrics,
-)
+from liger_ops.arguments import check_floating
+from lightning_liger.losses.dpo import PairLogProbs, PairLosses, PreferenceOptions, check_pairs, pair_metrics
+from lightning_liger.losses.options import Positive
 
 _LARGEST = -1e-7
 """Of log-probabilities: those of certain completions round to 0, whose odds are infinite."""
@@ -39,14 +33,10 @@ class ORPOOptions(PreferenceOptions):
     """
 
     scores_prompts = True
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_number("beta", self.beta, above=0)
+    beta: Positive = 0.1
 
     @property
     def has_nll(self) -> bool:
-        """Whether the loss has a part that is averaged over tokens."""
         return True
 
     @property
@@ -55,7 +45,10 @@ class ORPOOptions(PreferenceOptions):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
+        return (*super().metric_names, "log_odds_ratio", "log_odds_chosen")
+
+    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
+        return orpo_loss(pairs, self)
 
 
 def orpo_loss(pairs: PairLogProbs, options: ORPOOptions) -> PairLosses:
@@ -74,8 +67,7 @@ def orpo_loss(pairs: PairLogProbs, options: ORPOOptions) -> PairLosses:
     log_ratio = F.logsigmoid(log_odds)
     metrics = pair_metrics(options.beta * chosen, options.beta * rejected, chosen, rejected)
     metrics |= {"log_odds_ratio": log_ratio.detach(), "log_odds_chosen": log_odds.detach()}
-    nll = -pairs.chosen if pairs.chosen_nll is None else pairs.chosen_nll
-    return PairLosses(-options.beta * log_ratio, nll, metrics)
+    return PairLosses(-options.beta * log_ratio, pairs.nll, metrics)
 
 
 def log_odds_of(log_probs: Tensor) -> Tensor:

@@ -13,6 +13,22 @@ vespo      -sg[phi(w)] A l, w the product of a completion's r                   
 rloo       PPO's objective of the product of a completion's r                                    arXiv:2402.14740
 =========  ====================================================================================  ===================
 
+The loss of a batch is the sum of
+
+==================================  ==========================================  ==========================
+loss type                           sum                                         divided by the number of
+==================================  ==========================================  ==========================
+grpo, sapo                          of the means of completions                 completions
+bnpo, dapo, cispo, vespo            of tokens                                   tokens
+dr_grpo                             of tokens / ``max_completion_length``       completions
+luspo                               of tokens                                   completions
+rloo                                of completions                              completions
+==================================  ==========================================  ==========================
+
+The numbers are those of the whole optimizer step, on all ranks, so that the loss does not depend on how a batch was
+split. TRL divides bnpo by the tokens of each micro-batch, and dapo, cispo and vespo by the share of
+``num_items_in_batch`` of an average step; both agree with this where a step is one micro-batch, or all hold as many.
+
 Log-ratios are clamped to +-40 before ``exp``, far outside any trust region: products of two stay finite in float32.
 """
 
@@ -59,51 +75,19 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def clipped_loss(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-) -> Tensor:
-    """PPO's clipped objective, negated; with ``delta`` clipped on both sides (arXiv:2505.07291).
-
-    Args:
-        ratio: Of policy to old probability, of tokens or completions.
-        advantages: Of a shape that broadcasts with it.
-        epsilon: Distance of the lower bound from 1.
-        epsilon_high: Distance of the upper bound from 1; None is ``epsilon``.
-        delta: Upper bound of the ratio in the term that is not clipped.
-    """
-    clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
+def clipped_loss(ratio: Tensor, advantages: Tensor, options: PolicyOptions) -> Tensor:
+    """PPO's clipped objective, negated; with ``delta`` clipped on both sides (arXiv:2505.07291)."""
+    clipped = ratio.clamp(1 - options.epsilon_low, 1 + options.bound_high)
+    bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
     return -torch.minimum(bounded * advantages, clipped * advantages)
-
-
-def cispo_loss(ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
-    """CISPO (arXiv:2506.13585): REINFORCE weighted by the ratio without gradient, at most ``epsilon_high``."""
-    return -ratio.detach().clamp(max=epsilon_high) * advantages * log_probs
-
-
-def sapo_loss(
-    ratio: Tensor, advantages: Tensor, *, temperature_pos: float = 1.0, temperature_neg: float = 1.05
-) -> Tensor:
-    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of clipping, its temperature by the advantage's sign."""
-    temperature = _by_sign(advantages > 0, temperature_pos, temperature_neg, ratio)
-    return -(4 / temperature) * torch.sigmoid(temperature * (ratio - 1)) * advantages
 
 
 def vespo_weights(
     log_ratio: Tensor,
     advantages: Tensor,
     completions: Completions,
-    *,
+    options: PolicyOptions,
     sampling_ratio: Tensor | None = None,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
 ) -> Tensor:
     """VESPO's weights (arXiv:2602.10693), without gradient: phi(w) = exp(lambda + k log w - lambda w).
 
@@ -111,11 +95,8 @@ def vespo_weights(
         log_ratio: l - old of each token; w is the product of the ratios of a completion.
         advantages: ``[num_sequences]``, or one for each token.
         completions: Which tokens form a completion.
+        options: k and lambda, by the advantage's sign.
         sampling_ratio: The ratio of old to sampling probability of each token, a factor of w.
-        k_pos: Exponent where the advantage is not negative.
-        lambda_pos: Decay there.
-        k_neg: Exponent where the advantage is negative.
-        lambda_neg: Decay there.
 
     Returns:
         Weights of the advantages' shape.
@@ -126,34 +107,17 @@ def vespo_weights(
     log_w = log_w.clamp(_VESPO_LOW, _VESPO_HIGH)
     if advantages.ndim > 1:
         log_w = completions.spread(log_w)
-    k = _by_sign(advantages >= 0, k_pos, k_neg, log_w)
-    decay = _by_sign(advantages >= 0, max(lambda_pos, 1e-4), max(lambda_neg, 1e-4), log_w)
+    k = _by_sign(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg, log_w)
+    decay = _by_sign(advantages >= 0, max(options.vespo_lambda_pos, 1e-4), max(options.vespo_lambda_neg, 1e-4), log_w)
     return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def rloo_losses(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    completions: Completions,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> Tensor:
-    """RLOO (arXiv:2402.14740) as TRL: PPO's objective of the ratio of whole completions, ``[num_sequences]``."""
-    ratio = safe_exp(completions.sum(log_ratio))
-    return clipped_loss(ratio, advantages, epsilon=epsilon, epsilon_high=epsilon_high)
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Schulman's estimate k3 of KL(policy || reference) of tokens that the policy sampled, never negative.
 
-
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, kind: str = "k3") -> Tensor:
-    """Schulman's estimate of KL(policy || reference) of tokens that the policy sampled.
-
-    k3 = exp(ref - l) - (ref - l) - 1, never negative, as GRPO; k1 = l - ref, as RLOO's penalty
-    (http://joschu.net/blog/kl-approx.html).
+    ``exp(ref - l) - (ref - l) - 1`` (http://joschu.net/blog/kl-approx.html).
     """
-    difference = ref_log_probs - log_probs
-    if kind == "k1":
-        return -difference
-    difference = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    difference = (ref_log_probs - log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return torch.expm1(difference) - difference
 
 
@@ -172,18 +136,12 @@ def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions
     ratio = safe_exp(log_probs - old if tokens.log_weights is None else tokens.log_weights)
     advantages = tokens.advantages
     if options.loss_type in CLIPPED:
-        losses = clipped_loss(
-            ratio, advantages, epsilon=options.epsilon_low, epsilon_high=options.bound_high, delta=options.delta
-        )
+        losses = clipped_loss(ratio, advantages, options)
     elif options.loss_type == "cispo":
-        losses = cispo_loss(ratio, log_probs, advantages, epsilon_high=options.bound_high)
+        losses = -ratio.detach().clamp(max=options.bound_high) * advantages * log_probs
     elif options.loss_type == "sapo":
-        losses = sapo_loss(
-            ratio,
-            advantages,
-            temperature_pos=options.sapo_temperature_pos,
-            temperature_neg=options.sapo_temperature_neg,
-        )
+        t = _by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, ratio)
+        losses = -(4 / t) * torch.sigmoid(t * (ratio - 1)) * advantages
     elif options.loss_type == "vespo" and tokens.phi is not None:
         losses = -tokens.phi * advantages * log_probs
     else:
@@ -196,6 +154,21 @@ def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions
         kl = kl * ratio if options.use_bias_correction_kl else kl
         losses = losses + options.beta * kl
     return PolicyTerms(losses, ratio, kl)
+
+
+def token_weights(completions: Completions, options: PolicyOptions, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight of each token in the sum, of a shape that broadcasts with the tokens."""
+    if options.loss_type in ("grpo", "sapo"):
+        return completions.spread(1 / completions.lengths.to(dtype).clamp(min=1))
+    length = options.max_completion_length if options.loss_type == "dr_grpo" else None
+    return torch.full((1, 1), 1 / (length or 1), dtype=dtype, device=completions.mask.device)
+
+
+def num_units(completions: Completions, options: PolicyOptions) -> Tensor:
+    """The number that the sum over a batch is divided by, a scalar: of tokens or of completions."""
+    if options.counts_tokens:
+        return completions.mask.sum()
+    return torch.full((), completions.count, device=completions.mask.device)
 
 
 def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Most losses are functions of each token alone and can be computed inside the loo
 computed from all log-probabilities (:func:`policy_objective`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,14 +15,13 @@ from liger_ops.arguments import check_floating, check_same_device, wrong_type, w
 from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy import (
     PolicyTokens,
-    kl_estimate,
+    clipped_loss,
     policy_terms,
-    rloo_losses,
     safe_exp,
+    token_weights,
     vespo_weights,
 )
 from lightning_liger.losses.policy_options import OF_SEQUENCES, PolicyOptions
-from lightning_liger.losses.policy_reductions import token_weights
 from lightning_liger.losses.policy_weights import off_policy_mask, sampling_ratio, top_entropy_mask
 
 
@@ -133,28 +131,25 @@ def token_objective(
     """
     shape, dtype = batch.completions.mask.shape, torch.promote_types(batch.advantages.dtype, torch.float32)
 
-    def flat(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.expand(shape).reshape(-1)
+    def flat(value: Tensor | None) -> Any:
+        return None if value is None else _of_tokens(batch, value).expand(shape).reshape(-1)
 
-    advantages, weights = (
-        flat(_of_tokens(batch, batch.advantages)),
-        flat(token_weights(batch.completions, options, dtype)),
-    )
-    old, ref, sampled = map(flat, (batch.old_log_probs, batch.ref_log_probs, batch.sampling_log_probs))
-    of_sequences = None
+    advantages, weights = flat(batch.advantages), flat(token_weights(batch.completions, options, dtype))
+    old, ref, sampled = map(flat, batch[2:])
+    corrects_here = _corrects(batch, options) and old is None
+    importance = None
     if _corrects(batch, options) and batch.old_log_probs is not None:
-        of_sequences = flat(_of_tokens(batch, _sampling_ratio(batch.old_log_probs, batch, options)))
-    corrects_here = _corrects(batch, options) and batch.old_log_probs is None
+        importance = flat(_sampling_ratio(batch.old_log_probs, batch.sampling_log_probs, batch.completions, options))
 
     def losses_of(scores: Any, indices: Tensor) -> Tensor:
-        def at(value: Tensor | None) -> Tensor | None:
+        def at(value: Any) -> Any:
             return None if value is None else value[indices]
 
-        factor = at(of_sequences)
+        factor = at(importance)
         if corrects_here:
-            factor = _ratio_of_tokens(scores.log_probs, at(sampled), options)
-        tokens = PolicyTokens(at(advantages), at(old), at(ref), factor=factor)  # type: ignore[arg-type]
-        losses = policy_terms(scores.log_probs, tokens, options).losses * weights[indices]  # type: ignore[index]
+            factor = _sampling_ratio(scores.log_probs.detach(), at(sampled), None, options)
+        tokens = PolicyTokens(at(advantages), at(old), at(ref), factor=factor)
+        losses = policy_terms(scores.log_probs, tokens, options).losses * weights[indices]
         return losses if entropy_weight is None else losses - entropy_weight * scores.entropy
 
     return losses_of
@@ -178,121 +173,58 @@ def policy_objective(
         gather: As for :func:`~lightning_liger.losses.policy_weights.top_entropy_mask`.
 
     Returns:
-        Sums, to be divided by :func:`~lightning_liger.losses.policy_reductions.num_units` of the optimizer step.
+        Sums, to be divided by :func:`~lightning_liger.losses.policy.num_units` of the optimizer step.
     """
     completions, mask = batch.completions, batch.completions.mask
     # Nothing that is not scored reaches the arithmetic, whose gradient a mask afterwards would not keep from NaN.
     log_probs = torch.where(mask, log_probs, 0.0)
-    others = (None if value is None else torch.where(mask, value, 0.0) for value in batch[2:])
-    batch = PolicyBatch(completions, batch.advantages, *others)
+    per_token = (value if value is None or value.ndim == 1 else torch.where(mask, value, 0.0) for value in batch[1:])
+    batch = PolicyBatch(completions, *per_token)  # type: ignore[arg-type]
     old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    importance = _sampling_ratio(old, batch, options) if _corrects(batch, options) else None
-    kept = None
-    if options.top_entropy_quantile < 1:
-        kept = top_entropy_mask(entropies, mask, quantile=options.top_entropy_quantile, gather=gather)
-    loss_of = _loss_of_completions if options.loss_type in OF_SEQUENCES else _loss_of_tokens
-    total, ratio, kl, phi = loss_of(log_probs, old, batch, importance, kept, options)
+    log_ratio, importance, kept, kl, phi = log_probs - old, None, None, None, None
+    if _corrects(batch, options):
+        importance = _sampling_ratio(old, batch.sampling_log_probs, completions, options)
+    if options.loss_type in OF_SEQUENCES:  # RLOO as TRL: PPO's objective of the ratio of whole completions
+        ratio = safe_exp(completions.sum(log_ratio))
+        losses = clipped_loss(ratio, batch.advantages, options)
+        total = (losses if importance is None else losses * importance).sum()
+    else:
+        log_weights, factor = log_ratio, importance
+        if options.importance_sampling_level == "sequence":
+            log_weights = completions.mean(log_ratio)
+        if options.loss_type == "vespo":  # whose weights contain the importance
+            phi, factor = vespo_weights(log_ratio, batch.advantages, completions, options, importance), None
+        if options.top_entropy_quantile < 1:
+            kept = top_entropy_mask(entropies, mask, quantile=options.top_entropy_quantile, gather=gather)
+        near = None
+        if (threshold := options.off_policy_mask_threshold) is not None:
+            sampled = old if batch.sampling_log_probs is None else batch.sampling_log_probs
+            near = off_policy_mask(log_probs, sampled, batch.advantages, completions, threshold=threshold)
+        values = batch.advantages, log_weights, factor, near, phi
+        advantages, weights, factor, near, of_phi = (_of_tokens(batch, value) for value in values)
+        for masked in (near, kept):
+            if masked is not None:
+                factor = masked if factor is None else factor * masked
+        terms = policy_terms(
+            log_probs, PolicyTokens(advantages, old, batch.ref_log_probs, weights, factor, of_phi), options
+        )
+        losses = terms.losses * token_weights(completions, options, log_probs.dtype)
+        total, ratio, kl = torch.where(mask, losses, 0.0).sum(), safe_exp(log_weights), terms.kl
     entropy = torch.where(mask if kept is None else kept, entropies, 0.0).sum()
-    details = (ratio, log_probs - old, old, kl, phi, importance)
+    details = (ratio, log_ratio, old, kl, phi, importance)
     return PolicyObjective(total, entropy, PolicyDetails(*(None if x is None else x.detach() for x in details)))  # type: ignore[arg-type]
 
 
-_Loss = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""The weighted sum; the ratio, of tokens or completions; the divergence of tokens; VESPO's weights."""
+def _of_tokens(batch: PolicyBatch, value: Any) -> Any:
+    """``[num_sequences]`` as values that broadcast with tokens; values of tokens, and None, as they are."""
+    return batch.completions.spread(value) if value is not None and value.ndim == 1 else value
 
 
-def _loss_of_tokens(
-    log_probs: Tensor,
-    old: Tensor,
-    batch: PolicyBatch,
-    importance: Tensor | None,
-    kept: Tensor | None,
-    options: PolicyOptions,
-) -> _Loss:
-    completions, advantages = batch.completions, batch.advantages
-    log_weights = log_ratio = log_probs - old
-    if options.importance_sampling_level == "sequence":
-        log_weights = completions.mean(log_ratio)
-    phi, factors = None, [] if importance is None else [_of_tokens(batch, importance)]
-    if options.loss_type == "vespo":
-        phi, factors = _vespo_weights(log_ratio, batch, importance, options), []
-    if options.off_policy_mask_threshold is not None:
-        sampled = old if batch.sampling_log_probs is None else batch.sampling_log_probs
-        threshold = options.off_policy_mask_threshold
-        near = off_policy_mask(log_probs, sampled, advantages, completions, threshold=threshold)
-        factors.append(_of_tokens(batch, near))
-    factors += [] if kept is None else [kept]
-    tokens = PolicyTokens(
-        _of_tokens(batch, advantages),
-        old,
-        batch.ref_log_probs,
-        _of_tokens(batch, log_weights),
-        functools.reduce(torch.mul, factors) if factors else None,
-        None if phi is None else _of_tokens(batch, phi),
-    )
-    terms = policy_terms(log_probs, tokens, options)
-    losses = terms.losses * token_weights(completions, options, log_probs.dtype)
-    return torch.where(completions.mask, losses, 0.0).sum(), safe_exp(log_weights), terms.kl, phi
-
-
-def _loss_of_completions(
-    log_probs: Tensor,
-    old: Tensor,
-    batch: PolicyBatch,
-    importance: Tensor | None,
-    kept: Tensor | None,
-    options: PolicyOptions,
-) -> _Loss:
-    """RLOO."""
-    completions, log_ratio = batch.completions, log_probs - old
-    losses = rloo_losses(
-        log_ratio, batch.advantages, completions, epsilon=options.epsilon_low, epsilon_high=options.bound_high
-    )
-    ratio = safe_exp(completions.sum(log_ratio))
-    losses = losses if importance is None else losses * importance
-    kl = None
-    if options.beta and batch.ref_log_probs is not None:
-        kl = kl_estimate(log_probs, batch.ref_log_probs)
-        losses = losses + options.beta * completions.mean(kl)
-    return losses.sum(), ratio, kl, None
-
-
-def _vespo_weights(log_ratio: Tensor, batch: PolicyBatch, importance: Tensor | None, options: PolicyOptions) -> Tensor:
-    return vespo_weights(
-        log_ratio,
-        batch.advantages,
-        batch.completions,
-        sampling_ratio=importance,
-        k_pos=options.vespo_k_pos,
-        lambda_pos=options.vespo_lambda_pos,
-        k_neg=options.vespo_k_neg,
-        lambda_neg=options.vespo_lambda_neg,
-    )
-
-
-def _of_tokens(batch: PolicyBatch, value: Tensor) -> Tensor:
-    """``[num_sequences]`` as values that broadcast with tokens; values of tokens as they are."""
-    return batch.completions.spread(value) if value.ndim == 1 else value
-
-
-def _sampling_ratio(old: Tensor, batch: PolicyBatch, options: PolicyOptions) -> Tensor:
-    assert batch.sampling_log_probs is not None
-    return sampling_ratio(
-        old,
-        batch.sampling_log_probs,
-        mode=options.vllm_importance_sampling_mode,
-        completions=batch.completions,
-        clip_min=options.vllm_importance_sampling_clip_min,
-        clip_max=options.vllm_importance_sampling_clip_max,
-    )
-
-
-def _ratio_of_tokens(log_probs: Tensor, sampled: Tensor | None, options: PolicyOptions) -> Tensor:
+def _sampling_ratio(
+    old: Tensor, sampled: Tensor | None, completions: Completions | None, options: PolicyOptions
+) -> Tensor:
     assert sampled is not None
     return sampling_ratio(
-        log_probs.detach(),
-        sampled,
-        mode=options.vllm_importance_sampling_mode,
-        clip_min=options.vllm_importance_sampling_clip_min,
-        clip_max=options.vllm_importance_sampling_clip_max,
-    )
+        old, sampled, mode=options.vllm_importance_sampling_mode, completions=completions,
+        clip_min=options.vllm_importance_sampling_clip_min, clip_max=options.vllm_importance_sampling_clip_max,
+    )  # fmt: skip

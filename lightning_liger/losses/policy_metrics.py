@@ -21,29 +21,23 @@ class PolicyMetrics(NamedTuple):
     """Largest or smallest values, as the last part of the name says; infinite where the batch has none."""
 
 
+_LENGTHS = ("completions/mean_length", "completions/min_length", "completions/max_length")
+_CLIPS = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+OF_DATA = (
+    *(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
+    *(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
+    "completions/clipped_ratio",
+    *(name.replace("_length", "_terminated_length") for name in _LENGTHS),
+    *("kl", "reward", "reward_std", "frac_reward_zero_std"),
+)
+"""The metrics of batches with rewards, with log-probabilities of the sampler or of a reference, of known ends."""
+
+
 def metric_names(options: PolicyOptions) -> list[str]:
     """The metrics that every batch of the loss has."""
-    names = ["entropy"]
-    if options.beta:
-        names.append("kl")
-    if options.loss_type in (*CLIPPED, "rloo"):
-        names += [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")]
-    if options.loss_type == "cispo":
-        names.append("cispo_clip_ratio")
-    if options.loss_type == "vespo":
-        names.append("vespo/phi_seq_mean")
-    return names + [f"completions/{name}_length" for name in ("mean", "min", "max")]
-
-
-def names_of_data() -> list[str]:
-    """The metrics of batches with rewards, with log-probabilities of the sampler or of a reference, of known ends."""
-    names = [f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")]
-    names += [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
-    names += [
-        "completions/clipped_ratio",
-        *(f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
-    ]
-    return [*names, "kl", "reward", "reward_std", "frac_reward_zero_std"]
+    clips = [f"clip_ratio/{name}" for name in _CLIPS] if options.loss_type in (*CLIPPED, "rloo") else []
+    own = {"cispo": ["cispo_clip_ratio"], "vespo": ["vespo/phi_seq_mean"]}.get(options.loss_type, clips)
+    return ["entropy", *(["kl"] if options.beta else []), *own, *_LENGTHS]
 
 
 def metric_kind(name: str) -> str:
@@ -68,37 +62,57 @@ def policy_metrics(
         options: The loss.
         is_terminated: ``[num_sequences]``, bool: the completions that the policy has ended, and no limit of length.
     """
-    completions = batch.completions
-    means: dict[str, tuple[Tensor, Tensor]] = {"entropy": _mean(entropies.detach(), completions)}
+    completions, ratio, advantages = batch.completions, details.ratio, batch.advantages
+    if ratio.ndim != advantages.ndim:  # one of completions, the other of tokens
+        ratio, advantages = (completions.spread(x) if x.ndim == 1 else x for x in (ratio, advantages))
     extremes: dict[str, Tensor] = {}
-    if details.kl is not None:
-        means["kl"] = _mean(details.kl, completions)
-    elif options.loss_type == "rloo" and batch.ref_log_probs is not None and batch.old_log_probs is not None:
-        means["kl"] = _mean(batch.old_log_probs - batch.ref_log_probs, completions)
+    averaged: dict[str, Tensor | None] = {"entropy": entropies.detach(), "kl": details.kl}
+    if options.loss_type == "rloo" and batch.ref_log_probs is not None and batch.old_log_probs is not None:
+        averaged["kl"] = batch.old_log_probs - batch.ref_log_probs
     if options.loss_type in (*CLIPPED, "rloo"):
-        low, high = _clipped(details, batch, options)
-        for name, clipped in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
-            means[f"clip_ratio/{name}"] = _mean(clipped.float(), completions)
-        extremes["clip_ratio/low_min"] = _extreme_share(low, completions, math.inf)
-        extremes["clip_ratio/high_max"] = _extreme_share(high, completions, -math.inf)
+        low = ((ratio < 1 - options.epsilon_low) & (advantages < 0)).float()
+        high = ((ratio > 1 + options.bound_high) & (advantages > 0)).float()
+        both = torch.maximum(low, high)
+        averaged |= {f"clip_ratio/{name}_mean": x for name, x in (("low", low), ("high", high), ("region", both))}
+        for name, clipped, start in (("low_min", low, math.inf), ("high_max", high, -math.inf)):
+            # Of the share of each completion's tokens; those without tokens do not count.
+            is_of_tokens = clipped.ndim > 1
+            shares = completions.mean(clipped) if is_of_tokens else clipped
+            extremes[f"clip_ratio/{name}"] = _extreme(shares, start, completions.lengths > 0 if is_of_tokens else None)
     if options.loss_type == "cispo":
-        ratio, advantages = _broadcast(details.ratio, batch)
-        means["cispo_clip_ratio"] = _mean(((ratio > options.bound_high) & (advantages > 0)).float(), completions)
-    if details.phi is not None:
-        means["vespo/phi_seq_mean"] = _mean(details.phi, completions)
-    if details.sampling_ratio is not None:
-        _add_sampling(means, extremes, batch, details)
+        averaged["cispo_clip_ratio"] = ((ratio > options.bound_high) & (advantages > 0)).float()
+    averaged["vespo/phi_seq_mean"] = details.phi
+    averaged["sampling/importance_sampling_ratio/mean"] = sampling = details.sampling_ratio
+    means = {name: _mean(value, completions) for name, value in averaged.items() if value is not None}
+    if sampling is not None and batch.sampling_log_probs is not None:
+        difference = (details.old_log_probs - batch.sampling_log_probs).abs()
+        known, scored = completions.mask & ~batch.sampling_log_probs.isnan(), completions.mask
+        means[OF_DATA[0]] = torch.where(known, difference, 0.0).sum(), known.sum()
+        extremes[OF_DATA[1]] = _extreme(difference, -math.inf, known)
+        for name, start in (("min", math.inf), ("max", -math.inf)):
+            value = _extreme(sampling, start, scored if sampling.ndim > 1 else None)
+            extremes[f"sampling/importance_sampling_ratio/{name}"] = value
     lengths = completions.lengths
-    means["completions/mean_length"] = lengths.sum(), _number(lengths)
-    extremes["completions/min_length"] = _extreme(lengths, math.inf)
-    extremes["completions/max_length"] = _extreme(lengths, -math.inf)
+    _add_lengths(means, extremes, lengths, None, _LENGTHS)
     if is_terminated is not None:
-        is_known, is_terminated = lengths > 0, is_terminated & (lengths > 0)
+        is_known = lengths > 0
+        is_terminated = is_terminated & is_known
         means["completions/clipped_ratio"] = (is_known & ~is_terminated).sum(), is_known.sum()
-        means["completions/mean_terminated_length"] = (lengths * is_terminated).sum(), is_terminated.sum()
-        extremes["completions/min_terminated_length"] = _extreme(lengths, math.inf, is_terminated)
-        extremes["completions/max_terminated_length"] = _extreme(lengths, -math.inf, is_terminated)
+        _add_lengths(means, extremes, lengths, is_terminated, OF_DATA[6:9])
     return PolicyMetrics(means, extremes)
+
+
+def _add_lengths(
+    means: dict[str, tuple[Tensor, Tensor]],
+    extremes: dict[str, Tensor],
+    lengths: Tensor,
+    where: Tensor | None,
+    names: tuple[str, ...],
+) -> None:
+    """Adds the mean, the smallest and the largest of the lengths of some completions."""
+    means[names[0]] = (lengths.sum(), _number(lengths)) if where is None else ((lengths * where).sum(), where.sum())
+    extremes[names[1]] = _extreme(lengths, math.inf, where)
+    extremes[names[2]] = _extreme(lengths, -math.inf, where)
 
 
 def reward_metrics(rewards: Tensor, group_ids: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -122,51 +136,11 @@ def reward_metrics(rewards: Tensor, group_ids: Tensor | None = None) -> dict[str
     return means
 
 
-def _add_sampling(
-    means: dict[str, tuple[Tensor, Tensor]], extremes: dict[str, Tensor], batch: PolicyBatch, details: PolicyDetails
-) -> None:
-    assert batch.sampling_log_probs is not None
-    assert details.sampling_ratio is not None
-    mask, ratio = batch.completions.mask, details.sampling_ratio
-    difference = (details.old_log_probs - batch.sampling_log_probs).abs()
-    known = mask & ~batch.sampling_log_probs.isnan()
-    name = "sampling/sampling_logp_difference"
-    means[f"{name}/mean"] = torch.where(known, difference, 0.0).sum(), known.sum()
-    extremes[f"{name}/max"] = _extreme(difference, -math.inf, known)
-    name = "sampling/importance_sampling_ratio"
-    means[f"{name}/mean"] = _mean(ratio, batch.completions)
-    extremes[f"{name}/min"] = _extreme(ratio, math.inf, mask if ratio.ndim > 1 else None)
-    extremes[f"{name}/max"] = _extreme(ratio, -math.inf, mask if ratio.ndim > 1 else None)
-
-
-def _clipped(details: PolicyDetails, batch: PolicyBatch, options: PolicyOptions) -> tuple[Tensor, Tensor]:
-    """Where the ratio is below its bound and A negative, and where it is above its bound and A positive."""
-    ratio, advantages = _broadcast(details.ratio, batch)
-    low, high = 1 - options.epsilon_low, 1 + options.bound_high
-    return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
-
-
-def _broadcast(ratio: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
-    """The ratio and the advantages, both of completions or both of tokens."""
-    if ratio.ndim == batch.advantages.ndim:
-        return ratio, batch.advantages
-    if ratio.ndim == 1:
-        return batch.completions.spread(ratio), batch.advantages
-    return ratio, batch.completions.spread(batch.advantages)
-
-
 def _mean(values: Tensor, completions: Completions) -> tuple[Tensor, Tensor]:
     """Over completions for ``[num_sequences]``, else over scored tokens."""
     if values.ndim == 1:
         return values.sum(), _number(values)
     return torch.where(completions.mask, values, 0.0).sum(), completions.mask.sum()
-
-
-def _extreme_share(clipped: Tensor, completions: Completions, start: float) -> Tensor:
-    """The extreme over completions of the share of their tokens; those without tokens do not count."""
-    if clipped.ndim == 1:
-        return _extreme(clipped.float(), start)
-    return _extreme(completions.mean(clipped.float()), start, completions.lengths > 0)
 
 
 def _extreme(values: Tensor, start: float, where: Tensor | None = None) -> Tensor:

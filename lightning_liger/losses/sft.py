@@ -6,9 +6,11 @@ dft    -sg[exp(l)] l       dynamic fine-tuning (arXiv:2508.05629): tokens weight
 =====  ==================  ================================================================
 """
 
+from typing import Literal
+
 from torch import Tensor
 
-SFT_LOSSES = ("nll", "dft")
+SFTLoss = Literal["nll", "dft"]
 
 
 def dft_loss(log_probs: Tensor) -> Tensor:

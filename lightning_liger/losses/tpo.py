@@ -7,22 +7,17 @@ averaged over their tokens. There is no reference model.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast, get_args
 
 from torch import Tensor
 
-from liger_ops.arguments import check_choice, check_number, check_shape, check_tensor
-from lightning_liger.losses.cpo import check_label_smoothing, contrastive_loss
-from lightning_liger.losses.dpo import (
-    PAIR_METRICS,
-    PairLogProbs,
-    PairLosses,
-    PreferenceOptions,
-    check_pairs,
-    pair_metrics,
-)
+from liger_ops.arguments import check_shape, check_tensor
+from lightning_liger.losses.cpo import Smoothing, check_label_smoothing, contrastive_losses
+from lightning_liger.losses.dpo import PairLogProbs, PairLosses, PreferenceOptions, check_pairs
+from lightning_liger.losses.options import NonNegative, Positive
 
-LOSS_TYPES = ("sigmoid", "hinge", "ipo", "tpo-l")
+TPOLoss = Literal["sigmoid", "hinge", "ipo", "tpo-l"]
+LOSS_TYPES = get_args(TPOLoss)
 
 
 @dataclass(frozen=True)
@@ -30,9 +25,9 @@ class TPOOptions(PreferenceOptions):
     """Options of :func:`tpo_loss`, with the names and defaults of TRL.
 
     Args:
-        loss_type: ``"sigmoid"``, ``"hinge"``, ``"ipo"`` or ``"tpo-l"``.
+        loss_type: The loss of a pair, see :mod:`lightning_liger.losses.tpo`.
         beta: Scale of the rewards; above 0.
-        tpo_alpha: Factor of the negative log-likelihood of the reference completions; 0 needs none.
+        tpo_alpha: Factor of the negative log-likelihood of the reference completions; with 0, data are pairs.
         tpo_l_gamma: Target margin of ``"tpo-l"``.
         label_smoothing: The probability in [0, 0.5) that a label is wrong; not for ``hinge`` and ``ipo``.
 
@@ -41,22 +36,18 @@ class TPOOptions(PreferenceOptions):
         ValueError: For one out of range, or one that the loss would ignore.
     """
 
-    loss_type: str = "sigmoid"
-    beta: float = 0.01
-    tpo_alpha: float = 1.0
+    loss_type: TPOLoss = "sigmoid"
+    beta: Positive = 0.01
+    tpo_alpha: NonNegative = 1.0
     tpo_l_gamma: float = 0.5
-    label_smoothing: float = 0.0
+    label_smoothing: Smoothing = 0.0
 
     def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, LOSS_TYPES)
-        check_number("beta", self.beta, above=0)
-        check_number("tpo_alpha", self.tpo_alpha, at_least=0)
-        check_number("tpo_l_gamma", self.tpo_l_gamma)
+        super().__post_init__()
         check_label_smoothing(self.label_smoothing, self.loss_type)
 
     @property
     def has_nll(self) -> bool:
-        """Whether the loss has a part that is averaged over tokens."""
         return self.tpo_alpha > 0
 
     @property
@@ -67,9 +58,8 @@ class TPOOptions(PreferenceOptions):
     def nll_part(self) -> int | None:
         return 2 if self.has_nll else None
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        return (*PAIR_METRICS, *(("nll_loss",) if self.has_nll else ()))
+    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
+        return tpo_loss(pairs, gold, self)
 
 
 def tpo_loss(pairs: PairLogProbs, reference: Tensor | None, options: TPOOptions) -> PairLosses:
@@ -86,13 +76,10 @@ def tpo_loss(pairs: PairLogProbs, reference: Tensor | None, options: TPOOptions)
         ValueError: For vectors of different lengths.
     """
     check_pairs(pairs)
-    chosen, rejected = pairs.averages if options.loss_type in ("ipo", "tpo-l") else (pairs.chosen, pairs.rejected)
-    difference = chosen - rejected
-    losses = contrastive_loss(difference, options.loss_type, options.beta, options.tpo_l_gamma, options.label_smoothing)
     nll = None
     if options.has_nll:
         check_tensor("reference", reference)
         reference = cast(Tensor, reference)
-        check_shape("reference", reference, chosen.shape, "one value for each triple")
+        check_shape("reference", reference, pairs.chosen.shape, "one value for each triple")
         nll = -options.tpo_alpha * reference
-    return PairLosses(losses, nll, pair_metrics(options.beta * chosen, options.beta * rejected, chosen, rejected))
+    return contrastive_losses(pairs, options.loss_type, options.beta, options.tpo_l_gamma, options.label_smoothing, nll)

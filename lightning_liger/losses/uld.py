@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_floating, check_number, wrong_value
+from liger_ops.arguments import check_floating, wrong_value
+from lightning_liger.losses.options import Options, Positive
 
 
 @dataclass(frozen=True)
-class ULDOptions:
+class ULDOptions(Options):
     """Options of Universal Logit Distillation, with the names and defaults of TRL's GOLD.
 
     Args:
@@ -29,12 +30,8 @@ class ULDOptions:
         ValueError: For one out of its range.
     """
 
-    uld_student_temperature: float = 1.0
-    uld_teacher_temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("uld_student_temperature", self.uld_student_temperature, above=0)
-        check_number("uld_teacher_temperature", self.uld_teacher_temperature, above=0)
+    uld_student_temperature: Positive = 1.0
+    uld_teacher_temperature: Positive = 1.0
 
 
 def universal_logit_divergence(

@@ -5,24 +5,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from liger_ops.arguments import wrong_type
+from liger_ops.arguments import wrong_type, wrong_value
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
-from lightning_liger.post_training.metrics import (
-    KINDS,
-    MAX_TERMS,
-    Mean,
-    Measured,
-    SumOfMeans,
-    Total,
-    make_metric,
-    update_metric,
-)
+from lightning_liger.losses.options import check_declared, declared, is_options
+from lightning_liger.post_training.metrics import KINDS, MAX_TERMS, Mean, Measured, SumOfMeans
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.training.language_model import LanguageModel
+from lightning_liger.training.metrics import RunningMetric, as_count
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.training.step_mean import sum_over_ranks
 from lightning_liger.training.steps import LigerStepMixin
@@ -70,21 +61,32 @@ class LigerPostTrainingMixin(LigerStepMixin):
     steps also as ``train_{name}_step``.
     """
 
-    loss_normalization: str = "step"
-    _normalizations = ("step", "tokens", "micro_batch")  # "tokens" is the name that LigerCausalLM has for it
+    _arguments: tuple[str, ...] = ()
+    """Attributes that finished modules take as arguments, those that this class itself declares."""
     _units = "sequences"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.step_metrics = nn.ModuleDict()
+        self._check_arguments()
         self._hidden_metrics: set[str] = set()
         """Metrics of ``metric_kinds`` that the data do not have, which are not logged; the same on all ranks."""
-        self._has_auxiliary = self._has_begun = False
+        self._has_auxiliary = False
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
         self._num_counted = self._next_index = 0
         self._first_batch = self._last_batch = -1
         self._step_sums: Tensor | None = None
+
+    @classmethod
+    def _attribute_arguments(cls) -> list[str]:
+        return [name for base in cls.__mro__ for name in vars(base).get("_arguments", ())]
+
+    def _check_arguments(self) -> None:
+        """Raises for options and attributes that are wrong, or do not fit together."""
+        options = [name for name, hint in declared(type(self)).items() if is_options(hint)]
+        check_declared(self, (*options, *self._attribute_arguments()))
+        if (loss_type := getattr(self, "loss_type", "nll")) != "nll":
+            raise wrong_value("loss_type", "'nll' in a module with another loss than LigerCausalLM's", loss_type)
 
     # To be implemented
 
@@ -150,7 +152,11 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     def sum_over_context(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that share sequences, differentiable; the tensor itself if ranks do not share any."""
-        return tensor if self.context is None else cast(Tensor, _SumOverRanks.apply(tensor, self.context.group))
+        if self.context is None:
+            return tensor
+        from torch.distributed.nn.functional import all_reduce  # whose package makes files when it is imported
+
+        return cast(Tensor, all_reduce(tensor, group=self.context.group))
 
     # The steps
 
@@ -164,26 +170,18 @@ class LigerPostTrainingMixin(LigerStepMixin):
         return self._step("test", batch)
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._refuse_replaced_model()
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
-        if not self._has_begun:  # hooks that were overridden
-            self._begin_stage()
+        self._begin_stage()
         result = self.step_loss(stage, batch)
-        terms = [
-            Term(
-                term.total / self._num_shares(term),
-                _count(term.count, term.total.device) / self._num_shares(term),
-                term.unit,
-                term.is_whole,
-            )
-            for term in result.terms
-        ]
-        count = cast(Tensor, terms[0].count)
+        terms = []
+        for term in result.terms:
+            shares = self._num_shares(term)
+            count = as_count(term.count, term.total.device) / shares
+            terms.append(term._replace(total=term.total / shares, count=count))
         if result.auxiliary is not None:
-            terms.append(
-                Term(result.auxiliary * count.to(result.auxiliary.dtype), count, terms[0].unit, terms[0].is_whole)
-            )
+            count = cast(Tensor, terms[0].count)
+            terms.append(terms[0]._replace(total=result.auxiliary * count.to(result.auxiliary.dtype)))
         parts = torch.stack([torch.stack((term.total.detach().double(), cast(Tensor, term.count))) for term in terms])
         self._measure(stage, result, parts)
         counts = parts[:, 1].contiguous()  # gloo adds up the wrong elements of a view with strides
@@ -228,29 +226,12 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     # Metrics
 
-    def _stage_metrics(self, stage: str) -> tuple[Mapping[str, Any], str]:
+    def _make_metrics(self) -> dict[str, RunningMetric]:
         kinds = {**self.metric_kinds(), "aux_loss": "mean"}
+        return {"loss": SumOfMeans()} | {name: KINDS[kind]() for name, kind in kinds.items()}
 
-        def make() -> nn.Module:
-            return nn.ModuleDict({"loss": SumOfMeans()} | {name: make_metric(kind) for name, kind in kinds.items()})
-
-        return self._running_metrics("step_metrics", stage, make)
-
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self._begin_stage()
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._begin_stage()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._begin_stage()
-
-    def _begin_stage(self) -> None:
-        """Makes what steps need; called when a stage begins, also again, and at the latest in a step."""
-        self._has_begun = True
+    def _prepare_stage(self) -> None:
+        super()._prepare_stage()
         unused = [part for part in self.modules() if not part.training]
         if unused and not any(p.requires_grad for part in unused for p in part.parameters(recurse=False)):
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # references, teachers
@@ -264,32 +245,30 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self._has_auxiliary = result.auxiliary is not None
         if result.auxiliary is not None:
             measured["aux_loss"] = Mean(parts[-1, 0], parts[-1, 1])
-        metrics, path = self._stage_metrics(stage)
+        metrics, _ = self._stage_metrics(stage)
         unknown = sorted(measured.keys() - set(metrics))
         if unknown or len(parts) > MAX_TERMS:
             raise ValueError(f"metrics of step_loss must be listed in metric_kinds, got {unknown}")
         metrics["loss"].update(parts)
         for name, value in measured.items():
-            update_metric(metrics[name], value)
-        for name, metric in metrics.items():
-            if name not in self._hidden_metrics and (name != "aux_loss" or result.auxiliary is not None):
-                self.log(
-                    f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=stage == "val" and name == "loss",
-                    metric_attribute=f"{path}.{name}",
-                )  # fmt: skip
+            metrics[name].update(*(value if isinstance(value, tuple) else (value,)))
+        self._log_metrics(stage, [name for name in metrics if self._is_logged(name)])
         if stage == "train":
             self._add_step_sums(measured, parts.device)
 
+    def _is_logged(self, name: str) -> bool:
+        return name not in self._hidden_metrics and (name != "aux_loss" or self._has_auxiliary)
+
     def _step_names(self) -> list[str]:
         """The metrics that are logged for each training step."""
-        return [*(name for name, kind in self.metric_kinds().items() if KINDS[kind] in (Mean, Total)), "aux_loss"]
+        return [*(name for name, kind in self.metric_kinds().items() if kind in ("mean", "sum")), "aux_loss"]
 
     def _add_step_sums(self, measured: Mapping[str, Measured], device: torch.device) -> None:
         rows = []
         for name in self._step_names():
-            value: tuple[Any, ...] = measured.get(name, (0.0, 0.0))
-            row = value if len(value) == 2 else (value[0], 1.0)
-            rows.append(torch.stack([_count(part, device) for part in row]))
+            value: Any = measured.get(name, (0.0, 0.0))
+            row = value if isinstance(value, tuple) else (value, 1.0)
+            rows.append(torch.stack([as_count(part, device) for part in row]))
         sums = torch.stack(rows)
         is_first = engine_of(self.trainer).micro_batch_index() == 0
         self._step_sums = sums if self._step_sums is None or is_first else self._step_sums + sums
@@ -301,21 +280,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
         sums, self._step_sums = self._step_sums, None
         if self._normalizes_steps():
             sums = sum_over_ranks(self.trainer, sums)
-        kinds, has_auxiliary = self.metric_kinds(), self._has_auxiliary
+        kinds = self.metric_kinds()
         for name, (total, count) in zip(self._step_names(), sums, strict=True):
-            if name not in self._hidden_metrics and (name != "aux_loss" or has_auxiliary):
+            if self._is_logged(name):
                 self.log(f"train_{name}_step", total if kinds.get(name) == "sum" else total / count)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
-        return {"train_metrics": {name: metric.sums() for name, metric in self._stage_metrics("train")[0].items()}}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`rank_state_dict` returned."""
-        metrics, _ = self._stage_metrics("train")
-        for name, sums in state["train_metrics"].items():
-            if name in metrics:
-                metrics[name].load_sums(sums)
 
     def _seen(self, model: nn.Module | None) -> LanguageModel:
         if model is None or model is self.model:
@@ -323,28 +291,3 @@ class LigerPostTrainingMixin(LigerStepMixin):
         if model not in self._other_models:
             self._other_models[model] = LanguageModel(model)
         return self._other_models[model]
-
-
-def _count(number: Tensor | float, device: torch.device) -> Tensor:
-    """A number in float64 on the device, which the host does not wait for."""
-    if isinstance(number, Tensor):
-        return number.detach().to(device, torch.float64)
-    return torch.full((), number, dtype=torch.float64, device=device)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group; the gradient of each rank's part is the sum of the gradients of all ranks' results."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        grad = grad_output.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None

@@ -1,77 +1,102 @@
-"""A finished causal language model with a reference model, which post-training modules are made of."""
+"""Finished causal language models of post-training: what their losses need to be told are arguments of the module."""
 
-import os
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import fields
-from typing import Any, TypeVar, cast
+from dataclasses import MISSING, fields
+from types import FunctionType
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from liger_ops.arguments import wrong_value
+from lightning_liger.losses.options import Options, declared
 from lightning_liger.post_training.reference import sum_of_bits
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.training.causal_lm import LigerCausalLM
 
 _RANDOM_REFERENCE = "random_reference_fingerprint"
-Options = TypeVar("Options")
+_Module = TypeVar("_Module", bound="type[LossCausalLM]")
 
 
-def options_of(kind: type[Options], arguments: Mapping[str, Any]) -> Options:
-    """A dataclass of options from the arguments of ``__init__`` that have the names of its fields, lists as tuples."""
-    given = {
-        each.name: arguments[each.name] for each in fields(cast(Any, kind)) if each.init and each.name in arguments
-    }
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+def takes(**options: type[Options]) -> Callable[[_Module], _Module]:
+    """Decorates a module that takes the fields of these dataclasses as arguments, and attributes of its mixins.
 
-
-def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as checkpoints keep them: paths as strings."""
-    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in arguments.items()}
-
-
-def refuse_loss_type(arguments: dict[str, Any]) -> None:
-    """Takes the ``loss_type`` of ``LigerCausalLM`` out of the arguments of a module that has another loss.
-
-    Such a module gives it to ``super().__init__`` by name, so that its command line does not have it.
-    """
-    if (loss_type := arguments.pop("loss_type", "nll")) != "nll":
-        raise wrong_value("loss_type", "'nll' in a module with another loss than LigerCausalLM's", loss_type)
-
-
-class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
-    """A causal language model with its reference model.
-
-    Args:
-        reference: Where the reference's log-probabilities come from: ``"model"``, a frozen copy of the model;
-            ``"adapters"``, the model without its adapters; ``"columns"`` of the data; ``"auto"`` for adapters with
-            ``lora``, else the copy, unless the data has columns.
-        disable_dropout: Whether the model is trained without dropout.
-        sync_ref_model: Whether the frozen copy follows the model (TR-DPO, arXiv:2404.09656). It is in checkpoints then.
-        ref_model_mixup_alpha: The weight of the model in the copy's new parameters.
-        ref_model_sync_steps: Optimizer steps from one update of the copy to the next.
-        **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
+    Each dataclass is declared once, and the module has an attribute of its name. The signature of ``__init__`` lists
+    all arguments, for help, schema and command line. The module has no ``__init__`` of its own.
     """
 
-    def __init__(
-        self,
-        reference: str = "auto",
-        disable_dropout: bool = True,
-        sync_ref_model: bool = False,
-        ref_model_mixup_alpha: float = 0.6,
-        ref_model_sync_steps: int = 512,
-        **kwargs: Any,
-    ) -> None:
-        self.reference = reference
-        self.disable_dropout = disable_dropout
-        self.sync_ref_model = sync_ref_model
-        self.ref_model_mixup_alpha = ref_model_mixup_alpha
-        self.ref_model_sync_steps = ref_model_sync_steps
-        super().__init__(**kwargs)
-        if self._settings.lora is None and reference == "adapters":
-            raise wrong_value("reference", "'adapters' only with lora", reference)
-        self._random_reference: int | None = None
+    def decorate(cls: _Module) -> _Module:
+        cls._options = options
+        inherited: Any = cls.__init__
+        init: Any = FunctionType(
+            inherited.__code__, inherited.__globals__, "__init__", inherited.__defaults__, inherited.__closure__
+        )  # another object with the same code, as Lightning compares that with its frame
+        own, others = _own_arguments(cls), inspect.signature(LigerCausalLM.__init__).parameters
+        known = {name: each for name, each in others.items() if name not in ("self", "loss_type", *own)}
+        init.__annotations__ = {name: hint for name, (hint, _) in own.items()}
+        hints = get_type_hints(init)  # without limits
+        parameters = [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+                for name, (_, default) in own.items()
+            ),
+            *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in known.values()),
+        ]
+        init.__signature__ = inspect.Signature(parameters)
+        docs = (inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2] for kind in options.values())
+        init.__doc__ = "All options.\n\nArgs:\n" + "\n".join(doc.partition("\n\n")[0] for doc in docs)
+        for name, argument in cls._renamed.items():
+            init.__doc__ = init.__doc__.replace(f"\n    {name}: ", f"\n    {argument}: ")
+        cls.__init__ = init  # type: ignore[method-assign]
+        return cls
+
+    return decorate
+
+
+def _own_arguments(cls: Any) -> dict[str, tuple[Any, Any]]:
+    """The type and the default of each argument that is no argument of ``LigerCausalLM``, or has another default."""
+    found = {}
+    for kind in cls._options.values():
+        for each in fields(kind):
+            if each.init:
+                default = None if each.default is MISSING else each.default
+                found[cls._renamed.get(each.name, each.name)] = (declared(kind)[each.name], default)
+    return found | {name: (declared(cls)[name], getattr(cls, name)) for name in cls._attribute_arguments()}
+
+
+class LossCausalLM(LigerCausalLM):
+    """A causal language model whose arguments are also the options of its loss and attributes of its mixins."""
+
+    _options: ClassVar[dict[str, type[Options]]] = {}
+    _renamed: ClassVar[dict[str, str]] = {}
+    """The arguments for fields of options that have another name."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        own = _own_arguments(type(self))
+        kwargs = {name: default for name, (_, default) in own.items()} | kwargs  # with defaults, for hyperparameters
+        for attribute, kind in self._options.items():
+            names = {each.name: self._renamed.get(each.name, each.name) for each in fields(kind) if each.init}
+            setattr(self, attribute, kind(**{name: kwargs[argument] for name, argument in names.items()}))
+        for name in self._attribute_arguments():
+            setattr(self, name, kwargs[name])
+        shared = inspect.signature(LigerCausalLM.__init__).parameters.keys() - {"loss_type"}
+        others = {name: value for name, value in kwargs.items() if name in shared or name not in own}
+        super().__init__(**others)
+
+
+class ReferenceCausalLM(LigerReferenceMixin, LossCausalLM):
+    """A causal language model with its reference model, a frozen copy of it as it starts."""
+
+    _random_reference: int | None = None
+    """The fingerprint of a reference with random weights."""
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if self._settings.lora is None and self.reference == "adapters":
+            raise wrong_value("reference", "'adapters' only with lora", self.reference)
 
     def _configure_other_models(self) -> None:
         super()._configure_other_models()
@@ -98,6 +123,8 @@ class ReferenceCausalLM(LigerReferenceMixin, LigerCausalLM):
 
     def _has_reference_model(self) -> bool:
         if not self.needs_reference or self.reference in ("columns", "adapters"):
+            return False
+        if getattr(self, "precompute_ref_log_probs", False):
             return False
         return self.reference == "model" or self._settings.lora is None
 

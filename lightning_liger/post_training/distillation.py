@@ -1,8 +1,9 @@
 """Knowledge distillation from a frozen teacher, its stored top-k, or its log-probabilities of sampled tokens."""
 
-import os
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,42 +11,37 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from liger_ops import TokenScores
-from liger_ops.arguments import (
-    check_bool,
-    check_choice,
-    check_path,
-    check_shape,
-    check_tensor,
-    wrong_type,
-    wrong_value,
-)
+from liger_ops.arguments import check_path, check_shape, check_tensor, wrong_type, wrong_value
 from liger_ops.divergence.options import num_common_columns
-from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
+from liger_ops.loss.chunked_loss import choose_chunk_size
+from lightning_liger.lazy.chunks import over_chunks
+from lightning_liger.lazy.scores import divergence, logit_rows, token_loss, token_scores, topk_log_probs
 from lightning_liger.losses.distillation import (
     first_occurrences,
     sampled_divergence,
     sparse_divergence,
 )
-from lightning_liger.post_training.alignment import aligned_tokens, universal_logit_loss
-from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from lightning_liger.post_training.causal_lm import options_of, refuse_loss_type
-from lightning_liger.post_training.distillation_options import DistillationOptions
-from lightning_liger.post_training.metrics import Mean, Measured, Total
-from lightning_liger.post_training.rows import count_tokens
-from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
-from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
+from lightning_liger.losses.distillation_options import DistillationOptions
+from lightning_liger.losses.options import Options
+from lightning_liger.losses.uld import universal_logit_divergence
+from lightning_liger.post_training.base import StepLoss, Term
+from lightning_liger.post_training.causal_lm import LossCausalLM, takes
+from lightning_liger.post_training.metrics import Mean, Measured
+from lightning_liger.post_training.rows import Rows, read_tokens
+from lightning_liger.post_training.teacher import LigerTeacherMixin, build_frozen
 from lightning_liger.training.architecture import build_config
-from lightning_liger.training.causal_lm import LigerCausalLM
 
 TOPK_IDS, TOPK_LOG_PROBS = "teacher_topk_ids", "teacher_topk_log_probs"
 TEACHER_LOG_PROBS, OLD_LOG_PROBS = "teacher_per_token_logps", "old_per_token_logps"
 _COLUMNS = (TOPK_IDS, TOPK_LOG_PROBS, TEACHER_LOG_PROBS, OLD_LOG_PROBS)
 _OF_ROLLOUTS = ("advantages", "rewards", "group_ids", "ref_per_token_logps", "sampling_per_token_logps")
 """Keys of rollouts that distillation does not need."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CHUNK_BYTES = 2**29
+_BYTES_PER_LOGIT = 16
+"""Of the probabilities, their sorted copy and their order."""
 
 
-class LigerDistillationMixin(LigerPostTrainingMixin):
+class LigerDistillationMixin(LigerTeacherMixin):
     """Training, validation and test steps of a student, whose losses never materialize logits.
 
     List it before the base class, put the student into ``self.model``, and return the teacher from
@@ -86,46 +82,23 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
     """
 
     distillation: DistillationOptions = DistillationOptions()
-    shard_teacher: bool = False
     _units = "tokens"
+    _arguments: tuple[str, ...] = ("shard_teacher",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self.distillation, DistillationOptions):
-            raise wrong_type("distillation", "DistillationOptions", self.distillation)
-        check_bool("shard_teacher", self.shard_teacher)
         super().__init__(*args, **kwargs)
         self._hidden_metrics = {"importance_weight"}  # until data have old_per_token_logps
-        self._teacher: tuple[nn.Module, ...] = ()  # in a tuple, so that no engine and no checkpoint sees it
 
     def configure_teacher(self) -> nn.Module | None:
         """Returns the teacher, None if batches have all that is needed. Called once, when a stage begins."""
         return None
-
-    @property
-    def teacher(self) -> nn.Module | None:
-        """The frozen teacher; None if there is none, or if no stage has begun."""
-        return self._teacher[0] if self._teacher else None
-
-    def _begin_stage(self) -> None:
-        super()._begin_stage()
-        self._prepare_teacher()
-
-    def _prepare_teacher(self) -> None:
-        if self._teacher:
-            return
-        teacher = self.configure_teacher()
-        if teacher is None:
-            return
-        if not isinstance(teacher, nn.Module):
-            raise wrong_type("configure_teacher()", "a module or None", teacher)
-        self._teacher = (prepare_frozen(teacher, self.device, context=self.context, is_sharded=self.shard_teacher),)
 
     def metric_kinds(self) -> dict[str, str]:
         options = self.distillation
         names, kinds = ["distillation_loss"], {"num_tokens": "sum"}
         if options.crossentropy_weight:
             names += ["cross_entropy"]
-        if self._scores_labels or options.log_entropy:
+        if options.distillation_mode == "sampled_token" or options.crossentropy_weight or options.log_entropy:
             names += ["entropy", "mean_token_accuracy"]
         if options.distillation_mode == "topk_logits":
             names += ["teacher_mass", *(["student_mass"] if options.support_mode != "renormalize" else [])]
@@ -133,60 +106,49 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
             names += ["log_ratio", "importance_weight"]
         return dict.fromkeys(names, "mean") | kinds
 
-    @property
-    def _scores_labels(self) -> bool:
-        """Whether the loss reads scores of the labels, so that their entropy costs nothing."""
-        options = self.distillation
-        return options.distillation_mode == "sampled_token" or options.crossentropy_weight > 0
-
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
         rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
-        if ("teacher_input_ids" in rows.columns) != (options.distillation_mode == "uld"):
+        if ("teacher_input_ids" in rows.extras) != (options.distillation_mode == "uld"):
             raise ValueError(
                 "batch must have 'teacher_input_ids' and 'teacher_labels', the text in the teacher's tokens"
                 " (data.teacher_tokenizer), for distillation_mode='uld' only, got"
                 f" {sorted(map(str, batch))} for {options.distillation_mode!r}"
             )
-        num_tokens = count_tokens(rows.targets, rows.inputs.get("attention_mask"), rows.columns.get("sequence_ids"))
+        num_tokens = rows.num_tokens
         rows = _checked(rows).to_context(self.context)
-        logits, auxiliary = self.call_model(rows.inputs, rows.targets)
-        compute = {
-            "full_logits": self._full_loss,
-            "topk_logits": self._topk_loss,
-            "sampled_token": self._sampled_loss,
-            "uld": self._uld_loss,
-        }[options.distillation_mode]
-        loss, count, measured = compute(logits, rows)
+        logits, auxiliary = self.call_model(rows.inputs, rows.labels)
+        losses = {"full_logits": self._full_loss, "topk_logits": self._topk_loss, "sampled_token": self._sampled_loss}
+        loss, count, measured = losses.get(options.distillation_mode, self._uld_loss)(logits, rows)
         measured["distillation_loss"] = Mean(loss.detach(), count)
-        measured["num_tokens"] = Total(num_tokens / self._ranks_per_batch)
+        measured["num_tokens"] = num_tokens / self._ranks_per_batch
         total = options.distillation_weight * loss
         if options.crossentropy_weight:
-            cross_entropy, quantities = _cross_entropy(logits, rows.targets, with_entropy="entropy" not in measured)
+            cross_entropy, quantities = _cross_entropy(logits, rows, with_entropy="entropy" not in measured)
             total = total + options.crossentropy_weight * cross_entropy
             measured = quantities | measured
         elif options.log_entropy and "entropy" not in measured:
             with torch.no_grad():
-                scores = token_scores(logits.detach(), rows.targets, outputs=("entropy", "correct"))
-            measured |= _of_labels(scores, rows.targets)
+                scores = token_scores(logits.detach(), rows.labels, outputs=("entropy", "correct"))
+            measured |= _of_labels(scores, rows)
         return StepLoss((Term(total, count, "tokens", is_whole=False),), measured, auxiliary)
 
     # One loss each: the sum over tokens, their number, and what is measured
 
-    def _full_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
+    def _full_loss(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         options = self.distillation
         loss = divergence(
             logits, self._teacher_logits(rows), kind=options.divergence, beta=options.resolved_beta,
-            mask=rows.targets >= 0, temperature=options.temperature, t_squared=options.t_squared, vocab=options.vocab,
+            mask=rows.labels >= 0, temperature=options.temperature, t_squared=options.t_squared, vocab=options.vocab,
             reduction="sum",
         )  # fmt: skip
-        return loss, num_kept(rows.targets), {}
+        return loss, rows.num_labels, {}
 
-    def _topk_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
-        options, kept = self.distillation, rows.targets >= 0
-        ids, log_probs = rows.columns.get(TOPK_IDS), rows.columns.get(TOPK_LOG_PROBS)
+    def _topk_loss(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
+        options, kept = self.distillation, rows.labels >= 0
+        ids, log_probs = rows.extras.get(TOPK_IDS), rows.extras.get(TOPK_LOG_PROBS)
         if (ids is None) != (log_probs is None):
-            raise ValueError(f"batch must have both of {TOPK_IDS!r} and {TOPK_LOG_PROBS!r}, got {sorted(rows.columns)}")
+            raise ValueError(f"batch must have both of {TOPK_IDS!r} and {TOPK_LOG_PROBS!r}, got {sorted(rows.extras)}")
         temperature, support = self._stored_temperature, kept[..., None]
         if ids is None or log_probs is None:
             teacher_logits, temperature = self._teacher_logits(rows), options.temperature
@@ -204,52 +166,51 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         losses, metrics = sparse_divergence(
             of_student, log_probs, options.sparse(temperature), support_mask=support.expand(ids.shape)
         )
-        count = num_kept(rows.targets)
+        count = rows.num_labels
         names = self.metric_kinds()
         return losses.sum(), count, {name: Mean(each.sum(), count) for name, each in metrics.items() if name in names}
 
-    def _sampled_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
-        options, targets = self.distillation, rows.targets
-        teacher = self._teacher_log_probs(rows).flatten()
-        old = rows.columns.get(OLD_LOG_PROBS)
+    def _sampled_loss(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
+        options, targets = self.distillation.sampled, rows.labels
+        teacher, old = self._teacher_log_probs(rows).flatten(), rows.extras.get(OLD_LOG_PROBS)
         old = None if old is None else _next(old).flatten()
 
-        def loss(scores: TokenScores, index: Tensor) -> Tensor:
-            assert scores.log_probs is not None
-            of_old = None if old is None else old[index]
-            return sampled_divergence(scores.log_probs, teacher[index], options.sampled, old_log_probs=of_old)[0]
+        def divergences(scores: TokenScores, index: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            log_probs, old_log_probs = cast(Tensor, scores.log_probs), None if old is None else old[index]
+            return sampled_divergence(log_probs.flatten(), teacher[index], options, old_log_probs=old_log_probs)
 
         total, scores = token_loss(
-            logits, targets, loss, temperature=options.temperature, outputs=("log_probs", "entropy", "correct"),
-            detach=("entropy",),
+            logits, targets, lambda scores, index: divergences(scores, index)[0],
+            temperature=self.distillation.temperature, outputs=("log_probs", "entropy", "correct"), detach=("entropy",),
         )  # fmt: skip
-        assert scores.log_probs is not None
-        of_all = None if old is None else old.view_as(targets)
-        _, metrics = sampled_divergence(
-            scores.log_probs, teacher.view_as(targets), options.sampled, old_log_probs=of_all
-        )
-        kept, count = targets >= 0, num_kept(targets)
+        metrics, kept, count = divergences(scores, ...)[1], targets.flatten() >= 0, rows.num_labels
         measured: dict[str, Measured] = {
             name: Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()
         }
         self._hidden_metrics -= measured.keys()
-        return total, count, measured | _of_labels(scores, targets)
+        return total, count, measured | _of_labels(scores, rows)
 
-    def _uld_loss(self, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
-        columns = rows.columns
+    def _uld_loss(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
+        columns = rows.extras
         if self.context is not None:
             raise ValueError("context_parallel_size must be 1 for 'uld', which compares rows of different lengths")
-        if document_positions(rows.inputs) is not None:
+        if rows.positions is not None:
             raise ValueError("batch must have one text a row for 'uld' (data.packing=False), got 'position_ids'")
         others = columns.keys() - {*_COLUMNS, *_OF_ROLLOUTS}
         batch = {name.removeprefix("teacher_"): columns[name] for name in others if name.startswith("teacher_")}
         of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
         pair = logits, self._teacher_logits(of_teacher)
-        of_both = aligned_tokens(rows.targets >= 0, of_teacher.targets >= 0)
-        student, teacher = (each[mask] for each, mask in zip(pair, of_both, strict=True))
-        losses = universal_logit_loss(student, teacher, self.distillation.uld)
+        masks = _aligned(rows.labels >= 0, of_teacher.labels >= 0)
+        student, teacher = (each[mask] for each, mask in zip(pair, masks, strict=True))
+        size = student.shape[-1] + teacher.shape[-1]
+        losses: Tensor = over_chunks(
+            partial(universal_logit_divergence, options=self.distillation.uld),
+            [logit_rows(student), logit_rows(teacher.detach())],
+            [],
+            choose_chunk_size(len(student), size, _BYTES_PER_LOGIT, _CHUNK_BYTES),
+        )
         factor = self.distillation.temperature**2 if self.distillation.t_squared else 1.0
-        return factor * losses.sum(), torch.count_nonzero(of_both[0]), {}
+        return factor * losses.sum(), torch.count_nonzero(masks[0]), {}
 
     # The teacher
 
@@ -265,26 +226,26 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         return self.teacher
 
     @torch.no_grad()
-    def _teacher_logits(self, rows: TokenRows) -> Tensor:
+    def _teacher_logits(self, rows: Rows) -> Tensor:
         teacher = self._required_teacher()
         size = _vocab_size(teacher)
         if size is not None and size < (_vocab_size(self.model) or size + 1):
-            found = int(torch.maximum(rows.inputs["input_ids"].max(), rows.targets.max()))  # the host waits
+            found = int(torch.maximum(rows.inputs["input_ids"].max(), rows.labels.max()))  # the host waits
             if found >= size:
                 raise ValueError(
                     f"batch must have token ids below {size}, the size of the teacher's vocabulary, got {found}: a"
                     " teacher with a smaller vocabulary has to know all tokens of the text. For one with another"
                     " tokenizer use distillation_mode='uld' and data.teacher_tokenizer"
                 )
-        logits, _ = self.call_model(rows.inputs, rows.targets, teacher)
+        logits, _ = self.call_model(rows.inputs, rows.labels, teacher)
         return logits
 
     @torch.no_grad()
-    def _teacher_log_probs(self, rows: TokenRows) -> Tensor:
-        stored = rows.columns.get(TEACHER_LOG_PROBS)
+    def _teacher_log_probs(self, rows: Rows) -> Tensor:
+        stored = rows.extras.get(TEACHER_LOG_PROBS)
         if stored is not None:
             return _next(stored)
-        scores = token_scores(self._teacher_logits(rows), rows.targets, temperature=self.distillation.temperature)
+        scores = token_scores(self._teacher_logits(rows), rows.labels, temperature=self.distillation.temperature)
         return cast(Tensor, scores.log_probs)
 
     @property
@@ -297,11 +258,18 @@ class LigerDistillationMixin(LigerPostTrainingMixin):
         return float(found) if isinstance(found, int | float) else 1.0
 
 
-def _checked(rows: TokenRows) -> TokenRows:
+def _aligned(student_mask: Tensor, teacher_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both masks ``[batch_size, seq_len]`` with the first tokens of each row, as many in one as in the other."""
+    number = torch.minimum(student_mask.sum(-1), teacher_mask.sum(-1))[:, None]
+    first, second = (mask & (mask.cumsum(-1) <= number) for mask in (student_mask, teacher_mask))
+    return first, second
+
+
+def _checked(rows: Rows) -> Rows:
     """The rows; raises for columns of tokens whose shape or dtype does not fit."""
-    shape = rows.targets.shape
+    shape = rows.labels.shape
     for name in _COLUMNS:
-        value = rows.columns.get(name)
+        value = rows.extras.get(name)
         if value is None:
             continue
         check_tensor(f"batch[{name!r}]", value)
@@ -309,7 +277,7 @@ def _checked(rows: TokenRows) -> TokenRows:
             raise wrong_type(f"batch[{name!r}]", "int64" if name == TOPK_IDS else "floating-point", value)
         expected = (*shape, value.shape[-1]) if name in (TOPK_IDS, TOPK_LOG_PROBS) and value.ndim == 3 else tuple(shape)
         check_shape(f"batch[{name!r}]", value, expected, "one entry for each token of the inputs")
-    ids, log_probs = rows.columns.get(TOPK_IDS), rows.columns.get(TOPK_LOG_PROBS)
+    ids, log_probs = rows.extras.get(TOPK_IDS), rows.extras.get(TOPK_LOG_PROBS)
     if ids is not None and log_probs is not None:
         check_shape(f"batch[{TOPK_LOG_PROBS!r}]", log_probs, ids.shape, f"as {TOPK_IDS}")
     return rows
@@ -335,54 +303,72 @@ def _support(student_logits: Tensor, teacher_logits: Tensor, top_k: int, support
     return torch.cat(found, dim=-1)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, dict[str, Measured]]:
+def _cross_entropy(logits: Tensor, rows: Rows, with_entropy: bool) -> tuple[Tensor, dict[str, Measured]]:
     """The sum of cross entropies of the labels, and what is measured on them."""
     outputs = ("log_probs", "entropy", "correct") if with_entropy else ("log_probs", "correct")
 
-    def negative(scores: TokenScores, index: Tensor) -> Tensor:
-        assert scores.log_probs is not None
-        return -scores.log_probs
+    loss, scores = token_loss(
+        logits, rows.labels, lambda scores, _: -cast(Tensor, scores.log_probs), outputs=outputs,
+        detach=("entropy",) if with_entropy else (),
+    )  # fmt: skip
+    return loss, {"cross_entropy": Mean(loss.detach(), rows.num_labels), **_of_labels(scores, rows)}
 
-    loss, scores = token_loss(logits, targets, negative, outputs=outputs, detach=("entropy",) if with_entropy else ())
-    return loss, {"cross_entropy": Mean(loss.detach(), num_kept(targets)), **_of_labels(scores, targets)}
 
-
-def _of_labels(scores: TokenScores, targets: Tensor) -> dict[str, Measured]:
-    count, correct = num_kept(targets), cast(Tensor, scores.correct)
+def _of_labels(scores: TokenScores, rows: Rows) -> dict[str, Measured]:
+    count, correct = rows.num_labels, cast(Tensor, scores.correct)
     measured: dict[str, Measured] = {"mean_token_accuracy": Mean(correct.sum(), count)}
     if scores.entropy is not None:
         measured["entropy"] = Mean(scores.entropy.detach().sum(), count)
     return measured
 
 
-class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
-    """A causal language model that learns from a teacher.
-
-    As :class:`~lightning_liger.LigerCausalLM`, whose arguments it takes too, for the student.
+@dataclass(frozen=True)
+class TeacherOptions(Options):
+    """The teacher of a finished module.
 
     Args:
         teacher: Folder of the teacher's Hugging Face checkpoint. None for random weights with ``teacher_model_type``,
             or if the data has what is needed of the teacher.
         teacher_model_type: Architecture of a teacher with random weights, for trying things out.
         teacher_config: The architecture's settings where they differ from its defaults.
-        teacher_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for the student's.
-        shard_teacher: Whether all ranks share the teacher's parameters, so that it need not fit one device.
-        distillation_mode: As the next ones: see :class:`~lightning_liger.DistillationOptions`.
-        divergence: See :class:`~lightning_liger.DistillationOptions`.
-        beta: See :class:`~lightning_liger.DistillationOptions`.
-        distillation_temperature: Divides the logits of both; ``temperature`` is that of ``predict``.
-        teacher_temperature: See :class:`~lightning_liger.DistillationOptions`.
-        t_squared: See :class:`~lightning_liger.DistillationOptions`.
-        vocab: See :class:`~lightning_liger.DistillationOptions`.
-        support_mode: See :class:`~lightning_liger.DistillationOptions`.
-        distillation_topk: See :class:`~lightning_liger.DistillationOptions`.
-        distillation_support: See :class:`~lightning_liger.DistillationOptions`.
-        estimator: See :class:`~lightning_liger.DistillationOptions`.
-        distillation_is_clip: See :class:`~lightning_liger.DistillationOptions`.
-        crossentropy_weight: See :class:`~lightning_liger.DistillationOptions`.
-        distillation_weight: See :class:`~lightning_liger.DistillationOptions`.
-        log_entropy: See :class:`~lightning_liger.DistillationOptions`.
-        **kwargs: See :class:`~lightning_liger.LigerCausalLM`.
+        teacher_dtype: The teacher's dtype; None for the student's.
+    """
+
+    teacher: str | None = None
+    teacher_model_type: str | None = None
+    teacher_config: dict[str, Any] | None = None
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_path("teacher", self.teacher, optional=True)
+        if self.teacher is not None and self.teacher_model_type is not None:
+            raise wrong_value("teacher_model_type", "None where teacher is a folder", self.teacher_model_type)
+        if self.teacher_config is not None and self.teacher is None and self.teacher_model_type is None:
+            raise wrong_value("teacher_config", "None without teacher or teacher_model_type", self.teacher_config)
+        if self.teacher_model_type is not None:
+            self.build_config()
+
+    def build_config(self) -> PreTrainedConfig | None:
+        """The teacher's configuration, None without a teacher; names the teacher's arguments in errors."""
+        if self.teacher is None and self.teacher_model_type is None:
+            return None
+        try:
+            return build_config(self.teacher, self.teacher_model_type or "llama", self.teacher_config)
+        except (FileNotFoundError, TypeError, ValueError) as error:
+            text = str(error)
+            name = "teacher" if text.startswith("pretrained") else "teacher_"
+            raise type(error)(name + text.removeprefix("pretrained")) from None
+
+
+@takes(teacher_options=TeacherOptions, distillation=DistillationOptions)
+class LigerDistillation(LigerDistillationMixin, LossCausalLM):
+    """A causal language model that learns from a teacher.
+
+    Arguments are ``teacher``, the folder of the teacher's checkpoint, or ``teacher_model_type``, ``teacher_config`` and
+    ``teacher_dtype``; ``shard_teacher``; the options of :class:`~lightning_liger.DistillationOptions`, whose
+    ``temperature`` is named ``distillation_temperature``, as ``temperature`` is that of ``predict``; and for the
+    student those of :class:`~lightning_liger.LigerCausalLM`.
 
     Raises:
         FileNotFoundError: As :class:`~lightning_liger.LigerCausalLM`; for the teacher when a stage begins.
@@ -390,71 +376,18 @@ class LigerDistillation(LigerDistillationMixin, LigerCausalLM):
         ValueError: For an argument out of its range, and for both a folder and an architecture of the teacher.
     """
 
-    def __init__(
-        self,
-        teacher: str | None = None,
-        teacher_model_type: str | None = None,
-        teacher_config: dict[str, Any] | None = None,
-        teacher_dtype: str | None = None,
-        shard_teacher: bool = False,
-        distillation_mode: str = "full_logits",
-        divergence: str = "forward_kl",
-        beta: float | None = None,
-        distillation_temperature: float = 1.0,
-        teacher_temperature: float | None = None,
-        t_squared: bool = False,
-        vocab: str = "equal",
-        support_mode: str = "tail",
-        distillation_topk: int = 100,
-        distillation_support: str = "teacher",
-        estimator: str = "policy_gradient",
-        distillation_is_clip: float | None = 2.0,
-        crossentropy_weight: float = 0.0,
-        distillation_weight: float = 1.0,
-        log_entropy: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        self.distillation = options_of(DistillationOptions, {**locals(), "temperature": distillation_temperature})
-        self.shard_teacher = shard_teacher
-        check_choice("teacher_dtype", teacher_dtype, (None, *_DTYPES))
-        check_path("teacher", teacher, optional=True)
-        if teacher is not None and teacher_model_type is not None:
-            raise wrong_value("teacher_model_type", "None where teacher is a folder", teacher_model_type)
-        if teacher is None and teacher_model_type is None and teacher_config is not None:
-            raise wrong_value("teacher_config", "None without teacher or teacher_model_type", teacher_config)
-        if teacher_model_type is not None:
-            _config_of_teacher(None, teacher_model_type, teacher_config)
-        if isinstance(teacher, os.PathLike):  # hyperparameters in checkpoints are plain objects
-            teacher = os.fspath(teacher)
-        refuse_loss_type(kwargs)
-        super().__init__(loss_type="nll", **kwargs)
+    teacher_options: TeacherOptions
+    _renamed: ClassVar[dict[str, str]] = {"temperature": "distillation_temperature"}
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage != "predict":
-            self._build_teacher_config()  # raises before work starts
-
-    def _build_teacher_config(self) -> PreTrainedConfig | None:
-        settings = self._settings
-        if settings.teacher is None and settings.teacher_model_type is None:
-            return None
-        return _config_of_teacher(settings.teacher, settings.teacher_model_type or "llama", settings.teacher_config)
+            self.teacher_options.build_config()  # raises before work starts
 
     def configure_teacher(self) -> nn.Module | None:
-        config = self._build_teacher_config()
+        config, name = self.teacher_options.build_config(), self.teacher_options.teacher_dtype
         if config is None:
             return None
-        name = self._settings.teacher_dtype
-        dtype = next(self.model.parameters()).dtype if name is None else _DTYPES[name]
+        dtype = next(self.model.parameters()).dtype if name is None else getattr(torch, name)
         device = torch.device("meta") if self.shard_teacher else self.device
-        return build_frozen(config, self._settings.teacher, device, dtype)
-
-
-def _config_of_teacher(teacher: str | None, model_type: str, settings: dict[str, Any] | None) -> PreTrainedConfig:
-    """As :func:`~lightning_liger.training.architecture.build_config`, with the teacher's arguments in errors."""
-    try:
-        return build_config(teacher, model_type, settings)
-    except (FileNotFoundError, TypeError, ValueError) as error:
-        text = str(error)
-        name = "teacher" if text.startswith("pretrained") else "teacher_"
-        raise type(error)(name + text.removeprefix("pretrained")) from None
+        return build_frozen(config, self.teacher_options.teacher, device, dtype)

@@ -5,27 +5,20 @@ arXiv:2401.10774, section 2.2. See :mod:`lightning_liger.losses.multi_head` for 
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from liger_ops.arguments import (
-    check_bool,
-    check_choice,
-    check_integer,
-    check_number,
-    check_path,
-    wrong_type,
-    wrong_value,
-)
+from liger_ops.arguments import check_path, wrong_type, wrong_value
 from lightning_liger.lazy.distributed import DistributedLazyLogits
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.lazy.scores import divergence
-from lightning_liger.losses.multi_head import SCHEDULES, medusa_weights, scheduled_coefficient, targets_ahead
-from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from lightning_liger.post_training.causal_lm import refuse_loss_type
+from lightning_liger.losses.multi_head import Schedule, medusa_weights, scheduled_coefficient, targets_ahead
+from lightning_liger.losses.options import Count, Limits, NonNegative, Positive
+from lightning_liger.post_training.base import StepLoss, Term
+from lightning_liger.post_training.causal_lm import LossCausalLM, takes
 from lightning_liger.post_training.medusa_heads import (
     MedusaHeads,
     check_medusa_sizes,
@@ -36,12 +29,11 @@ from lightning_liger.post_training.medusa_heads import (
 from lightning_liger.post_training.metrics import Mean
 from lightning_liger.post_training.multi_token import multi_token_loss
 from lightning_liger.post_training.reference import evaluating, has_adapters, without_adapters
-from lightning_liger.post_training.teacher import build_frozen, prepare_frozen
-from lightning_liger.post_training.tokens import TokenRows, document_positions, num_kept, read_tokens
-from lightning_liger.training.causal_lm import LigerCausalLM
+from lightning_liger.post_training.rows import Rows, read_tokens
+from lightning_liger.post_training.teacher import LigerTeacherMixin, build_frozen
 
 
-class LigerMedusaMixin(LigerPostTrainingMixin):
+class LigerMedusaMixin(LigerTeacherMixin):
     """Training, validation and test steps of Medusa heads, whose losses never materialize logits.
 
     List it before the base class, and put the model and its heads into ``self.model`` and ``self.medusa_heads``::
@@ -78,23 +70,22 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
     medusa_heads: MedusaHeads
     _units = "tokens"
     medusa_only_heads: bool = True
-    medusa_decay_coefficient: float = 0.8
-    medusa_heads_coefficient: float = 0.2
-    medusa_scheduler: str = "constant"
-    medusa_scheduler_steps: int | None = None
+    medusa_decay_coefficient: Positive = 0.8
+    medusa_heads_coefficient: NonNegative = 0.2
+    medusa_scheduler: Schedule = "constant"
+    medusa_scheduler_steps: Count | None = None
     medusa_self_distillation: bool = False
+    _arguments: tuple[str, ...] = (
+        *("medusa_only_heads", "medusa_decay_coefficient", "medusa_heads_coefficient", "medusa_scheduler"),
+        *("medusa_scheduler_steps", "medusa_self_distillation"),
+    )
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_bool("medusa_only_heads", self.medusa_only_heads)
-        check_number("medusa_decay_coefficient", self.medusa_decay_coefficient, above=0)
-        check_number("medusa_heads_coefficient", self.medusa_heads_coefficient, at_least=0)
-        check_choice("medusa_scheduler", self.medusa_scheduler, SCHEDULES)
-        check_integer("medusa_scheduler_steps", self.medusa_scheduler_steps, at_least=1, optional=True)
-        check_bool("medusa_self_distillation", self.medusa_self_distillation)
+    _teacher_hook = "configure_original_model"
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
         if self.medusa_only_heads and self.medusa_self_distillation:
             raise wrong_value("medusa_self_distillation", "False with medusa_only_heads=True, a frozen model", True)
-        super().__init__(*args, **kwargs)
-        self._original: tuple[nn.Module, ...] = ()  # in a tuple, so that no engine and no checkpoint sees it
 
     def configure_original_model(self) -> nn.Module | None:
         """Returns a copy of the model before training, for self-distillation. Called once, when a stage begins.
@@ -103,23 +94,18 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
         """
         return None
 
-    def _begin_stage(self) -> None:
+    def _prepare_stage(self) -> None:
         if getattr(self, "_compiler_ctx", None) is not None:  # of a LightningModule that went through torch.compile
             raise ValueError(
                 f"{type(self).__name__} must not be compiled as a whole: Medusa heads read the hidden states of lazy"
                 " logits, which compiled code does not have. Pass the module itself to the Trainer, without"
                 " torch.compile"
             )
-        super()._begin_stage()
-        self._prepare_original()
+        super()._prepare_stage()
 
-    def _prepare_original(self) -> None:
-        if self._original or not self.medusa_self_distillation or has_adapters(self.model):
-            return
-        original = self.configure_original_model()
-        if not isinstance(original, nn.Module):
-            raise wrong_type("configure_original_model()", "a module, for a model without adapters", original)
-        self._original = (prepare_frozen(original, self.device, context=self.context),)
+    def _prepare_teacher(self) -> None:
+        if self.medusa_self_distillation and not has_adapters(self.model):
+            super()._prepare_teacher()
 
     def train(self, mode: bool = True) -> Self:
         """As of any module; a frozen model stays in evaluation mode."""
@@ -137,40 +123,41 @@ class LigerMedusaMixin(LigerPostTrainingMixin):
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         model = self._seen_model()
         rows = read_tokens(stage, batch, model)
-        positions, num_heads = document_positions(rows.inputs), len(self.medusa_heads)
-        ahead = {f"ahead{k}": targets_ahead(rows.targets, k + 1, positions) for k in range(num_heads)}
-        rows = rows.with_columns(**ahead).to_context(self.context)
-        targets = [rows.columns[name] for name in ahead]
+        positions, num_heads = rows.positions, len(self.medusa_heads)
+        ahead = {f"ahead{k}": targets_ahead(rows.labels, k + 1, positions) for k in range(num_heads)}
+        rows = rows._replace(extras=ahead).to_context(self.context)
+        targets = [rows.extras[name] for name in ahead]
         if self.medusa_only_heads:
             self.model.eval()
         with lazy_logits():
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.medusa_only_heads):
-                output, auxiliary, _ = model(rows.inputs, rows.targets)
+                output, auxiliary, _ = model(rows.inputs, rows.labels)
             logits = _checked(output.logits, with_gradient=not self.medusa_only_heads)
             weights = medusa_weights(num_heads, self.medusa_decay_coefficient)
             total, measured = self._heads_loss(logits, targets, weights)
             if not self.medusa_only_heads:
                 own, quantities = self._model_loss(logits, rows)
                 total, measured = own + self._coefficient() * total, measured | quantities
-        term = Term(total, num_kept(rows.targets), "tokens", is_whole=False)
+        term = Term(total, rows.num_labels, "tokens", is_whole=False)
         return StepLoss((term,), measured, None if self.medusa_only_heads else auxiliary)
 
-    def _model_loss(self, logits: LazyLogits, rows: TokenRows) -> tuple[Tensor, dict[str, Mean]]:
+    def _model_loss(self, logits: LazyLogits, rows: Rows) -> tuple[Tensor, dict[str, Mean]]:
         """The sum of the model's own losses of the next token, and what is measured on them."""
         if not self.medusa_self_distillation:
-            return _cross_entropy("lm", logits, rows.targets)
+            return _cross_entropy("lm", logits, rows.labels)
         original = self._original_logits(rows)
-        loss = divergence(logits, original, kind="forward_kl", mask=rows.targets >= 0, reduction="sum")
-        return loss, {"lm_divergence": Mean(loss.detach(), num_kept(rows.targets))}
+        loss = divergence(logits, original, kind="forward_kl", mask=rows.labels >= 0, reduction="sum")
+        return loss, {"lm_divergence": Mean(loss.detach(), rows.num_labels)}
 
     @torch.no_grad()
-    def _original_logits(self, rows: TokenRows) -> Tensor:
+    def _original_logits(self, rows: Rows) -> Tensor:
         if has_adapters(self.model):
             with without_adapters(self.model), evaluating(self.model):
-                return self.call_model(rows.inputs, rows.targets)[0]
-        if not self._original:
-            self._prepare_original()
-        return self.call_model(rows.inputs, rows.targets, self._original[0])[0]
+                return self.call_model(rows.inputs, rows.labels)[0]
+        self._prepare_teacher()
+        if self.teacher is None:
+            raise wrong_type("configure_original_model()", "a module, for a model without adapters", None)
+        return self.call_model(rows.inputs, rows.labels, self.teacher)[0]
 
     def _heads_loss(
         self, logits: LazyLogits, targets: list[Tensor], weights: list[float]
@@ -229,9 +216,9 @@ def _as_transformed(logits: Tensor, like: LazyLogits) -> LazyLogits:
 def _cross_entropy(name: str, logits: LazyLogits, targets: Tensor) -> tuple[Tensor, dict[str, Mean]]:
     """The sum of the losses of one head, and its loss and accuracy."""
     loss, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
-    kept = num_kept(targets)
-    correct = ((stats.predictions == targets) & (targets >= 0)).sum()
-    return loss, {f"{name}_loss": Mean(loss.detach(), kept), f"{name}_accuracy": Mean(correct, kept)}
+    kept = targets >= 0
+    correct, count = ((stats.predictions == targets) & kept).sum(), kept.sum()
+    return loss, {f"{name}_loss": Mean(loss.detach(), count), f"{name}_accuracy": Mean(correct, count)}
 
 
 def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[float]) -> tuple[Tensor, dict[str, Mean]]:
@@ -241,33 +228,29 @@ def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[flo
     assert scores.correct is not None
     measured: dict[str, Mean] = {}
     for k in range(len(targets)):
-        kept = num_kept(targets[k])
+        kept = (targets[k] >= 0).sum()
         measured[f"medusa{k}_loss"] = Mean(-scores.log_probs[k].sum(), kept)
         measured[f"medusa{k}_accuracy"] = Mean(scores.correct[k].sum(), kept)
     return total, measured
 
 
-class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
-    """A causal language model with Medusa heads.
+@takes()
+class LigerMedusa(LigerMedusaMixin, LossCausalLM):
+    """A causal language model with Medusa heads, which start as copies of the LM head.
 
-    As :class:`~lightning_liger.LigerCausalLM`, whose arguments it takes too. The heads start as copies of the LM head.
+    Arguments are the attributes here and of :class:`LigerMedusaMixin`, and those of
+    :class:`~lightning_liger.LigerCausalLM`, of which ``lora`` is for joint training.
 
-    Args:
+    Attributes:
         medusa_num_heads: How many tokens after the next one are predicted.
         medusa_num_layers: Residual blocks of each head.
         medusa_shared_head: Whether the heads use the model's LM head and have residual blocks only.
-        medusa_only_heads: Whether the model is frozen (Medusa-1), or trained together with the heads (Medusa-2).
-        medusa_decay_coefficient: Head k (from 0) has the weight ``decay ** (k + 1)``.
-        medusa_heads_coefficient: The weight of all heads together in joint training, after the schedule.
-        medusa_scheduler: How that weight rises from 0: ``"constant"`` (not at all), ``"linear"`` or ``"sine"``.
-        medusa_scheduler_steps: In how many optimizer steps; None for all that the Trainer expects.
         medusa_lr_multiplier: Factor of the learning rate for the heads.
         medusa_warmup_steps: Steps in which the heads' learning rate rises to its peak; None for ``warmup_steps``.
-        medusa_self_distillation: Whether joint training keeps the model close to the original one, in place of cross
-            entropy: to the model without its adapters, or to a second copy of ``pretrained`` on each device.
         medusa_pretrained: Folder of heads to start from, with a ``medusa_lm_head.safetensors``; see
             :func:`~lightning_liger.save_medusa_heads`. Not for models on the meta device.
-        **kwargs: See :class:`~lightning_liger.LigerCausalLM`. ``lora`` is for joint training.
+        medusa_self_distillation: Whether joint training keeps the model close to the original one, in place of cross
+            entropy: to the model without its adapters, or to a second copy of ``pretrained`` on each device.
 
     Raises:
         FileNotFoundError: As :class:`~lightning_liger.LigerCausalLM`, and if ``medusa_pretrained`` has no heads.
@@ -275,53 +258,36 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         ValueError: For an argument out of its range.
     """
 
-    def __init__(
-        self,
-        medusa_num_heads: int = 5,
-        medusa_num_layers: int = 1,
-        medusa_shared_head: bool = False,
-        medusa_only_heads: bool = True,
-        medusa_decay_coefficient: float = 0.8,
-        medusa_heads_coefficient: float = 0.2,
-        medusa_scheduler: str = "constant",
-        medusa_scheduler_steps: int | None = None,
-        medusa_lr_multiplier: float = 1.0,
-        medusa_warmup_steps: int | None = None,
-        medusa_self_distillation: bool = False,
-        medusa_pretrained: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        check_bool("medusa_shared_head", medusa_shared_head)
-        check_integer("medusa_num_heads", medusa_num_heads, at_least=1)
-        check_integer("medusa_num_layers", medusa_num_layers, at_least=0)
-        check_medusa_sizes(medusa_num_heads, medusa_num_layers, is_shared=medusa_shared_head)
-        check_number("medusa_lr_multiplier", medusa_lr_multiplier, at_least=0)
-        check_integer("medusa_warmup_steps", medusa_warmup_steps, at_least=0, optional=True)
-        self.medusa_only_heads = medusa_only_heads
-        self.medusa_decay_coefficient = medusa_decay_coefficient
-        self.medusa_heads_coefficient = medusa_heads_coefficient
-        self.medusa_scheduler = medusa_scheduler
-        self.medusa_scheduler_steps = medusa_scheduler_steps
-        self.medusa_self_distillation = medusa_self_distillation
-        refuse_loss_type(kwargs)
-        super().__init__(loss_type="nll", **kwargs)
+    medusa_num_heads: Count = 5
+    medusa_num_layers: Annotated[int, Limits(at_least=0)] = 1
+    medusa_shared_head: bool = False
+    medusa_lr_multiplier: NonNegative = 1.0
+    medusa_warmup_steps: Annotated[int, Limits(at_least=0)] | None = None
+    medusa_pretrained: str | None = None
+    _arguments: tuple[str, ...] = (
+        *("medusa_num_heads", "medusa_num_layers", "medusa_shared_head", "medusa_lr_multiplier"),
+        *("medusa_warmup_steps", "medusa_pretrained"),
+    )
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        check_medusa_sizes(self.medusa_num_heads, self.medusa_num_layers, is_shared=self.medusa_shared_head)
         settings = self._settings
-        if settings.lora is not None and medusa_only_heads:
+        if settings.lora is not None and self.medusa_only_heads:
             raise wrong_value("lora", "None with medusa_only_heads=True, a frozen model", settings.lora)
-        if medusa_self_distillation and settings.lora is None and settings.pretrained is None:
+        if self.medusa_self_distillation and settings.lora is None and settings.pretrained is None:
             raise wrong_value("pretrained", "a folder, from which medusa_self_distillation makes a copy", None)
-        if medusa_pretrained is not None:
-            check_path("medusa_pretrained", medusa_pretrained)
-            find_heads(medusa_pretrained)
+        if self.medusa_pretrained is not None:
+            check_path("medusa_pretrained", self.medusa_pretrained)
+            find_heads(self.medusa_pretrained)
 
     def _configure_other_models(self) -> None:
         super()._configure_other_models()
-        settings = self._settings
         self.medusa_heads = MedusaHeads.of(
-            self.model, settings.medusa_num_heads, settings.medusa_num_layers, shared_head=settings.medusa_shared_head
+            self.model, self.medusa_num_heads, self.medusa_num_layers, shared_head=self.medusa_shared_head
         )
-        if settings.medusa_pretrained is not None:
-            load_medusa_heads(self.medusa_heads, settings.medusa_pretrained)
+        if self.medusa_pretrained is not None:
+            load_medusa_heads(self.medusa_heads, self.medusa_pretrained)
         if self.medusa_only_heads:
             self.model.requires_grad_(False)
 
@@ -330,10 +296,11 @@ class LigerMedusa(LigerMedusaMixin, LigerCausalLM):
         return cast(nn.Module, build_frozen(self.config, self._settings.pretrained, self.device, dtype))
 
     def _learning_rate_scale(self, module: nn.Module) -> float:
-        is_head = any(module is part for part in self.medusa_heads.modules())
-        return super()._learning_rate_scale(module) * (self._settings.medusa_lr_multiplier if is_head else 1.0)
+        return super()._learning_rate_scale(module) * (self.medusa_lr_multiplier if self._is_head(module) else 1.0)
 
     def _warmup_steps(self, module: nn.Module) -> int:
-        is_head = any(module is part for part in self.medusa_heads.modules())
-        steps = self._settings.medusa_warmup_steps if is_head else None
-        return super()._warmup_steps(module) if steps is None else int(steps)
+        steps = self.medusa_warmup_steps if self._is_head(module) else None
+        return super()._warmup_steps(module) if steps is None else steps
+
+    def _is_head(self, module: nn.Module) -> bool:
+        return any(module is part for part in self.medusa_heads.modules())

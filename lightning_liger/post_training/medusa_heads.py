@@ -132,7 +132,12 @@ class MedusaHeads(nn.Sequential):  # not a ModuleList, which FSDP2 refuses
             if parameter.is_meta:
                 share_pretrained(model, self, (head, name), [(each, name) for each in own])
                 continue
-            with _gathered([parameter, *copies]):
+            gathered: Any = contextlib.nullcontext()
+            if any(hasattr(each, "ds_id") for each in (parameter, *copies)):  # partitioned by ZeRO-3
+                import deepspeed
+
+                gathered = deepspeed.zero.GatheredParameters([parameter, *copies], modifier_rank=0)
+            with gathered:
                 for copy in copies:
                     copy.copy_(parameter)
 
@@ -190,22 +195,16 @@ def save_medusa_heads(heads: MedusaHeads, folder: str | Path, *, base_model: str
         TypeError: For arguments of a wrong type.
         ValueError: For parameters that are sharded or on the meta device.
     """
-    if not isinstance(heads, MedusaHeads):
-        raise wrong_type("heads", "MedusaHeads", heads)
-    check_path("folder", folder)
-    for name, parameter in heads.named_parameters():
-        if parameter.is_meta or isinstance(parameter, DTensor) or not parameter.numel():
+    _check_heads(heads, folder)
+    folder, tensors = Path(folder), {name: tensor.detach().contiguous() for name, tensor in heads.state_dict().items()}
+    for name, tensor in tensors.items():
+        if tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
             raise wrong_value("heads", "whole tensors with values; save them from a loaded checkpoint", name)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.detach().contiguous() for name, tensor in heads.state_dict().items()}, Path(folder) / WEIGHTS_NAME
-    )
-    config = {
-        "medusa_num_heads": len(heads),
-        "medusa_num_layers": heads.num_layers,
-        "base_model_name_or_path": base_model,
-    }
-    (Path(folder) / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS_NAME)
+    config: dict[str, Any] = {"medusa_num_heads": len(heads), "medusa_num_layers": heads.num_layers}
+    config["base_model_name_or_path"] = base_model
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
@@ -215,18 +214,21 @@ def load_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:
         FileNotFoundError: If the folder has no ``medusa_lm_head.safetensors``.
         ValueError: If names or shapes differ.
     """
-    if not isinstance(heads, MedusaHeads):
-        raise wrong_type("heads", "MedusaHeads", heads)
-    check_path("folder", folder)
+    _check_heads(heads, folder)
     with naming_damaged(find_heads(folder)):
         tensors = load_file(find_heads(folder))
     own = heads.state_dict()
-    wrong = sorted(own.keys() ^ tensors.keys()) + [
-        name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape
-    ]
+    wrong = sorted(own.keys() ^ tensors.keys())
+    wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
     if wrong:
         raise wrong_value("folder", f"heads that fit these, but {shown(wrong[:4])} differ", str(folder))
     heads.load_state_dict(tensors)
+
+
+def _check_heads(heads: Any, folder: Any) -> None:
+    if not isinstance(heads, MedusaHeads):
+        raise wrong_type("heads", "MedusaHeads", heads)
+    check_path("folder", folder)
 
 
 def find_heads(folder: str | Path) -> Path:
@@ -235,15 +237,3 @@ def find_heads(folder: str | Path) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"folder must have {WEIGHTS_NAME}, got {str(folder)!r}")
     return path
-
-
-@contextlib.contextmanager
-def _gathered(parameters: list[Tensor]) -> Any:
-    """Whole parameters where ZeRO-3 has partitioned them; changes reach all ranks."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
-        yield

@@ -1,6 +1,7 @@
 """Several predictions through one LM head, for one gradient of its weight."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,18 +38,18 @@ def multi_token_loss(logits: Tensor, targets: Tensor, weights: Sequence[float]) 
     """
     if not isinstance(targets, Tensor):
         raise wrong_type("targets", "a tensor of shape [num_heads, ...]", targets)
+    if not targets.ndim or not len(targets):
+        raise wrong_value("targets", "a tensor of shape [num_heads, ...] with at least one prediction", targets)
     if not isinstance(weights, Sequence) or isinstance(weights, str):
         raise wrong_type("weights", "a list of numbers", weights)
-    if not targets.ndim or len(weights) != len(targets):
+    if len(weights) != len(targets):
         raise wrong_value("weights", f"as many numbers as targets {tuple(targets.shape)} have predictions", weights)
     for index, weight in enumerate(weights):
         check_number(f"weights[{index}]", weight, at_least=0)
-    if not len(targets):
-        raise wrong_value("targets", "a tensor of shape [num_heads, ...] with at least one prediction", targets)
-    of_heads, num_tokens = torch.tensor(weights, device=targets.device), targets[0].numel()
+    factors, num_tokens = torch.tensor(weights, device=targets.device), targets[0].numel()
 
     def weighted(scores: TokenScores, index: Tensor) -> Tensor:
-        assert scores.log_probs is not None
-        return -of_heads.to(scores.log_probs.dtype)[index // num_tokens] * scores.log_probs
+        log_probs = cast(Tensor, scores.log_probs)
+        return -factors.to(log_probs.dtype)[index // num_tokens] * log_probs
 
     return token_loss(logits, targets, weighted, outputs=("log_probs", "correct"))

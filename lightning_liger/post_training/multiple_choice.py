@@ -6,16 +6,15 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_integer, check_shape, check_tensor
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.lazy.scores import token_scores
-from lightning_liger.losses.sequences import sequence_sums
-from lightning_liger.post_training.metrics import MeanOverUnits
 from lightning_liger.post_training.rows import read_rows
 from lightning_liger.training.causal_lm import LigerCausalLM
+from lightning_liger.training.metrics import RunningMean, RunningMetric
 from lightning_liger.training.mixin import LMLoss
 from lightning_liger.training.protocol import engine_of
 
@@ -38,9 +37,8 @@ class LigerMultipleChoice(LigerCausalLM):
     :class:`~lightning_liger.LigerCausalLM`.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.choice_metrics = nn.ModuleDict()
+    def _make_metrics(self) -> dict[str, RunningMetric]:
+        return super()._make_metrics() | {name: RunningMean() for name in _ACCURACIES}
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self._choice_step("val", batch)
@@ -49,7 +47,7 @@ class LigerMultipleChoice(LigerCausalLM):
         return self._choice_step("test", batch)
 
     def _choice_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._refuse_replaced_model()
+        self._begin_stage()
         context = None if self._trainer is None else engine_of(self.trainer).context_parallel
         rows = read_rows(batch).to_context(context)
         question_ids, is_answer, num_characters = _choices(batch, rows.num_sequences)
@@ -58,18 +56,15 @@ class LigerMultipleChoice(LigerCausalLM):
             output, auxiliary, _ = model(rows.inputs, labels)
             scores = token_scores(output.logits, labels, outputs=("log_probs", "predictions"))
         log_probs = cast(Tensor, scores.log_probs)
-        sums = sequence_sums(log_probs, rows.sequence_ids, rows.num_sequences)
+        sums = rows.sums(log_probs)
         if context is not None:
             dist.all_reduce(sums, group=context.group)
         is_of = question_ids == torch.arange(batch["num_questions"], device=sums.device)[:, None]
-        metrics, path = self._running_metrics("choice_metrics", stage, _make_metrics)
+        metrics, _ = self._stage_metrics(stage)
         for name, values in zip(_ACCURACIES, (sums, sums / num_characters), strict=True):
             chosen = torch.where(is_of, values, -math.inf).argmax(-1)
             metrics[name].update(is_answer[chosen].sum(), batch["num_questions"])
-            self.log(
-                f"{stage}_{name}", metrics[name], on_step=False, on_epoch=True, prog_bar=name == _ACCURACIES[0],
-                metric_attribute=f"{path}.{name}",
-            )  # fmt: skip
+        self._log_metrics(stage, _ACCURACIES)
         of_token = is_answer[:, None] if rows.sequence_ids is None else is_answer[rows.sequence_ids.clamp(min=0)]
         kept = (labels != IGNORE_INDEX) & of_token
         num_tokens = kept.sum()
@@ -78,10 +73,6 @@ class LigerMultipleChoice(LigerCausalLM):
         num_correct = ((scores.predictions == labels) & kept).sum()
         self._log_tokens(stage, LMLoss(loss, loss_sum, num_tokens, num_correct), auxiliary)
         return loss
-
-
-def _make_metrics() -> nn.ModuleDict:
-    return nn.ModuleDict({name: MeanOverUnits() for name in _ACCURACIES})
 
 
 def _choices(batch: Mapping[str, Any], num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:

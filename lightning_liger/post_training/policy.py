@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_ops import TokenScores
-from liger_ops.arguments import check_integer, check_number, check_tensor, wrong_type
+from liger_ops.arguments import check_tensor
 from lightning_liger.lazy.scores import token_loss, token_scores
+from lightning_liger.losses.options import Count, Positive
+from lightning_liger.losses.policy import num_units
 from lightning_liger.losses.policy_batch import (
     PolicyBatch,
     PolicyObjective,
@@ -19,18 +21,17 @@ from lightning_liger.losses.policy_batch import (
     token_objective,
 )
 from lightning_liger.losses.policy_metrics import (
+    OF_DATA,
     metric_kind,
     metric_names,
-    names_of_data,
     policy_metrics,
     reward_metrics,
 )
 from lightning_liger.losses.policy_options import PolicyOptions
-from lightning_liger.losses.policy_reductions import num_units
 from lightning_liger.losses.policy_weights import num_top_entropies
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.completions import read_completions
-from lightning_liger.post_training.metrics import Largest, Mean, Measured, Smallest, Total
+from lightning_liger.post_training.metrics import Mean, Measured
 from lightning_liger.post_training.rows import Rows
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
 
@@ -51,7 +52,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
     ``"ref"``). ``reference`` chooses one: ``"columns"``, ``"model"``, ``"adapters"``, or ``"auto"`` in this order.
 
     The loss is that of a whole optimizer step, whatever its split over micro-batches and ranks, divided by the number
-    of tokens or completions (:mod:`lightning_liger.losses.policy_reductions`). With ``num_items_in_batch``, the number
+    of tokens or completions (:mod:`lightning_liger.losses.policy`). With ``num_items_in_batch``, the number
     of tokens of a whole generation batch on all ranks, losses of tokens are divided by its share of a step, as TRL
     does: a micro-batch's share is ``1 / steps_per_generation``.
 
@@ -60,14 +61,18 @@ class LigerPolicyMixin(LigerReferenceMixin):
     the head. Quantiles of ``top_entropy_quantile`` are those of a micro-batch on all ranks, as TRL's.
 
     The steps log TRL's metrics (``kl``, ``entropy``, ``clip_ratio/low_mean``, ...) as ``{train,val,test}_{name}``.
+
+    Attributes:
+        policy_options: The loss.
+        temperature: That logits are divided by, the one that completions were sampled with.
+        steps_per_generation: Micro-batches that ``num_items_in_batch`` is spread over; None is the number of an
+            optimizer step.
     """
 
     policy_options: PolicyOptions = PolicyOptions()
-    """The loss."""
-    temperature: float = 1.0
-    """That logits are divided by, the one that completions were sampled with."""
-    steps_per_generation: int | None = None
-    """Micro-batches that ``num_items_in_batch`` is spread over; None is the number of an optimizer step."""
+    temperature: Positive = 1.0
+    steps_per_generation: Count | None = None
+    _arguments: tuple[str, ...] = ("temperature", "steps_per_generation")
 
     disable_dropout: bool = False
     _units = "tokens or completions"
@@ -76,14 +81,10 @@ class LigerPolicyMixin(LigerReferenceMixin):
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self.policy_options, PolicyOptions):
-            raise wrong_type("policy_options", "a PolicyOptions", self.policy_options)
         super().__init__(*args, **kwargs)
-        check_number("temperature", self.temperature, above=0)
-        check_integer("steps_per_generation", self.steps_per_generation, at_least=1, optional=True)
         names = metric_names(self.policy_options)
         names += ["policy_loss"] * (self.policy_options.entropy_coef > 0)
-        self._hidden_metrics = set(names_of_data()) - set(names)
+        self._hidden_metrics = set(OF_DATA) - set(names)
         self._kinds = {name: metric_kind(name) for name in (*names, *sorted(self._hidden_metrics))}
         self._kinds["num_tokens"] = "sum"
 
@@ -239,9 +240,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
             is_terminated = torch.stack([last == end for end in ends]).any(0)
         found = policy_metrics(entropies, policy, result.details, self.policy_options, is_terminated)
         measured: dict[str, Measured] = {name: Mean(*parts) for name, parts in found.means.items()}
-        for name, value in found.extremes.items():
-            measured[name] = Smallest(value) if metric_kind(name) == "min" else Largest(value)
-        measured["num_tokens"] = Total(rows.num_tokens / self._ranks_per_batch)
+        measured |= found.extremes
+        measured["num_tokens"] = rows.num_tokens / self._ranks_per_batch
         if isinstance(batch.get("rewards"), Tensor):
             means = reward_metrics(batch["rewards"], batch.get("group_ids"))
             measured |= {name: Mean(*parts) for name, parts in means.items()}

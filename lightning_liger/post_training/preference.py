@@ -9,18 +9,20 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from liger_ops import IGNORE_INDEX, TokenScores
-from liger_ops.arguments import check_bool, check_path, check_shape, check_tensor, wrong_type, wrong_value
+from liger_ops.arguments import check_path, check_shape, check_tensor, wrong_value
 from lightning_liger.lazy.scores import token_scores
-from lightning_liger.losses.cpo import CPOOptions, cpo_loss
-from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, PairLosses, PreferenceOptions, dpo_loss, wpo_weights
+from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, PairLosses, PreferenceOptions, wpo_weights
 from lightning_liger.losses.kto import KTOOptions, RunningDelta, kl_estimate, kto_loss, reward_sums
-from lightning_liger.losses.orpo import ORPOOptions, orpo_loss
-from lightning_liger.losses.sequences import length_desensitized, sequence_sums
-from lightning_liger.losses.tpo import TPOOptions, tpo_loss
+from lightning_liger.losses.sequences import length_desensitized
 from lightning_liger.post_training.base import StepLoss, Term
-from lightning_liger.post_training.metrics import Difference, Mean, Measured, Total, mean_of
-from lightning_liger.post_training.precompute import every_batch
-from lightning_liger.post_training.reference import ReferenceCache, has_adapters, sequence_keys, weights_fingerprint
+from lightning_liger.post_training.metrics import Mean, Measured, mean_of
+from lightning_liger.post_training.reference import (
+    ReferenceCache,
+    every_batch,
+    has_adapters,
+    sequence_keys,
+    weights_fingerprint,
+)
 from lightning_liger.post_training.rows import Rows, read_rows
 from lightning_liger.post_training.units import can_take_units, unit_loss
 from lightning_liger.post_training.with_reference import LigerReferenceMixin
@@ -83,6 +85,12 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     ``logits/rejected`` (mean logits of completion tokens), ``entropy``, ``mean_token_accuracy`` (of chosen tokens),
     ``num_tokens``, and ``nll_loss``, ``log_odds_ratio``, ``log_odds_chosen``, ``kl`` where the loss has them.
 
+    Attributes:
+        preference_loss: The options of the loss.
+        precompute_ref_log_probs: Whether the reference's log-probabilities are computed for all data before training.
+            Finished modules make no copy of the model then.
+        ref_log_probs_folder: Where they are kept for other runs.
+
     Raises:
         TypeError: For options of a wrong type, and if the mixin is listed after ``LightningModule``.
         ValueError: For options that do not fit.
@@ -97,24 +105,23 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         " ref_logps), or set precompute_ref_log_probs=True"
     )
 
+    _arguments: tuple[str, ...] = ("precompute_ref_log_probs", "ref_log_probs_folder")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self.preference_loss, PreferenceOptions):
-            raise wrong_type(
-                "preference_loss", "DPOOptions, CPOOptions, ORPOOptions, TPOOptions or KTOOptions", self.preference_loss
-            )
-        check_bool("precompute_ref_log_probs", self.precompute_ref_log_probs)
-        check_path("ref_log_probs_folder", self.ref_log_probs_folder, optional=True)
         super().__init__(*args, **kwargs)
-        if self.precompute_ref_log_probs and self.sync_ref_model:
-            raise wrong_value("sync_ref_model", "False with precompute_ref_log_probs=True", True)
-        if self.ref_log_probs_folder is not None and not self.precompute_ref_log_probs:
-            raise wrong_value(
-                "ref_log_probs_folder", "None without precompute_ref_log_probs=True", self.ref_log_probs_folder
-            )
         self._reference_cache: ReferenceCache | None = None
         self._reference_fingerprint: str | None = None
         self._is_precomputing = False
         self._running_delta = RunningDelta()
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        check_path("ref_log_probs_folder", self.ref_log_probs_folder, optional=True)
+        if self.precompute_ref_log_probs and self.sync_ref_model:
+            raise wrong_value("sync_ref_model", "False with precompute_ref_log_probs=True", True)
+        if self.ref_log_probs_folder is not None and not self.precompute_ref_log_probs:
+            expected = "None without precompute_ref_log_probs=True"
+            raise wrong_value("ref_log_probs_folder", expected, self.ref_log_probs_folder)
 
     # The reference
 
@@ -150,14 +157,16 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return super()._reference_kind()
 
     @torch.no_grad()
-    def _compute_reference(self, rows: Rows) -> Tensor:
-        """The reference's sums of log-probabilities, ``[num_sequences]``."""
+    def _log_prob_sums(self, rows: Rows, model: nn.Module | None = None) -> Tensor:
+        """The sums of log-probabilities under a model, by default the policy, ``[num_sequences]``."""
         local = rows.to_context(self.context)
+        logits, _ = self.call_model(local.inputs, local.labels, model)
+        log_probs = cast(Tensor, token_scores(logits, local.labels).log_probs)
+        return self.sum_over_context(local.sums(log_probs * local.extras["weights"]))
+
+    def _compute_reference(self, rows: Rows) -> Tensor:
         with self._reference_model() as model:
-            logits, _ = self.call_model(local.inputs, local.labels, model)
-            log_probs = cast(Tensor, token_scores(logits, local.labels).log_probs)
-        log_probs = log_probs * local.extras["weights"]
-        return self.sum_over_context(sequence_sums(log_probs, local.sequence_ids, local.num_sequences))
+            return self._log_prob_sums(rows, model)
 
     def _reference_of(self, batch: Mapping[str, Any], rows: Rows, columns: Sequence[str]) -> Tensor:
         """The reference's sums: those of the batch, ``columns`` in order, or computed ones."""
@@ -181,25 +190,23 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         """The columns of stored log-probabilities, by the prefix of the keys of their sequences."""
         if not self.preference_loss.is_labelled:
             return {"": ("ref_chosen_logps", "ref_rejected_logps")}
-        columns: dict[str, tuple[str, ...]] = {"": ("ref_logps",)}
-        return columns | ({"KL_": ("ref_KL_logps",)} if cast(KTOOptions, self.preference_loss).needs_kl else {})
+        needs_kl = cast(KTOOptions, self.preference_loss).needs_kl
+        return {"": ("ref_logps",), **({"KL_": ("ref_KL_logps",)} if needs_kl else {})}
 
     def _precompute(self) -> None:
         """Passes all data through the reference, and keeps its log-probabilities."""
         self._is_precomputing = True
         try:
-            kind = self._reference_kind()
-            model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
+            kind, strategy = self._reference_kind(), self.trainer.strategy
             is_resumed = self._reference_fingerprint is not None and kind == "policy"
             if not is_resumed:
-                ld_alpha = getattr(self.preference_loss, "ld_alpha", None)
-                self._reference_fingerprint = weights_fingerprint(
-                    model, (kind, ld_alpha), without_adapters=kind == "adapters"
-                )
+                model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
+                settings = (kind, getattr(self.preference_loss, "ld_alpha", None))
+                fingerprint = weights_fingerprint(model, settings, without_adapters=kind == "adapters")
+                self._reference_fingerprint = fingerprint
             cache = self._reference_cache
             if cache is None or cache.fingerprint != self._reference_fingerprint:
                 cache = ReferenceCache(self.ref_log_probs_folder, cast(str, self._reference_fingerprint))
-            strategy = self.trainer.strategy
             for batch in every_batch(self.trainer):
                 for prefix in self._columns():
                     read_rows(batch, prefix)  # raises for keys that are missing
@@ -217,7 +224,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
                 with torch.no_grad():
                     found = cast(dict[str, Tensor], strategy.validation_step(moved, 0))
                 for prefix, log_probs in found.items():
-                    cache.add(keys[prefix], log_probs)
+                    cache.update(zip(keys[prefix], log_probs.tolist(), strict=True))
             cache.share()
             self._reference_cache = cache
             rank_zero_info(f"Computed the reference log-probabilities of {len(cache)} sequences")
@@ -226,27 +233,14 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Any:
         if self._is_precomputing:
-            rows = {prefix: self._rows(batch, prefix) for prefix in self._columns()}
-            return {prefix: self._compute_reference(each) for prefix, each in rows.items()}
+            return {prefix: self._compute_reference(self._rows(batch, prefix)) for prefix in self._columns()}
         return super().validation_step(batch, batch_idx, dataloader_idx)
-
-    def _check_stored(self, batch: Mapping[str, Any]) -> None:
-        """Raises for stored log-probabilities that are NaN or infinite, of which no loss makes sense."""
-        for name in (column for columns in self._columns().values() for column in columns):
-            value = batch.get(name)
-            if not isinstance(value, Tensor) or value.device.type != "cpu" or value.isfinite().all():
-                continue
-            index = int((~value.flatten().isfinite()).nonzero()[0])
-            raise ValueError(
-                f"batch[{name!r}] must hold finite log-probabilities, got {value.flatten()[index].item()} for number"
-                f" {index} of {value.numel()}"
-            )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self._with_stored(super().on_before_batch_transfer(batch, dataloader_idx))
 
-    def _begin_stage(self) -> None:
-        super()._begin_stage()
+    def _prepare_stage(self) -> None:
+        super()._prepare_stage()
         if self.precompute_ref_log_probs or getattr(self.preference_loss, "loss_type", None) == "bco":
             self._require_super(LigerPreferenceMixin, "on_save_checkpoint", "on_load_checkpoint")
 
@@ -260,23 +254,29 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return super()._step(stage, self._with_stored(batch))
 
     def _with_stored(self, batch: Any) -> Any:
-        """A batch with the log-probabilities that were computed before training."""
-        if not isinstance(batch, Mapping):
-            return batch
-        self._check_stored(batch)
-        cache = self._reference_cache
-        if cache is None or self._is_precomputing:
-            return batch
-        added: dict[str, Any] = {}
-        for prefix, columns in self._columns().items():
-            if batch.get(columns[0]) is not None or batch.get(prefix + "input_ids") is None:
+        """A batch with the log-probabilities that were computed before training.
+
+        Raises:
+            ValueError: For stored ones that are NaN or infinite, of which no loss makes sense.
+        """
+        cache, added = None if self._is_precomputing else self._reference_cache, dict[str, Any]()
+        for prefix, columns in self._columns().items() if isinstance(batch, Mapping) else ():
+            for name in columns:
+                value = batch.get(name)
+                if isinstance(value, Tensor) and value.device.type == "cpu" and not value.isfinite().all():
+                    index = int((~value.flatten().isfinite()).nonzero()[0])
+                    raise ValueError(
+                        f"batch[{name!r}] must hold finite log-probabilities, got {value.flatten()[index].item()} for"
+                        f" number {index} of {value.numel()}"
+                    )
+            if cache is None or batch.get(columns[0]) is not None or batch.get(prefix + "input_ids") is None:
                 continue
             keys = sequence_keys(batch, prefix)
             if self.trainer.state.fn != "fit" and any(key not in cache for key in keys):
                 continue  # data for testing, which was not seen before training
             found = cache.find(keys).to(batch[prefix + "input_ids"].device)
-            added |= zip(columns, found.chunk(len(columns)), strict=True)
-        return {**batch, **added}
+            added |= dict(zip(columns, found.chunk(len(columns)), strict=True))
+        return {**batch, **added} if added else batch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -317,12 +317,12 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def _num_tokens(self, rows: Rows) -> Tensor:
         """The number of scored tokens of each sequence, ``[num_sequences]``."""
         completion = rows.extras.get("completion", rows.labels != IGNORE_INDEX)
-        return sequence_sums(completion, rows.sequence_ids, rows.num_sequences)
+        return rows.sums(completion)
 
     def _num_nll_tokens(self, rows: Rows) -> Tensor:
         """The number of tokens over which the negative log-likelihood is averaged."""
-        number = sequence_sums(rows.labels != IGNORE_INDEX, rows.sequence_ids, rows.num_sequences)
-        return number.chunk(self.preference_loss.num_sequences)[self.preference_loss.nll_part or 0].sum()
+        options = self.preference_loss
+        return rows.sums(rows.labels != IGNORE_INDEX).chunk(options.num_sequences)[options.nll_part or 0].sum()
 
     def _score(
         self, rows: Rows, losses: Callable[[SequenceScores], Tensor] | None = None
@@ -362,12 +362,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         others = (scores.entropy, scores.mean_logit, scores.correct, scores.log_sum_sq_probs)
         values = [log_probs * local.extras["weights"], -log_probs]
         values += [log_probs.new_zeros(()) if each is None else each.detach() * completion for each in others]
-        sums = [
-            each.expand(local.num_sequences)
-            if not each.ndim
-            else sequence_sums(each, local.sequence_ids, local.num_sequences)
-            for each in values
-        ]
+        sums = [local.sums(each) if each.ndim else each.expand(local.num_sequences) for each in values]
         return SequenceScores(*self.sum_over_context(torch.stack(sums)).unbind())
 
     # The loss
@@ -393,11 +388,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         if result.nll is not None:
             terms.append(Term(result.nll.sum(), num_nll_tokens, "tokens"))
         metrics: dict[str, Measured] = {name: mean_of(vector) for name, vector in result.metrics.items()}
-        is_chosen = torch.arange(rows.num_sequences, device=num_tokens.device) < num_pairs
-        is_rejected = ~is_chosen & (torch.arange(rows.num_sequences, device=num_tokens.device) < 2 * num_pairs)
-        metrics |= self._token_metrics(rows, scores, num_tokens, is_chosen, is_rejected)
-        if (part := self.preference_loss.nll_part) is not None:
-            nll = scores.nll.detach().chunk(self.preference_loss.num_sequences)[part]
+        part = torch.arange(rows.num_sequences, device=num_tokens.device) // num_pairs
+        metrics |= self._token_metrics(rows, scores, num_tokens, part == 0, part == 1)
+        if (nll_part := self.preference_loss.nll_part) is not None:
+            nll = scores.nll.detach().chunk(self.preference_loss.num_sequences)[nll_part]
             metrics["nll_loss"] = Mean(nll.sum(), num_nll_tokens)
         return StepLoss(tuple(terms), metrics, auxiliary)
 
@@ -408,18 +402,13 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             num_tokens.chunk(parts),
         )
         pairs = PairLogProbs(chosen, rejected, num_chosen, num_rejected, chosen_nll=scores.nll.chunk(parts)[0])
-        if isinstance(options, CPOOptions):
-            return cpo_loss(pairs, options)
-        if isinstance(options, ORPOOptions):
-            return orpo_loss(pairs, options)
-        if isinstance(options, TPOOptions):
-            return tpo_loss(pairs, gold[0] if gold else None, options)
-        ref_chosen, ref_rejected = cast(Tensor, reference).chunk(2)
-        weight = None
-        if cast(DPOOptions, options).use_weighting:
+        if reference is not None:
+            ref_chosen, ref_rejected = reference.chunk(2)
+            pairs = pairs._replace(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+        if getattr(options, "use_weighting", False):
             weight = wpo_weights(-scores.nll, scores.log_sum_sq_probs, num_chosen, num_rejected)
-        pairs = pairs._replace(ref_chosen=ref_chosen, ref_rejected=ref_rejected, weight=weight)
-        return dpo_loss(pairs, cast(DPOOptions, options))
+            pairs = pairs._replace(weight=weight)
+        return options.losses(pairs, gold[0] if gold else None)
 
     def _labelled_loss(self, stage: str, batch: Mapping[str, Any], rows: Rows) -> StepLoss:
         """The loss of completions with labels."""
@@ -438,29 +427,23 @@ class LigerPreferenceMixin(LigerReferenceMixin):
                 self._running_delta.update(*self._sum_over_ranks(sums))
             baseline = self._running_delta.value().to(labels.device)
         result = kto_loss(scores.log_probs, reference, labels, options, baseline=baseline)
-        metrics: dict[str, Measured] = {}
+        metrics: dict[str, Any] = {}
         for name, mask in (("chosen", labels), ("rejected", ~labels)):
             metrics[f"rewards/{name}"] = mean_of(result.rewards, mask)
             metrics[f"logps/{name}"] = mean_of(scores.log_probs, mask)
-        metrics["rewards/margins"] = Difference(
-            cast(Mean, metrics["rewards/chosen"]), cast(Mean, metrics["rewards/rejected"])
-        )
+        metrics["rewards/margins"] = metrics["rewards/chosen"], metrics["rewards/rejected"]
         if options.needs_kl:
             metrics["kl"] = mean_of(baseline[None])
         metrics |= self._token_metrics(rows, scores, self._num_tokens(rows), labels, ~labels)
         return StepLoss((Term(result.losses.sum(), rows.num_sequences, "sequences"),), metrics, auxiliary)
 
-    @torch.no_grad()
     def _kl(self, batch: Mapping[str, Any]) -> Tensor:
         """KTO's estimate of the policy's divergence, from the mismatched pairs of all ranks."""
         rows = self._rows(batch, "KL_")
         reference = self._reference_of(batch, rows, ("ref_KL_logps",))
-        local = rows.to_context(self.context)
-        logits, _ = self.call_model(local.inputs, local.labels)
-        log_probs = cast(Tensor, token_scores(logits, local.labels).log_probs)
-        own = self.sum_over_context(sequence_sums(log_probs, local.sequence_ids, local.num_sequences))
+        difference = self._log_prob_sums(rows) - reference
         is_scored = self._num_tokens(rows) > 0
-        total = torch.where(is_scored, own - reference, 0).sum()
+        total = torch.where(is_scored, difference, 0).sum()
         return kl_estimate(*self._sum_over_ranks(torch.stack((total, is_scored.sum().to(total.dtype)))))
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -491,7 +474,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             "logits/chosen": mean(scores.mean_logit, is_chosen),
             "logits/rejected": mean(scores.mean_logit, is_rejected),
             "mean_token_accuracy": mean(scores.correct, is_chosen),
-            "num_tokens": Total(rows.num_tokens / self._ranks_per_batch),
+            "num_tokens": rows.num_tokens / self._ranks_per_batch,
         }
 
 
@@ -504,11 +487,8 @@ def _sequence_numbers(rows: Rows) -> Tensor:
 
 def _with_prompts_of_chosen(rows: Rows) -> Tensor:
     """The labels of all tokens of chosen sequences, prompts included, and of the completions of the others."""
-    ids, attention, numbers = (
-        rows.inputs["input_ids"].long(),
-        rows.inputs.get("attention_mask"),
-        _sequence_numbers(rows),
-    )
+    ids, numbers = rows.inputs["input_ids"].long(), _sequence_numbers(rows)
+    attention = rows.inputs.get("attention_mask")
     is_real = ids != IGNORE_INDEX if attention is None else attention.bool()
     everything = shift_labels(ids.masked_fill(~is_real, IGNORE_INDEX), rows.inputs.get("position_ids"))
     is_last = torch.ones_like(is_real)

@@ -1,23 +1,24 @@
 """Log-probabilities of a reference model: a frozen model, the policy without adapters, or stored numbers."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from liger_ops.arguments import wrong_value
 from lightning_liger.post_training.rows import count_sequences
 from lightning_liger.weights.pretrained import naming_damaged
 
-REFERENCES = ("auto", "model", "adapters", "columns")
 _REFERENCE_ADAPTER = "ref"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -29,9 +30,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def _adapted(model: nn.Module) -> Any:
-    return next(
-        (part for part in model.modules() if hasattr(part, "disable_adapter") and hasattr(part, "peft_config")), None
-    )
+    parts = model.modules()
+    return next((each for each in parts if hasattr(each, "disable_adapter") and hasattr(each, "peft_config")), None)
 
 
 @contextmanager
@@ -46,18 +46,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
         raise wrong_value("reference", "'adapters' only for a model with adapters of peft", type(model).__name__)
     # peft changes which parameters are trained when it switches adapters off and on.
     trained = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
+    active = adapted.active_adapter
     try:
         if _REFERENCE_ADAPTER in adapted.peft_config:
-            active = adapted.active_adapter
             adapted.set_adapter(_REFERENCE_ADAPTER)
-            try:
-                yield
-            finally:
-                adapted.set_adapter(active)
+            yield
         else:
             with adapted.disable_adapter():
                 yield
     finally:
+        if _REFERENCE_ADAPTER in adapted.peft_config:
+            adapted.set_adapter(active)
         for parameter, requires_grad in trained:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -118,8 +117,8 @@ def drop_reference(state: dict[str, Any], prefix: str) -> None:
             del state[key]
 
 
-class ReferenceCache:
-    """Summed log-probabilities of sequences by their tokens, in memory and optionally in a file.
+class ReferenceCache(dict[bytes, float]):
+    """Summed log-probabilities of sequences by their keys, in memory and optionally in a file.
 
     Args:
         folder: Where the file is, None for none.
@@ -127,49 +126,32 @@ class ReferenceCache:
     """
 
     def __init__(self, folder: str | None, fingerprint: str) -> None:
+        super().__init__()
         self.fingerprint = fingerprint
         self.path = None if folder is None else Path(folder) / f"reference-{fingerprint}.safetensors"
-        self._values: dict[bytes, float] = {}
         if self.path is not None and self.path.is_file():
             with naming_damaged(self.path):
                 self.load(load_file(self.path))
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._values
-
     def tensors(self) -> dict[str, Tensor]:
         """All sequences: ``keys``, ``[n, 16]`` in uint8, and ``log_probs``, ``[n]`` in float32."""
-        keys = torch.frombuffer(bytearray(b"".join(self._values)), dtype=torch.uint8).view(-1, 16)
-        return {"keys": keys, "log_probs": torch.tensor(list(self._values.values()))}
+        keys = torch.frombuffer(bytearray(b"".join(self)), dtype=torch.uint8).view(-1, 16)
+        return {"keys": keys, "log_probs": torch.tensor(list(self.values()))}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds what :meth:`tensors` returned.
-
-        Raises:
-            ValueError: If it is something else.
-        """
+        """Adds what :meth:`tensors` returned; raises ValueError if it is something else."""
         if set(tensors) != {"keys", "log_probs"} or tensors["keys"].shape != (len(tensors["log_probs"]), 16):
             raise ValueError(
                 f"{self.path} must be a file of reference log-probabilities, got {sorted(tensors)}: delete it"
             )
         keys = tensors["keys"].numpy()
-        self._values.update({key.tobytes(): float(x) for key, x in zip(keys, tensors["log_probs"], strict=True)})
-
-    def add(self, keys: Iterable[bytes], log_probs: Tensor) -> None:
-        """Adds sequences with their log-probabilities, ``[n]``."""
-        self._values.update(zip(keys, log_probs.tolist(), strict=True))
+        self.update({key.tobytes(): float(x) for key, x in zip(keys, tensors["log_probs"], strict=True)})
 
     def share(self) -> None:
         """Gives each rank the sequences of all ranks, and writes the file."""
+        for values in _of_all_ranks(dict(self)):
+            self.update(values)
         is_parallel = dist.is_available() and dist.is_initialized()
-        if is_parallel:
-            everything: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everything, self._values)
-            for values in everything:
-                self._values.update(values)
         if self.path is not None and (not is_parallel or dist.get_rank() == 0):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             written = self.path.with_suffix(".tmp")
@@ -184,24 +166,30 @@ class ReferenceCache:
         Raises:
             KeyError: For a sequence that was not seen before training.
         """
-        missing = [index for index, key in enumerate(keys) if key not in self._values]
-        if missing:
+        if missing := [index for index, key in enumerate(keys) if key not in self]:
             raise KeyError(
                 f"the batch must hold sequences whose reference log-probabilities were computed before training, but"
                 f" {len(missing)} of its {len(keys)} are new (the first is number {missing[0]}): the data changed"
                 " since then, or is not the same in each epoch (random truncation, or mismatched pairs that are made"
                 " of each batch). Set precompute_ref_log_probs=False for such data"
             )
-        return torch.tensor([self._values[key] for key in keys])
+        return torch.tensor([self[key] for key in keys])
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, value)
+    return everything
 
 
 def sequence_keys(batch: Mapping[str, Any], prefix: str = "") -> list[bytes]:
     """16 bytes for each sequence of a batch: a hash of its tokens and of which of them are the completion's."""
-    pairs = torch.stack([batch[prefix + name].detach().cpu().long() for name in ("input_ids", "completion_mask")], -1)
-    attention, numbers = (
-        None if batch.get(prefix + name) is None else batch[prefix + name].detach().cpu()
-        for name in ("attention_mask", "sequence_ids")
-    )
+    names = ("input_ids", "completion_mask", "attention_mask", "sequence_ids")
+    found = [None if (value := batch.get(prefix + name)) is None else value.detach().cpu() for name in names]
+    ids, mask, attention, numbers = cast(list[Any], found)
+    pairs = torch.stack((ids.long(), mask.long()), -1)
     if numbers is not None:
         parts = [_without_padding(pairs[numbers == index]) for index in range(count_sequences(batch, prefix))]
     elif attention is None:
@@ -232,10 +220,35 @@ def sum_of_bits(model: nn.Module, *, without_adapters: bool = False) -> int:
 
 def weights_fingerprint(model: nn.Module, settings: object, *, without_adapters: bool = False) -> str:
     """A hash of the weights as they are distributed, and of ``settings``: the same in each run on the same devices."""
-    total = sum_of_bits(model, without_adapters=without_adapters)
-    if dist.is_available() and dist.is_initialized():
-        everything: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everything, total)
-    else:
-        everything = [total]
-    return hashlib.blake2b(repr((everything, settings)).encode(), digest_size=8).hexdigest()
+    totals = _of_all_ranks(sum_of_bits(model, without_adapters=without_adapters))
+    return hashlib.blake2b(repr((totals, settings)).encode(), digest_size=8).hexdigest()
+
+
+def every_batch(trainer: L.Trainer) -> Iterator[Any]:
+    """The batches of the training and validation data before they are moved to the device, not shuffled.
+
+    Each rank gets a part, and all ranks equally many batches, for which the first examples may come twice.
+
+    Raises:
+        ValueError: For data that has no length, or loaders that are no ``DataLoader``.
+    """
+    trainer.fit_loop.setup_data()
+    loaders = [trainer.train_dataloader]
+    if trainer.enable_validation:
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        validation = trainer.val_dataloaders
+        loaders += validation if isinstance(validation, list | tuple) else [validation]
+    for loader in loaders:
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            expected = "False for data without a length, not in a DataLoader"
+            raise wrong_value("precompute_ref_log_probs", expected, loader)
+        kwargs: Any = trainer.distributed_sampler_kwargs or {}
+        length, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
+        each = -(-length // kwargs.get("num_replicas", 1))
+        first = kwargs.get("rank", 0) * each
+        if size is None and loader.batch_sampler is not None:
+            size = getattr(loader.batch_sampler, "batch_size", 1)
+        yield from DataLoader(
+            loader.dataset, batch_size=size, sampler=[index % length for index in range(first, first + each)],
+            collate_fn=loader.collate_fn, num_workers=loader.num_workers,
+        )  # fmt: skip

@@ -1,6 +1,6 @@
 """Rows of prompts and completions as models and losses take them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,56 +9,66 @@ from torch import Tensor
 
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_integer, check_shape, check_tensor, wrong_type, wrong_value
+from lightning_liger.losses.sequences import sequence_sums
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
+from lightning_liger.training.batches import LABELS, check_batch
+from lightning_liger.training.language_model import LanguageModel
 
-_SEQUENCES = "sequence_ids"
 PACKING = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class Rows(NamedTuple):
-    """Sequences whose completions are scored."""
+    """Rows of tokens with labels: of sequences whose completions are scored, or of any text."""
 
     inputs: dict[str, Any]
-    """Arguments of the model: ``input_ids`` and, as they are given, ``attention_mask`` and those of packed rows."""
+    """Arguments of the model besides labels, ``attention_mask`` and those of packed rows as they are given."""
     labels: Tensor
-    """The label of each token of the inputs, ``[rows, seq_len]``, int64; -100 where none is scored."""
-    sequence_ids: Tensor | None
+    """What each token of the inputs predicts, ``[rows, seq_len]``, int64; -100 where none is scored."""
+    sequence_ids: Tensor | None = None
     """The sequence of each token, ``[rows, seq_len]``; None if each row is one."""
-    num_sequences: int
-    extras: Mapping[str, Tensor] = {}
-    """Other values of tokens, ``[rows, seq_len]``, which are split with them."""
+    num_sequences: int = 0
+    extras: Mapping[str, Any] = {}
+    """Other values of the batch by name; those of tokens, ``[rows, seq_len, ...]``, are split with them."""
 
     @property
     def num_tokens(self) -> Tensor:
-        """The number of tokens that are no padding, prompts included, a scalar."""
-        return count_tokens(self.labels, self.inputs.get("attention_mask"), self.sequence_ids)
+        """The number of tokens that are no padding, prompts included, a scalar; masks of other shapes tell nothing."""
+        mask, ids = self.inputs.get("attention_mask"), self.sequence_ids
+        if isinstance(mask, Tensor) and mask.shape == self.labels.shape:
+            return mask.count_nonzero()
+        return (torch.zeros_like(self.labels) if ids is None else ids.expand_as(self.labels)).ge(0).sum()
+
+    @property
+    def num_labels(self) -> Tensor:
+        """The number of tokens with a label, a scalar."""
+        return torch.count_nonzero(self.labels >= 0)
+
+    @property
+    def positions(self) -> Tensor | None:
+        """The position of each token in its document, None if no row holds several."""
+        position_ids = self.inputs.get("position_ids")
+        if not isinstance(position_ids, Tensor) or position_ids.ndim > 2:  # of images and text: no documents
+            return None
+        return position_ids
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sum of each sequence's values, ``[num_sequences]``."""
+        return sequence_sums(values, self.sequence_ids, self.num_sequences)
 
     def to_context(self, context: ContextParallel | None) -> "Rows":
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
         if context is None:
             return self
-        columns: dict[str, Any] = {**self.extras, _SEQUENCES: self.sequence_ids}
-        inputs, labels, columns = split_rows(context, self.inputs, self.labels, columns)
-        return Rows(inputs, labels, columns.pop(_SEQUENCES), self.num_sequences, columns)
+        whole = {key: value for key, value in self.inputs.items() if key not in ("attention_mask", "seq_idx")}
+        inputs = dict(context.split({**whole, "shift_labels": self.labels}))
 
+        def part(value: Any) -> Any:
+            is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == self.labels.shape
+            return value.chunk(context.size, dim=1)[context.rank] if is_of_tokens else value
 
-def split_rows(
-    context: ContextParallel, inputs: Mapping[str, Any], labels: Tensor, columns: Mapping[str, Any]
-) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
-    """This rank's part of each row: of a model's arguments, of labels ``[rows, seq_len]``, and of further values.
-
-    Right padding needs no attention mask. Of ``columns``, those ``[rows, seq_len, ...]`` are split.
-    """
-    whole = {key: value for key, value in inputs.items() if key not in ("attention_mask", "seq_idx")}
-    shard = dict(context.split({**whole, "shift_labels": labels}))
-    parts = {
-        name: value.chunk(context.size, dim=1)[context.rank]
-        if isinstance(value, Tensor) and value.shape[:2] == labels.shape
-        else value
-        for name, value in columns.items()
-    }
-    return shard, shard.pop("shift_labels"), parts
+        extras = {name: part(value) for name, value in self.extras.items()}
+        return Rows(inputs, inputs.pop("shift_labels"), part(self.sequence_ids), self.num_sequences, extras)
 
 
 def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
@@ -113,11 +123,47 @@ def completion_labels(input_ids: Tensor, completion_mask: Tensor, attention_mask
     return input_ids.long().masked_fill(~mask, IGNORE_INDEX)
 
 
-def count_tokens(labels: Tensor, attention_mask: Any, sequence_ids: Tensor | None) -> Tensor:
-    """The number of tokens ``[rows, seq_len]`` that are no padding, a scalar; masks of other shapes tell nothing."""
-    if isinstance(attention_mask, Tensor) and attention_mask.shape == labels.shape:
-        return attention_mask.count_nonzero()
-    return (torch.zeros_like(labels) if sequence_ids is None else sequence_ids.expand_as(labels)).ge(0).sum()
+def read_tokens(
+    stage: str, batch: Any, model: LanguageModel, columns: Collection[str] = (), prefixes: Collection[str] = ()
+) -> Rows:
+    """The rows of a batch with ``labels`` (unshifted) or ``shift_labels``, as ``LigerLMMixin`` takes it.
+
+    ``completion_mask`` (1 at tokens that have a label) may stand in their place.
+
+    Args:
+        stage: ``"train"``, ``"val"`` or ``"test"``.
+        batch: The batch of the data loader.
+        model: Its keys, and those of ``columns``, are the ones that a batch may have.
+        columns: Names of values that are not for the model, which become ``extras``.
+        prefixes: Of further such names.
+
+    Raises:
+        TypeError: For values that are no tensors of integers.
+        ValueError: For missing and unknown keys, and shapes that do not fit.
+    """
+    extras: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        names = {*columns, "sequence_ids", "num_sequences"}  # of packed sequences, which losses of tokens do not need
+        others = [key for key in batch if key in names or str(key).startswith(tuple(prefixes))]
+        extras = {key: batch[key] for key in others if batch[key] is not None}
+        batch = _with_labels({key: value for key, value in batch.items() if key not in others})
+    check_batch(stage, batch, model)
+    inputs = {key: value for key, value in batch.items() if key not in LABELS and value is not None}
+    rows = Rows(inputs, batch.get("shift_labels"), extras.pop("sequence_ids", None), extras=extras)
+    return rows if rows.labels is not None else rows._replace(labels=shift_labels(batch["labels"], rows.positions))
+
+
+def _with_labels(batch: dict[Any, Any]) -> dict[Any, Any]:
+    """The batch with labels in the place of ``completion_mask``."""
+    mask, input_ids = batch.get("completion_mask"), batch.get("input_ids")
+    if mask is None or not isinstance(input_ids, Tensor):
+        return batch
+    check_tensor("batch['completion_mask']", mask)
+    check_shape("batch['completion_mask']", mask, input_ids.shape, "one value for each token")
+    attention = batch.get("attention_mask")
+    is_of_tokens = isinstance(attention, Tensor) and attention.shape == input_ids.shape
+    labels = completion_labels(input_ids, mask, attention if is_of_tokens else None)
+    return {"labels": labels, **{key: value for key, value in batch.items() if key != "completion_mask"}}
 
 
 def count_sequences(batch: Mapping[str, Any], prefix: str = "") -> int:

@@ -9,8 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from liger_ops.arguments import wrong_type
 from lightning_liger.patching import apply_liger_kernels
 from lightning_liger.patching.rules import Patched
+from lightning_liger.post_training.base import LigerPostTrainingMixin
 from lightning_liger.post_training.reference import freeze
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.weights.materialize import has_meta_tensors, materialize
@@ -60,3 +62,28 @@ def prepare_frozen(
     elif has_meta_tensors(model):
         materialize(model, device)
     return model.to(device)
+
+
+class LigerTeacherMixin(LigerPostTrainingMixin):
+    """A frozen model next to the one that trains, which no engine, no checkpoint and no optimizer sees."""
+
+    shard_teacher: bool = False
+    _teacher: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
+    _teacher_hook = "configure_teacher"
+    """The method that makes it."""
+
+    @property
+    def teacher(self) -> nn.Module | None:
+        """The frozen teacher; None if there is none, or if no stage has begun."""
+        return self._teacher[0] if self._teacher else None
+
+    def _prepare_stage(self) -> None:
+        super()._prepare_stage()
+        self._prepare_teacher()
+
+    def _prepare_teacher(self) -> None:
+        if self._teacher or (teacher := getattr(self, self._teacher_hook)()) is None:
+            return
+        if not isinstance(teacher, nn.Module):
+            raise wrong_type(f"{self._teacher_hook}()", "a module or None", teacher)
+        self._teacher = (prepare_frozen(teacher, self.device, context=self.context, is_sharded=self.shard_teacher),)

@@ -4,11 +4,13 @@ The teacher's logits are computed for one chunk of tokens at a time, so memory d
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,11 +23,11 @@ from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.lazy.scores import logit_rows
 from lightning_liger.losses.distillation import sample_support
 from lightning_liger.post_training.reference import evaluating
-from lightning_liger.post_training.tokens import document_positions, read_tokens
+from lightning_liger.post_training.rows import read_tokens
 from lightning_liger.training.language_model import LanguageModel
 
 _CHUNK_BYTES = 2**29
-_BYTES_OF_LOGIT = 16
+_BYTES_PER_LOGIT = 16
 
 
 def teacher_topk_rows(
@@ -80,51 +82,47 @@ def teacher_topk_rows(
         top = log_probs.topk(min(top_k, log_probs.shape[-1]), dim=-1)
         return top.values, top.indices
 
-    return _rows(model, batches, chosen)
+    def rows() -> Iterator[dict[str, Tensor]]:
+        seen, device = LanguageModel(model), next(model.parameters()).device
+        with evaluating(model):
+            for batch in batches:
+                if not isinstance(batch, Mapping):
+                    raise wrong_value("batch", "a mapping of names to tensors", batch)
+                moved = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
+                yield from _documents(seen, moved, chosen)
 
-
-def _rows(model: nn.Module, batches: Iterable[Mapping[str, Any]], chosen: Any) -> Iterator[dict[str, Tensor]]:
-    seen, device = LanguageModel(model), next(model.parameters()).device
-    with evaluating(model):
-        for batch in batches:
-            yield from _rows_of_batch(seen, _moved(batch, device), chosen)
+    return rows()
 
 
 @torch.no_grad()
-def _rows_of_batch(seen: LanguageModel, batch: Any, chosen: Any) -> list[dict[str, Tensor]]:
+def _documents(seen: LanguageModel, batch: Mapping[str, Any], chosen: Any) -> Iterator[dict[str, Tensor]]:
+    """The documents of a batch that have a label."""
     rows = read_tokens("teacher", batch, seen, prefixes=("teacher_",))
     input_ids = rows.inputs.get("input_ids")
     if input_ids is None:
         raise ValueError(f"batch must have 'input_ids', got {sorted(map(str, batch))}")
     with lazy_logits():
-        logits = seen(rows.inputs, rows.targets)[0].logits
-    chunk_size = choose_chunk_size(input_ids.numel(), logits.shape[-1], _BYTES_OF_LOGIT, _CHUNK_BYTES)
+        logits = seen(rows.inputs, rows.labels)[0].logits
+    chunk_size = choose_chunk_size(input_ids.numel(), logits.shape[-1], _BYTES_PER_LOGIT, _CHUNK_BYTES)
     log_probs, ids = over_chunks(chosen, [logit_rows(logits)], [], chunk_size)
-    # At the token that they are about.
-    labels = torch.nn.functional.pad(rows.targets[:, :-1], (1, 0), value=IGNORE_INDEX)
     columns = {
         "input_ids": input_ids,
-        "labels": labels,
+        "labels": F.pad(rows.labels[:, :-1], (1, 0), value=IGNORE_INDEX),  # at the token that they are about
         "teacher_topk_ids": ids.view(*input_ids.shape, -1),
         "teacher_topk_log_probs": log_probs.view(*input_ids.shape, -1),
     }
     columns = {name: column.cpu() for name, column in columns.items()}
-    mask, positions = rows.inputs.get("attention_mask"), document_positions(rows.inputs)
+    mask, positions = rows.inputs.get("attention_mask"), rows.positions
     kept = torch.ones_like(columns["input_ids"], dtype=torch.bool) if mask is None else mask.cpu().bool()
-    found = []
-    for index in range(len(input_ids)):
-        row = {name: column[index][kept[index]] for name, column in columns.items()}
-        starts = [0]
+    for index, is_kept in enumerate(kept):
+        row = {name: column[index][is_kept] for name, column in columns.items()}
+        starts: list[int] = []
         if positions is not None:
-            own = positions[index if len(positions) > 1 else 0].cpu()[kept[index]]
-            starts += (own.diff() != 1).nonzero()[:, 0].add(1).tolist()
-        ends = [*starts[1:], len(row["input_ids"])]
-        found += [
-            {name: column[start:end] for name, column in row.items()}
-            for start, end in zip(starts, ends, strict=True)
-            if (row["labels"][start:end] >= 0).any()
-        ]
-    return found
+            own = positions[index if len(positions) > 1 else 0].cpu()[is_kept]
+            starts = (own.diff() != 1).nonzero()[:, 0].add(1).tolist()
+        for start, end in pairwise((0, *starts, len(row["input_ids"]))):
+            if (row["labels"][start:end] >= 0).any():
+                yield {name: column[start:end] for name, column in row.items()}
 
 
 def store_teacher_topk(
@@ -154,24 +152,14 @@ def store_teacher_topk(
         TypeError: As :func:`teacher_topk_rows`.
         ValueError: As :func:`teacher_topk_rows` and :func:`lightning_liger.data.write_teacher_topk`.
     """
-    tokenizer = None
+    tokenizer, batches = None, data
     if isinstance(data, L.LightningDataModule):
-        tokenizer = getattr(data, "text_tokenizer", None)
-    batches = _in_order(data.train_dataloader()) if isinstance(data, L.LightningDataModule) else data
-    rows = teacher_topk_rows(model, batches, temperature=temperature, **options)
+        tokenizer, loader = getattr(data, "text_tokenizer", None), data.train_dataloader()
+        batches = loader
+        # In order, and with the last rows, which the loader might leave out.
+        if isinstance(loader, DataLoader) and loader.batch_size and not isinstance(loader.dataset, IterableDataset):
+            batches = DataLoader(
+                loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+            )
+    rows = teacher_topk_rows(model, cast(Any, batches), temperature=temperature, **options)
     write_teacher_topk(path, rows, tokenizer=tokenizer, temperature=temperature, dtype=dtype)
-
-
-def _in_order(loader: Any) -> Any:
-    """All rows of a data loader, of which it might leave out the last ones."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
-        return loader
-    return DataLoader(
-        loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
-    )  # fmt: skip
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if not isinstance(batch, Mapping):
-        raise wrong_value("batch", "a mapping of names to tensors", batch)
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}

@@ -53,24 +53,21 @@ def unit_loss(
     """
     flat = units.reshape(-1)
 
-    def of_chunk(scores: TokenScores, index: Tensor) -> Tensor:
-        whole = (None if score is None else _spread(score, index, labels) for score in scores)
-        of_units = losses(TokenScores(*whole))
-        total = of_units.where(_present(flat[index], num_units), 0.0).sum()
+    def present(index: Tensor, counts: Tensor) -> Tensor:
+        """Which units are among some tokens' that count, ``[num_units]``."""
+        zeros = torch.zeros(num_units, dtype=torch.int64, device=units.device)
+        return zeros.index_add(0, flat[index].clamp(min=0), counts) > 0
+
+    def chunk_losses(scores: TokenScores, index: Tensor) -> Tensor:
+        whole = (
+            None if each is None else each.new_zeros(labels.numel()).index_put((index,), each).view(labels.shape)
+            for each in scores
+        )
+        total = losses(TokenScores(*whole)).where(present(index, torch.ones_like(index)), 0.0).sum()
         return torch.cat([total[None], total.new_zeros(len(index) - 1)])  # which token has it does not matter
 
-    total, scores = token_loss(logits, labels, of_chunk, units=units, outputs=outputs, detach=detach)
+    total, scores = token_loss(logits, labels, chunk_losses, units=units, outputs=outputs, detach=detach)
     with torch.no_grad():  # units without a label are in no chunk
-        is_empty = ~_present(flat, num_units, labels.reshape(-1) != IGNORE_INDEX)
-        rest = losses(scores).where(is_empty, 0.0).sum()
+        has_label = present(torch.arange(len(flat), device=units.device), (labels.reshape(-1) != IGNORE_INDEX).long())
+        rest = losses(scores).where(~has_label, 0.0).sum()
     return total + rest.to(total.dtype), scores
-
-
-def _spread(score: Tensor, index: Tensor, labels: Tensor) -> Tensor:
-    return score.new_zeros(labels.numel()).index_put((index,), score).view(labels.shape)
-
-
-def _present(units: Tensor, num_units: int, counts: Tensor | None = None) -> Tensor:
-    """Which units are among some tokens' that count, ``[num_units]``."""
-    counts = torch.ones_like(units) if counts is None else counts.long()
-    return torch.zeros(num_units, dtype=torch.int64, device=units.device).index_add(0, units.clamp(min=0), counts) > 0

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from typing_extensions import Self
 
-from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, wrong_value
+from liger_ops.arguments import wrong_value
+from lightning_liger.losses.options import Count, Share
 from lightning_liger.post_training.base import LigerPostTrainingMixin
 from lightning_liger.post_training.reference import (
-    REFERENCES,
     disable_dropout,
     drop_from_state_dict,
     drop_reference,
@@ -27,36 +27,48 @@ from lightning_liger.training.protocol import engine_of
 class LigerReferenceMixin(LigerPostTrainingMixin):
     """A reference model next to the policy: ``ref_model``, or the policy with its adapters off.
 
-    ``ref_model`` is frozen, in evaluation mode and not in checkpoints: ``configure_model`` makes it again.
+    ``ref_model`` is frozen, in evaluation mode and not in checkpoints: ``configure_model`` makes it again. Names and
+    defaults are TRL's.
 
-    With ``sync_ref_model = True`` it follows the policy, and is in checkpoints (TR-DPO, arXiv:2404.09656): after every
-    ``ref_model_sync_steps`` optimizer steps each of its parameters becomes ``ref_model_mixup_alpha`` times the policy's
-    plus ``1 - ref_model_mixup_alpha`` times its own. Names and defaults are TRL's. Not under FSDP1 and DeepSpeed.
+    Attributes:
+        reference: Where the reference's log-probabilities come from: ``"model"``, a frozen copy of the model;
+            ``"adapters"``, the model without its adapters; ``"columns"`` of the data; ``"auto"`` for columns if the
+            data has them, then the copy, then adapters. (Finished modules with ``lora`` make no copy.)
+        disable_dropout: Whether the model is trained without dropout.
+        sync_ref_model: Whether the frozen copy follows the model (TR-DPO, arXiv:2404.09656). It is in checkpoints then.
+            Not under FSDP1 and DeepSpeed.
+        ref_model_mixup_alpha: The weight of the model in the copy's new parameters.
+        ref_model_sync_steps: Optimizer steps from one update of the copy to the next.
     """
 
-    reference: str = "auto"
+    reference: Literal["auto", "model", "adapters", "columns"] = "auto"
     disable_dropout: bool = True
     sync_ref_model: bool = False
-    ref_model_mixup_alpha: float = 0.6
-    ref_model_sync_steps: int = 512
+    ref_model_mixup_alpha: Share = 0.6
+    ref_model_sync_steps: Count = 512
     ref_model: nn.Module | None
+    _arguments: tuple[str, ...] = (
+        "reference",
+        "disable_dropout",
+        "sync_ref_model",
+        "ref_model_mixup_alpha",
+        "ref_model_sync_steps",
+    )
     _reference_hint = "set self.ref_model or train adapters of peft"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_choice("reference", self.reference, REFERENCES)
-        check_bool("disable_dropout", self.disable_dropout)
-        check_bool("sync_ref_model", self.sync_ref_model)
-        check_number("ref_model_mixup_alpha", self.ref_model_mixup_alpha, at_least=0, at_most=1)
-        check_integer("ref_model_sync_steps", self.ref_model_sync_steps, at_least=1)
         super().__init__(*args, **kwargs)
-        if not self.needs_reference:
-            for name, expected in self._without_reference().items():
-                if (value := getattr(self, name)) != expected:
-                    raise wrong_value(name, f"{expected!r} for a loss without a reference", value)
         if getattr(self, "ref_model", None) is None:
             self.ref_model = None
         if not self.sync_ref_model:
             drop_from_state_dict(self, "ref_model")
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if not self.needs_reference:
+            for name, expected in self._without_reference().items():
+                if (value := getattr(self, name)) != expected:
+                    raise wrong_value(name, f"{expected!r} for a loss without a reference", value)
 
     @property
     def needs_reference(self) -> bool:
@@ -67,21 +79,14 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         """What each setting of the reference has to be for a loss that has none."""
         return {"reference": "auto", "sync_ref_model": False}
 
-    def _note_replacement(self, before: nn.Module | None) -> None:
-        super()._note_replacement(before)
-        self._freeze_reference()
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        self._freeze_reference()
-
-    def _freeze_reference(self) -> None:
-        if self.ref_model is not None:
-            if self.ref_model is getattr(self, "model", None):
-                raise wrong_value("ref_model", "another module than model, as it is frozen", self.ref_model)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "ref_model" and isinstance(value, nn.Module):  # before any engine sees it
+            if value is getattr(self, "model", None):
+                raise wrong_value("ref_model", "another module than model, as it is frozen", value)
             if not self.needs_reference:
-                raise wrong_value("ref_model", "None for a loss without a reference", type(self.ref_model).__name__)
-            freeze(self.ref_model)
+                raise wrong_value("ref_model", "None for a loss without a reference", type(value).__name__)
+            freeze(value)
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Self:
         """As of any module; the reference stays in evaluation mode."""
@@ -90,8 +95,8 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
             self.ref_model.eval()
         return self
 
-    def _begin_stage(self) -> None:
-        super()._begin_stage()
+    def _prepare_stage(self) -> None:
+        super()._prepare_stage()
         if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
             raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
         if self.sync_ref_model and self._trainer is not None and self.trainer.training:

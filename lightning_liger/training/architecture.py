@@ -2,9 +2,7 @@
 
 import copy
 import functools
-import inspect
 import math
-import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -114,18 +112,22 @@ def _check_settings(
             check_integer(f"{path}[{name!r}]", value, at_least=1)
         elif isinstance(value, float) and math.isnan(value):
             raise wrong_value(f"{path}[{name!r}]", "a number", value)
+        elif name == "head_dim" and "num_key_value_heads" in saved:
+            continue  # which such attention reads, whether the configuration has it or not
         elif name not in saved and not hasattr(default, name):
-            _check_old_name(path, default, build({name: value}), name, value)
+            changed = build({name: value}).to_dict()  # of another setting, if it is a former name
+            if all(changed[key] == saved.get(key) for key in changed if key != name):
+                close = get_close_matches(name, list(saved), n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                expected = f"settings of {default.model_type!r}"
+                raise ValueError(f"{path} must be {expected}, got {name!r}: {shown(value)}{hint}")
         elif isinstance(value, Mapping) and name in default.sub_configs:
-            build_nested = functools.partial(_build_nested, build, name)
+
+            def build_nested(own: Mapping[str, Any], name: str = name) -> PreTrainedConfig:
+                return cast(PreTrainedConfig, getattr(build({name: own}), name))
+
             architecture = {key: value[key] for key in ("model_type",) if key in value}
             _check_settings(f"{path}[{name!r}]", build_nested(architecture), build_nested, value)
-
-
-def _build_nested(
-    build: Callable[[Mapping[str, Any]], PreTrainedConfig], name: str, settings: Mapping[str, Any]
-) -> PreTrainedConfig:
-    return cast(PreTrainedConfig, getattr(build({name: settings}), name))
 
 
 def _build(pretrained: str | None, model_type: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
@@ -141,21 +143,3 @@ def _build(pretrained: str | None, model_type: str, settings: Mapping[str, Any])
             raise ValueError(f"pretrained must have a valid config.json, got {str(pretrained)!r}: {error}") from error
         raise ValueError(f"config must be {what}, got {shown(settings)}: {error}") from error
     return config
-
-
-def _is_read(config: PreTrainedConfig, name: str) -> bool:
-    """Whether the model's code reads a setting that its configuration does not have by default."""
-    model = next((mapping[type(config)] for mapping, _ in _AUTO_CLASSES if type(config) in mapping), None)
-    module = None if model is None else inspect.getmodule(model)
-    source = "" if module is None else inspect.getsource(module)
-    return re.search(rf'config\.{re.escape(name)}\b|getattr\((self\.)?config, "{re.escape(name)}"', source) is not None
-
-
-def _check_old_name(path: str, default: PreTrainedConfig, config: PreTrainedConfig, name: str, value: Any) -> None:
-    """Raises ValueError unless the setting changes another one, as former names of settings do."""
-    before, after = default.to_dict(), config.to_dict()
-    if _is_read(default, name) or any(after[key] != before.get(key) for key in after if key != name):
-        return
-    close = get_close_matches(name, list(before), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"{path} must be settings of {default.model_type!r}, got {name!r}: {shown(value)}{hint}")

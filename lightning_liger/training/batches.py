@@ -93,9 +93,7 @@ def _check_fit(labels_key: str, batch: Mapping[str, Any], model: LanguageModel) 
     mask = batch.get("attention_mask")
     if mask is None or batch.get("past_key_values") is not None:
         return
-    if (isinstance(mask, Tensor) and mask.ndim > 2) or isinstance(
-        mask, Mapping
-    ):  # one that transformers takes as it is
+    if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):  # transformers takes it as it is
         return
     check_tensor("batch['attention_mask']", mask)
     if tuple(mask.shape) != shape:

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
 from liger_ops.optim import AdamW
+from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
@@ -82,30 +83,30 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int = 0,
         min_lr_ratio: float = 0.1,
-        loss_normalization: str = "tokens",
+        loss_normalization: Literal["tokens", "micro_batch"] = "tokens",
         max_new_tokens: int = 64,
         temperature: float = 0.8,
         num_training_steps: int | None = None,
-        loss_type: str = "nll",
+        loss_type: SFTLoss = "nll",
         lora: dict[str, Any] | None = None,
     ) -> None:
         self.loss_normalization = loss_normalization
         self.loss_type = loss_type
         super().__init__()
-        if isinstance(pretrained, os.PathLike):  # hyperparameters in checkpoints are plain objects
-            pretrained = os.fspath(pretrained)
         self.save_hyperparameters()
+        paths = {name: os.fspath(value) for name, value in self.hparams.items() if isinstance(value, os.PathLike)}
+        self.hparams.update(paths)  # checkpoints hold plain objects
         check_number("learning_rate", learning_rate, at_least=0)
-        check_number("embedding_lr_scale", embedding_lr_scale, above=0)
         check_number("weight_decay", weight_decay, at_least=0)
+        check_number("temperature", temperature, at_least=0)
+        check_number("embedding_lr_scale", embedding_lr_scale, above=0)
+        check_number("min_lr_ratio", min_lr_ratio, at_least=0, at_most=1)
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise wrong_type("betas", "two numbers of at least 0 and below 1", betas)
         for index, beta in enumerate(betas):
             check_number(f"betas[{index}]", beta, at_least=0, below=1)
         check_integer("warmup_steps", warmup_steps, at_least=0)
-        check_number("min_lr_ratio", min_lr_ratio, at_least=0, at_most=1)
         check_integer("max_new_tokens", max_new_tokens, at_least=1)
-        check_number("temperature", temperature, at_least=0)
         check_integer("num_training_steps", num_training_steps, at_least=1, optional=True)
         if num_training_steps is not None and num_training_steps < warmup_steps:
             raise wrong_value("num_training_steps", f"at least warmup_steps={warmup_steps}", num_training_steps)
@@ -171,22 +172,18 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
                         pretrained, config=self.config, local_files_only=True, **settings
                     )
             model: PreTrainedModel = auto_class(self.config).from_config(self.config, **settings)
-        if device.type == "meta":
-            self._leave_weights_to_strategy(model)
-        return model
-
-    _device_before_sharding = torch.device("meta")
-    """Where models are built for strategies that shard them."""
-
-    def _leave_weights_to_strategy(self, model: PreTrainedModel) -> None:
-        if self._settings.pretrained is not None:
-            load_pretrained(model, self._settings.pretrained)
-        elif not all(parameter.is_meta for parameter in model.parameters()):
+        if device.type == "meta" and pretrained is not None:
+            load_pretrained(model, pretrained)
+        elif device.type == "meta" and not all(parameter.is_meta for parameter in model.parameters()):
             # Their constructors ignore torch's device, and their values would never be set.
             raise ValueError(
                 f"model_type={self.config.model_type!r} cannot be built on the meta device with random weights, as"
                 " strategies that shard do: set pretrained, or use strategy='liger_ddp'"
             )
+        return model
+
+    _device_before_sharding = torch.device("meta")
+    """Where models are built for strategies that shard them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -250,11 +247,9 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     @property
     def _num_training_steps(self) -> int | None:
         """The steps of the schedule, None if nothing tells their number."""
-        if self._settings.num_training_steps is not None:
-            return cast(int, self._settings.num_training_steps)
-        # -1 and infinity are Lightning's words for unknown.
-        estimated = self.trainer.estimated_stepping_batches
-        return int(estimated) if 0 <= estimated < math.inf else None
+        given: int | None = self._settings.num_training_steps
+        estimated = self.trainer.estimated_stepping_batches if given is None else given
+        return int(estimated) if 0 <= estimated < math.inf else None  # -1 and infinity are unknown
 
     def on_train_start(self) -> None:
         super().on_train_start()

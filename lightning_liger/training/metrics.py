@@ -1,64 +1,67 @@
-"""Loss, perplexity and accuracy weighted by tokens, without logits."""
+"""Metrics of a stage, exact over batches and ranks, and the loss in the progress bar."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_liger.host_copy import HostCopy
 
 
-class MeanOverTokens(Metric):
-    """A mean over tokens, summed in float64: in float32 a sum over millions of tokens would lose small batches.
+def as_count(number: Tensor | float, device: torch.device) -> Tensor:
+    """A number in float64 on the device, which the host does not wait for."""
+    if isinstance(number, Tensor):
+        return number.detach().to(device, torch.float64)
+    return torch.full((), number, dtype=torch.float64, device=device)
 
-    torchmetrics' MeanMetric either searches for NaN, for which the host waits for the device, or drops the weights.
+
+class RunningMetric(Metric):
+    """A state in float64: in float32 a sum over millions of tokens would lose small batches.
+
+    torchmetrics' own metrics either search for NaN, for which the host waits for the device, or drop the weights.
     """
 
     full_state_update = False
-    total: Tensor
-    num_tokens: Tensor
+    parts: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, *shape: int, start: float = 0.0, reduce: str = "sum") -> None:
         super().__init__()
-        for name in ("total", "num_tokens"):
-            zero = torch.zeros((), dtype=torch.float64, device="cpu")  # not on meta, where it would have no value
-            self.add_state(name, zero, dist_reduce_fx="sum")
-
-    def update(self, mean: Tensor, num_tokens: Tensor) -> None:
-        self._add(mean.double() * num_tokens, num_tokens)
-
-    def _add(self, total: Tensor, num_tokens: Tensor | float) -> None:
-        # Not in place: `trainer.validate` leaves tensors of inference mode, and validation in `fit` is outside of it.
-        self.total = self.total + total
-        self.num_tokens = self.num_tokens + num_tokens
-
-    def compute(self) -> Tensor:
-        return self.total / self.num_tokens
+        state = torch.full(shape, start, dtype=torch.float64, device="cpu")  # not on meta, where it would have no value
+        self.add_state("parts", state, dist_reduce_fx=reduce)
 
     def sums(self) -> Tensor:
-        """A copy of the sum and the number of tokens, ``[2]`` in float64, of this rank."""
-        return torch.stack((self.total, self.num_tokens))
+        """A copy of this rank's state."""
+        return self.parts.clone()
 
-    def load_sums(self, sums: Tensor) -> None:
+    def load_sums(self, state: Tensor) -> None:
         """Restores what :meth:`sums` returned."""
-        total, num_tokens = sums
-        self.total = total.to(self.total.device, copy=True)
-        self.num_tokens = num_tokens.to(self.num_tokens.device, copy=True)
+        self.parts = state.to(self.parts.device, copy=True)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "MeanOverTokens":
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RunningMetric":
         # Moves with its module to a device, keeps float64: torchmetrics guards against `.bfloat16()`, not `.to(dtype)`.
-        def move(tensor: Tensor) -> Tensor:
-            return fn(tensor) if tensor.is_meta else tensor.to(fn(tensor.new_empty(0)).device)
-
-        super()._apply(move, *args, **kwargs)
+        super()._apply(lambda t: fn(t) if t.is_meta else t.to(fn(t.new_empty(0)).device), *args, **kwargs)
         return self
 
 
-class Perplexity(MeanOverTokens):
-    """``exp`` of the mean cross entropy over tokens. Updated with means and their numbers of tokens."""
+class RunningMean(RunningMetric):
+    """A mean over units such as tokens, updated with sums and their numbers of units."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def update(self, total: Tensor, number: Tensor | float) -> None:
+        # Not in place: `trainer.validate` leaves tensors of inference mode, and validation in `fit` is outside of it.
+        self.parts = self.parts + torch.stack((total.detach().double(), as_count(number, total.device)))
+
+    def compute(self) -> Tensor:
+        return self.parts[0] / self.parts[1]
+
+
+class Perplexity(RunningMean):
+    """``exp`` of the mean cross entropy over tokens."""
 
     def compute(self) -> Tensor:
         return super().compute().exp()
@@ -104,48 +107,3 @@ class ShownLoss(Metric):
 
     def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled module
         return {**super().__getstate__(), "_copies": deque()}
-
-
-class TokenMetrics(MetricCollection):
-    """``loss``, ``perplexity`` and ``accuracy`` of one stage.
-
-    Args:
-        stage: Prefix of their names, ``train``, ``val`` or ``test``.
-    """
-
-    def __init__(self, stage: str) -> None:
-        super().__init__(
-            {"loss": MeanOverTokens(), "perplexity": Perplexity(), "accuracy": MeanOverTokens()},
-            prefix=f"{stage}_",
-            compute_groups=False,
-        )
-
-    def sums(self) -> Tensor:
-        """A copy of the metrics' sums and numbers of tokens, ``[3, 2]`` in float64, of this rank."""
-        return torch.stack([metric.sums() for metric in self._means()])
-
-    def _means(self) -> Iterable[MeanOverTokens]:
-        return cast(Iterable[MeanOverTokens], self.values())
-
-    def load_sums(self, sums: Tensor) -> None:
-        """Restores what :meth:`sums` returned."""
-        for metric, own in zip(self._means(), sums, strict=True):
-            metric.load_sums(own)
-
-    def update_tokens(
-        self, loss: Tensor, num_correct: Tensor, num_tokens: Tensor, auxiliary_loss: Tensor | None = None
-    ) -> None:
-        """Adds the tokens of one batch.
-
-        Args:
-            loss: Their mean cross entropy, a scalar.
-            num_correct: How many labels had the largest logit, a scalar.
-            num_tokens: How many labels were not ignored, a scalar.
-            auxiliary_loss: Added to the loss, not to the perplexity; a scalar.
-        """
-        # Without tokens the mean is 0 / 0; it must not reach the sums.
-        loss = torch.where(num_tokens > 0, loss.detach(), 0.0)
-        accuracy = num_correct / num_tokens.clamp(min=1)
-        self["loss"].update(loss if auxiliary_loss is None else loss + auxiliary_loss.detach(), num_tokens)
-        self["perplexity"].update(loss, num_tokens)
-        self["accuracy"].update(accuracy, num_tokens)

@@ -2,22 +2,22 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_ops import IGNORE_INDEX, TokenScores
 from liger_ops.arguments import check_bool, check_choice, check_tensor, wrong_type, wrong_value
 from liger_ops.loss.options import check_labels
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.lazy.scores import token_loss
-from lightning_liger.losses.sft import SFT_LOSSES, dft_loss
+from lightning_liger.losses.sft import SFTLoss, dft_loss
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
-from lightning_liger.training.metrics import MeanOverTokens, TokenMetrics
-from lightning_liger.training.steps import STAGES, LigerStepMixin
+from lightning_liger.training.metrics import Perplexity, RunningMean, RunningMetric
+from lightning_liger.training.steps import LigerStepMixin
 
 
 class LMLoss(NamedTuple):
@@ -78,14 +78,12 @@ class LigerLMMixin(LigerStepMixin):
             start.
     """
 
-    loss_type: str = "nll"
+    loss_type: SFTLoss = "nll"
     _labels = ("next", "own")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_choice("loss_type", self.loss_type, SFT_LOSSES)
-        self.token_metrics = nn.ModuleDict({f"{stage}_metrics": TokenMetrics(stage) for stage in STAGES})
-        self.auxiliary_metrics = nn.ModuleDict({f"{stage}_metrics": MeanOverTokens() for stage in STAGES})
+        check_choice("loss_type", self.loss_type, get_args(SFTLoss))
 
     def lm_loss(
         self,
@@ -168,7 +166,7 @@ class LigerLMMixin(LigerStepMixin):
         return self._lm_step("test", batch)
 
     def _lm_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._refuse_replaced_model()
+        self._begin_stage()
         model = self._seen_model()
         check_batch(stage, batch, model)
         is_compared = batch.get("labels") is not None and batch.get("position_ids") is None
@@ -193,38 +191,24 @@ class LigerLMMixin(LigerStepMixin):
             loss = loss + auxiliary_loss
         return self._counted(loss, result.num_tokens) if stage == "train" else loss
 
-    def rank_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
-        auxiliary = cast(MeanOverTokens, self.auxiliary_metrics["train_metrics"])
-        return {"train_metrics": self._metrics_of("train").sums(), "train_auxiliary": auxiliary.sums()}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`rank_state_dict` returned."""
-        self._metrics_of("train").load_sums(state["train_metrics"])
-        if "train_auxiliary" in state:  # not in checkpoints of 0.1.0
-            cast(MeanOverTokens, self.auxiliary_metrics["train_metrics"]).load_sums(state["train_auxiliary"])
-
-    def _metrics_of(self, stage: str) -> TokenMetrics:
-        return cast(TokenMetrics, self.token_metrics[f"{stage}_metrics"])
+    def _make_metrics(self) -> dict[str, RunningMetric]:
+        names = ("loss", "perplexity", "accuracy", "aux_loss")
+        return {name: Perplexity() if name == "perplexity" else RunningMean() for name in names}
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _log_tokens(self, stage: str, result: LMLoss, auxiliary_loss: Tensor | None) -> None:
-        metrics, path = self._running_metrics("token_metrics", stage, lambda: TokenMetrics(stage))
-        if result.cross_entropy is None:
-            metrics.update_tokens(result.loss, result.num_correct, result.num_tokens, auxiliary_loss)
-        else:  # perplexity is that of the cross entropy
-            further = torch.where(result.num_tokens > 0, result.loss - result.cross_entropy, 0.0)
-            further = further if auxiliary_loss is None else further + auxiliary_loss
-            metrics.update_tokens(result.cross_entropy, result.num_correct, result.num_tokens, further)
-        for name, metric in metrics.items(keep_base=True):
-            self.log(
-                f"{stage}_{name}", metric, on_step=False, on_epoch=True, metric_attribute=f"{path}.{name}",
-                prog_bar=stage != "train" and name == "loss",
-            )  # fmt: skip
-        if auxiliary_loss is not None:
-            auxiliary, path = self._running_metrics("auxiliary_metrics", stage, MeanOverTokens)
-            auxiliary.update(auxiliary_loss.detach(), result.num_tokens)
-            self.log(f"{stage}_aux_loss", auxiliary, on_step=False, on_epoch=True, metric_attribute=path)
+        metrics, _ = self._stage_metrics(stage)
+        number = result.num_tokens
+        # Without tokens a mean is 0 / 0; it must not reach the sums.
+        loss = torch.where(number > 0, result.loss.detach(), 0.0).double()
+        cross_entropy = loss if result.cross_entropy is None else result.cross_entropy.double()
+        auxiliary = None if auxiliary_loss is None else auxiliary_loss.detach().double()
+        metrics["loss"].update((loss if auxiliary is None else loss + auxiliary) * number, number)
+        metrics["perplexity"].update(cross_entropy * number, number)
+        metrics["accuracy"].update(result.num_correct, number)
+        if auxiliary is not None:
+            metrics["aux_loss"].update(auxiliary * number, number)
+        self._log_metrics(stage, ["loss", "perplexity", "accuracy", *(["aux_loss"] if auxiliary is not None else [])])
 
 
 def _dft_loss(scores: TokenScores, index: Tensor) -> Tensor:

@@ -97,10 +97,12 @@ class StepMean:
         if self._num_backwards > 1:
             raise _mixed(module)
         self._is_scaled = engine.should_accumulate()
-        may_hold = self._is_scaled and (self._is_first or _zeroes_gradients_itself(module))
+        zeroes_itself = type(module).optimizer_zero_grad is not L.LightningModule.optimizer_zero_grad
+        may_hold = self._is_scaled and (self._is_first or zeroes_itself)
         if may_hold and any(bool(gradient.any()) for gradient in _gradients(_parameters(trainer))):
             raise _mixed(module)
-        if self._is_scaled and not engine.handles_gradient_accumulation and _steps_inside(_parameters(trainer)):
+        steps_inside = any(parameter._post_accumulate_grad_hooks for parameter in _parameters(trainer))
+        if self._is_scaled and not engine.handles_gradient_accumulation and steps_inside:
             raise RuntimeError(
                 "an optimizer that steps inside backward (register_post_accumulate_grad_hook) cannot wait for the last"
                 f" micro-batch of a step: {_REMEDY}"
@@ -146,20 +148,9 @@ def _parameters(trainer: L.Trainer) -> Iterator[nn.Parameter]:
             yield from group["params"]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    return (_local(parameter.grad) for parameter in parameters if parameter.grad is not None)
-
-
-def _steps_inside(parameters: Iterable[nn.Parameter]) -> bool:
-    return any(parameter._post_accumulate_grad_hooks for parameter in parameters)
-
-
-def _zeroes_gradients_itself(module: L.LightningModule) -> bool:
-    return type(module).optimizer_zero_grad is not L.LightningModule.optimizer_zero_grad
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    return (each.to_local() if isinstance(each, DTensor) else each for each in gradients)
 
 
 def _mixed(module: L.LightningModule) -> RuntimeError:

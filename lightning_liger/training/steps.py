@@ -3,8 +3,9 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, wrong_type
 from lightning_liger.training.language_model import LanguageModel
-from lightning_liger.training.metrics import ShownLoss
+from lightning_liger.training.metrics import RunningMetric, ShownLoss
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.training.step_mean import StepMean
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 else:
     _Module = object
 
-STAGES = ("train", "val", "test")
 _LOSS = "train_loss_step"
 
 
@@ -35,8 +35,6 @@ class LigerStepMixin(_Module):
 
     model: nn.Module
     loss_normalization: str = "tokens"
-    _normalizations: tuple[str, ...] = ("tokens", "micro_batch")
-    """The values of ``loss_normalization``; the first is the mean over a whole optimizer step."""
     _units = "tokens"
     _labels: tuple[str, ...] = ("next",)
     """The meanings of labels, as :class:`~.language_model.LanguageModel` names them, that the steps can train on."""
@@ -52,18 +50,18 @@ class LigerStepMixin(_Module):
                     f"{cls.__name__} must list {name} before LightningModule:"
                     f" class {cls.__name__}({name}, L.LightningModule)"
                 )
-        hook = getattr(cls, "configure_model", None)
-        if hook not in (None, L.LightningModule.configure_model) and not hasattr(hook, "_notes_the_model"):
-            cls.configure_model = _noting_the_model(hook)  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check_choice("loss_normalization", self.loss_normalization, self._normalizations)
+        if self.loss_normalization == "step":
+            warnings.warn("loss_normalization='step' is named 'tokens' now", FutureWarning, stacklevel=2)
+            self.loss_normalization = "tokens"
+        check_choice("loss_normalization", self.loss_normalization, ("tokens", "micro_batch"))
         self._step_mean = StepMean()
         self._language_model: LanguageModel | None = None
-        self._is_configured = False
-        self._replaced_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
-        self.shown_loss = ShownLoss()
+        self._has_weights = self._has_begun = False
+        self._former_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
+        self.step_metrics, self.shown_loss = nn.ModuleDict(), ShownLoss()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -85,6 +83,13 @@ class LigerStepMixin(_Module):
         L.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
         if isinstance(trainer, L.Trainer):  # here, as users override every hook without super()
             _follow_steps(trainer.precision_plugin)
+            model = getattr(self, "model", None) if self._has_weights else None
+            self._former_model, self._has_weights = () if model is None else (model,), True
+            self._has_begun = False
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._has_weights = True
+        return super().load_state_dict(*args, **kwargs)
 
     @torch.compiler.disable  # looks at the signatures of modules
     def _seen_model(self) -> LanguageModel:
@@ -101,26 +106,21 @@ class LigerStepMixin(_Module):
             self._language_model = seen
         return self._language_model
 
-    def _note_replacement(self, before: nn.Module | None) -> None:
-        """Remembers a model that ``configure_model`` replaced by another in a later stage."""
-        after = getattr(self, "model", None)
-        if self._is_configured and before is not None and after is not before:
-            is_wrapped = isinstance(after, nn.Module) and any(part is before for part in after.modules())
-            self._replaced_model = () if is_wrapped else (before,)
-        self._is_configured = True
-
     def _refuse_replaced_model(self) -> None:
-        """Raises RuntimeError, and restores the model, if a stage would run on another one than the stage before it."""
-        if not self._replaced_model:
+        """Raises RuntimeError, and restores the model, if a stage would run on another one than the stage before it.
+
+        That is one which ``configure_model`` made, and which holds none of the weights so far.
+        """
+        former, self._former_model = self._former_model, ()
+        model = getattr(self, "model", None)
+        if not former or (isinstance(model, nn.Module) and any(part is former[0] for part in model.modules())):
             return
-        (before,), self._replaced_model = self._replaced_model, ()
         if self._trainer is not None and self.trainer.ckpt_path is not None:  # the weights are those of the checkpoint
             return
-        self.model = before
-        name = type(self).__name__
+        self.model = former[0]
         raise RuntimeError(
-            f"{name}.configure_model must keep self.model, got a new {type(before).__name__} without the weights so"
-            " far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
+            f"{type(self).__name__}.configure_model must keep self.model, got a new {type(model).__name__} without the"
+            " weights so far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
             " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that is to"
             " start anew. self.model is the former model again"
         )
@@ -132,7 +132,7 @@ class LigerStepMixin(_Module):
             return batch
         if stage == "train" and not self._normalizes_steps():
             raise ValueError(
-                f"context_parallel_size needs loss_normalization={self._normalizations[0]!r} and automatic"
+                f"context_parallel_size needs loss_normalization='tokens' and automatic"
                 " optimization: ranks hold pieces with different numbers of labels, got"
                 f" loss_normalization={self.loss_normalization!r} and"
                 f" automatic_optimization={self.automatic_optimization}"
@@ -156,16 +156,41 @@ class LigerStepMixin(_Module):
             self._log_step(loss.detach())
         return loss
 
+    def _make_metrics(self) -> dict[str, RunningMetric]:
+        """The metrics of a stage, by name."""
+        raise NotImplementedError
+
     @torch.compiler.disable
-    def _running_metrics(self, name: str, stage: str, make: Callable[[], nn.Module]) -> tuple[Any, str]:
-        """The metrics of a stage in the dict ``self.{name}``, for each of several data loaders others; their path."""
+    def _stage_metrics(self, stage: str) -> tuple[Any, str]:
+        """The metrics of a stage in ``self.step_metrics``, for each of several data loaders others; their path."""
         results = None if self._trainer is None or stage == "train" else self.trainer._results
         index = None if results is None else results.dataloader_idx  # whatever index an override passes on
-        found, key = cast(nn.ModuleDict, getattr(self, name)), f"{stage}_metrics" + (f"_{index}" if index else "")
-        if key not in found:
+        key = f"{stage}_metrics" + (f"_{index}" if index else "")
+        if key not in self.step_metrics:
             with torch.inference_mode(False):  # a validation before training must not leave inference tensors
-                found[key] = make().to(self.device)
-        return found[key], f"{name}.{key}"
+                self.step_metrics[key] = nn.ModuleDict(self._make_metrics()).to(self.device)
+        return self.step_metrics[key], f"step_metrics.{key}"
+
+    def _log_metrics(self, stage: str, names: Iterable[str]) -> None:
+        """Logs metrics of the stage, which have been updated, over its epoch."""
+        metrics, path = self._stage_metrics(stage)
+        for name in names:
+            self.log(
+                f"{stage}_{name}", metrics[name], on_step=False, on_epoch=True, metric_attribute=f"{path}.{name}",
+                prog_bar=stage != "train" and name in ("loss", "choice_accuracy"),
+            )  # fmt: skip
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
+        return {"train_metrics": {name: metric.sums() for name, metric in self._stage_metrics("train")[0].items()}}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what :meth:`rank_state_dict` returned."""
+        metrics, saved = self._stage_metrics("train")[0], state["train_metrics"]
+        if isinstance(saved, Tensor):  # of version 0.1.0
+            saved = dict(zip(("loss", "perplexity", "accuracy"), saved, strict=True))
+        for name in metrics.keys() & saved.keys():
+            metrics[name].load_sums(saved[name])
 
     def _step_ends(self) -> None:
         """Called after each step of an optimizer, whatever hooks the module overrides."""
@@ -178,21 +203,34 @@ class LigerStepMixin(_Module):
             if code is not None and name not in code.co_names:
                 raise RuntimeError(f"{base.__name__}.{name} must call super().{name}: training depends on it")
 
+    def _begin_stage(self) -> None:
+        """Called when a stage begins and in each step, as users override hooks without ``super()``."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._prepare_stage()
+
+    def _prepare_stage(self) -> None:
+        """Checks, and makes what steps need, once in each stage."""
+        self._refuse_replaced_model()
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._begin_stage()
+
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._refuse_replaced_model()
+        self._begin_stage()
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._refuse_replaced_model()
+        self._begin_stage()
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        self._refuse_replaced_model()
+        self._begin_stage()
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._refuse_replaced_model()
         self.shown_loss.forget()
         if self.loss_normalization != "micro_batch" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
@@ -259,16 +297,3 @@ def _optimizer_step(
     result = step(optimizer, model=model, closure=finished, **kwargs)
     model._step_ends()
     return result
-
-
-def _noting_the_model(configure_model: Callable[..., None]) -> Callable[..., None]:
-    """``configure_model`` that notes whether it replaced the model of an earlier stage."""
-
-    @functools.wraps(configure_model)
-    def configure(self: LigerStepMixin) -> None:
-        before = getattr(self, "model", None)
-        configure_model(self)
-        self._note_replacement(before)
-
-    configure._notes_the_model = True  # type: ignore[attr-defined]
-    return configure

@@ -22,7 +22,6 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import (
     check_floating,
-    check_integer,
     check_number,
     check_same_device,
     check_shape,
@@ -90,18 +89,6 @@ def check_temperature(temperature: Any, target: Tensor, ignore_index: int) -> No
             raise ValueError(f"temperature must be positive at each token, got {wrong[0].item()}")
 
 
-def check_transform(softcap: Any, logit_scale: Any, ignore_index: Any) -> None:
-    """Raises unless these are options that a head takes."""
-    if isinstance(logit_scale, Tensor):
-        raise TypeError(
-            f"logit_scale must be a number, got {shown(logit_scale)}: its gradient would be lost; multiply the hidden"
-            " states by the tensor instead"
-        )
-    check_integer("ignore_index", ignore_index)
-    check_number("softcap", softcap, above=0, optional=True)
-    check_number("logit_scale", logit_scale)
-
-
 def scores_reference(z: Tensor, labels: Tensor, ignore_index: int, outputs: Sequence[str]) -> TokenScores:
     """Scores of rows of transformed logits ``[num_tokens, vocab_size]`` in plain PyTorch.
 
@@ -112,8 +99,8 @@ def scores_reference(z: Tensor, labels: Tensor, ignore_index: int, outputs: Sequ
     log_probs = torch.log_softmax(z, dim=-1)
     found: dict[str, Tensor] = {}
     if "log_probs" in outputs:
-        of_label = log_probs.gather(-1, labels.where(in_range, 0)[:, None])[:, 0]
-        found["log_probs"] = of_label.where(in_range, torch.nan)
+        label_log_probs = log_probs.gather(-1, labels.where(in_range, 0)[:, None])[:, 0]
+        found["log_probs"] = label_log_probs.where(in_range, torch.nan)
     if "entropy" in outputs:
         finite = log_probs.masked_fill(log_probs == -torch.inf, 0.0)
         found["entropy"] = -(log_probs.exp() * finite).sum(-1)

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from liger_ops import TokenScores, linear_cross_entropy, linear_log_probs
-from liger_ops.log_probs.reference import linear_log_probs_reference
+from liger_ops import TokenScores, backend, linear_log_probs
 from liger_ops.loss import chunked_loss
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
     ALL,
     CASES,
     DIFFERENTIABLE,
+    HIDDEN,
     ROWS,
     TOKENS,
     VOCAB,
     Case,
-    Head,
     call,
     chunk_of,
     leaves_of,
+    linear_log_probs_reference,
     make,
     make_upstream,
     scores_and_gradients,
 )
+from tests.liger_ops.loss.cases import few
 
 EVERYTHING = CASES[-2]
 
 
 def assert_matches(
-    actual: tuple[TokenScores, list[Tensor]], eager: tuple[TokenScores, list[Tensor]], truth: Any, case: Case
+    actual: tuple[TokenScores, list[Tensor]],
+    eager: tuple[TokenScores, list[Tensor]],
+    truth: Any,
+    case: Case,
+    spread: float,
 ) -> None:
     """Scores and gradients are as accurate as those of plain PyTorch; integers are equal where no logits tie."""
     for name, score in actual[0]._asdict().items():
@@ -48,69 +55,62 @@ def assert_matches(
             assert score.dtype == torch.promote_types(actual[1][0].dtype, torch.float32)
             # Scores of half precision are those of logits that were rounded.
             factor = 2.0 if actual[1][0].dtype == torch.float32 else 4.0
-            assert_as_accurate(name, score, getattr(eager[0], name), expected, factor=factor, magnitude=8.0)
+            assert_as_accurate(name, score, getattr(eager[0], name), expected, factor=factor, magnitude=8.0 * spread)
         else:
             assert score.dtype == expected.dtype
-            assert torch.equal(score.cpu(), expected.cpu())
+            assert actual[1][0].dtype != torch.float32 or torch.equal(score.cpu(), expected.cpu())
     for number, values in enumerate(zip(actual[1], eager[1], truth[1], strict=True)):
         # Gradients of single scores, whose sum may be smaller, are rounded to the dtype of the hidden states.
-        assert_as_accurate(f"gradient {number}", *values, factor=4.0, magnitude=4.0)
+        assert_as_accurate(f"gradient {number}", *values, factor=4.0, magnitude=16.0 * spread)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_scores_and_gradients_are_those_of_whole_logits_in_float64(case: Case) -> None:
-    head = make(case, torch.float64)
-    expected = scores_and_gradients(linear_log_probs_reference, head, case.frozen)
-    whole = VOCAB * 8 * ROWS
-    for options in (
-        {},
-        chunk_of(ROWS, head),
-        chunk_of(ROWS, head) | {"max_valid_tokens": TOKENS - 3},
-        chunk_of(ROWS, head) | {"saved_logits_bytes": 2 * whole},
-        chunk_of(ROWS, head) | {"saved_logits_bytes": 100 * whole},
-    ):
-        actual = scores_and_gradients(linear_log_probs, head, case.frozen, **options)
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        *((case, torch.float32) for case in CASES),
-        *((case, dtype) for case in (CASES[0], EVERYTHING) for dtype in (torch.bfloat16, torch.float16)),
-        (EVERYTHING._replace(frozen=False), torch.bfloat16),
-    ],
-    ids=str,
+@given(
+    draw=st.builds(
+        SimpleNamespace,
+        case=st.builds(
+            Case,
+            outputs=st.sets(st.sampled_from(ALL), min_size=1).map(lambda some: tuple(x for x in ALL if x in some)),
+            frozen=st.booleans(),
+            softcap=st.sampled_from([None, None, 2.0]),
+            logit_scale=st.sampled_from([1.0, 0.5]),
+            temperature=st.sampled_from([1.0, 0.7, "tokens"]),
+            bias=st.booleans(),
+            adapter=st.booleans(),
+            detach=st.sampled_from([(), ("entropy",), ("log_probs", "lse")]),
+        ).filter(lambda case: {*DIFFERENTIABLE} & {*case.outputs} - {*case.detach}),
+        dtype=st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+        spread=st.sampled_from([1.0, 6.0]),  # usual and saturated
+        rows=st.sampled_from([1, ROWS, 5, TOKENS]),
+        saved=st.sampled_from([0, 2, 100]),
+        bound=st.sampled_from([None, TOKENS - 3]),
+        is_padded=st.booleans(),
+    )
 )
-def test_kernels_are_as_accurate_as_plain_pytorch(case: Case, dtype: torch.dtype, triton_device: torch.device) -> None:
-    head = make(case, dtype, triton_device)
-    eager = scores_and_gradients(linear_log_probs_reference, head, case.frozen)
-    truth = scores_and_gradients(linear_log_probs_reference, head.to(torch.float64), case.frozen)
-    budget = 7 * VOCAB * dtype.itemsize  # of logits of the first of three chunks
-    actual = scores_and_gradients(linear_log_probs, head, case.frozen, saved_logits_bytes=budget, **chunk_of(5, head))
-    assert_matches(actual, eager, truth, case)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_reference_in_half_precision_is_as_accurate_as_plain_pytorch(frozen: bool) -> None:
-    case = EVERYTHING._replace(frozen=frozen)
-    head = make(case, torch.bfloat16)
-    eager = scores_and_gradients(linear_log_probs_reference, head, frozen)
-    truth = scores_and_gradients(linear_log_probs_reference, head.to(torch.float64), frozen)
-    assert_matches(scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(5, head)), eager, truth, case)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_sizes_that_products_pad(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where sizes that no 16 bytes divide are multiplied in parts and with padding."""
-    monkeypatch.setattr(chunked_loss, "_product_multiple", lambda like: 8)
-    monkeypatch.setattr(chunked_loss, "_COLUMN_MULTIPLE", 16)
-    case = EVERYTHING._replace(frozen=frozen)
-    head = make(case, torch.float64, sizes=(6, VOCAB, TOKENS))
-    expected = scores_and_gradients(linear_log_probs_reference, head, frozen)
-    actual = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(5, head))
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+@few(60)
+def test_scores_and_gradients_are_as_accurate_as_those_of_whole_logits(draw: Any, device: torch.device) -> None:
+    case, dtype = draw.case, draw.dtype
+    head = make(case, dtype, device, sizes=(6 if draw.is_padded else HIDDEN, VOCAB, TOKENS))
+    if case.softcap is None:
+        head.tensors["linear_weight"] *= draw.spread
+    eager, truth = (
+        scores_and_gradients(linear_log_probs_reference, some, case.frozen) for some in (head, head.to(torch.float64))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if draw.is_padded:  # as on a GPU, where sizes that no 16 bytes divide are multiplied in parts and with padding
+            patch.setattr(chunked_loss, "_product_multiple", lambda like: 8)
+            patch.setattr(chunked_loss, "_COLUMN_MULTIPLE", 16)
+        if dtype == torch.float64:
+            patch.setattr(backend, "use_triton", lambda tensor: False)
+        actual = scores_and_gradients(
+            linear_log_probs, head, case.frozen, max_valid_tokens=draw.bound,
+            saved_logits_bytes=draw.saved * draw.rows * VOCAB * dtype.itemsize, **chunk_of(draw.rows, head),
+        )  # fmt: skip
     assert all(gradient.is_contiguous() for gradient in actual[1])
+    if dtype == torch.float64:
+        tolerance = 1e-6 if case.temperature == "tokens" else 1e-10
+        torch.testing.assert_close(actual, truth, rtol=tolerance, atol=tolerance)
+    else:
+        assert_matches(actual, eager, truth, case, draw.spread)
 
 
 def test_values_are_those_of_pytorch() -> None:
@@ -131,36 +131,6 @@ def test_values_are_those_of_pytorch() -> None:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_temperature_divides_capped_logits(temperature: float) -> None:
-    head = make(Case(ALL, softcap=2.0, temperature=temperature, logit_scale=0.5), torch.float64)
-    each = torch.full(head.target.shape, temperature)
-    tokens = head._replace(options=head.options | {"temperature": each})
-    one, other = (
-        scores_and_gradients(linear_log_probs, some, False, **chunk_of(ROWS, head)) for some in (head, tokens)
-    )
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # of a float32 temperature
-    logits = F.linear(head.tensors["input"], head.tensors["linear_weight"])
-    z = 2.0 * torch.tanh(0.5 * logits / 2.0) / temperature
-    kept = head.target != -100
-    torch.testing.assert_close(one[0].lse[kept], z.logsumexp(-1)[kept])
-
-
-def test_gradient_of_log_probs_is_that_of_cross_entropy(triton_device: torch.device) -> None:
-    head = make(Case(bias=True), device=triton_device)
-    leaves = leaves_of(head, False)
-    upstream = torch.randn(head.target.shape, device=triton_device)
-    scores = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
-    losses = linear_cross_entropy(
-        leaves["input"], leaves["linear_weight"], head.target, linear_bias=leaves["linear_bias"], reduction="none",
-        **chunk_of(ROWS, head),
-    )  # fmt: skip
-    torch.testing.assert_close(scores.log_probs, -losses)
-    wanted = list(leaves.values())
-    actual, expected = (torch.autograd.grad(each, wanted, upstream) for each in (scores.log_probs, -losses))
-    torch.testing.assert_close(actual, expected)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_all_ignored_tokens_give_differentiable_zeros(frozen: bool, device: torch.device) -> None:
     head = make(Case(ALL, frozen, bias=True, adapter=True), device=device)
@@ -168,16 +138,6 @@ def test_all_ignored_tokens_give_differentiable_zeros(frozen: bool, device: torc
     scores, gradients = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
     assert not any(score.any() for score in scores if score is not scores.predictions)
     assert not any(gradient.any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_no_tokens(frozen: bool) -> None:
-    head = make(Case(ALL, frozen))
-    leaves = leaves_of(head, frozen)
-    scores = linear_log_probs(leaves["input"][:, :0], leaves["linear_weight"], head.target[:, :0], outputs=ALL)
-    assert all(score.shape == (2, 0) for score in scores)
-    scores.log_probs.sum().backward()
-    assert not leaves["input"].grad.any()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -228,13 +188,6 @@ def test_equal_logits_predict_the_first_class(device: torch.device) -> None:
     torch.testing.assert_close(scores.entropy.cpu(), torch.full((3,), VOCAB).log())
 
 
-def test_chunks_do_not_matter(device: torch.device) -> None:
-    head = make(EVERYTHING, device=device)
-    results = [scores_and_gradients(linear_log_probs, head, False, **chunk_of(rows, head)) for rows in (1, 4, 7)]
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("saved", [0, 7 * VOCAB * 4])
 def test_graph_that_is_kept_gives_the_same_gradients_again(
@@ -253,15 +206,6 @@ def test_graph_that_is_kept_gives_the_same_gradients_again(
     )
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_second_derivative_raises(frozen: bool) -> None:
-    head = make(Case(frozen=frozen))
-    leaves = leaves_of(head, frozen)
-    scores = call(linear_log_probs, leaves, head)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(scores.log_probs.sum(), leaves["input"], create_graph=True)
-
-
 def test_unused_outputs_have_no_effect() -> None:
     """Their upstream gradient is none, not zeros."""
     head = make(Case(("log_probs", "entropy", "lse", "mean_logit")), torch.float64)
@@ -275,19 +219,6 @@ def test_unused_outputs_have_no_effect() -> None:
                 for each in (scores, expected)
             )
             torch.testing.assert_close(actual, truth, rtol=1e-10, atol=1e-12)
-
-
-def test_only_what_needs_gradients_gets_them() -> None:
-    head = make(Case(("log_probs", "entropy"), bias=True, adapter=True), torch.float64)
-    names = list(head.tensors)
-    expected = dict(zip(names, scores_and_gradients(linear_log_probs_reference, head, False)[1], strict=True))
-    for name in names:
-        leaves = {each: tensor.detach().requires_grad_(each == name) for each, tensor in head.tensors.items()}
-        scores = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
-        upstream = make_upstream(scores)
-        outputs = [getattr(scores, each) for each in upstream]
-        actual = torch.autograd.grad(outputs, leaves[name], list(upstream.values()))[0]
-        torch.testing.assert_close(actual, expected[name], rtol=1e-10, atol=1e-12)
 
 
 def test_scores_without_gradients() -> None:
@@ -328,17 +259,6 @@ def test_labels_out_of_range_are_nan_where_the_host_does_not_look(
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_autocast(frozen: bool) -> None:
-    head = make(Case(("log_probs", "entropy"), frozen, bias=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
-    expected = scores_and_gradients(linear_log_probs, head.to(torch.bfloat16), frozen, **chunk_of(ROWS, head))
-    torch.testing.assert_close(actual[0], expected[0])
-    assert all(gradient.dtype == torch.float32 for gradient in actual[1])
-    torch.testing.assert_close(actual[1], [gradient.float() for gradient in expected[1]], rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
 def test_compiles_into_one_graph(frozen: bool) -> None:
     head = make(Case(("log_probs", "entropy", "lse"), frozen, temperature="tokens", bias=True, adapter=True))
     expected = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
@@ -346,33 +266,3 @@ def test_compiles_into_one_graph(frozen: bool) -> None:
     compiled = torch.compile(linear_log_probs, fullgraph=True, backend="aot_eager")
     actual = scores_and_gradients(compiled, head, frozen, **chunk_of(ROWS, head))
     torch.testing.assert_close(actual, expected)
-
-
-def test_checkpointing_recomputes_the_same() -> None:
-    head = make(Case(("log_probs", "entropy")))
-    leaves = leaves_of(head, False)
-
-    def run(*_: Tensor) -> Tensor:
-        scores = call(linear_log_probs, leaves, head, saved_logits_bytes=2**20, **chunk_of(ROWS, head))
-        return (scores.log_probs * scores.entropy).sum()
-
-    wanted = list(leaves.values())
-    expected = torch.autograd.grad(run(), wanted)
-    actual = torch.autograd.grad(checkpoint(run, *wanted, use_reentrant=False), wanted)
-    torch.testing.assert_close(actual, expected)
-
-
-def test_inputs_are_not_modified(triton_device: torch.device) -> None:
-    head: Head = make(EVERYTHING, device=triton_device)
-    before = {name: tensor.clone() for name, tensor in head.tensors.items()}
-    scores_and_gradients(linear_log_probs, head, False, **chunk_of(ROWS, head))
-    assert all(torch.equal(before[name], tensor) for name, tensor in head.tensors.items())
-
-
-@pytest.mark.parametrize("name", ["linear_log_probs", "linear_log_probs_backward"])
-def test_schema_is_that_of_the_arguments(name: str) -> None:
-    from liger_ops.log_probs.passes import GradientArguments, ScoreArguments
-
-    schema = getattr(torch.ops.liger_ops, name).default._schema
-    arguments = {"linear_log_probs": ScoreArguments, "linear_log_probs_backward": GradientArguments}[name]
-    assert arguments._fields == tuple(argument.name for argument in schema.arguments)

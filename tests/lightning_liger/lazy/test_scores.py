@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_ops import TokenScores
-from liger_ops.divergence.divergence import divergence_reference
 from liger_ops.divergence.options import KINDS
 from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS
 from lightning_liger import LazyLogits, divergence, lazy_logits, token_loss, token_scores, topk_log_probs
 from lightning_liger.patching.rules.head import HeadReplacement
+from tests.liger_ops.divergence.cases import reference as reference_divergence
 from tests.lightning_liger.lazy.twin import (
     BATCH_SIZE,
     LABELS,
@@ -145,7 +145,7 @@ def _divergence(rng: random.Random) -> Callable[[Logits], Tensor]:
         size = min(logits.shape[-1], vocab_size)
         del options["vocab"]
         teacher = teacher_logits(False, vocab_size=vocab_size)
-        return divergence_reference(logits[..., :size], teacher[..., :size], **options)
+        return reference_divergence(logits[..., :size], teacher[..., :size], **options)
 
     return function
 
@@ -219,7 +219,7 @@ def test_masked_tokens_of_the_teacher_may_be_nan() -> None:
     for reduction in ("mean", "none"):
         twin = Twin()
         got = divergence(twin.lazy, teacher.masked_fill(~MASK[..., None], torch.nan), mask=MASK, reduction=reduction)
-        assert_same(twin, got, divergence_reference(twin.real, teacher, mask=MASK, reduction=reduction))
+        assert_same(twin, got, reference_divergence(twin.real, teacher, mask=MASK, reduction=reduction))
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_liger.losses.policy import num_units
 from lightning_liger.losses.policy_batch import policy_objective
 from lightning_liger.losses.policy_metrics import metric_kind, metric_names, policy_metrics
 from lightning_liger.losses.policy_options import PolicyOptions
-from lightning_liger.losses.policy_reductions import num_units
 from lightning_liger.losses.policy_weights import sampling_ratio
 from tests.lightning_liger.losses.policy_batches import options_for, padded_batch
 

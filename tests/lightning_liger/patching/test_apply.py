@@ -89,7 +89,7 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     report = apply_liger_kernels(model, {"linear_cross_entropy": options, "rms_norm": True, "rope": False})
     assert {entry.kernel for entry in report.entries} == {"linear_cross_entropy", "rms_norm", "silu_mul"}
     used: list[Any] = []
-    module = importlib.import_module("liger_ops.loss.linear_cross_entropy")
+    module = importlib.import_module("liger_ops.loss.head_passes")
     driver = module.chunked_linear_loss
     monkeypatch.setattr(
         module, "chunked_linear_loss", lambda *args, **kwargs: (used.append(kwargs), driver(*args, **kwargs))[1]

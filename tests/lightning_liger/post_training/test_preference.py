@@ -26,7 +26,6 @@ from lightning_liger import (
     TPOOptions,
 )
 from lightning_liger.cli import LigerCLI
-from lightning_liger.data import UnpairedFeedbackDataModule
 from lightning_liger.post_training import preference, units
 from tests.lightning_liger.post_training.preference_data import (
     Sequences,
@@ -62,17 +61,14 @@ class Module(LigerPreferenceMixin, L.LightningModule):
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return L.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **options)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(**({"accelerator": "cpu", "devices": 1, "strategy": "auto"} | quiet | options))
 
 
 def fit(
     module: L.LightningModule, data: Any, validation: Any = None, ckpt_path: Path | None = None, **options: Any
 ) -> L.Trainer:
-    trainer = L.Trainer(
-        **({"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False,
-            "enable_progress_bar": False, "enable_model_summary": False, "strategy": "auto"} | options),
-    )  # fmt: skip
+    trainer = quiet_trainer(**({"max_epochs": 1} | options))
     loaders = [each if each is None else DataLoader(each, batch_size=None) for each in (data, validation)]
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return trainer
@@ -89,39 +85,28 @@ def collated(examples: list[Sequences], pack: bool = False) -> dict[str, Tensor]
     return packed(items, padding=3) if pack else padded(items)
 
 
-def dpo_and_sft(model: nn.Module, examples: list[Sequences]) -> Tensor:
-    reference = other_llama()
-    losses, log_probs = [], []
-    for chosen, rejected in examples:
-        ratios = [sums(model, [each]) - sums(reference, [each]) for each in (chosen, rejected)]
-        losses.append(-F.logsigmoid(BETA * (ratios[0] - ratios[1])))
-        log_probs.append(token_log_probs(model, chosen))
-    return torch.cat(losses).mean() - 0.5 * torch.cat(log_probs).mean()
+def dpo_by_hand(options: DPOOptions) -> Callable[[nn.Module, list[Sequences]], Tensor]:
+    """DPO or IPO, with LD-DPO's and WPO's weights, and half the negative log-likelihood of ``sft``."""
 
+    def loss(model: nn.Module, examples: list[Sequences]) -> Tensor:
+        reference, losses, nll = other_llama(), [], []
+        for pair in examples:
+            shared, ratios, weight = min(len(ids) - prompt for ids, prompt in pair), [], 1.0
+            for each in pair:
+                own, ids, prompt = token_log_probs(model, each), *each
+                ratio = own - token_log_probs(reference, each)
+                if options.ld_alpha is not None:
+                    ratio = torch.cat((ratio[:shared], options.ld_alpha * ratio[shared:]))
+                ratios.append(ratio.mean() if options.loss_type == "ipo" else ratio.sum())
+                if options.use_weighting:
+                    probs = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach().softmax(-1)
+                    weight = weight * (own.detach() - probs.square().sum(-1).log()).mean().exp()
+            d = ratios[0] - ratios[1]
+            losses.append(weight * ((d - 0.5 / BETA) ** 2 if options.loss_type == "ipo" else -F.logsigmoid(BETA * d)))
+            nll.append(-token_log_probs(model, pair[0]))
+        return torch.stack(losses).mean() + (0.5 * torch.cat(nll).mean() if options.has_nll else 0.0)
 
-def ld_dpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
-    reference, losses = other_llama(), []
-    for chosen, rejected in examples:
-        shared = min(len(ids) - prompt for ids, prompt in (chosen, rejected))
-        ratios = []
-        for each in (chosen, rejected):
-            ratio = token_log_probs(model, each) - token_log_probs(reference, each)
-            ratios.append(ratio[:shared].sum() + 0.4 * ratio[shared:].sum())
-        losses.append(-F.logsigmoid(BETA * (ratios[0] - ratios[1])))
-    return torch.stack(losses).mean()
-
-
-def wpo_ipo(model: nn.Module, examples: list[Sequences]) -> Tensor:
-    reference, losses = other_llama(), []
-    for pair in examples:
-        means, weight = [], 1.0
-        for each in pair:
-            own, ids, prompt = token_log_probs(model, each), *each
-            means.append((own - token_log_probs(reference, each)).mean())
-            probs = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach().softmax(-1)
-            weight = weight * (own.detach() - probs.square().sum(-1).log()).mean().exp()
-        losses.append(weight * (means[0] - means[1] - 0.5 / BETA) ** 2)
-    return torch.stack(losses).mean()
+    return loss
 
 
 def simpo_and_nll(model: nn.Module, examples: list[Sequences]) -> Tensor:
@@ -143,10 +128,13 @@ def tpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
     return torch.cat(losses).mean() - torch.cat([token_log_probs(model, gold) for *_, gold in examples]).mean()
 
 
+DPOS = {
+    "dpo_and_sft": DPOOptions(("sigmoid", "sft"), loss_weights=(1.0, 0.5), beta=BETA),
+    "ld_dpo": DPOOptions(beta=BETA, ld_alpha=0.4),
+    "wpo_ipo": DPOOptions("ipo", beta=BETA, use_weighting=True),
+}
 LOSSES: dict[str, tuple[Any, Callable[[nn.Module, list[Sequences]], Tensor], int]] = {
-    "dpo_and_sft": (DPOOptions(("sigmoid", "sft"), loss_weights=(1.0, 0.5), beta=BETA), dpo_and_sft, 2),
-    "ld_dpo": (DPOOptions(beta=BETA, ld_alpha=0.4), ld_dpo, 2),
-    "wpo_ipo": (DPOOptions("ipo", beta=BETA, use_weighting=True), wpo_ipo, 2),
+    **{name: (options, dpo_by_hand(options), 2) for name, options in DPOS.items()},
     "simpo_and_nll": (CPOOptions("simpo", beta=BETA), simpo_and_nll, 2),
     "orpo": (ORPOOptions(beta=BETA), orpo, 2),
     "tpo": (TPOOptions(beta=BETA), tpo, 3),
@@ -248,8 +236,7 @@ def test_metrics_of_pairs_are_those_of_completion_tokens() -> None:
             entropies += torch.distributions.Categorical(logits=found).entropy().tolist()
             correct += (found.argmax(-1) == ids[prompt:]).float().tolist() if name == "chosen" else []
         logits[name] = sum(values) / len(values)
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    module = Module(DPOOptions(beta=BETA))
+    trainer, module = quiet_trainer(), Module(DPOOptions(beta=BETA))
     trainer.validate(
         module, DataLoader([collated(examples[:1]), collated(examples[1:])], batch_size=None), verbose=False
     )
@@ -288,9 +275,7 @@ def test_reference_is_frozen_not_saved_and_made_again(tmp_path: Path) -> None:
     state = torch.load(path, weights_only=True)["state_dict"]
     assert {key.split(".")[0] for key in state} == {"model"}
     resumed = Module(DPOOptions(beta=BETA))
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=2,
-                        enable_model_summary=False, enable_checkpointing=False)  # fmt: skip
-    trainer.fit(resumed, DataLoader(data, batch_size=None), ckpt_path=path)
+    fit(resumed, data, ckpt_path=path, max_epochs=2)
     whole = Module(DPOOptions(beta=BETA))
     fit(whole, data, max_epochs=2)
     for got, want in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
@@ -409,22 +394,17 @@ def test_stored_reference_is_found_without_hooks_and_those_it_needs_are_named() 
 
 
 def test_data_that_changes_after_the_reference_was_computed_is_an_error() -> None:
-    class Changing(torch.utils.data.Dataset):
+    class Changing(list):  # type: ignore[type-arg]
         reads = 0
 
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            if index >= 1:
-                raise IndexError
+        def __getitem__(self, index: Any) -> Any:
             self.reads += 1
             return collated(pairs_of(2, seed=self.reads))
 
     module = Module(DPOOptions(), precompute_ref_log_probs=True)
     before = [parameter.clone() for parameter in module.model.parameters()]
     with pytest.raises(KeyError, match=r"4 of its 4 are new .* the data changed"):
-        fit(module, Changing())
+        fit(module, Changing([0]))
     assert all(torch.equal(*both) for both in zip(before, module.model.parameters(), strict=True))
 
 
@@ -449,12 +429,9 @@ def test_reference_follows_the_policy_also_after_resuming(tmp_path: Path, engine
     def train(steps: int, checkpoint: Path | None = None) -> dict[str, Tensor]:
         arguments: dict[str, Any] = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 2}
         module = LigerDPO(pretrained=str(tmp_path / "model"), learning_rate=1e-2, num_training_steps=6, **arguments)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, max_steps=steps, strategy=make(), logger=False, enable_progress_bar=False,
-            enable_checkpointing=False, enable_model_summary=False, callbacks=[Keep()],
-        )  # fmt: skip
         data = [collated(pairs_of(2, seed=seed)) for seed in range(6)]
-        trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=checkpoint)
+        options: dict[str, Any] = {"max_steps": steps, "strategy": make(), "callbacks": [Keep()]}
+        fit(module, data, ckpt_path=checkpoint, **options)
         state: dict[str, Tensor] = torch.load(tmp_path / f"{steps}.ckpt", weights_only=True)["state_dict"]
         return state
 
@@ -518,21 +495,6 @@ def test_finished_modules_train_from_plain_arguments(tmp_path: Path) -> None:
     )
 
 
-def test_router_losses_are_added() -> None:
-    from tests.lightning_liger.tiny import tiny_model
-
-    module = Module(DPOOptions(), with_reference=False, reference="columns")
-    module.model = tiny_model("mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
-                              router_aux_loss_coef=0.5)  # fmt: skip
-    zeros = {f"ref_{name}_logps": torch.zeros(2) for name in ("chosen", "rejected")}
-    trainer = fit(module, [collated(pairs_of(2, seed=0)) | zeros])
-    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
-    margins = torch.tensor(logged["train_rewards/margins"])
-    assert logged["train_aux_loss"] > 0.1
-    assert logged["train_loss"] > logged["train_aux_loss"]
-    assert margins.isfinite()
-
-
 class Pairs(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         return DataLoader([collated(pairs_of(2, seed=1))] * 2, batch_size=None)  # type: ignore[arg-type]
@@ -575,19 +537,6 @@ def test_validation_before_the_reference_was_computed_says_so() -> None:
         quiet_trainer().validate(tiny_dpo(precompute_ref_log_probs=True), datamodule=Pairs(), verbose=False)
 
 
-def test_prompts_padded_on_the_left_are_not_predicted_from_padding() -> None:
-    items = [(ids, prompt) for ids, prompt in sequences(2, seed=4)]
-    width = max(len(ids) for ids, _ in items)
-    batch = {key: torch.zeros(2, width + 2, dtype=torch.int64) for key in ("input_ids", "attention_mask")}
-    batch["completion_mask"] = torch.zeros(2, width + 2, dtype=torch.int64)
-    for row, (ids, prompt) in enumerate(items):
-        batch["input_ids"][row, -len(ids) :] = ids
-        batch["attention_mask"][row, -len(ids) :] = 1
-        batch["completion_mask"][row, prompt - len(ids) :] = 1
-    found = Module(ORPOOptions()).count_units(batch)
-    assert found["tokens"] == len(items[0][0]) - 1
-
-
 @pytest.mark.parametrize(
     ("loss", "pack", "is_apart"),
     [
@@ -619,17 +568,7 @@ def test_losses_of_single_pairs_are_taken_pair_by_pair(
         fit(module, batches, strategy="liger")
         results.append((module.steps, list(module.model.parameters())))
         assert num_calls == (len(batches) if is_apart and max_bytes else 0)
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("padding", [0, 3])
-def test_packed_sequences_with_an_attention_mask_are_kept_apart(padding: int) -> None:
-    items, module = sequences(4), Module(DPOOptions())
-    batch = packed(items, padding)
-    is_real = torch.arange(batch["input_ids"].shape[1])[None] < batch["input_ids"].shape[1] - padding
-    want = module.training_step(padded(items), 0)
-    torch.testing.assert_close(module.training_step(batch | {"attention_mask": is_real.long()}, 0), want)
-    torch.testing.assert_close(module.training_step(batch | {"attention_mask": torch.ones_like(is_real)}, 0), want)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -653,25 +592,3 @@ def test_example_of_pairs_takes_the_other_losses(
     path = tmp_path / "last.ckpt"
     cli.trainer.save_checkpoint(path)
     assert type(cli.model).load_from_checkpoint(path, weights_only=False).preference_loss == cli.model.preference_loss
-
-
-def test_kto_with_its_data_module_takes_precomputed_references_as_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = Path(__file__).parents[3] / "examples" / "data"
-    found, before = [], {"precompute_ref_log_probs": True}
-    for settings in ({}, before, {**before, "reference": "columns"}):
-        torch.manual_seed(0)
-        module = LigerKTO(config={**TINY_CONFIG, "vocab_size": 320}, learning_rate=1e-2, **settings)
-        data = UnpairedFeedbackDataModule(
-            path=folder / "feedback.jsonl", tokenizer=folder / "tokenizer", validation_fraction=0.3, max_records=12,
-            batch_size=4,
-        )  # fmt: skip
-        trainer = quiet_trainer(max_epochs=2)
-        trainer.fit(module, datamodule=data)
-        assert (module.ref_model is None) == bool(settings)
-        found.append((trainer.callback_metrics["val_loss"], trainer.callback_metrics["train_kl"], *module.parameters()))
-    assert float(found[0][1]) > 0
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0][: len(other)], rtol=1e-4, atol=1e-6)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_liger.post_training.rows import count_tokens, read_rows
-from lightning_liger.post_training.tokens import read_tokens
+from lightning_liger.post_training.rows import Rows, read_rows, read_tokens
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.tiny import tiny_llama
 
@@ -27,7 +26,7 @@ def test_padding_is_no_label_and_predicts_none_on_either_side() -> None:
         batch = padded(is_left)
         rows = read_rows(batch)
         assert [row[row >= 0].tolist() for row in rows.labels] == [ids[1:] for ids in IDS]
-        assert torch.equal(read_tokens("train", batch, model).targets, rows.labels)
+        assert torch.equal(read_tokens("train", batch, model).labels, rows.labels)
         assert rows.num_tokens == 8
 
 
@@ -45,7 +44,8 @@ def test_padding_of_packed_rows_does_not_count_as_tokens() -> None:
 
 def test_tokens_are_counted_by_masks_of_tokens_alone() -> None:
     labels, ids = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[0, 0, 1, 1, -1]])
-    assert count_tokens(labels, ids + 1, None) == 4  # numbers of documents, of which 0 is padding
-    assert count_tokens(labels, torch.full((1, 1, 5, 5), -1e9), ids) == 4
-    assert count_tokens(labels.expand(2, 5), None, ids) == 8
-    assert count_tokens(labels, None, None) == 5
+    # Of numbers of documents, of which 0 is padding; by sequences where the mask has another shape, or there is none.
+    assert Rows({"attention_mask": ids + 1}, labels).num_tokens == 4
+    assert Rows({"attention_mask": torch.full((1, 1, 5, 5), -1e9)}, labels, ids).num_tokens == 4
+    assert Rows({}, labels.expand(2, 5), ids).num_tokens == 8
+    assert Rows({}, labels).num_tokens == 5
