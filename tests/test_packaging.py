@@ -56,12 +56,11 @@ def test_supported_python_is_310_and_later():
 @pytest.mark.parametrize(
     ("extra", "packages"),
     [
-        ("dev", {"pytest", "hypothesis", "ruff", "build", "trl", "pyarrow"}),
+        ("dev", {"pytest", "hypothesis", "ruff", "build", "trl", "pillow"}),
         ("bench", {"liger-kernel", "matplotlib"}),
         ("plots", {"matplotlib"}),
         ("peft", {"peft"}),
         ("deepspeed", {"deepspeed"}),
-        ("parquet", {"pyarrow"}),
         ("vision", {"pillow"}),
         ("docs", {"mkdocs-material", "mkdocstrings-python"}),
     ],

@@ -113,7 +113,7 @@ def _count(forward: Callable[[], Tensor], model: nn.Module, ids: Tensor, layers:
     stored = _bytes_in_hooks(forward, model, ids)
     _set_modes(layers, "cheap")
     forward()
-    return stored - sum(layers.dropped_bytes)
+    return stored - sum(each.cheap for each in layers.sizes)
 
 
 def measure(name: str, contender: str, batch_size: int, sequence_length: int, tiny: bool) -> Kept:

@@ -36,9 +36,9 @@ from lightning_liger import (
     LigerSingleDeviceStrategy,
     MedusaHeads,
 )
+from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.data import TextDataModule
 from lightning_liger.estimate.states import PRECISIONS
-from lightning_liger.strategies.parts.policies import decoder_layer_classes
 from lightning_liger.training.lora import add_adapters
 
 GIB = 2**30
@@ -50,7 +50,7 @@ class PlainFSDPStrategy(FSDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         from lightning.fabric.strategies.fsdp import _auto_wrap_policy_kwargs
 
-        self.kwargs = _auto_wrap_policy_kwargs(decoder_layer_classes(model), self.kwargs)
+        self.kwargs = _auto_wrap_policy_kwargs(unsplit_classes(model), self.kwargs)
         return super()._setup_model(model)
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lightning_liger
-from lightning_liger import TrainingSummary
+from lightning_liger import LigerMonitor
 from lightning_liger.cli import LigerCLI
 
 from .baselines import Ints, NGram, contexts, syllabus_ranks
@@ -92,7 +92,7 @@ def train(trainer: L.Trainer, model: NextItem, data: NextItemData) -> dict[str, 
     seconds = time.perf_counter() - start
     (found,) = trainer.test(model, datamodule=data, verbose=False)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    (summary,) = (each for each in callbacks if isinstance(each, TrainingSummary))
+    (summary,) = (each for each in callbacks if isinstance(each, LigerMonitor) and each.results)
     names = ("steps", "num_fused_losses", "logits_bytes_avoided", "peak_memory_bytes")
     return {
         "num_items": data.course.num_items,

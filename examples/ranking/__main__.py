@@ -24,7 +24,7 @@ from rich.table import Table
 from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
 
 import lightning_liger
-from lightning_liger import TrainingSummary
+from lightning_liger import LigerMonitor
 from lightning_liger.cli import LigerCLI
 
 from .data import ClickData
@@ -102,7 +102,7 @@ def train(trainer: L.Trainer, model: Ranker, data: ClickData) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     (found,) = trainer.test(model, datamodule=data, verbose=False)
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    (summary,) = (each for each in callbacks if isinstance(each, TrainingSummary))
+    (summary,) = (each for each in callbacks if isinstance(each, LigerMonitor) and each.results)
     names = ("steps", "num_fused_losses", "logits_bytes_avoided", "peak_memory_bytes")
     return {
         "num_ids": data.vocab_sizes[0],

@@ -74,7 +74,7 @@ def check_number(
 
     Tensors are refused: an option is a constant, and a learnable one would get no gradient.
     """
-    _check_real("a finite number", float, name, value, above, at_least, below, at_most, optional)
+    _check_real("a finite number", float, name, value, (above, at_least, below, at_most), optional)
 
 
 def check_integer(
@@ -88,7 +88,7 @@ def check_integer(
     """Raises unless ``value`` is an integer (and not a bool) within the bounds, or None if ``optional``."""
     if isinstance(value, int) and value.bit_length() > 63:  # no number of torch's
         at_most, at_least = 2**63 - 1 if at_most is None else at_most, -(2**63) if at_least is None else at_least
-    _check_real("an integer", int, name, value, None, at_least, None, at_most, optional)
+    _check_real("an integer", int, name, value, (None, at_least, None, at_most), optional)
 
 
 def _check_real(
@@ -96,24 +96,26 @@ def _check_real(
     python_type: type,
     name: str,
     value: Any,
-    above: float | None,
-    at_least: float | None,
-    below: float | None,
-    at_most: float | None,
+    bounds: tuple[float | None, float | None, float | None, float | None],
     optional: bool,
 ) -> None:
     if value is None and optional:
         return
-    if not _is_real(value, python_type):
-        raise wrong_type(name, _expected(kind, above, at_least, below, at_most, optional), value)
+    above, at_least, below, at_most = bounds
+    is_real = _is_real(value, python_type)
     if (
-        (above is not None and not value > above)
-        or (at_least is not None and not value >= at_least)
-        or (below is not None and not value < below)
-        or (at_most is not None and not value <= at_most)
-        or (python_type is float and not -math.inf < value < math.inf)
+        is_real
+        and (above is None or value > above)
+        and (at_least is None or value >= at_least)
+        and (below is None or value < below)
+        and (at_most is None or value <= at_most)
+        and (python_type is int or -math.inf < value < math.inf)
     ):
-        raise wrong_value(name, _expected(kind, above, at_least, below, at_most, optional), value)
+        return
+    words = zip(("above", "of at least", "below", "at most"), bounds, strict=True)
+    text = " and ".join(f"{word} {bound}" for word, bound in words if bound is not None)
+    expected = f"{kind}{' ' if text else ''}{text}{' or None' if optional else ''}"
+    raise (wrong_value if is_real else wrong_type)(name, expected, value)
 
 
 def _is_real(value: Any, python_type: type) -> bool:
@@ -124,19 +126,6 @@ def _is_real(value: Any, python_type: type) -> bool:
     if python_type is int:
         return isinstance(value, numbers.Integral | torch.SymInt)
     return isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
-
-
-def _expected(
-    kind: str,
-    above: float | None,
-    at_least: float | None,
-    below: float | None,
-    at_most: float | None,
-    optional: bool,
-) -> str:
-    bounds = (("above", above), ("of at least", at_least), ("below", below), ("at most", at_most))
-    text = " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
-    return f"{kind}{' ' if text else ''}{text}{' or None' if optional else ''}"
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:

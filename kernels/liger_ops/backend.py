@@ -1,6 +1,6 @@
 """Shared by all ops: the choice between Triton and PyTorch, launches of kernels, and registration of ops.
 
-Host time counts as much as kernel time: Triton's own launch binds and specialises every argument anew (about 25 us) and
+Host time counts as much as kernel time: Triton's own launch binds and specializes every argument anew (about 25 us) and
 a call through the dispatcher costs 20 us. ``Kernel`` caches compiled kernels under a short key, and an op goes through
 the dispatcher only when a tracer must see it: the compiler, or a dispatch mode such as selective checkpointing's.
 """
@@ -8,7 +8,7 @@ the dispatcher only when a tracer must see it: the compiler, or a dispatch mode 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,11 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]
 
 def needs_graph(*tensors: Tensor | None) -> bool:
     """Whether autograd must record an op on ``tensors``; a call without autograd is cheaper."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # a loop, which is faster than a generator
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def is_traced() -> bool:
@@ -133,8 +137,8 @@ def _count_references(tensor: Tensor) -> tuple[int, ...]:
     """How many refer to a tensor and to its memory, each in Python and below it."""
     storage = tensor.untyped_storage()
     num_uses = tensor._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
-    of_memory = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
-    return sys.getrefcount(tensor), num_uses, *of_memory
+    storage_counts = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(tensor), num_uses, *storage_counts
 
 
 def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
@@ -212,7 +216,7 @@ class Kernel:
                 key.append(f"None if {name} is None else ({parts})")
             else:
                 values.append(name)
-                key.append(f"specialisation({name})")
+                key.append(f"specialization({name})")
         lines += [
             f"device = {names[0]}.get_device()",
             f"key = ({', '.join(key)})",
@@ -226,22 +230,22 @@ class Kernel:
         source = f"def launch(num_programs, *, num_warps, {', '.join(names)}):\n    " + "\n    ".join(lines)
         namespace: dict[str, Any] = {
             "compiled": self._compiled,
-            "current_device": torch._C._cuda_getDevice,
+            "current_device": torch.cuda.current_device,
             "current_stream": triton.runtime.driver.active.get_current_stream,
             "launch_first": self._launch_first,
-            "specialisation": _specialisation,
+            "specialization": _specialization,
         }
         exec(source, namespace)
         return namespace["launch"]
 
 
-def _specialisation(value: Any) -> Any:
-    """The properties that Triton specialises on: None, float, or an integer: 1, a multiple of 16, over 32 bits."""
+def _specialization(value: Any) -> Any:
+    """The properties that Triton specializes on: None, float, or an integer: 1, a multiple of 16, over 32 bits."""
     kind = value.__class__
     if kind is int:
         return -1 if value == 1 else (value & 15 == 0) + 2 * (not -2147483648 <= value <= 2147483647)
     if kind is tuple:
-        return tuple(map(_specialisation, value))
+        return tuple(map(_specialization, value))
     return kind
 
 
@@ -249,7 +253,8 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
     """Registers the decorated launcher as ``torch.ops.liger_ops.<name of schema>``.
 
     Args:
-        schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``.
+        schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``; of the name alone,
+            the rest is made from the launcher's annotations.
         fake: Same signature as the launcher; allocates the outputs without computing them, for the compiler.
 
     Returns:
@@ -258,8 +263,8 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
     """
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
+        name, has_arguments, _ = schema.partition("(")
+        _LIBRARY.define(schema if has_arguments else name + torch.library.infer_schema(launcher, mutates_args=()))
         _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ops::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.liger_ops, name).default
@@ -273,6 +278,17 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
         return call
 
     return register
+
+
+def empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+    """Memory for the gradients that are needed, contiguous."""
+    return [x.new_empty(x.shape) for x, needed in zip(tensors, needs, strict=True) if needed and x is not None]
+
+
+def spread(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """``gradients`` each in its place, None where none is needed."""
+    rest = iter(gradients)
+    return tuple([next(rest) if needed else None for needed in needs])  # a list, which is faster than a generator
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,12 +13,3 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, tensor.contiguous(), group=group)
     return gathered.unflatten(0, (size, rows))
-
-
-def reduce_scatter_mean(group: dist.ProcessGroup, tensor: Tensor, shard: Tensor) -> None:
-    """Writes this rank's part of the mean over a group to ``shard``, ``[len(tensor) / group's size, ...]``; NCCL.
-
-    A communication hook of FSDP.
-    """
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(shard, tensor, op=dist.ReduceOp.AVG, group=group)

@@ -12,7 +12,6 @@ Sources: arXiv:2002.05202, arXiv:1606.08415, arXiv:2109.08668.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,28 +46,13 @@ def gated_unit_reference(gate: Tensor, up: Tensor | None, activation: str, packe
     return (y if up is None else y * up.to(compute_dtype)).to(output_dtype)
 
 
-@dataclass(frozen=True)
-class GatedUnitLaunch:
-    """How rows are cut: each program takes ``block_size`` neighbouring columns of one row."""
-
-    block_size: int
-    num_warps: int
-
-
 _MAX_BLOCK_SIZE = 1024
 
 
-def choose_launch(num_columns: int) -> GatedUnitLaunch:
-    """Blocks of 1024 columns, smaller for shorter rows; eight elements a thread, one 16-byte load in bfloat16."""
-    return _launch_for(
-        min(num_columns, _MAX_BLOCK_SIZE)
-    )  # contiguous tensors are one row, whose length follows the data
-
-
-@backend.launch_cache
-def _launch_for(num_columns: int) -> GatedUnitLaunch:
-    block_size = triton.next_power_of_2(num_columns)
-    return GatedUnitLaunch(block_size=block_size, num_warps=max(1, block_size // 256))
+def choose_launch(num_columns: int) -> tuple[int, int]:
+    """The columns of one row that a program takes, and its warps; eight elements a thread, 16 bytes in bfloat16."""
+    block_size = min(1 << (num_columns - 1).bit_length(), _MAX_BLOCK_SIZE)
+    return block_size, max(1, block_size // 256)
 
 
 @triton.jit
@@ -194,25 +178,23 @@ def _halves(packed: Tensor) -> tuple[Tensor, Tensor]:
     return packed.narrow(-1, 0, half), packed.narrow(-1, half, half)
 
 
-def _gated_unit_forward_fake(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+def _forward_fake(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
     if packed:
         return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     return gate.new_empty(gate.shape, dtype=gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype))
 
 
-@backend.register_op(
-    "gated_unit_forward(Tensor gate, Tensor? up, str activation, bool packed) -> Tensor", fake=_gated_unit_forward_fake
-)
+@backend.register_op("gated_unit_forward", fake=_forward_fake)
 def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
-    y = _gated_unit_forward_fake(gate, up, activation, packed)
+    y = _forward_fake(gate, up, activation, packed)
     if y.numel() == 0:
         return y
     if packed:
         gate, up = _halves(gate)
     (gate_rows, up_rows), (gate_row_stride, up_row_stride), num_rows, num_columns = _as_rows(gate, up)
-    launch = choose_launch(num_columns)
+    block_size, num_warps = choose_launch(num_columns)
     _gated_unit_forward_kernel.launch(
-        num_rows * -(-num_columns // launch.block_size),
+        num_rows * -(-num_columns // block_size),
         gate_ptr=gate_rows,
         up_ptr=up_rows,
         y_ptr=y,
@@ -220,58 +202,28 @@ def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed
         up_row_stride=up_row_stride,
         num_columns=num_columns,
         ACTIVATION=activation,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
+        BLOCK_SIZE=block_size,
+        num_warps=num_warps,
     )
     return y
 
 
-def _gated_unit_backward_fake(
-    grad_y: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    packed: bool,
-    needs_grad_gate: bool,
-    needs_grad_up: bool,
-) -> tuple[Tensor, Tensor]:
-    grad_gate = gate.new_empty(gate.shape if needs_grad_gate else 0)
-    grad_up = gate.new_empty(0) if up is None or not needs_grad_up else up.new_empty(up.shape)
-    return grad_gate, grad_up
-
-
 @backend.register_op(
-    "gated_unit_backward(Tensor grad_y, Tensor gate, Tensor? up, str activation, bool packed, bool needs_grad_gate,"
-    " bool needs_grad_up) -> (Tensor, Tensor)",
-    fake=_gated_unit_backward_fake,
+    "gated_unit_backward",
+    fake=lambda grad_y, gate, up, *others: backend.empty_gradients((gate, up), others[-1]),
 )
 def _gated_unit_backward(
-    grad_y: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    packed: bool,
-    needs_grad_gate: bool,
-    needs_grad_up: bool,
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate (the packed tensor, if it is one) and up; one that is not needed is empty."""
-    gradients = _gated_unit_backward_fake(grad_y, gate, up, activation, packed, needs_grad_gate, needs_grad_up)
-    grad_gate, grad_up = gradients
-    _launch_backward(
-        grad_y, gate, up, activation, packed, grad_gate if needs_grad_gate else None, grad_up if needs_grad_up else None
-    )
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool, needs: list[bool]
+) -> list[Tensor]:
+    """Returns those gradients of gate (the packed tensor, if it is one) and up that are needed."""
+    gradients = backend.empty_gradients((gate, up), needs)
+    _launch_backward(grad_y, gate, up, activation, packed, *backend.spread(gradients, needs))
     return gradients
-
-
-def _gated_unit_backward_in_place_fake(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool
-) -> None:
-    pass
 
 
 @backend.register_op(
     "gated_unit_backward_(Tensor grad_y, Tensor(a!) gate, Tensor(b!)? up, str activation, bool packed) -> ()",
-    fake=_gated_unit_backward_in_place_fake,
+    fake=lambda *args: None,
 )
 def _gated_unit_backward_in_place(
     grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool
@@ -296,9 +248,9 @@ def _launch_backward(
         gate, up = _halves(gate)
         grad_gate, grad_up = _halves(grad_gate)
     (grad_y_rows, gate_rows, up_rows), strides, num_rows, num_columns = _as_rows(grad_y, gate, up)
-    launch = choose_launch(num_columns)
+    block_size, num_warps = choose_launch(num_columns)
     _gated_unit_backward_kernel.launch(
-        num_rows * -(-num_columns // launch.block_size),
+        num_rows * -(-num_columns // block_size),
         grad_y_ptr=grad_y_rows,
         gate_ptr=gate_rows,
         up_ptr=up_rows,
@@ -310,8 +262,8 @@ def _launch_backward(
         grad_row_stride=num_columns * (2 if packed else 1),
         num_columns=num_columns,
         ACTIVATION=activation,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
+        BLOCK_SIZE=block_size,
+        num_warps=num_warps,
     )
 
 
@@ -326,14 +278,14 @@ class GatedUnitFunction(torch.autograd.Function):
 
     @staticmethod
     @backend.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        needs_grad_gate, needs_grad_up = ctx.needs_input_grad[:2]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        needs = list(ctx.needs_input_grad[:2])
         (gate, up), is_free = backend.take_saved_tensors(ctx)
-        if is_free and needs_grad_gate and (needs_grad_up or up is None):
+        if is_free and needs == [True, up is not None]:
             _gated_unit_backward_in_place(grad_y, gate, up, *ctx.settings)
             return gate.detach(), None if up is None else up.detach(), None, None
-        grad_gate, grad_up = _gated_unit_backward(grad_y, gate, up, *ctx.settings, needs_grad_gate, needs_grad_up)
-        return grad_gate if needs_grad_gate else None, grad_up if needs_grad_up else None, None, None
+        gradients = _gated_unit_backward(grad_y, gate, up, *ctx.settings, needs)
+        return *backend.spread(gradients, needs), None, None
 
 
 def _gated_unit(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:

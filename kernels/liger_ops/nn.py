@@ -6,9 +6,10 @@ the same state dict, and adds keyword-only arguments. It is a subclass of its na
 """
 
 import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,18 +54,58 @@ Device = torch.device | str | int | None
 Dtype = torch.dtype | None
 
 
-def _check_factory(device: Any, dtype: Any) -> None:
-    check_device("device", device)
-    check_floating_dtype("dtype", dtype)
+_TOKEN_OPTIONS = ("reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss_weight")
+_CHUNK_OPTIONS = ("options", "chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
 
 
-def _check_normalized_shape(normalized_shape: Any) -> None:
-    if isinstance(normalized_shape, numbers.Integral):
-        sizes: tuple[int, ...] = (int(normalized_shape),)
-    else:
-        sizes = as_integers("normalized_shape", normalized_shape)
+def _check_sizes(name: str, value: Any) -> None:
+    sizes = (value,) if isinstance(value, numbers.Integral) else as_integers(name, value)
     if not sizes or min(sizes) < 1:
-        raise wrong_value("normalized_shape", "a positive integer or several", normalized_shape)
+        raise wrong_value(name, "a positive integer or several", value)
+
+
+_check_positive = functools.partial(check_integer, at_least=1)
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "normalized_shape": _check_sizes,
+    **dict.fromkeys(("num_channels", "head_dim", "hidden_size", "intermediate_size"), _check_positive),
+    **dict.fromkeys(("in_features", "num_classes"), _check_positive),
+    **dict.fromkeys(("elementwise_affine", "affine", "bias", "interleaved", "inplace_backward"), check_bool),
+    **dict.fromkeys(("size_average", "reduce"), functools.partial(check_bool, optional=True)),
+    "device": check_device,
+    **dict.fromkeys(("dtype", "accumulate_dtype"), check_floating_dtype),
+    "base": functools.partial(check_number, above=0),
+    "approximate": functools.partial(check_choice, choices=APPROXIMATIONS),
+    "reduction": lambda name, value: check_reduction(value),
+    "weight": functools.partial(check_floating, optional=True),
+    "chunk_bytes": functools.partial(check_integer, at_least=1, optional=True),
+    "saved_logits_bytes": functools.partial(check_integer, at_least=0, optional=True),
+}
+"""The check of each argument of a module that its own value decides about."""
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Raises for the first argument that is wrong."""
+    for name, value in arguments.items():
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """``__init__`` of a norm of ``torch.nn``, whichever arguments this version has, after checks of them."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        _check(arguments)
+        if "num_groups" in arguments:
+            arguments["num_groups"] = as_num_groups(arguments["num_groups"], arguments["num_channels"])
+        arguments["eps"] = as_number("eps", arguments["eps"], at_least=0)
+        init(*bound.args, **bound.kwargs)
+
+    return checked
 
 
 class RMSNorm(nn.RMSNorm):
@@ -91,10 +132,8 @@ class RMSNorm(nn.RMSNorm):
         offset: float = 0.0,
         casting: Casting = "gemma",
     ) -> None:
-        _check_normalized_shape(normalized_shape)
-        check_bool("elementwise_affine", elementwise_affine)
+        _check(locals())
         eps, offset = check_options(eps, offset, casting, has_weight=elementwise_affine)
-        _check_factory(device, dtype)
         self.offset = offset  # first, because the base class calls reset_parameters
         self.casting: Casting = casting
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
@@ -121,21 +160,7 @@ class LayerNorm(nn.LayerNorm):
         ValueError: If a size is not positive, or eps is negative or not finite.
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
-        _check_normalized_shape(normalized_shape)
-        check_bool("elementwise_affine", elementwise_affine)
-        check_bool("bias", bias)
-        _check_factory(device, dtype)
-        eps = as_number("eps", eps, at_least=0)
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+    __init__ = _checked(nn.LayerNorm.__init__)
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -145,32 +170,15 @@ class GroupNorm(nn.GroupNorm):
     """:class:`torch.nn.GroupNorm`, ``[batch_size, num_channels, *]`` to the same, by :func:`liger_ops.group_norm`.
 
     Args:
-        num_groups, num_channels, eps, affine, device, dtype: As in ``torch.nn.GroupNorm``.
-        newer: Arguments of newer versions of PyTorch: bias.
+        num_groups, num_channels, eps, affine, bias, device, dtype: As in ``torch.nn.GroupNorm``; older versions of
+            PyTorch have no ``bias``.
 
     Raises:
         TypeError: If an argument is of a wrong type.
         ValueError: If num_groups is no divisor of num_channels, or eps is negative or not finite.
     """
 
-    @functools.wraps(nn.GroupNorm.__init__)  # type: ignore[misc]  # the signature shows bias where PyTorch has it
-    def __init__(
-        self,
-        num_groups: int,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        device: Device = None,
-        dtype: Dtype = None,
-        **newer: Any,
-    ) -> None:
-        check_integer("num_channels", num_channels, at_least=1)
-        num_groups = as_num_groups(num_groups, num_channels)
-        check_bool("affine", affine)
-        check_bool("bias", newer.get("bias"), optional=True)
-        _check_factory(device, dtype)
-        eps = as_number("eps", eps, at_least=0)
-        super().__init__(num_groups, num_channels, eps, affine, device, dtype, **newer)
+    __init__ = _checked(nn.GroupNorm.__init__)
 
     def forward(self, input: Tensor) -> Tensor:
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -205,14 +213,11 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
         device: Device = None,
     ) -> None:
-        check_integer("head_dim", head_dim, at_least=1)
+        _check(locals())
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         check_integer("rotary_dim", rotary_dim)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise wrong_value("rotary_dim", f"even, positive and at most head_dim = {head_dim}", rotary_dim)
-        check_number("base", base, above=0)
-        check_bool("interleaved", interleaved)
-        check_device("device", device)
         super().__init__()
         self.head_dim = head_dim
         self.base = base
@@ -284,20 +289,21 @@ class _GatedMLP(nn.Module):
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        check_integer("hidden_size", hidden_size, at_least=1)
-        check_integer("intermediate_size", intermediate_size, at_least=1)
-        check_bool("bias", bias)
-        _check_factory(device, dtype)
+        _check(locals())
         super().__init__()
         self.hidden_size = hidden_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
 
-    def _check_input(self, input: Tensor) -> None:
+    def _unit(self, gate: Tensor, up: Tensor) -> Tensor:
+        return silu_mul(gate, up)
+
+    def forward(self, input: Tensor) -> Tensor:
         check_floating("input", input)
         if input.dim() == 0 or input.shape[-1] != self.hidden_size:
             raise wrong_value("input", f"a tensor whose last dimension is hidden_size = {self.hidden_size}", input)
+        return self.down_proj(self._unit(self.gate_proj(input), self.up_proj(input)))
 
 
 class SwiGLU(_GatedMLP):
@@ -313,10 +319,6 @@ class SwiGLU(_GatedMLP):
         TypeError: If an argument is of a wrong type.
         ValueError: If a size is not positive.
     """
-
-    def forward(self, input: Tensor) -> Tensor:
-        self._check_input(input)
-        return self.down_proj(silu_mul(self.gate_proj(input), self.up_proj(input)))
 
 
 class GeGLU(_GatedMLP):
@@ -341,16 +343,23 @@ class GeGLU(_GatedMLP):
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
-        check_choice("approximate", approximate, APPROXIMATIONS)
+        _check(locals())
         super().__init__(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.approximate = approximate
 
-    def forward(self, input: Tensor) -> Tensor:
-        self._check_input(input)
-        return self.down_proj(gelu_mul(self.gate_proj(input), self.up_proj(input), approximate=self.approximate))
+    def _unit(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gelu_mul(gate, up, approximate=self.approximate)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
+
+
+def _options(module: nn.Module, *names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _shown(module: nn.Module, *names: str) -> str:
+    return ", ".join(f"{name}={value}" for name, value in _options(module, *names).items())
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -379,11 +388,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         z_loss_weight: float = 0.0,
         inplace_backward: bool = False,
     ) -> None:
-        check_floating("weight", weight, optional=True)
-        check_bool("size_average", size_average, optional=True)
-        check_bool("reduce", reduce, optional=True)
-        check_reduction(reduction)
-        check_bool("inplace_backward", inplace_backward)
+        _check(locals())
         TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.softcap = softcap
@@ -395,16 +400,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self, input: Tensor, target: Tensor, *, token_weight: Tensor | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, TokenStats]:
         """Returns the loss, with the stats on request; ``token_weight`` has target's shape."""
+        options = _options(self, *_TOKEN_OPTIONS, "inplace_backward")
         return cross_entropy(
-            input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, token_weight=token_weight, softcap=self.softcap,
-            logit_scale=self.logit_scale, z_loss_weight=self.z_loss_weight, inplace_backward=self.inplace_backward,
-            return_stats=return_stats,
-        )  # fmt: skip
+            input, target, self.weight, **options, token_weight=token_weight, return_stats=return_stats
+        )
 
     def extra_repr(self) -> str:
-        names = ("reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss_weight")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return _shown(self, *_TOKEN_OPTIONS)
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -448,39 +450,23 @@ class LinearCrossEntropyLoss(nn.Module):
         accumulate_dtype: Dtype = None,
         saved_logits_bytes: int | None = None,
     ) -> None:
-        check_integer("in_features", in_features, at_least=1)
-        check_integer("num_classes", num_classes, at_least=1)
+        _check(arguments := locals().copy())
         out_features = as_integers("out_features", out_features)
         if any(size < 1 for size in out_features):
             raise wrong_value("out_features", "positive integers", out_features)
-        check_bool("bias", bias)
-        _check_factory(device, dtype)
-        check_reduction(reduction)
-        check_floating("weight", weight, optional=True)
         if weight is not None:
             check_shape("weight", weight, (num_classes,), "num_classes")
         check_integer("ignore_index", ignore_index, optional=True)
         TokenLossOptions(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         if options is not None and not hasattr(options, "batch_chunk_size"):
             raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
-        check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
-        check_floating_dtype("accumulate_dtype", accumulate_dtype)
-        check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
         super().__init__()
         self.register_buffer("weight", weight)
         self.num_classes = num_classes
         self.out_features = out_features
         self.linear = nn.Linear(in_features, math.prod(out_features, start=num_classes), bias, device, dtype)
-        self.reduction = reduction
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.options = options
-        self.softcap = softcap
-        self.logit_scale = logit_scale
-        self.z_loss_weight = z_loss_weight
-        self.chunk_bytes = chunk_bytes
-        self.accumulate_dtype = accumulate_dtype
-        self.saved_logits_bytes = saved_logits_bytes
+        for name in (*_TOKEN_OPTIONS, *_CHUNK_OPTIONS):
+            setattr(self, name, arguments[name])
 
     def forward(
         self,
@@ -494,15 +480,16 @@ class LinearCrossEntropyLoss(nn.Module):
         """Returns the loss, with the stats on request; keywords as in :func:`liger_ops.linear_cross_entropy`."""
         classes, bias = (self.num_classes, *self.out_features), self.linear.bias
         return linear_cross_entropy(
-            input, self.linear.weight.view(*classes, self.linear.in_features), target,
-            linear_bias=None if bias is None else bias.view(classes), weight=self.weight, reduction=self.reduction,
-            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, options=self.options,
-            token_weight=token_weight, softcap=self.softcap, logit_scale=self.logit_scale,
-            z_loss_weight=self.z_loss_weight, chunk_bytes=self.chunk_bytes, accumulate_dtype=self.accumulate_dtype,
-            saved_logits_bytes=self.saved_logits_bytes, max_valid_tokens=max_valid_tokens, return_stats=return_stats,
-        )  # fmt: skip
+            input,
+            self.linear.weight.view(*classes, self.linear.in_features),
+            target,
+            linear_bias=None if bias is None else bias.view(classes),
+            weight=self.weight,
+            **_options(self, *_TOKEN_OPTIONS, *_CHUNK_OPTIONS),
+            token_weight=token_weight,
+            max_valid_tokens=max_valid_tokens,
+            return_stats=return_stats,
+        )
 
     def extra_repr(self) -> str:
-        names = ("num_classes", "out_features", "reduction", "ignore_index", "label_smoothing", "options")
-        extras = ("softcap", "logit_scale", "z_loss_weight", "chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, *extras))
+        return _shown(self, "num_classes", "out_features", *_TOKEN_OPTIONS, *_CHUNK_OPTIONS)

@@ -11,8 +11,7 @@ Computed in float32, from the m and v of this step before they are rounded.
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -78,54 +77,48 @@ def _adamw_kernel(
     tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
 
-def _adamw_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
-) -> None:
-    """Updates ``param``, ``exp_avg`` and ``exp_avg_sq`` in place.
+class _Update(NamedTuple):
+    """One parameter's part of a step.
 
-    Args:
-        param: Any shape, contiguous, on a GPU, as the next three.
-        grad: Of the shape of ``param``.
-        exp_avg: m, of the shape of ``param``.
-        exp_avg_sq: v, of the shape of ``param``.
+    Attributes:
+        parameter, grad: As the optimizer has them.
+        tensors: This rank's part of the parameter, of its gradient and of both averages, each of one shape, contiguous
+            and on a GPU.
         step: ``[]``, float32: this step's number, from 1.
-        lr, betas, eps, weight_decay, maximize: As in :class:`AdamW`.
+        options: Of its group, as in :class:`AdamW`.
     """
-    beta1, beta2 = betas
-    _adamw_kernel.launch(
-        triton.cdiv(param.numel(), _BLOCK_SIZE),
-        num_warps=_NUM_WARPS,
-        param_ptr=param,
-        grad_ptr=grad,
-        exp_avg_ptr=exp_avg,
-        exp_avg_sq_ptr=exp_avg_sq,
-        step_ptr=step,
-        lr=lr,
-        decay=lr * weight_decay,
-        beta2=beta2,
-        rate1=1.0 - beta1,
-        rate2=1.0 - beta2,
-        log_beta1=_log(beta1),
-        log_beta2=_log(beta2),
-        eps=eps,
-        num_elements=param.numel(),
-        MAXIMIZE=maximize,
-        BLOCK_SIZE=_BLOCK_SIZE,
-    )
 
+    parameter: Tensor
+    grad: Tensor
+    tensors: tuple[Tensor, ...]
+    step: Tensor
+    options: dict[str, Any]
 
-def _log(beta: float) -> float:
-    return math.log(beta) if beta else -math.inf
+    def run(self) -> None:
+        """Updates the parameter and both averages in place."""
+        (beta1, beta2), lr = self.options["betas"], self.options["lr"]
+        param, grad, exp_avg, exp_avg_sq = self.tensors
+        _adamw_kernel.launch(
+            triton.cdiv(param.numel(), _BLOCK_SIZE),
+            num_warps=_NUM_WARPS,
+            param_ptr=param,
+            grad_ptr=grad,
+            exp_avg_ptr=exp_avg,
+            exp_avg_sq_ptr=exp_avg_sq,
+            step_ptr=self.step,
+            lr=lr,
+            decay=lr * self.options["weight_decay"],
+            beta2=beta2,
+            rate1=1.0 - beta1,
+            rate2=1.0 - beta2,
+            log_beta1=math.log(beta1) if beta1 else -math.inf,
+            log_beta2=math.log(beta2) if beta2 else -math.inf,
+            eps=self.options["eps"],
+            num_elements=param.numel(),
+            MAXIMIZE=self.options["maximize"],
+            BLOCK_SIZE=_BLOCK_SIZE,
+        )
+        increment_version(self.parameter)  # a graph that saved the parameter is out of date
 
 
 class AdamW(torch.optim.AdamW):
@@ -203,13 +196,12 @@ class AdamW(torch.optim.AdamW):
                 for update in updates:
                     update.parameter.grad = update.grad
             if updates:
-                torch._foreach_add_([update.tensors[-1] for update in updates], 1)
+                torch._foreach_add_([update.step for update in updates], 1)
             for update in updates:
-                _adamw_step(*update.tensors, **update.options)
-                increment_version(update.parameter)  # a graph that saved the parameter is out of date
+                update.run()
         return loss
 
-    def _find_updates(self) -> list["_Update"]:
+    def _find_updates(self) -> list[_Update]:
         """The parameters that our kernels update."""
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
         if scaled or torch.compiler.is_compiling():
@@ -225,7 +217,7 @@ class AdamW(torch.optim.AdamW):
             updates += [update for parameter in group["params"] if (update := self._update_of(parameter, options))]
         return updates
 
-    def _update_of(self, parameter: Tensor, options: dict[str, Any]) -> "_Update | None":
+    def _update_of(self, parameter: Tensor, options: dict[str, Any]) -> _Update | None:
         """How ``parameter`` is updated by a kernel of ours; None if PyTorch has to."""
         grad = parameter.grad
         if grad is None or parameter.numel() < _MIN_ELEMENTS or grad.layout != torch.strided:
@@ -234,49 +226,23 @@ class AdamW(torch.optim.AdamW):
         if not state or not isinstance(state["step"], Tensor):  # PyTorch makes the states, in the first step
             return None
         tensors = _parts((parameter, grad, state["exp_avg"], state["exp_avg_sq"]))
-        first = tensors[0]
-        is_taken = (
-            first.numel() >= _MIN_ELEMENTS
-            and first.dtype in _DTYPES
-            and backend.use_triton(first)
-            and backend.runs_directly(*tensors)
-            and all(
-                tensor.shape == first.shape
-                and tensor.dtype == first.dtype
-                and tensor.device == first.device
-                and tensor.is_contiguous()
-                and not tensor.is_neg()
-                for tensor in tensors
-            )
-        )
-        if not is_taken:
+        first, kinds = tensors[0], {(each.shape, each.dtype, each.device) for each in tensors}
+        if (
+            len(kinds) > 1
+            or first.numel() < _MIN_ELEMENTS
+            or first.dtype not in _DTYPES
+            or not (backend.use_triton(first) and backend.runs_directly(*tensors))
+            or any(each.is_neg() or not each.is_contiguous() for each in tensors)
+        ):
             return None
         # An optimizer that is not fused, which the state may come from, counts on the CPU.
         state["step"] = step = state["step"].to(first.device, torch.float32)
-        return _Update(parameter, grad, (*tensors, step), options)
-
-
-@dataclass(frozen=True, eq=False)
-class _Update:
-    """One parameter's part of a step.
-
-    Attributes:
-        parameter, grad: As the optimizer has them.
-        tensors: This rank's part of the parameter, of its gradient and of both averages, and the number of steps.
-        options: Of its group.
-    """
-
-    parameter: Tensor
-    grad: Tensor
-    tensors: tuple[Tensor, ...]
-    options: dict[str, Any]
+        return _Update(parameter, grad, tensors, step, options)
 
 
 def _parts(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """This rank's parts of DTensors that are spread alike; other tensors as they are."""
-    if not all(isinstance(tensor, DTensor) for tensor in tensors):
+    spread = [(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors]
+    if spread[0] is None or len(set(spread)) > 1 or any(placement.is_partial() for placement in spread[0][1]):
         return tensors
-    spread = {(tensor.device_mesh, tensor.placements) for tensor in tensors if isinstance(tensor, DTensor)}
-    if len(spread) > 1 or any(placement.is_partial() for _, placements in spread for placement in placements):
-        return tensors
-    return tuple(tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor))
+    return tuple(each.to_local() for each in tensors if isinstance(each, DTensor))

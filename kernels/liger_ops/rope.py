@@ -14,7 +14,6 @@ Sources: arXiv:2104.09864; the multimodal variant's sections: arXiv:2409.12191.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +41,10 @@ class RotaryOptions(NamedTuple):
     interleaved: bool
     sections: list[int]
     """First pairs of columns of the second and the third table of the multimodal variant; empty without sections."""
+    keep_dtype: bool = False
 
 
-def _output_dtype(x: Tensor, cos: Tensor, sin: Tensor, keep_dtype: bool) -> torch.dtype:
+def _output_dtype(x: Tensor, cos: Tensor, sin: Tensor, keep_dtype: bool = False) -> torch.dtype:
     return x.dtype if keep_dtype else torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
 
 
@@ -55,9 +55,9 @@ def _gather_table(table: Tensor, position_ids: Tensor | None, options: RotaryOpt
     if not options.sections:
         return table
     pairs = torch.arange(table.shape[-1] // 2, device=table.device)
-    of_pair = sum(((pairs >= section).long() for section in options.sections), torch.zeros_like(pairs))
-    of_column = of_pair.repeat_interleave(2) if options.interleaved else of_pair.repeat(2)
-    return table.gather(0, of_column.expand(1, *table.shape[1:]))[0]
+    table_of_pair = sum(((pairs >= section).long() for section in options.sections), torch.zeros_like(pairs))
+    table_of_column = table_of_pair.repeat_interleave(2) if options.interleaved else table_of_pair.repeat(2)
+    return table.gather(0, table_of_column.expand(1, *table.shape[1:]))[0]
 
 
 def apply_rotary_reference(
@@ -67,7 +67,6 @@ def apply_rotary_reference(
     sin: Tensor,
     position_ids: Tensor | None,
     options: RotaryOptions,
-    keep_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same rotation in plain PyTorch, in float32 or wider, rounded once."""
     tables = (_gather_table(table, position_ids, options) for table in (cos, sin))
@@ -75,8 +74,8 @@ def apply_rotary_reference(
     rotary_dim = cos.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
-        output_dtype = _output_dtype(x, cos, sin, keep_dtype)
-        compute_dtype = torch.promote_types(_output_dtype(x, cos, sin, False), torch.float32)
+        output_dtype = _output_dtype(x, cos, sin, options.keep_dtype)
+        compute_dtype = torch.promote_types(_output_dtype(x, cos, sin), torch.float32)
         rotary, rest = x[..., :rotary_dim].to(compute_dtype), x[..., rotary_dim:]
         if options.interleaved:
             swapped = torch.stack((-rotary[..., 1::2], rotary[..., ::2]), dim=-1).flatten(-2)
@@ -89,8 +88,7 @@ def apply_rotary_reference(
     return rotate(q), rotate(k)
 
 
-@dataclass(frozen=True)
-class RotaryLaunch:
+class RotaryLaunch(NamedTuple):
     """Tile of heads and pairs of columns that a program rotates at a time."""
 
     block_heads: int
@@ -264,23 +262,43 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x_out if x_out.stride(-1) == 1 else x_out.new_empty(x.shape)
 
 
-def _launch_rotary(
+def _allocate(
+    q: Tensor,
+    k: Tensor,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    q_stride: list[int] | None,
+    k_stride: list[int] | None,
+) -> tuple[Tensor, Tensor]:
+    q_out = _empty_like(q, q_dtype) if q_stride is None else q.new_empty_strided(q.shape, q_stride, dtype=q_dtype)
+    k_out = _empty_like(k, k_dtype) if k_stride is None else k.new_empty_strided(k.shape, k_stride, dtype=k_dtype)
+    return q_out, k_out
+
+
+@backend.register_op("rotary", fake=lambda q, k, *others: _allocate(q, k, *others[-4:]))
+def _rotary(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
     position_ids: Tensor | None,
-    q_out: Tensor,
-    k_out: Tensor,
-    options: RotaryOptions,
-    *,
+    heads_dim: int,
+    interleaved: bool,
+    sections: list[int],
     inverse: bool,
-) -> None:
-    """Rotates q into q_out and k into k_out, which may have no heads."""
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    q_stride: list[int] | None,
+    k_stride: list[int] | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns q and k, which may have no heads, rotated, with these dtypes and strides; by default laid out as given.
+
+    If ``inverse``, it rotates back (the transposed matrix), as a rotation's gradient is.
+    """
+    q_out, k_out = _allocate(q, k, q_dtype, k_dtype, q_stride, k_stride)
     if q.numel() == 0 and k.numel() == 0:
-        return
+        return q_out, k_out
     q, k, cos, sin = (_with_unit_stride(tensor) for tensor in (q, k, cos, sin))
-    heads_dim = options.heads_dim
     token_dim = 3 - heads_dim
     batch_size, seq_len, head_dim = q.shape[0], q.shape[token_dim], q.shape[3]
     num_heads, num_kv_heads = q.shape[heads_dim], k.shape[heads_dim]
@@ -291,14 +309,14 @@ def _launch_rotary(
         return x.stride(0), x.stride(token_dim), x.stride(heads_dim)
 
     def table_strides(x: Tensor) -> tuple[int, int, int]:
-        section_stride = x.stride(0) if options.sections else 0
         batch_stride = x.stride(-3) if x.dim() > 2 and x.shape[-3] > 1 else 0
-        return section_stride, batch_stride, x.stride(-2)
+        return x.stride(0) if sections else 0, batch_stride, x.stride(-2)
 
     position_ids_strides = (0, 0)
     if position_ids is not None:
         shared = position_ids.dim() == 1 or position_ids.shape[0] == 1
         position_ids_strides = (0 if shared else position_ids.stride(0), position_ids.stride(-1))
+    second_section, third_section = sections or (0, 0)
     _rotary_kernel.launch(
         batch_size * seq_len,
         q_ptr=q,
@@ -315,15 +333,15 @@ def _launch_rotary(
         cos_strides=table_strides(cos),
         sin_strides=table_strides(sin),
         position_ids_strides=position_ids_strides,
-        second_section=options.sections[0] if options.sections else 0,
-        third_section=options.sections[1] if options.sections else 0,
+        second_section=second_section,
+        third_section=third_section,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         seq_len=seq_len,
         max_positions=cos.shape[-2],
         INVERSE=inverse,
-        HAS_SECTIONS=bool(options.sections),
-        INTERLEAVED=options.interleaved,
+        HAS_SECTIONS=bool(sections),
+        INTERLEAVED=interleaved,
         HALF_DIM=rotary_dim // 2,
         REST_DIM=head_dim - rotary_dim,
         BLOCK_HEADS=launch.block_heads,
@@ -331,128 +349,47 @@ def _launch_rotary(
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
         num_warps=launch.num_warps,
     )
+    return q_out, k_out
 
 
-def _rotary_forward_fake(
+def _rotate(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
     sin: Tensor,
     position_ids: Tensor | None,
-    heads_dim: int,
-    interleaved: bool,
-    sections: list[int],
-    keep_dtype: bool = False,
+    options: RotaryOptions,
 ) -> tuple[Tensor, Tensor]:
-    q_out, k_out = (_empty_like(x, _output_dtype(x, cos, sin, keep_dtype)) for x in (q, k))
-    return q_out, k_out
-
-
-@backend.register_op(
-    "rotary_forward(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, int heads_dim, bool interleaved,"
-    " int[] sections, bool keep_dtype=False) -> (Tensor, Tensor)",
-    fake=_rotary_forward_fake,
-)
-def _rotary_forward(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    heads_dim: int,
-    interleaved: bool,
-    sections: list[int],
-    keep_dtype: bool = False,
-) -> tuple[Tensor, Tensor]:
-    options = RotaryOptions(heads_dim, interleaved, sections)
-    q_out, k_out = _rotary_forward_fake(q, k, cos, sin, position_ids, *options, keep_dtype)
-    _launch_rotary(q, k, cos, sin, position_ids, q_out, k_out, options, inverse=False)
-    return q_out, k_out
-
-
-def _rotary_backward_fake(
-    grad_q_out: Tensor,
-    grad_k_out: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    heads_dim: int,
-    interleaved: bool,
-    sections: list[int],
-    q_stride: list[int],
-    k_stride: list[int],
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    grad_q = grad_q_out.new_empty_strided(grad_q_out.shape, q_stride, dtype=q_dtype)
-    grad_k = grad_k_out.new_empty_strided(grad_k_out.shape, k_stride, dtype=k_dtype)
-    return grad_q, grad_k
-
-
-@backend.register_op(
-    "rotary_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, Tensor? position_ids, int heads_dim,"
-    " bool interleaved, int[] sections, SymInt[] q_stride, SymInt[] k_stride, ScalarType q_dtype, ScalarType k_dtype)"
-    " -> (Tensor, Tensor)",
-    fake=_rotary_backward_fake,
-)
-def _rotary_backward(
-    grad_q_out: Tensor,
-    grad_k_out: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    heads_dim: int,
-    interleaved: bool,
-    sections: list[int],
-    q_stride: list[int],
-    k_stride: list[int],
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of q and k with the given strides and dtypes."""
-    options = RotaryOptions(heads_dim, interleaved, sections)
-    grad_q, grad_k = _rotary_backward_fake(
-        grad_q_out, grad_k_out, cos, sin, position_ids, *options, q_stride, k_stride, q_dtype, k_dtype
-    )
-    _launch_rotary(grad_q_out, grad_k_out, cos, sin, position_ids, grad_q, grad_k, options, inverse=True)
-    return grad_q, grad_k
+    *settings, keep_dtype = options
+    dtypes = (_output_dtype(x, cos, sin, keep_dtype) for x in (q, k))
+    return _rotary(q, k, cos, sin, position_ids, *settings, False, *dtypes, None, None)
 
 
 class RotaryFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd; cos and sin get no gradient."""
+    """Ties rotation and rotation back together for autograd; cos and sin get no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        position_ids: Tensor | None,
-        options: tuple[int, bool, list[int]],
-        keep_dtype: bool,
-    ) -> tuple[Tensor, Tensor]:
-        q_out, k_out = _rotary_forward(q, k, cos, sin, position_ids, *options, keep_dtype)
-        ctx.save_for_backward(cos, sin, position_ids)
-        ctx.options = options
+    def forward(ctx: Any, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        q_out, k_out = _rotate(q, k, *others)
+        *tensors, options = others
+        ctx.save_for_backward(*tensors)
+        ctx.settings = options[:-1]
         ctx.strides = q_out.stride(), k_out.stride()  # those of q and k with gaps closed
         ctx.dtypes = q.dtype, k.dtype
         return q_out, k_out
 
     @staticmethod
     @backend.once_differentiable
-    def backward(
-        ctx: Any, grad_q_out: Tensor, grad_k_out: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        needs_grad_q, needs_grad_k = ctx.needs_input_grad[:2]
-        if not needs_grad_q:
-            grad_q_out = grad_q_out.narrow(ctx.options[0], 0, 0)
-        if not needs_grad_k:
-            grad_k_out = grad_k_out.narrow(ctx.options[0], 0, 0)
-        grad_q, grad_k = _rotary_backward(
-            grad_q_out, grad_k_out, *ctx.saved_tensors, *ctx.options, *ctx.strides, *ctx.dtypes
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:2]
+        heads_dim = ctx.settings[0]
+        grad_q, grad_k = (
+            gradient if needed else gradient.narrow(heads_dim, 0, 0)
+            for gradient, needed in zip(grad_outputs, needs, strict=True)
         )
-        return grad_q if needs_grad_q else None, grad_k if needs_grad_k else None, None, None, None, None, None
+        gradients = _rotary(grad_q, grad_k, *ctx.saved_tensors, *ctx.settings, True, *ctx.dtypes, *ctx.strides)
+        wanted = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
+        return *wanted, None, None, None, None
 
 
 def _check_shapes(
@@ -563,22 +500,15 @@ def apply_rotary(
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
     sections = [] if mrope_sections is None else _sections(mrope_sections, cos.shape[-1])
-    return _compute(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, sections), keep_dtype)
+    return _run(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, sections, keep_dtype))
 
 
-def _compute(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    options: RotaryOptions,
-    keep_dtype: bool,
+def _run(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, options: RotaryOptions
 ) -> tuple[Tensor, Tensor]:
+    args = q, k, cos, sin, position_ids, options
     if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
-        return apply_rotary_reference(q, k, cos, sin, position_ids, options, keep_dtype)
+        return apply_rotary_reference(*args)
     if backend.needs_graph(q, k):
-        args = q, k, cos, sin, position_ids, options, keep_dtype
-        # A rotation's backward needs neither q nor k.
-        return made(RotaryFunction.apply(*args), _compute, *args, keeps_inputs=False)
-    return _rotary_forward(q, k, cos, sin, position_ids, *options, keep_dtype)
+        return made(RotaryFunction.apply(*args), _run, *args, keeps_inputs=False)  # backward needs neither q nor k
+    return _rotate(*args)

@@ -1,8 +1,8 @@
 """Tensors that autograd would keep although a memory-bound op can make them again from others that it keeps anyway.
 
 Norm outputs, gated products, their casts, and rotated queries and keys if a norm made what was rotated. Ops report how
-they made their outputs (``liger_ops.recipes``); when autograd saves such an output, the recipe is kept in its place. In
-backward the first who asks makes the output again, and the last one drops it.
+they made their outputs (``liger_ops.recipes``); when autograd saves such an output, the call that makes it is kept in
+its place. In backward the first who asks makes the output again, and the last one drops it.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Kept:
         return tensor
 
 
-class _Recipe:
+class _Call:
     """How the outputs of one call are made, and the outputs while some of their users still wait for them."""
 
     __slots__ = ("args", "function", "layouts", "num_waiting", "outputs")
@@ -75,26 +75,26 @@ class _Recipe:
 class Recomputed:
     """A view of an output that is not kept."""
 
-    __slots__ = ("has_asked", "index", "layout", "recipe")
+    __slots__ = ("call", "has_asked", "index", "layout")
 
-    def __init__(self, recipe: _Recipe, index: int, layout: _Layout) -> None:
-        self.recipe = recipe
+    def __init__(self, call: _Call, index: int, layout: _Layout) -> None:
+        self.call = call
         self.index = index
         self.layout = layout
         self.has_asked = False
-        recipe.num_waiting += 1
+        call.num_waiting += 1
 
     def get(self) -> Tensor:
-        output = self.recipe.get()[self.index].as_strided(*self.layout)
+        output = self.call.get()[self.index].as_strided(*self.layout)
         self._release()
         return output
 
     def _release(self) -> None:
         if not self.has_asked:
             self.has_asked = True
-            self.recipe.num_waiting -= 1
-        if not self.recipe.num_waiting:  # also if backward runs over the graph once more
-            self.recipe.outputs = None
+            self.call.num_waiting -= 1
+        if not self.call.num_waiting:  # also if backward runs over the graph once more
+            self.call.outputs = None
 
     def __del__(self) -> None:
         self._release()  # backward may never ask, for parameters that are not on its path
@@ -103,16 +103,15 @@ class Recomputed:
 class _Made:
     """An output of an op, as long as autograd may still save it."""
 
-    __slots__ = ("index", "num_bytes", "num_writes", "recipe", "storage", "writes")
+    __slots__ = ("call", "index", "is_counted", "num_writes", "storage", "writes")
 
-    def __init__(self, recipe: _Recipe, index: int, output: Tensor) -> None:
-        self.recipe = recipe
+    def __init__(self, call: _Call, index: int, output: Tensor) -> None:
+        self.call = call
         self.index = index
-        storage = output.untyped_storage()
         # While it exists, no other storage has this one's address, even after this one's memory was freed.
-        self.storage = StorageWeakRef(storage)
+        self.storage = StorageWeakRef(output.untyped_storage())
         self.num_writes = output._version
-        self.num_bytes = storage.nbytes()
+        self.is_counted = False
         self.writes: Tensor | None = None
         """A tensor without memory that counts the same writes, if casts of the output are made again."""
 
@@ -128,12 +127,10 @@ class CheapTensors:
     def __init__(self, device_type: str, drops: bool = True) -> None:
         self.dropped_bytes = 0
         """Bytes of the outputs that were not kept, or need not be, so far."""
-        self.largest_bytes = 0
-        """Of the largest of these outputs."""
         self._made: dict[int, _Made] = {}
-        # By autograd's node and its number among the node's outputs.
-        self._by_node: dict[tuple[Any, int], _Made] | None = None if autocast_dtype(device_type) is None else {}
-        self._dropped: set[int] = set()
+        # Under autocast also by autograd's node and its number among the node's outputs.
+        self._by_node: dict[tuple[Any, int], _Made] = {}
+        self._device_type = device_type
         self._drops = drops
 
     def listener(
@@ -150,14 +147,15 @@ class CheapTensors:
                     return
                 if hasattr(arg, "ds_id"):  # DeepSpeed frees a parameter outside of its module's forward and backward
                     return
-                kept.append(_keep(arg))
+                kept.append(keep(arg))
             else:
-                kept.append(arg if found is None else Recomputed(found.recipe, found.index, _view(arg)))
-        recipe = _Recipe(outputs, function, kept)
+                kept.append(arg if found is None else Recomputed(found.call, found.index, _view(arg)))
+        call = _Call(outputs, function, kept)
+        has_casts = autocast_dtype(self._device_type) is not None
         for index, output in enumerate(outputs):
-            made = _Made(recipe, index, output)
+            made = _Made(call, index, output)
             self._made[made.storage.cdata] = made
-            if self._by_node is not None:
+            if has_casts:
                 made.writes = output.detach()
                 made.writes.data = output.new_empty(0)
                 self._by_node[output.grad_fn, output.output_nr] = made
@@ -169,23 +167,23 @@ class CheapTensors:
         made = self._made.get(tensor.untyped_storage()._cdata)
         if made is None:
             return self._find_cast(tensor) if self._by_node else None
-        is_same = tensor._version == made.num_writes and tensor.dtype == made.recipe.layouts[made.index][2]
+        is_same = tensor._version == made.num_writes and tensor.dtype == made.call.layouts[made.index][2]
         return made if is_same and not tensor.is_neg() else None
 
     def _find_cast(self, tensor: Tensor) -> _Made | None:
         """The same for a cast of an output, which autocast makes for each linear layer anew."""
         cast = tensor._base if tensor._is_view() else tensor
         node: Any = None if cast is None else cast.grad_fn
-        if cast is None or node is None or self._by_node is None or tensor._version or node.name() != _CAST:
+        if cast is None or node is None or tensor._version or node.name() != _CAST:
             return None
         source = self._by_node.get(node.next_functions[0])
         if source is None or source.writes is None or source.writes._version != source.num_writes:
             return None
-        size, stride, _, device = source.recipe.layouts[source.index]
+        size, stride, _, device = source.call.layouts[source.index]
         if (cast.shape, cast.stride(), cast.device) != (size, stride, device) or not _owns_memory(cast):
             return None
-        whole = Recomputed(source.recipe, source.index, (size, stride, 0))
-        made = _Made(_Recipe((cast,), torch.Tensor.to, (whole, cast.dtype)), 0, cast)
+        whole = Recomputed(source.call, source.index, (size, stride, 0))
+        made = _Made(_Call((cast,), torch.Tensor.to, (whole, cast.dtype)), 0, cast)
         self._made[made.storage.cdata] = made
         return made if not tensor.is_neg() else None
 
@@ -193,18 +191,11 @@ class CheapTensors:
         """What to save in the place of ``tensor``; :func:`unpack` gives the tensor back."""
         made = self._find(tensor)
         if made is None:
-            return _keep(tensor)
-        if made.storage.cdata not in self._dropped:
-            self._dropped.add(made.storage.cdata)
-            self.dropped_bytes += made.num_bytes
-            self.largest_bytes = max(self.largest_bytes, made.num_bytes)
-        return Recomputed(made.recipe, made.index, _view(tensor)) if self._drops else _keep(tensor)
-
-    def close(self) -> None:
-        """Forgets what was noted: the layer has run, what it saved is saved."""
-        self._made.clear()
-        if self._by_node:
-            self._by_node.clear()
+            return keep(tensor)
+        if not made.is_counted:
+            made.is_counted = True
+            self.dropped_bytes += tensor.untyped_storage().nbytes()
+        return Recomputed(made.call, made.index, _view(tensor)) if self._drops else keep(tensor)
 
 
 def unpack(packed: Kept | Recomputed) -> Tensor:
@@ -218,7 +209,8 @@ def _owns_memory(output: Tensor) -> bool:
     return output.untyped_storage().nbytes() == output.numel() * output.element_size() != 0
 
 
-def _keep(tensor: Tensor) -> Kept:
+def keep(tensor: Tensor) -> Kept:
+    """Keeps what autograd saves."""
     # An op may save its own output, whose graph it must not keep: the cycle would outlive a graph without a backward.
     return Kept(tensor if tensor.is_leaf else tensor.detach())
 

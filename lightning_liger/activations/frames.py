@@ -1,49 +1,108 @@
 """One run of a layer that keeps nothing but its inputs, and runs again in backward.
 
-As ``torch.utils.checkpoint`` without reentrance, with two differences: the second run knows which tensors are cheap to
-make, and may drop them (:mod:`lightning_liger.activations.cheap`), and inputs may wait in host memory
-(:mod:`lightning_liger.activations.offload`).
-
-The first time that a layer runs again, it runs to its end, and its outputs are compared with those of its first run: a
-layer with state that no second run can get back (:mod:`lightning_liger.activations.repeats`) would get wrong gradients.
+As ``torch.utils.checkpoint`` without reentrance, with these differences: the second run may count the tensors that are
+cheap to make (:mod:`lightning_liger.activations.cheap`), inputs may wait in host memory
+(:mod:`lightning_liger.activations.offload`), and buffers and training flags are those of the first run. Other state is
+not given back: attributes of modules, objects among the arguments, generators other than torch's global ones.
 """
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_ops.recipes import listening
-from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, unpack
-from lightning_liger.activations.repeats import (
-    Habits,
-    LayerState,
-    check_outputs,
-    host_random_again,
-    host_random_state,
-    random_again,
-    random_state,
-    samples_of,
-)
+from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, keep, unpack
+from lightning_liger.activations.offload import Offloaded
+
+_MAX_COPIED = 1024
 
 
-class Waiting(Protocol):
-    """A tensor that can be had back when backward needs it."""
+class Surroundings:
+    """Torch's random states and autocast at this moment, which :meth:`again` sets for as long as its context lasts."""
 
-    def get(self) -> Tensor: ...
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.device("cpu") if device.type == "meta" else device  # which has neither
+        kinds = dict.fromkeys(("cpu", self._device.type))
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        self._cpu_state = torch.get_rng_state()
+        self._state: Tensor | None = None
+        if self._device.type != "cpu":
+            self._state = torch.get_device_module(self._device).get_rng_state(self._device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        device = self._device
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([] if self._state is None else [device], device_type=device.type))
+            torch.set_rng_state(self._cpu_state)
+            if self._state is not None:
+                torch.get_device_module(device).set_rng_state(self._state, device)
+            for settings in self._autocast:
+                stack.enter_context(torch.autocast(*settings, self._caches_casts))
+            yield
 
 
-class Watcher(Protocol):
-    """Is told when a frame runs again; ``dropped_bytes`` of it are cheap, ``largest_bytes`` in one tensor."""
+class _LayerState:
+    """Buffers, which forward may write to or replace, and training flags of a layer's modules."""
 
-    def recompute_starts(self) -> None: ...
+    def __init__(self, layer: nn.Module) -> None:
+        self._training = [(module, module.training) for module in layer.modules()]
+        self._buffers = [
+            (module, name, buffer, count_writes(buffer), _copy_of_state(buffer))
+            for module, _ in self._training
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
-    def recompute_ends(self, dropped_bytes: int, largest_bytes: int) -> None: ...
+    def check(self) -> None:
+        """Raises RuntimeError if the first run has written to a buffer that is not copied."""
+        for _, name, buffer, num_writes, copy in self._buffers:
+            if copy is buffer and count_writes(buffer) != num_writes:
+                raise RuntimeError(
+                    f"a layer writes to its buffer {name!r} of {buffer.dtype} and shape {list(buffer.shape)}, whose"
+                    " former values it would need again: it cannot be recomputed in backward. Leave it out of"
+                    " activation checkpointing"
+                )
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Gives the modules back what they had, for as long as the context lasts."""
+        flags = [(module, module.training) for module, _ in self._training]
+        copies: dict[int, Tensor] = {}  # of the copies, as this run may write too; one however often it is shared
+        before: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        for module, name, buffer, _, copy in self._buffers:
+            current = module._buffers.get(name)
+            # A cache that was replaced, as of rotary embeddings, stays: attributes that stay may tell its length.
+            is_new_cache = current is not buffer and name in module._non_persistent_buffers_set
+            if not is_new_cache:
+                before.append((module._buffers, name, current))
+                copies.setdefault(id(buffer), copy if copy is buffer else copy.clone())
+                module._buffers[name] = copies[id(buffer)]
+        _set_training(self._training)
+        try:
+            yield
+        finally:
+            _set_training(flags)
+            for buffers, name, current in before:
+                buffers[name] = current
+
+
+def _copy_of_state(buffer: Tensor) -> Tensor:
+    """A copy of a buffer that may hold statistics or counters, whose writes by kernels are not counted, else itself."""
+    return buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else buffer
+
+
+def _set_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, is_training in flags:
+        if module.training != is_training:
+            module.training = is_training
 
 
 class _Slot:
@@ -56,15 +115,6 @@ class _Slot:
         self.layout = tensor.shape, tensor.dtype
         self.is_filled = False
         self.packed: Any = None
-
-
-class _Held:
-    """An argument that is a tensor."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Waiting) -> None:
-        self.tensor = tensor
 
 
 class _Finished(BaseException):  # which no "except Exception" of a layer takes for its own
@@ -83,68 +133,38 @@ class Frame:
 
     Args:
         layer: Whose buffers and training flags the second run sees as the first one did.
-        device: Of the layer, whose random state and autocast settings the second run gets back.
-        habits: Of the layer, the same for all of its frames.
-        watcher: Is told about the second run.
+        run: Runs it, a :class:`~lightning_liger.activations.layers.LayerRun`, which is told about the second run.
         keep: Makes something that has a ``get`` of each tensor in the arguments that requires a gradient; by default
             the tensor stays where it is.
-        drops_cheap: Whether the second run drops what is cheap. Until the backward of one layer ends that would often
-            cost more time than the memory is worth.
     """
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        device: torch.device,
-        habits: Habits,
-        watcher: Watcher | None = None,
-        keep: Callable[[Tensor], Waiting] = Kept,
-        drops_cheap: bool = False,
-    ) -> None:
-        self._device = device
-        self._habits = habits
-        self._watcher = watcher
+    def __init__(self, layer: nn.Module, run: Any, keep: Callable[[Tensor], Kept | Offloaded] = Kept) -> None:
+        self._run = run
         self._keep = keep
-        self._drops_cheap = drops_cheap
         self._slots: list[weakref.ref[_Slot]] = []
         self._num_seen = 0
-        self._layer = layer
-        self._state = LayerState(layer)
-        self._samples: list[Tensor] | None = None  # of the outputs, if the second run is to be compared
+        self._cheap: CheapTensors | None = None
+        self._state = _LayerState(layer)
+        self._surroundings = Surroundings(run.device)
         self.lock = threading.RLock()
         """Held while slots are filled and emptied: several threads may run backward over one graph."""
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns ``forward(*args, **kwargs)``, which backward will call again."""
-        self._forward = forward
-        self._arguments = _map_tensors(self._held, (args, kwargs))
-        self._random_state = random_state(self._device)
-        needs_host = self._habits.draws_on_host or not self._habits.are_known
-        host_state = host_random_state() if needs_host else None
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", self._device.type))
-        ]
-        self._caches_casts = torch.is_autocast_cache_enabled()
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the layer with these arguments, as backward will do again."""
+        self._arguments = _map(Tensor, self._held, (args, kwargs))
         inputs = [(tensor, count_writes(tensor)) for tensor in tensors_in((args, kwargs))]
         with saved_tensors_hooks(self._reserve, _fetch):
-            outputs = forward(*args, **kwargs)
+            outputs = self._run(*args, **kwargs)
         if any(count_writes(tensor) != num_writes for tensor, num_writes in inputs):
             raise RuntimeError(
                 "a layer writes to one of its inputs, which it would need again: it cannot be recomputed in backward."
                 " Leave it out of activation checkpointing"
             )
-        self._state.first_run_ends()
-        if self._slots and not self._habits.are_known:
-            self._habits.draws_on_host |= host_random_state() != host_state
-            # Where a second run ends, DeepSpeed would free parameters that backward is about to use.
-            if not any(hasattr(parameter, "ds_id") for parameter in self._layer.parameters()):
-                self._samples = samples_of(tensors_in(outputs)) or None
-        self._host_random_state = host_state if self._habits.draws_on_host else None
+        self._state.check()
         return outputs
 
-    def _held(self, tensor: Tensor) -> "_Held":
-        return _Held(self._keep(tensor) if tensor.requires_grad and not tensor.is_leaf else Kept(tensor))
+    def _held(self, tensor: Tensor) -> Kept | Offloaded:
+        return self._keep(tensor) if tensor.requires_grad and not tensor.is_leaf else Kept(tensor)
 
     def _reserve(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self, tensor)
@@ -153,47 +173,39 @@ class Frame:
 
     def run_again(self) -> None:
         """Fills the slots that are still wanted."""
-        if self._watcher is not None:
-            self._watcher.recompute_starts()
+        self._cheap = cheap = self._run.recompute_starts()
         while self._slots and self._slots[-1]() is None:
             self._slots.pop()
         self._num_seen = 0
-        args, kwargs = _map_held(self._arguments)
-        outputs: Any = ()
+        args, kwargs = _map((Kept, Offloaded), lambda held: held.get(), self._arguments)
         outer, _running.frame = _running.frame, self
         try:
-            with ExitStack() as stack:
-                enter = stack.enter_context
-                enter(random_again(self._device, self._random_state))
-                enter(host_random_again(self._host_random_state))
-                enter(self._state.again())
-                for kind, is_enabled, dtype in self._autocast:
-                    enter(torch.autocast(kind, dtype, is_enabled, self._caches_casts))
-                # Made here because it looks whether autocast is on.
-                cheap = CheapTensors(self._device.type, drops=self._drops_cheap)
-                enter(torch.enable_grad())
-                enter(listening(cheap.listener))
-                enter(saved_tensors_hooks(lambda tensor: self._fill(tensor, cheap), _refuse))
-                outputs = self._forward(*args, **kwargs)
+            with (
+                self._surroundings.again(),
+                self._state.again(),
+                torch.enable_grad(),
+                listening(None if cheap is None else cheap.listener),
+                saved_tensors_hooks(self.fill, _refuse),
+            ):
+                self._run(*args, **kwargs)
         except _Finished:
             pass
         finally:
-            _running.frame = outer
-        cheap.close()
+            _running.frame, self._cheap = outer, None
         if self._num_seen < len(self._slots):
             raise RuntimeError(
                 f"a layer saved {len(self._slots)} tensors for backward in its forward and {self._num_seen} when it was"
                 " recomputed: activation checkpointing needs a forward that does the same each time it runs"
             )
-        if self._samples is not None:
-            check_outputs(self._samples, samples_of(tensors_in(outputs)))
-        self._samples, self._habits.are_known = None, True
-        if self._watcher is not None:
-            self._watcher.recompute_ends(cheap.dropped_bytes, cheap.largest_bytes)
+        self._run.recompute_ends(cheap)
 
-    def _fill(self, tensor: Tensor, cheap: CheapTensors) -> None:
-        if self._num_seen == len(self._slots):  # only the outputs are still wanted
-            return
+    @property
+    def num_wanted(self) -> int:
+        """How many tensors a second run has still to save."""
+        return len(self._slots) - self._num_seen
+
+    def fill(self, tensor: Tensor) -> None:
+        """Saves the next tensor of a second run, which ends here if it was the last one."""
         reference, self._num_seen = self._slots[self._num_seen], self._num_seen + 1
         slot = reference()
         if slot is not None:
@@ -203,19 +215,21 @@ class Frame:
                     f" forward, and one of shape {list(tensor.shape)} and {tensor.dtype} when it was recomputed:"
                     " activation checkpointing needs a forward that does the same each time it runs"
                 )
-            slot.packed = cheap.pack(tensor)
+            slot.packed = keep(tensor) if self._cheap is None else self._cheap.pack(tensor)
             slot.is_filled = True
-        if self._num_seen == len(self._slots) and self._samples is None:
+        if not self.num_wanted:
             raise _Finished
 
 
-def rest_is_unneeded(num_saved: int) -> bool:
-    """Whether this thread runs a layer again and wants no more than the next ``num_saved`` tensors from it.
+def end_recomputation_with(saved: Sequence[Tensor]) -> None:
+    """Ends the layer that this thread runs again if backward wants no more of it than ``saved``, in this order.
 
-    An op that saves that many may then return without computing its output.
+    For an op that is about to save these tensors, and need then not compute its output.
     """
     frame = _running.frame
-    return frame is not None and frame._samples is None and len(frame._slots) - frame._num_seen <= num_saved
+    if frame is not None and frame.num_wanted <= len(saved):
+        for tensor in saved:
+            frame.fill(tensor)
 
 
 def _fetch(slot: _Slot) -> Tensor:
@@ -230,27 +244,19 @@ def _refuse(nothing: None) -> Tensor:
     raise RuntimeError("a layer that computes gradients within its forward cannot be recomputed")
 
 
-def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """``value`` with each tensor in its tuples, lists and dicts replaced."""
-    if isinstance(value, Tensor):
+def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with each object of ``kind`` in its tuples, lists and dicts replaced."""
+    if isinstance(value, kind):
         return function(value)
     if type(value) in (tuple, list):
-        return type(value)(_map_tensors(function, each) for each in value)
+        return type(value)(_map(kind, function, each) for each in value)
     if type(value) is dict:
-        return {name: _map_tensors(function, each) for name, each in value.items()}
+        return {name: _map(kind, function, each) for name, each in value.items()}
     return value
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in tuples, lists and dicts."""
     tensors: list[Tensor] = []
-    _map_tensors(tensors.append, value)
+    _map(Tensor, tensors.append, value)
     return tensors
-
-
-def _map_held(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_map_held, value))
-    if type(value) is dict:
-        return {name: _map_held(each) for name, each in value.items()}
-    return value.tensor.get() if isinstance(value, _Held) else value

@@ -5,7 +5,7 @@
 ``cheap``      the same without tensors that are cheap to make again (the default)
 ``recompute``  the layer's inputs only; the layer runs again in backward
 ``offload``    the same in the least memory: its inputs are in host memory meanwhile
-               (on GPUs), and the second run keeps no cheap tensors
+               (on GPUs)
 =============  =====================================================================
 
 Losses and gradients are the same in all of them. Only the class of a layer's instance changes, to a subclass whose
@@ -15,10 +15,10 @@ forward looks up the mode; parameters, their names and other instances do not.
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -28,9 +28,9 @@ from transformers import Cache
 
 from liger_ops.recipes import listening
 from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
-from lightning_liger.activations.frames import Frame, Waiting, tensors_in
-from lightning_liger.activations.offload import HostMemory
-from lightning_liger.activations.repeats import Habits
+from lightning_liger.activations.frames import Frame, tensors_in
+from lightning_liger.activations.offload import HostMemory, Offloaded
+from lightning_liger.subclasses import made_subclass
 
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
@@ -38,51 +38,49 @@ _MIN_OFFLOADED_BYTES = 2**20
 _Forward = Callable[..., Any]
 
 
-class Observer(Protocol):
-    """Is told what layers do, on the host, in the order of execution."""
+@dataclass
+class LayerSizes:
+    """The bytes of a layer's tensors when it last ran; most are only measured under an observer.
 
-    def forward_starts(self, index: int, num_tokens: int) -> None:
-        """Before the forward of a layer whose first input has ``num_tokens`` rows."""
+    Attributes:
+        inputs: The inputs that "offload" moves to host memory.
+        cheap: What "cheap" does not keep.
+        tiled: What the layer would keep besides if parts of it did not run in tiles, without cheap tensors.
+        tiled_cheap: The same of cheap tensors.
+    """
 
-    def forward_ends(self, index: int) -> None: ...
-
-    def recompute_starts(self, index: int) -> None:
-        """In backward, before a layer of mode recompute or offload runs again."""
-
-    def recompute_ends(self, index: int) -> None: ...
+    inputs: int = 0
+    cheap: int = 0
+    tiled: int = 0
+    tiled_cheap: int = 0
 
 
+@dataclass(eq=False)
 class ControlledLayers:
     """The layers of one model and their modes.
 
     Attributes:
         layers: In the order of the model's modules.
         modes: One for each layer; a change takes effect in its next forward.
+        sizes: Of each layer.
         has_run: Whether any of them ran, other than compiled.
-        observer: Is told what layers do, or None.
-        context: Makes a context that each run of a layer enters, the second one too; or None.
-        dropped_bytes: Of each layer, what "cheap" does not keep, when it last ran in that mode or was recomputed.
-        remade_bytes: Of each layer, the largest of these tensors, in its last recomputation.
-        input_bytes: Of each layer, the inputs that "offload" moves to host memory, when the layer last ran under an
-            observer.
-        tiled_bytes: Of each layer, what it would keep besides if parts of it did not run in tiles in its last
-            recomputation under an observer, without cheap tensors.
-        tiled_cheap_bytes: The same of cheap tensors.
+        observer: None, or what layers tell, on the host, in the order of execution: ``forward_starts(index,
+            num_tokens)`` of the first input's rows, ``forward_ends(index)``, and in backward, before and after a layer
+            runs again, ``recompute_starts(index)``, which returns whether to measure, and ``recompute_ends(index)``.
+        context: Makes a context that each run of a layer enters, the second one too.
     """
 
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.layers = layers
-        self.modes: list[Mode] = ["cheap"] * len(layers)
-        self.has_run = False
-        self.observer: Observer | None = None
-        self.context: Callable[[], AbstractContextManager[Any]] | None = None
-        self.dropped_bytes = [0] * len(layers)
-        self.remade_bytes = [0] * len(layers)
-        self.input_bytes = [0] * len(layers)
-        self.tiled_bytes = [0] * len(layers)
-        self.tiled_cheap_bytes = [0] * len(layers)
-        self._habits = [Habits() for _ in layers]
-        self._host_memory: dict[torch.device, HostMemory] = {}
+    layers: list[nn.Module]
+    modes: list[Mode] = field(init=False)
+    sizes: list[LayerSizes] = field(init=False)
+    has_run: bool = False
+    observer: Any = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    _host_memory: dict[torch.device, HostMemory] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modes = ["cheap"] * len(self.layers)
+        self.sizes = [LayerSizes() for _ in self.layers]
 
     def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model, whose layers enter themselves
         return {**vars(self), "layers": [None] * len(self.layers), "observer": None, "_host_memory": {}}
@@ -90,27 +88,14 @@ class ControlledLayers:
     def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
         self.has_run = True
-        if self.context is not None:
-            forward = functools.partial(_within, self.context, forward)
-        if not torch.is_grad_enabled() or _hooks_are_taken():
-            return forward(*args, **kwargs)
-        inputs = tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() and not _hooks_are_taken() else []
         if not inputs:
-            return forward(*args, **kwargs)
+            with self.context():
+                return forward(*args, **kwargs)
         first = inputs[0]
-        device = torch.device("cpu") if first.is_meta else first.device  # without autocast and random state of its own
-        if self.observer is None:
-            return self._run(index, layer, device, forward, args, kwargs)
-        self.input_bytes[index] = sum(_num_bytes(each) for each in inputs if _can_leave(each))
-        self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
-        outputs = self._run(index, layer, device, forward, args, kwargs)
         if self.observer is not None:
-            self.observer.forward_ends(index)
-        return outputs
-
-    def _run(
-        self, index: int, layer: nn.Module, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+            self.sizes[index].inputs = sum(each.nbytes for each in inputs if _can_leave(each))
+            self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
         mode = self.modes[index]
         if mode in ("recompute", "offload"):
             if any(_has_history(layer, each) for each in (*args, *kwargs.values())):
@@ -122,70 +107,66 @@ class ControlledLayers:
                 mode = "cheap"
             else:
                 args, kwargs = _without_cache(args, kwargs)
-        forward = functools.partial(_as_run, LayerRun(self, index, mode), forward)
+        run = LayerRun(self, index, mode, first.device, forward)
         if mode == "store":
-            return forward(*args, **kwargs)
-        if mode == "cheap":
-            return self._run_cheap(index, device, forward, args, kwargs)
-        offloads = mode == "offload"
-        keep = functools.partial(self._offload, device) if offloads and device.type == "cuda" else Kept
-        frame = Frame(layer, device, self._habits[index], _LayerWatcher(self, index), keep, drops_cheap=offloads)
-        return frame.run(forward, args, kwargs)
-
-    def _run_cheap(
-        self, index: int, device: torch.device, forward: _Forward, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        cheap = CheapTensors(device.type)
-        try:
+            outputs = run(*args, **kwargs)
+        elif mode == "cheap":
+            cheap = CheapTensors(first.device.type)
             with listening(cheap.listener), saved_tensors_hooks(cheap.pack, unpack):
-                return forward(*args, **kwargs)
-        finally:
-            cheap.close()
-            self.dropped_bytes[index] = cheap.dropped_bytes
+                outputs = run(*args, **kwargs)
+            run.sizes.cheap = cheap.dropped_bytes
+        else:
+            keep = self._offload if mode == "offload" and first.is_cuda else Kept
+            outputs = Frame(layer, run, keep).run(args, kwargs)
+        if self.observer is not None:
+            self.observer.forward_ends(index)
+        return outputs
 
-    def _offload(self, device: torch.device, tensor: Tensor) -> Waiting:
+    def _offload(self, tensor: Tensor) -> Kept | Offloaded:
         if not _can_leave(tensor):
             return Kept(tensor)
-        if device not in self._host_memory:
-            self._host_memory[device] = HostMemory(device)
-        return self._host_memory[device].offload(tensor)
+        if tensor.device not in self._host_memory:
+            self._host_memory[tensor.device] = HostMemory(tensor.device)
+        return self._host_memory[tensor.device].offload(tensor)
 
 
-class _LayerWatcher:
-    """Passes what a frame does on to the observer."""
-
-    def __init__(self, control: ControlledLayers, index: int) -> None:
-        self._control = control
-        self._index = index
-
-    def recompute_starts(self) -> None:
-        if self._control.observer is not None:
-            self._control.observer.recompute_starts(self._index)
-        self._control.tiled_bytes[self._index] = self._control.tiled_cheap_bytes[self._index] = 0
-
-    def recompute_ends(self, dropped_bytes: int, largest_bytes: int) -> None:
-        self._control.dropped_bytes[self._index] = dropped_bytes
-        self._control.remade_bytes[self._index] = largest_bytes
-        if self._control.observer is not None:
-            self._control.observer.recompute_ends(self._index)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerRun:
-    """One run of a layer."""
+    """One run of a layer, and its repetition in backward."""
 
     control: ControlledLayers
     index: int
     mode: Mode
+    device: torch.device
+    forward: _Forward
 
     @property
-    def is_observed(self) -> bool:
-        return self.control.observer is not None
+    def sizes(self) -> LayerSizes:
+        return self.control.sizes[self.index]
 
-    def add_tiled_bytes(self, stored: int, cheap: int) -> None:
-        """Notes what a part of the layer would keep besides if it did not run in tiles."""
-        self.control.tiled_bytes[self.index] += stored
-        self.control.tiled_cheap_bytes[self.index] += cheap
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = _run.set(self)  # in both runs: backward has a thread of its own
+        try:
+            with self.control.context():
+                return self.forward(*args, **kwargs)
+        finally:
+            _run.reset(token)
+
+    def recompute_starts(self) -> CheapTensors | None:
+        """Tells the observer; returns what counts the cheap tensors of this run, None if nobody wants to know.
+
+        None of them is dropped: until one layer's backward ends that would cost more time than it is worth.
+        """
+        self.sizes.tiled = self.sizes.tiled_cheap = 0
+        observer = self.control.observer
+        is_measured = observer is not None and observer.recompute_starts(self.index)
+        return CheapTensors(self.device.type, drops=False) if is_measured else None
+
+    def recompute_ends(self, cheap: CheapTensors | None) -> None:
+        if cheap is not None:
+            self.sizes.cheap = cheap.dropped_bytes
+        if self.control.observer is not None:
+            self.control.observer.recompute_ends(self.index)
 
 
 _run: ContextVar[LayerRun | None] = ContextVar("lightning_liger_layer_run", default=None)
@@ -194,21 +175,6 @@ _run: ContextVar[LayerRun | None] = ContextVar("lightning_liger_layer_run", defa
 def current_run() -> LayerRun | None:
     """The layer whose forward runs, also when it runs again in backward; None outside of such layers."""
     return _run.get()
-
-
-def _as_run(run: LayerRun, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    token = _run.set(run)  # in both runs: backward has a thread of its own
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        _run.reset(token)
-
-
-def _within(
-    context: Callable[[], AbstractContextManager[Any]], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    with context():
-        return forward(*args, **kwargs)
 
 
 def _hooks_are_taken() -> bool:
@@ -220,11 +186,7 @@ def _hooks_are_taken() -> bool:
 
 
 def _can_leave(tensor: Tensor) -> bool:
-    return tensor.requires_grad and not tensor.is_leaf and _num_bytes(tensor) >= _MIN_OFFLOADED_BYTES
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.requires_grad and not tensor.is_leaf and tensor.nbytes >= _MIN_OFFLOADED_BYTES
 
 
 def _has_history(layer: nn.Module, value: Any) -> bool:
@@ -247,13 +209,7 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 class _Controlled:
-    """Base of the classes that controlled layers get; their instances pickle by the original class."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        assert isinstance(reduced, tuple)
-        classes = type(self).__mro__
-        return _new_controlled, (classes[classes.index(_Controlled) + 1],), *reduced[2:]
+    """Base of the classes that controlled layers get."""
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # of the module
@@ -262,28 +218,18 @@ class _Controlled:
             control.layers[index] = self
 
 
-def _new_controlled(original: type[nn.Module]) -> nn.Module:
-    controlled = _controlled_class(original)  # type: ignore[arg-type]  # mypy takes module classes for unhashable
-    return controlled.__new__(controlled)
-
-
-@functools.cache
+@made_subclass
 def _controlled_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = functools.partial(original.forward, self)
-        control, index = self.__dict__.get(_CONTROL, (None, 0))
+        control, index = vars(self).get(_CONTROL, (None, 0))
         if control is None or torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
             return own(*args, **kwargs)
         return control.run(index, self, own, args, kwargs)
 
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "forward": forward,
-    }
-    return type(original.__name__, (_Controlled, original), namespace)
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (_Controlled, original), {**names, "forward": forward})
 
 
 def control_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = None) -> ControlledLayers | None:
@@ -304,7 +250,7 @@ def control_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None
     for index, layer in enumerate(layers):
         vars(layer)[_CONTROL] = control, index
         if not isinstance(layer, _Controlled):
-            layer.__class__ = _controlled_class(type(layer))  # type: ignore[arg-type]
+            layer.__class__ = _controlled_class(type(layer))
     return control
 
 

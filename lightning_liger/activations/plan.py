@@ -30,14 +30,10 @@ class Plan:
             "recompute": "recomputed",
             "offload": "recomputed from inputs in host memory",
         }
-        counts = {mode: self.modes.count(mode) for mode in words}
-        parts = [f"{count} {words[mode]}" for mode, count in counts.items() if count]
-        num_layers = len(self.modes)
-        first, *rest = parts
-        if not rest:
-            return f"all {num_layers} layers {first.partition(' ')[2]}"
-        count, _, how = first.partition(" ")
-        return ", ".join([f"{count} of {num_layers} layers {how}", *rest])
+        counts = [(self.modes.count(mode), how) for mode, how in words.items() if mode in self.modes]
+        (first, how), num_layers = counts[0], len(self.modes)
+        start = f"all {num_layers}" if first == num_layers else f"{first} of {num_layers}"
+        return ", ".join([f"{start} layers {how}", *(f"{count} {other}" for count, other in counts[1:])])
 
 
 def choose(profile: Profile, limit: float) -> Plan:
@@ -65,10 +61,10 @@ def _by_rate(profile: Profile) -> Iterator[int]:
     """The layers by the seconds that storing a byte saves, largest first; of equal layers the last first."""
 
     def rate(index: int) -> float:
-        return profile.seconds[index] / max(1, profile.kept_bytes(index))
+        return profile.layers[index].seconds / max(1, profile.layers[index].kept)
 
     group: list[int] = []
-    for index in sorted(range(len(profile.seconds)), key=rate, reverse=True):
+    for index in sorted(range(len(profile.layers)), key=rate, reverse=True):
         if group and rate(index) < _SAME_RATE * rate(group[0]):
             yield from sorted(group, reverse=True)
             group = []
@@ -82,7 +78,7 @@ class _Load:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._peaks = dict(profile.peaks)
-        self.modes: list[Mode] = ["recompute"] * len(profile.seconds)
+        self.modes: list[Mode] = ["recompute"] * len(profile.layers)
 
     @property
     def peak(self) -> int:

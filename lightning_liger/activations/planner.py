@@ -16,12 +16,12 @@ alone take half of what is left, or if what a step before it needed does not fit
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from liger_ops.arguments import shown
 from lightning_liger.activations.layers import ControlledLayers, Mode
 from lightning_liger.activations.plan import Plan, choose
-from lightning_liger.activations.profile import Memory, Profile, Recorder
+from lightning_liger.activations.profile import CudaMemory, Profile, Recorder
+from lightning_liger.activations.ranks import AllRanks
 
 _GIB = 2**30
 _FRAGMENTATION = 0.06
@@ -40,7 +40,7 @@ class Budget:
 
     value: float | str
 
-    def check(self, memory: Memory) -> None:
+    def check(self, memory: CudaMemory) -> None:
         """Raises ValueError if the budget is above the device's memory."""
         total = memory.total() / _GIB
         if not isinstance(self.value, str) and self.value > max(1, total):
@@ -49,7 +49,7 @@ class Budget:
                 " numbers up to 1 are shares of it, such as 0.9"
             )
 
-    def limit(self, memory: Memory) -> int:
+    def limit(self, memory: CudaMemory) -> int:
         """The bytes, no more than the process can have."""
         available = memory.available()
         if isinstance(self.value, str):
@@ -59,20 +59,6 @@ class Budget:
     def __str__(self) -> str:
         value = self.value
         return "memory_budget=" + (value if isinstance(value, str) else f"{value:g}{' GiB' if value > 1 else ''}")
-
-
-class Ranks(Protocol):
-    """Agreement between the ranks that train together."""
-
-    @property
-    def run_layers_together(self) -> bool:
-        """Whether a layer's forward exchanges data with other ranks, so that all must recompute the same layers."""
-
-    def merge(self, profile: Profile) -> Profile:
-        """The profile that covers those of all ranks. A collective."""
-
-    def largest(self, *numbers: int) -> tuple[int, ...]:
-        """The largest of each number over the ranks. A collective."""
 
 
 class Planner:
@@ -90,8 +76,8 @@ class Planner:
         self,
         layers: ControlledLayers,
         budget: Budget,
-        memory: Memory,
-        ranks: Ranks | None = None,
+        memory: CudaMemory,
+        ranks: AllRanks | None = None,
         announce: Callable[[str, Plan, bool], None] = lambda line, plan, fits: None,
     ) -> None:
         self._layers = layers
@@ -129,13 +115,14 @@ class Planner:
 
     def forward_ends(self, index: int) -> None:
         if self.plan is None and self._base == "recompute" and index == self._first_layer:
-            inputs = self._layers.input_bytes[index] * len(self._layers.modes)
+            inputs = self._layers.sizes[index].inputs * len(self._layers.modes)
             if inputs > (self._limit - self._memory.read()[0]) / 2:
                 self._set_base("offload")
 
-    def recompute_starts(self, index: int) -> None:
+    def recompute_starts(self, index: int) -> bool:
         if self._recorder is not None:
             self._recorder.recompute_starts(index)
+        return self._recorder is not None
 
     def recompute_ends(self, index: int) -> None:
         if self._recorder is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,11 @@ from lightning_liger.activations.profile import Profile, merge
 
 
 class AllRanks:
-    """All processes of ``torch.distributed`` (:class:`lightning_liger.activations.planner.Ranks`).
+    """All processes of ``torch.distributed``.
 
     Args:
-        run_layers_together: Returns whether a layer's forward exchanges data with other ranks. Is called once, in the
-            first step, when engines have wrapped the layers.
+        run_layers_together: Returns whether a layer's forward exchanges data with other ranks, so that all must
+            recompute the same layers. Is called once, in the first step, when engines have wrapped the layers.
     """
 
     def __init__(self, run_layers_together: Callable[[], bool]) -> None:
@@ -30,11 +31,13 @@ class AllRanks:
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def merge(self, profile: Profile) -> Profile:
-        profiles: list[Profile | None] = [None] * dist.get_world_size()
+        """The profile that covers those of all ranks. A collective."""
+        profiles: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(profiles, profile, group=self._group)
-        return merge([each for each in profiles if each is not None])
+        return merge(profiles)
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
+        """The largest of each number over the ranks. A collective."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tuple(tensor.tolist())

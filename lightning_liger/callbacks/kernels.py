@@ -8,10 +8,10 @@ from typing_extensions import override
 
 from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
-from lightning_liger.patching import PatchReport, check_kernels
-from lightning_liger.patching.apply import KernelChoice, apply_and_announce
+from lightning_liger.patching import PatchReport
+from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
-from lightning_liger.strategies.parts.checked import check_arguments
+from lightning_liger.strategies.parts.kernels import Kernels
 
 
 class LigerCallback(L.Callback):
@@ -36,12 +36,10 @@ class LigerCallback(L.Callback):
         activation_checkpointing: ActivationCheckpointing | None = None,
         memory_budget: MemoryBudget | None = None,
     ) -> None:
-        check_kernels(kernels)
-        check_arguments({"activation_checkpointing": activation_checkpointing, "memory_budget": memory_budget})
         self.kernels = kernels
+        self._kernels = Kernels(kernels)
         self._activations = ActivationControl(activation_checkpointing, memory_budget)
         self._num_steps = 0
-        self.patch_report: PatchReport | None = None
         self._lazy: Any = None
 
     @override
@@ -60,10 +58,15 @@ class LigerCallback(L.Callback):
             pl_module.configure_model = configure_and_patch  # type: ignore[method-assign]  # of this instance only
 
     def _apply(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.patch_report = apply_and_announce(pl_module, self.kernels, self.patch_report)
+        self._kernels.apply(pl_module)
         if self.kernels != "none" or self._activations.is_asked_for:
             # Ranks follow one plan, because the strategy may exchange data in the forward of layers.
             self._activations.control(pl_module, trainer.strategy.root_device, runs_layers_together=True)
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """The report of replaced modules, None before the module was set up."""
+        return self._kernels.report
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:

@@ -2,7 +2,6 @@
 
 import difflib
 import logging
-import re
 import shutil
 import sys
 import textwrap
@@ -18,12 +17,6 @@ _PACKAGES = {
     *("transformers", "huggingface_hub", "contextlib", "os", "pathlib", "fsspec"),
 }
 """Code that tells users about their input."""
-_NOISE = re.compile(
-    r"\s*(- )?(Does not validate against any of the Union subtypes|Subtypes: |Errors:$|Given value type: |Given value: "
-    r"(Namespace|NestedArg)\(|Expected a <class 'NoneType'>$|$)"
-)
-
-
 _WARNINGS = (
     # What Lightning calls in torch:
     r".*isinstance\(treespec, LeafSpec\).*",
@@ -70,7 +63,8 @@ def end(message: str) -> NoReturn:
 def closest(name: str, names: Iterable[str]) -> str:
     """`` (did you mean ...?)`` with the most similar name, or nothing if none is similar."""
     known = list(names)
-    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.lower() == name.lower()]
+    close = difflib.get_close_matches(name, known, n=1)
+    close = close or [each for each in known if len(name) > 2 and name.lower() in each.lower()]
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -85,7 +79,7 @@ def message_of(error: BaseException) -> str | None:
     It is about their input if a ``raise`` statement or a file made it, either while the objects that the settings
     describe are made, or in code that no code of users called.
     """
-    text = one_sentence(shortened(str(error)))
+    text = reasons(str(error))
     while error.__cause__ is not None and _callers(error)[-1] == "jsonargparse":  # which adds all settings to the text
         error = error.__cause__
         if _callers(error)[-1] != "jsonargparse":
@@ -106,16 +100,13 @@ def _callers(error: BaseException) -> list[str]:
     return [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames] or [""]
 
 
-def shortened(message: str) -> str:
-    """A message of jsonargparse without the types that it tried and the values of all other settings."""
-    lines = [line for line in message.splitlines() if not _NOISE.match(line)]
-    return re.sub(r"a <class '(\w+)'>", r"\1", "\n".join(lines))
-
-
-def one_sentence(text: str) -> str:
-    """The parts of a message of jsonargparse in one line, without types that a value was not meant to be."""
-    parts = [line.strip(" -") for line in text.splitlines() if line.strip(" -")]
-    reasons = [part for part in parts if not re.match(r"Expected \w+$|Given value: ", part)]
-    text = "; ".join(reasons or parts).replace(":; ", ": ")
-    value = next((part.removeprefix("Given value: ") for part in parts if part.startswith("Given value: ")), "")
-    return f"{text}, got {value}" if reasons and value and value not in text else text
+def reasons(message: str) -> str:
+    """A message of jsonargparse in one line: of a list of reasons, those that are not about another type."""
+    first, *lines = (line.strip() for line in message.strip().split("\n"))
+    listed = [line[2:] for line in lines if line.startswith("- ")]
+    kept = [line for line in listed if not line.startswith(("Expected ", "Does not validate"))]
+    if not kept:
+        return " ".join(message.split())
+    value = next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), "")
+    got = f", got {value}" if 0 < len(value) < 80 and value not in "".join(kept) else ""
+    return ("" if first.startswith("Does not validate") else f"{first} ") + "; ".join(kept) + got

@@ -1,16 +1,18 @@
-"""Mistakes in options and yaml files, in one sentence with the closest name: jsonargparse's messages, shortened."""
+"""Mistakes in options and yaml files: where jsonargparse refuses them, the first wrong name or value is looked for."""
 
 import importlib
-import json
-import re
-from collections.abc import Iterable
+import inspect
+import itertools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 
-from lightning_liger.cli.messages import PROGRAM, closest, end, one_sentence, shortened
+from lightning_liger.cli.messages import PROGRAM, closest, end, reasons
 
 CLASSES = {
     "model": ("lightning_liger",),
@@ -24,106 +26,157 @@ CLASSES = {
     "lr_scheduler": ("torch.optim.lr_scheduler",),
 }
 """The modules whose classes are usual values of an option."""
-
-
 _GROUPS = {"trainer": "max_steps: 10", "summary": "skip_steps: 2"}
 """The keys that hold settings and no class, with an example."""
 
 
-def refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """Ends the command with what is wrong with an option, and with the command that lists the options."""
-    prog = parser.prog.replace(" [options]", "")
-    end(f"{explained(message, parser)}\nOptions: {prog} --help")
+def refuse(parser: ArgumentParser, args: Sequence[str], hints: Mapping[str, Any], error: Exception) -> NoReturn:
+    """Ends the command with what is wrong with its options, and with the command that lists them.
+
+    Args:
+        parser: That of the options.
+        args: The command line.
+        hints: The types of some options by name.
+        error: Of the parser.
+    """
+    names = [str(name) for name in parser.get_defaults().keys()]  # noqa: SIM118  # of a Namespace
+    known = _Names(names, hints)
+    found = (text for key, value in _given(args) for text in known.mistakes(key, value))
+    text = next(found, "") or reasons(str(error))
+    if "trainer.devices" in names and "--config" not in " ".join(args):
+        text += "; give a yaml file with --config"
+    end(f"{text}\nOptions: {parser.prog.replace(' [options]', '')} --help")
 
 
-def explained(message: str, parser: ArgumentParser) -> str:
-    """A message of jsonargparse in one sentence."""
-    text = shortened(message)
-    if match := re.search(r"required: (.+)", text):
-        *others, last = [name.rpartition(".")[2] for name in match[1].split(", ")]
-        names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-        is_positional = any(action.dest == last and not action.option_strings for action in parser._actions)
-        how = f"{parser.prog} {last.upper()}" if is_positional else f"give a yaml file with --config, or --{last}=..."
-        return f"{names} required: {how}"
-    if match := re.search(r"unrecognized arguments: (--)?([\w.]+)", text):
-        return f"{text}{_closest_option(match[2], parser)}"
-    if match := re.search(r"does not accept option '([\w.]+)'", text):
-        return f"{text}{_closest_option(match[1], parser)}"
-    if not (keys := re.findall(r'(?:Parser key|option) "([\w.]+)":', text)):
-        return one_sentence(text)
-    key, value = ".".join(keys), _value(text)
-    if match := re.search(r"Option '([\w.]+)' is not accepted", text):
-        class_path = (re.findall(r"class_path '([^']+)'", text[: match.start()]) or [""])[-1]
-        return f"{key}: {class_path}: option '{match[1]}' is not accepted{closest(match[1], _options(class_path))}"
-    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
-        return f"{key}: {match[0]}{closest(match[2], vars(importlib.import_module(match[1])))}"
-    if match := re.search(r"Expected a dot import path string: (\S+)", text):
-        hint = closest(match[1], _class_names(key))
-        if not hint and key == "trainer.strategy":
-            hint = ": with options, a strategy is given by its class, such as lightning_liger.LigerFSDPStrategy"
-        return f"{key} must be the name of a class that is imported, or module.Class, got {match[1]!r}{hint}"
-    if match := re.search(r"does not correspond to a subclass of (\w+)", text):
-        return f"{key} must be a subclass of {match[1]}, got {value}"
-    if match := re.search(r"class_path '[^']+':\s+(No module named .*)", text):
-        return f"{key}: {' '.join(match[0].split())}"
-    if choices := re.findall(r"'([\w.-]+)'", "".join(re.findall(r"Literal\[(.*?)\]", text))):
-        return f"{key} must be one of {', '.join(map(repr, choices))}, got {value}{closest(value, choices)}"
-    text = re.sub(r'Parser key "[\w.]+":|- Problem with given class_path \'[^\']+\':', "", text)
-    return f"{key}: {one_sentence(text)}"
+def _given(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The keys of options and of yaml files with their values, in the order in which they are read."""
+    for arg, after in itertools.pairwise([*args, ""]):
+        option, has_value, value = arg.partition("=")
+        if option in ("-c", "--config"):
+            content = None
+            with suppress(OSError, ValueError, yaml.YAMLError):
+                content = yaml.safe_load(Path(value or after).read_text(encoding="utf-8"))
+            yield from content.items() if isinstance(content, dict) else ()
+        elif option.startswith("--"):
+            text = value if has_value else after
+            with suppress(yaml.YAMLError):
+                is_yaml = text[:1] in ("[", "{") or text == "null"
+                yield option[2:].removesuffix("+"), yaml.safe_load(text) if is_yaml else text
 
 
-def _closest_option(name: str, parser: ArgumentParser) -> str:
-    """The option that is closest to the whole of ``name`` or, for options of classes, to its first part."""
-    names = list(parser.get_defaults().keys())
-    return closest(name, names) or closest(name.partition(".")[0], {each.partition(".")[0] for each in names})
+class _Names:
+    """Looks for names that are not known and values that do not fit."""
+
+    def __init__(self, names: Sequence[str], hints: Mapping[str, Any]) -> None:
+        self._names, self._hints = names, hints
+        self._classes: dict[str, Any] = {}
+
+    def mistakes(self, key: str, value: Any) -> Iterator[str]:
+        known = next((name for name in self._names if f"{key}.".startswith(f"{name}.")), "")
+        if known in CLASSES:
+            option = key[len(known) + 1 :].removeprefix("init_args.")
+            yield from self._of_class(known, {"init_args": {option: value}} if option else value)
+        elif known:
+            yield from _wrong_value(key, self._hints.get(known), value)
+        elif isinstance(value, dict) and any(name.startswith(f"{key}.") for name in self._names):
+            for name, each in value.items():
+                yield from self.mistakes(f"{key}.{name}", each)
+        elif not key.endswith("help") and key not in ("print_config", "config"):
+            groups = {name.partition(".")[0] for name in self._names}
+            hint = closest(key, self._names if "." in key else groups) or closest(key.partition(".")[0], groups)
+            yield f"{key} is no option{hint}"
+
+    def _of_class(self, key: str, value: Any) -> Iterator[str]:
+        """The mistakes in a class with options, or in a list of them."""
+        for each in value if isinstance(value, list) else [value]:
+            described = {"class_path": each} if isinstance(each, str) else each if isinstance(each, dict) else {}
+            path, options = described.get("class_path"), described.get("init_args")
+            if isinstance(path, str):
+                problem = self._find_class(key, path)
+                if problem and (key != "trainer.strategy" or isinstance(each, dict)):  # else a name
+                    yield problem
+            found = self._classes.get(key)
+            if found is None or not isinstance(options, dict):
+                if isinstance(options, dict) and path is None and key == "trainer.strategy":
+                    yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
+                continue
+            hints: dict[str, Any] = {}
+            for extended in reversed(found.__mro__):
+                with suppress(Exception):  # of annotations that cannot be read
+                    hints |= get_type_hints(extended.__init__)
+            added: list[Any] = ArgumentParser().add_class_arguments(found, "it", fail_untyped=False)
+            names = [str(name).partition(".")[2] for name in added]
+            for name, given in options.items():
+                first = str(name).partition(".")[0]
+                if first not in names:
+                    yield f"{key}.{name} is no option of {found.__name__}{closest(first, names)}"
+                elif first == name:
+                    yield from _wrong_value(f"{key}.{name}", hints.get(name), given)
+
+    def _find_class(self, key: str, path: str) -> str:
+        """Notes the class of a key; what is wrong with its path, or nothing."""
+        module, _, name = path.rpartition(".")
+        self._classes.pop(key, None)
+        try:
+            modules = [importlib.import_module(each) for each in ([module] if module else CLASSES[key])]
+        except ImportError as error:
+            return f"{key}: {path}: {error}"
+        found = next((getattr(each, name) for each in modules if hasattr(each, name)), None)
+        if inspect.isclass(found):
+            self._classes[key] = found
+            return ""
+        names = [each for known in modules for each in vars(known) if each[:1].isupper()]
+        return (
+            f"{key} must be the name of a class that is imported, or module.Class, got {path!r}{closest(name, names)}"
+        )
 
 
-def _value(text: str) -> str:
-    match = re.search(r"(?:Given value|Got value): (.*)", text)
-    return match[1] if match else ""
+def _wrong_value(key: str, hint: Any, value: Any) -> Iterator[str]:
+    """What was expected, if a value does not fit a type."""
+    if hint is None:
+        return
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    try:
+        parser.parse_args([f"--value={value}"]) if isinstance(value, str) else parser.parse_object({"value": value})
+    except ArgumentError:
+        choices = [each for each in _flat(hint) if isinstance(each, str)]
+        words = [
+            repr(each) if isinstance(each, str | int) else getattr(each, "__name__", str(each)) for each in _flat(hint)
+        ]
+        expected = f"one of {', '.join(words)}" if choices else " or ".join(words)
+        if len(words) > 20:
+            expected = f"one of {len(words)} names that --help lists"
+        yield f"{key} must be {expected}, got {value!r}{closest(str(value), choices)}"
 
 
-def _options(class_path: str) -> list[str]:
-    """The names of the options of a class."""
-    module, _, name = class_path.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
-    added: list[Any] = ArgumentParser().add_class_arguments(found, "it", fail_untyped=False)
-    return [str(each).partition(".")[2] for each in added]
+def _flat(hint: Any) -> list[Any]:
+    """The types in a union, and the values in literal ones."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return [each for part in get_args(hint) if part is not type(None) for each in _flat(part)]
+    return [hint]
 
 
-def _class_names(key: str) -> list[str]:
-    modules = [importlib.import_module(name) for name in CLASSES.get(key, ())]
-    return [name for module in modules for name in vars(module) if name[:1].isupper()]
-
-
-def check_yaml_files(args: Iterable[str]) -> None:
+def check_yaml_files(args: Sequence[str]) -> None:
     """Ends the command if a file after ``--config`` is no yaml with settings; the message names file and line."""
-    before = ""
-    for argument in args:
-        option, _, path = argument.partition("=")
-        if before in ("-c", "--config"):
-            option, path = before, argument
-        before = argument
-        if option in ("-c", "--config") and Path(path).is_file():
-            _check_yaml(Path(path))
-
-
-def _check_yaml(path: Path) -> None:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = " ".join(filter(None, (getattr(error, name, None) for name in ("context", "problem")))) or str(error)
-        end(f"parsing config {path}{where}: {problem}")
-    if not isinstance(content, dict):
-        kind = "nothing" if content is None else f"a {type(content).__name__}"
-        expected = "a yaml file with settings such as `trainer:`"
-        end(f"config must be {expected}, got {path}, which holds {kind}: `{PROGRAM} init` writes one")
-    try:
-        json.dumps(content, skipkeys=True, default=str)
-    except ValueError:
-        end(f"config must be a yaml file without aliases inside of what they stand for, got {path}")
-    for name in sorted(_GROUPS.keys() & content.keys()):
-        if not isinstance(content[name], dict):
-            end(f"{name} must be settings such as `{_GROUPS[name]}`, got {content[name]!r} in {path}")
+    for arg, after in itertools.pairwise([*args, ""]):
+        option, _, value = arg.partition("=")
+        path = Path(value or after)
+        if option not in ("-c", "--config") or not path.is_file():
+            continue
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            problem = " ".join(filter(None, (getattr(error, name, None) for name in ("context", "problem"))))
+            end(f"parsing config {path}{where}: {problem or error}")
+        if not isinstance(content, dict):
+            kind = "nothing" if content is None else f"a {type(content).__name__}"
+            expected = "a yaml file with settings such as `trainer:`"
+            end(f"config must be {expected}, got {path}, which holds {kind}: `{PROGRAM} init` writes one")
+        for name in sorted(_GROUPS.keys() & content.keys()):
+            if not isinstance(content[name], dict):
+                end(f"{name} must be settings such as `{_GROUPS[name]}`, got {content[name]!r} in {path}")

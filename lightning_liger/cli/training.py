@@ -3,13 +3,12 @@
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast, get_type_hints
 
 import lightning as L
 import torch
-from jsonargparse import Namespace
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
@@ -17,11 +16,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from liger_ops.arguments import shown, wrong_value
-from lightning_liger.callbacks import TrainingSummary
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
+from lightning_liger.monitor import LigerMonitor
 from lightning_liger.post_training.teacher import prepare_frozen
 from lightning_liger.post_training.teacher_topk import store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
@@ -108,17 +107,15 @@ class _Trainer(L.Trainer):
         )  # fmt: skip
 
 
-class _Parser(LightningArgumentParser):
-    """Prints what is wrong with an option, and how to list the options, instead of the list."""
+class _Summary(LigerMonitor):
+    """Measures trainings whose settings have no monitor.
 
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:  # it is called by another parser, which may try something else
-            super().error(message, ex)
-        action: Any = self._subcommands_action
-        parsers = list(action.choices.values()) if action else []
-        named = parsers[0] if len(parsers) == 1 else self
-        refuse(getattr(ex, "subcommand_parser", None) or named, message)
+    Args:
+        skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
+    """
+
+    def __init__(self, skip_steps: int = 2) -> None:
+        super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
 
 
 class _Guard(L.Callback):
@@ -155,22 +152,24 @@ _TITLES = {
 def _described(subcommand: str) -> dict[str, Any]:
     (text,) = (names[subcommand] for names in SUBCOMMANDS.values() if subcommand in names)
     usage = f"{PROGRAM} {subcommand} --config FILE [--config FILE ...] [options]"
-    return {"description": f"{text} Later files and options win over earlier ones.", "usage": usage}
+    text += " Later files and options win over earlier ones."
+    return {"description": text, "usage": usage, "exit_on_error": False}
 
 
 class LigerCLI(LightningCLI):
     """:class:`~lightning.pytorch.cli.LightningCLI` for any LightningModule and data module, named in the yaml.
 
-    Adds :class:`~lightning_liger.TrainingSummary` (``--summary.*``). ``trainer.devices: auto`` means all GPUs or,
-    without any, two CPU processes; with ``predict`` and the strategy ``liger`` it means one device. ``export`` writes a
-    checkpoint to a Hugging Face folder, on any machine, and ``teacher_topk`` a teacher's likeliest tokens to a file.
+    Adds :class:`~lightning_liger.LigerMonitor` without a page (``--summary.*``), unless the settings have one.
+    ``trainer.devices: auto`` means all GPUs or, without any, two CPU processes; with ``predict`` and the strategy
+    ``liger`` it means one device. ``export`` writes a checkpoint to a Hugging Face folder, on any machine, and
+    ``teacher_topk`` a teacher's likeliest tokens to a file.
     """
 
     trainer_type = _Trainer
 
     def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
-        given: Any = sys.argv[1:] if args is None else args
-        first = next(iter(given), "")
+        self.given: Any = sys.argv[1:] if args is None else args
+        first = next(iter(self.given), "")
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
         if named:  # each parser takes a second
             self.subcommands = lambda: named  # type: ignore[method-assign]
@@ -180,10 +179,9 @@ class LigerCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             trainer_class=self.trainer_type,
-            parser_class=_Parser,
             seed_everything_default=42,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={name: _described(name) for name in self.subcommands()},
+            parser_kwargs={"exit_on_error": False, **{name: _described(name) for name in self.subcommands()}},
             args=args,
             **kwargs,
         )
@@ -194,13 +192,22 @@ class LigerCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(TrainingSummary, "summary")
+        self.options = parser
+        parser.add_lightning_class_args(_Summary, "summary")
         parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
 
     @override
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         text = "Seed of all random numbers; true draws one, false leaves them as they are."
         parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=text)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            hints = {f"trainer.{name}": hint for name, hint in get_type_hints(L.Trainer.__init__).items()}
+            refuse(self.options, self.given, hints, error)
 
     @staticmethod
     @override
@@ -218,8 +225,6 @@ class LigerCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if self.subcommand in _WITHOUT_TRAINER:  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-        if _overwrites_checkpoints(self._get(self.config, "trainer")):  # as the shipped yaml files do
-            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         trainer = super().instantiate_trainer(**kwargs)
         cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
         return trainer
@@ -260,11 +265,12 @@ class LigerCLI(LightningCLI):
         _check_engine(trainer)
         if trainer.devices != "auto" or self.subcommand in _WITHOUT_TRAINER:
             return
-        if self.subcommand == "predict" or _is_for_one_device(trainer.strategy):
+        strategy = getattr(trainer.strategy, "class_path", trainer.strategy)
+        if self.subcommand == "predict" or strategy == "liger" or strategy.endswith(".LigerSingleDeviceStrategy"):
             trainer.devices = 1
             if trainer.strategy == "liger_fsdp":  # one process has nothing to shard
                 trainer.strategy = "auto"
-        elif trainer.accelerator in ("auto", "cpu") and not _has_gpu(trainer.accelerator):
+        elif trainer.accelerator == "cpu" or (trainer.accelerator == "auto" and not torch.cuda.is_available()):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
             rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
@@ -281,13 +287,6 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
         data.tokenizer = pretrained
 
 
-def _overwrites_checkpoints(trainer: Namespace) -> bool:
-    """Whether the settings say that checkpoints of an earlier run are written again."""
-    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
-    given = [each.get("init_args") or Namespace() for each in callbacks if isinstance(each, Namespace)]
-    return any(each.get("enable_version_counter") is False for each in given)
-
-
 def _check_engine(trainer: Namespace) -> None:
     """Refuses a strategy and an accelerator that are not there, before anything is made."""
     names = ["auto", *StrategyRegistry.available_strategies()]
@@ -302,14 +301,6 @@ def _check_engine(trainer: Namespace) -> None:
             f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "
             "and --trainer.accelerator=cpu does without one"
         )
-
-
-def _is_for_one_device(strategy: Any) -> bool:
-    return strategy == "liger" or getattr(strategy, "class_path", "").endswith(".LigerSingleDeviceStrategy")
-
-
-def _has_gpu(accelerator: str) -> bool:
-    return accelerator == "auto" and torch.cuda.is_available()
 
 
 def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -1,6 +1,11 @@
-"""``lightning-liger bench``: a yaml file, trained for some steps with and without kernels on this machine."""
+"""``lightning-liger bench``: a yaml file, trained for some steps with and without kernels on this machine.
+
+An arm is ``fit`` of the settings with a few of them replaced, in new processes:
+``python -m lightning_liger.commands.bench ARM fit --config user.yaml ...`` with the arm as JSON.
+"""
 
 import contextlib
+import importlib
 import json as json_module
 import math
 import os
@@ -8,96 +13,46 @@ import signal
 import statistics
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typing_extensions import override
 
 from liger_ops.arguments import check_integer, check_number, check_path, wrong_value
-from lightning_liger.cli.messages import PROGRAM
-from lightning_liger.cli.mistakes import check_yaml_files
+from lightning_liger import strategies
+from lightning_liger.cli.messages import PROGRAM, end, message_of
+from lightning_liger.cli.training import LigerCLI
+from lightning_liger.monitor import LigerMonitor
 
-_WORKER = (sys.executable, "-m", "lightning_liger.cli.bench_arm", "fit")
-_SETTINGS = {
-    "ckpt_path": "null",
-    "trainer.logger": "false",
-    "trainer.enable_checkpointing": "false",
-    "trainer.enable_progress_bar": "false",
-    "trainer.enable_model_summary": "false",
-    "trainer.profiler": "null",
-    "trainer.fast_dev_run": "false",
-    "trainer.limit_val_batches": "0",
-    "trainer.num_sanity_val_steps": "0",
-    "trainer.val_check_interval": "null",
-    "trainer.max_epochs": "-1",
-    "trainer.max_time": "null",
-}
+_WORKER = (sys.executable, "-m", "lightning_liger.commands.bench")
+_SETTINGS = (
+    *("--ckpt_path=null", "--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.profiler=null"),
+    *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.fast_dev_run=false"),
+    *("--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0", "--trainer.val_check_interval=null"),
+    *("--trainer.max_epochs=-1", "--trainer.max_time=null"),
+)
 """Options of ``fit`` that every arm has in place of the user's."""
+_KEPT_CALLBACKS = ("LigerCallback", "GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks of Lightning and of this package that change how a step trains. Those of users are all kept."""
+_OURS: Any = tuple(getattr(strategies, name) for name in strategies.__all__ if name.startswith("Liger"))
 _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 """Relative, of losses: four roundings in the dtype of the precision, since errors grow from step to step."""
-_TOLERANCE = 1e-3
-_RISE = 0.1
-"""Of its first value, by which the loss of a training that diverges has risen at least."""
+_COLUMNS = {
+    "ms/step": ("seconds_per_step", 1e3, ",.1f"), "speed-up": ("speed_up", 1, ".2f"),
+    "tokens/s": ("tokens_per_second", 1, ",.0f"), "peak GiB": ("peak_bytes", 2**-30, ".2f"),
+    "reserved": ("reserved_bytes", 2**-30, ".2f"), "loss": ("loss", 1, ".4f"),
+}  # fmt: skip
+"""By heading, the key of a number, a factor and its form."""
 _REFUSED = f"{PROGRAM}: error: "
-_GIB = 2**30
-_WIDTH = 80
-"""Of tables at least: narrower ones would lose digits."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to train.
-
-    Attributes:
-        name: In tables and file names.
-        kernels: Whether kernels are applied.
-        memory_budget: In place of that of the settings; None leaves it.
-    """
-
-    name: str
-    kernels: bool
-    memory_budget: str | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """What an arm measured.
-
-    Attributes:
-        arm: Its name.
-        status: ``"ok"``, ``"out of memory"`` or ``"failed"``.
-        error: Why it failed.
-        seconds_per_step: Median of the measured optimizer steps.
-        tokens_per_second: Of all processes; 0 if batches have no tokens that are known.
-        peak_bytes: Of the measured steps, of the process with the highest; on CPUs of the whole process.
-        reserved_bytes: What PyTorch's allocator reserved, with the warm-up; None on CPUs.
-        first_loss: Of the first step, if there is a warm-up.
-        loss: Of the last step.
-        processes: How many trained together.
-        device: Name of the first process's device.
-        precision: That of the Trainer.
-        plan: For a memory budget: the layers that are recomputed.
-        step_seconds: Of each measured step.
-    """
-
-    arm: str
-    status: str
-    error: str = ""
-    seconds_per_step: float | None = None
-    tokens_per_second: float | None = None
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    first_loss: float | None = None
-    loss: float | None = None
-    processes: int | None = None
-    device: str = ""
-    precision: str = ""
-    plan: str = ""
-    step_seconds: tuple[float, ...] = ()
 
 
 def run_bench(
@@ -114,8 +69,8 @@ def run_bench(
 
     Takes all options of lightning-liger fit, such as --config (also several) and --trainer.devices=2. Each arm trains
     in fresh processes on the same data, without logger, checkpoints, validation and callbacks that write. An arm that
-    runs out of memory is a row of the table. Writes bench.json, bench.png (with matplotlib) and the log of each arm to
-    the output folder. The exit status is 0, or 1 if an arm failed for another reason or the losses differ.
+    runs out of memory is a row of the table. Writes bench.json and the log of each arm to the output folder. The exit
+    status is 0, or 1 if an arm failed for another reason or the losses differ.
 
     Args:
         arms: Kernels "off" (no kernel, whole logits), "on" (the settings as they are), or "off,on".
@@ -127,14 +82,13 @@ def run_bench(
         time_limit: Seconds after which an arm is ended.
         json: Print one JSON object instead of the table.
     """
-    chosen = parse_arms(arms, memory_budget)
+    chosen = _parse_arms(arms, memory_budget)
     check_integer("steps", steps, at_least=1)
     check_integer("warm_up", warm_up, at_least=0)
     check_number("time_limit", time_limit, above=0)
     check_path("output", output)
     if not any(option.partition("=")[0] in ("--config", "-c", "--model") for option in fit_options):
         raise ValueError(f"config is required: {PROGRAM} bench --config user.yaml")
-    check_yaml_files(fit_options)
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,235 +96,201 @@ def run_bench(
         raise OSError(f"output must be a folder, or a new one, got {output!r}: {error.strerror}") from error
     rows = []
     for arm in chosen:
-        print(f"{arm.name}: {warm_up} + {steps} steps ...", file=sys.stderr, flush=True)
-        rows.append(measure(arm, fit_options, folder, steps=steps, warm_up=warm_up, time_limit=time_limit))
+        print(f"{arm['name']}: {warm_up} + {steps} steps ...", file=sys.stderr, flush=True)
+        options = (*fit_options, f"--trainer.max_steps={warm_up + steps}", f"--trainer.default_root_dir={folder}")
+        rows.append({"arm": arm["name"], **measure({**arm, "warm_up": warm_up}, options, folder, time_limit)})
     agreement, agrees = compare_losses(rows)
-    status = int(not agrees or any(row.status == "failed" for row in rows))
-    report = {
-        "command": list(fit_options),
-        "steps": steps,
-        "warm_up": warm_up,
-        "losses_agree": agrees,
-        "arms": [asdict(row) for row in rows],
-    }
+    status = int(not agrees or any(row["status"] == "failed" for row in rows))
+    report = {"command": fit_options, "steps": steps, "warm_up": warm_up, "losses_agree": agrees, "arms": rows}
     text = json_module.dumps(report, indent=2)
     (folder / "bench.json").write_text(text + "\n", encoding="utf-8")
-    drawn = draw(rows, folder / "bench.png")
     if json:
         print(text)
     else:
-        _print(rows, agreement, f"{drawn}\nLogs and numbers: {folder}/")
+        _print(rows, f"{agreement}\nLogs and numbers: {folder}/".strip())
     return status
 
 
-def parse_arms(arms: str, memory_budget: str) -> list[Arm]:
-    """The arms of two options; ValueError for words that are none."""
-    chosen = []
-    for word in filter(None, map(str.strip, arms.split(","))):
-        if word not in ("off", "on"):
-            raise wrong_value("arms", "'off', 'on' or 'off,on'", arms)
-        chosen.append(Arm(f"kernels {word}", word == "on"))
-    for word in filter(None, map(str.strip, memory_budget.split(","))):
-        if word != "auto" and not _is_positive(word):
-            raise wrong_value("memory_budget", "'auto' or positive numbers, separated by commas", memory_budget)
-        chosen.append(Arm(f"budget {word}", True, word))
-    if not chosen:
+def _parse_arms(arms: str, memory_budget: str) -> list[dict[str, Any]]:
+    words, budgets = (list(filter(None, map(str.strip, text.split(",")))) for text in (arms, memory_budget))
+    if not set(words) <= {"off", "on"} or not (words or budgets):
         raise wrong_value("arms", "'off', 'on' or 'off,on'", arms)
-    return list(dict.fromkeys(chosen))
+    if not all(word == "auto" or (word.replace(".", "", 1).isdecimal() and float(word) > 0) for word in budgets):
+        raise wrong_value("memory_budget", "'auto' or positive numbers, separated by commas", memory_budget)
+    found = [{"name": f"kernels {word}", "kernels": word == "on"} for word in words]
+    for word in budgets:
+        budget = word if word == "auto" else float(word)
+        found.append({"name": f"budget {word}", "kernels": True, "memory_budget": budget})
+    return found
 
 
-def _is_positive(word: str) -> bool:
-    try:
-        return 0 < float(word) < float("inf")
-    except ValueError:
-        return False
-
-
-def measure(arm: Arm, fit_options: Sequence[str], folder: Path, *, steps: int, warm_up: int, time_limit: float) -> Row:
+def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_limit: float) -> dict[str, Any]:
     """Trains an arm in a new process, which starts those of further devices; the processes end before this returns.
 
     Raises:
         ValueError: If ``fit`` refuses its options, with what it said.
     """
-    output = folder / arm.name.replace(" ", "_")
-    for old in folder.glob(f"{output.name}.*"):
-        old.unlink()
-    settings = {
-        **_SETTINGS,
-        "trainer.max_steps": str(warm_up + steps),
-        "trainer.default_root_dir": str(folder),
-        "bench.output": str(output),
-        "bench.warm_up": str(warm_up),
-        "bench.kernels": str(arm.kernels).lower(),
-        **({} if arm.memory_budget is None else {"bench.memory_budget": arm.memory_budget}),
-    }
-    command = [*_WORKER, *fit_options, *(f"--{name}={value}" for name, value in settings.items())]
-    log = folder / f"{output.name}.log"
+    result, log = (folder / f"{arm['name'].replace(' ', '_')}.{suffix}" for suffix in ("json", "log"))
+    result.unlink(missing_ok=True)
+    command = [*_WORKER, json_module.dumps({**arm, "output": str(result)}), "fit", *fit_options, *_SETTINGS]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # users' modules are found
+    failure = ""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command, env=_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
         try:
             process.wait(time_limit)
-            failure = ""
         except subprocess.TimeoutExpired:
             failure = f"not done within {time_limit:g} seconds"
         finally:
-            _end(process)
+            with contextlib.suppress(ProcessLookupError):  # it and those that it started have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     said = log.read_text(encoding="utf-8", errors="replace").strip()
     if process.returncode == 2 and _REFUSED in said:
         raise ValueError(said.rpartition(_REFUSED)[2].partition("\nOptions: ")[0])
-    last = said.rpartition("\n")[2][:300]
-    written = sorted(folder.glob(f"{output.name}.*.json"))
-    return merge(arm.name, [json_module.loads(path.read_text(encoding="utf-8")) for path in written], failure or last)
+    if result.exists() and not failure:
+        return {"status": "ok", **json_module.loads(result.read_text(encoding="utf-8"))}
+    ran_out = [line for line in said.splitlines() if "out of memory" in line.lower() or line.startswith("MemoryError")]
+    if ran_out and not failure:
+        return {"status": "out of memory", "error": ran_out[0][:300]}
+    return {"status": "failed", "error": failure or said.rpartition("\n")[2][:300]}
 
 
-def _environment() -> dict[str, str]:
-    """With the folders that this process imports from, so that users' modules are found too."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def compare_losses(rows: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+    """A sentence on the losses of the arms, and whether they agree within the tolerance of the precision.
 
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the process and those that it started."""
-    with contextlib.suppress(ProcessLookupError):  # they have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def merge(name: str, results: Sequence[dict[str, Any]], failure: str) -> Row:
-    """The row of an arm from the results of its processes; ``failure`` says why there may be none."""
-    wrong = [result for result in results if result["status"] != "ok"]
-    if wrong:
-        ran_out = [result for result in wrong if result["status"] == "out of memory"]
-        first = (ran_out or wrong)[0]
-        return Row(name, first["status"], first["error"])
-    if not results or len(results) < results[0]["processes"]:
-        return Row(name, "failed", failure or "a process ended without a result")
-    first = results[0]
-    seconds = statistics.median(result["seconds_per_step"] for result in results)
-    reserved = [result["reserved_bytes"] for result in results if "reserved_bytes" in result]
-    return Row(
-        name,
-        "ok",
-        seconds_per_step=seconds,
-        tokens_per_second=first["tokens_per_step"] / seconds,
-        peak_bytes=max(result["peak_bytes"] for result in results),
-        reserved_bytes=max(reserved, default=None),
-        first_loss=first["first_loss"],
-        loss=first["loss"],
-        processes=first["processes"],
-        device=first["device"],
-        precision=first["precision"],
-        plan=first["plan"],
-        step_seconds=tuple(first["step_seconds"]),
-    )
-
-
-def compare_losses(rows: Sequence[Row]) -> tuple[str, bool]:
-    """A sentence on the losses of the last step, and whether they agree within the tolerance of the precision.
-
-    Rounding errors grow in a training that diverges: where the loss of the first arm has clearly risen, and the last
-    losses differ, it is those of the first step that must agree.
+    They are those of the step where the first arm's loss is lowest: the last ones, unless the training diverges, in
+    which rounding errors grow.
     """
-    measured = [row for row in rows if row.loss is not None]
-    if len(measured) < 2:
+    losses = [row["losses"] for row in rows if row.get("losses")]
+    if len(losses) < 2:
         return "", True
-    first = measured[0]
-    tolerance = _TOLERANCES.get(first.precision.partition("-")[0], _TOLERANCE)
-    allowed = f"{tolerance:.2g} allowed ({first.precision})"
-    difference = _difference([row.loss for row in measured])
-    if difference > tolerance and _rises(first):
-        before = _difference([row.first_loss for row in measured])
-        return (
-            f"The losses of the last step cannot be compared: that of {first.arm!r} rises, from {first.first_loss:.4g}"
-            f" to {first.loss:.4g}, and rounding errors grow in a training that diverges. Those of the first step"
-            f" {_word(before <= tolerance)}: {before:.2g} relative, {allowed}. Try a lower learning rate.",
-            before <= tolerance and difference < math.inf,
-        )
-    agrees = difference <= tolerance
-    return f"The losses of the last step {_word(agrees)}: {difference:.2g} relative, {allowed}.", agrees
+    precision = next(row["precision"] for row in rows if row.get("losses"))
+    tolerance, differs = _TOLERANCES.get(precision.partition("-")[0], 1e-3), math.inf
+    step = min(range(len(losses[0])), key=losses[0].__getitem__)
+    if all(math.isfinite(loss) for of_arm in losses for loss in of_arm):
+        first, *others = (of_arm[step] for of_arm in losses)
+        differs = max(abs(loss - first) for loss in others) / max(abs(first), 1e-12)
+    word = "agree" if differs <= tolerance else "DIFFER"
+    allowed = f"{tolerance:.2g} allowed ({precision})"
+    return f"The losses of step {step + 1} {word}: {differs:.2g} relative, {allowed}.", differs <= tolerance
 
 
-def _rises(row: Row) -> bool:
-    first, last = row.first_loss, row.loss
-    return first is not None and last is not None and last - first > _RISE * abs(first)
-
-
-def _difference(losses: Sequence[float | None]) -> float:
-    """The largest relative difference from the first loss; infinite where one is None or not finite."""
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    if len(known) < len(losses):
-        return math.inf
-    return max(abs(loss - known[0]) for loss in known) / max(abs(known[0]), 1e-12)
-
-
-def _word(agrees: bool) -> str:
-    return "agree" if agrees else "DIFFER"
-
-
-def _print(rows: Sequence[Row], agreement: str, more: str) -> None:
+def _print(rows: Sequence[dict[str, Any]], more: str) -> None:
     console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)
-    measured = [row for row in rows if row.status == "ok"]
-    table = Table(title=_title(measured), title_justify="left", title_style="bold")
-    table.add_column("arm", no_wrap=True)
-    for name in ("ms/step", "speed-up", "tokens/s", "peak GiB", "reserved", "loss"):
+    console.width = max(console.width, 80)  # narrower tables would lose digits
+    measured = [row for row in rows if row["status"] == "ok"]
+    title = "{processes} x {device}, {precision}, medians" if measured else "No arm was measured"
+    table = Table("arm", title=title.format_map(measured[0] if measured else {}), title_justify="left")
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
-    base = measured[0].seconds_per_step if measured else None
     for row in rows:
-        if row.status != "ok" or row.seconds_per_step is None or base is None:
-            table.add_row(row.arm, f"[red]{row.status}[/red]")
-            continue
-        table.add_row(
-            row.arm,
-            f"{1e3 * row.seconds_per_step:,.1f}",
-            f"{base / row.seconds_per_step:.2f}x",
-            f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-",
-            _gib(row.peak_bytes),
-            _gib(row.reserved_bytes),
-            "-" if row.loss is None else f"{row.loss:.4f}",
-        )
+        cells = [f"[red]{row['status']}[/red]"]
+        if row in measured:
+            numbers = {**row, "speed_up": measured[0]["seconds_per_step"] / row["seconds_per_step"]}
+            cells = [
+                f"{numbers[key] * factor:{form}}" if numbers[key] else "-" for key, factor, form in _COLUMNS.values()
+            ]
+        table.add_row(row["arm"], *cells)
     console.print(table)
     for row in rows:
-        if row.error or row.plan:
-            console.print(f"{row.arm}: {escape(row.error or row.plan)}")
-    console.print("\n".join(filter(None, (agreement, more))), markup=False)
+        if text := row.get("error") or row.get("plan"):
+            console.print(f"{row['arm']}: {escape(text)}")
+    console.print(more, markup=False)
 
 
-def _title(measured: Sequence[Row]) -> str:
-    if not measured:
-        return "No arm was measured"
-    first = measured[0]
-    return f"{first.processes} x {first.device}, {first.precision}, median of {len(first.step_seconds)} steps"
+# An arm
 
 
-def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / _GIB:.2f}"
+class _ArmCLI(LigerCLI):
+    """``fit`` with the kernels and the memory budget of an arm, and without callbacks that write."""
+
+    def __init__(self, arm: dict[str, Any], args: list[str]) -> None:
+        self.arm, self.monitor = arm, _Meter(1, arm["warm_up"], gradient_norm=False, page=None)
+        super().__init__(args, save_config_callback=None)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        trainer, budget = self.config["fit"].trainer, self.arm.get("memory_budget")
+        given = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+        callbacks = [each for each in given if each is not None and _changes_training(each)]
+        ours = [each for each in callbacks if each.class_path.endswith(".LigerCallback")]
+        trainer.callbacks = [each for each in callbacks if each not in ours]
+        changed = _with_class(trainer.strategy)
+        if changed is not None:
+            trainer.strategy = changed
+            if not self.arm["kernels"]:
+                changed.init_args.kernels, changed.init_args.memory_budget = "none", None
+        elif self.arm["kernels"]:  # a strategy of others, whose kernels come with a callback
+            changed = ours[0] if ours else Namespace(class_path="lightning_liger.LigerCallback", init_args=Namespace())
+            trainer.callbacks.append(changed)
+        if budget is not None and changed is not None:
+            changed.init_args.memory_budget, changed.init_args.activation_checkpointing = budget, None
+            if changed.init_args.get("activation_checkpointing_policy") is not None:
+                changed.init_args.activation_checkpointing_policy = None
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of __init__
+        callbacks[:] = [*(each for each in callbacks if not isinstance(each, LigerMonitor)), self.monitor]
+        return trainer
+
+    def after_fit(self) -> None:
+        """Writes what was measured."""
+        trainer, points, results = self.trainer, self.monitor.points, self.monitor.results
+        seconds = [point["step_seconds"] for point in points if "step_seconds" in point]
+        if not seconds:
+            raise ValueError(f"steps must be fewer: training ended after {trainer.global_step} optimizer steps")
+        device, median = trainer.strategy.root_device, statistics.median(seconds)
+        memory = [results.get(name, 0.0) * 2**30 for name in ("memory_peak_gib", "memory_reserved_gib")]
+        peak, reserved = trainer.strategy.reduce(torch.tensor(memory, device=device), reduce_op="max").tolist()
+        tokens = results.get("tokens_per_second", 0.0) * results["seconds"] / len(seconds)
+        losses = [point["loss"] for point in points if "loss" in point]
+        result = {
+            "seconds_per_step": median, "tokens_per_second": tokens / median, "peak_bytes": peak,
+            "reserved_bytes": reserved, "loss": losses[-1] if losses else None, "losses": losses,
+            "processes": trainer.world_size,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "step_seconds": seconds,
+            "precision": str(trainer.precision), "plan": getattr(trainer.strategy, "activation_plan", ""),
+        }  # fmt: skip
+        if trainer.is_global_zero:
+            Path(self.arm["output"]).write_text(json_module.dumps(result), encoding="utf-8")
 
 
-def draw(rows: Sequence[Row], path: Path) -> str:
-    """Draws time and memory of the arms that were measured; returns a sentence that says where, or why not."""
-    measured = [row for row in rows if row.status == "ok"]
-    if not measured:
-        return "No plot: no arm was measured."
+def _changes_training(callback: Namespace) -> bool:
+    package, name = callback.class_path.partition(".")[0], callback.class_path.rpartition(".")[2]
+    return package not in ("lightning", "pytorch_lightning", "lightning_liger") or name in _KEPT_CALLBACKS
+
+
+def _with_class(strategy: Any) -> Namespace | None:
+    """The setting of one of our strategies, or of a class made of one, with its class; None for others."""
+    if isinstance(strategy, str):
+        if strategy not in StrategyRegistry:
+            return None
+        cls, options = StrategyRegistry[strategy]["strategy"], Namespace(**StrategyRegistry[strategy]["init_params"])
+    else:
+        module, _, name = strategy.class_path.rpartition(".")
+        cls, options = getattr(importlib.import_module(module), name), strategy.get("init_args") or Namespace()
+    is_ours = issubclass(cls, _OURS)
+    return Namespace(class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=options) if is_ours else None
+
+
+class _Meter(LigerMonitor):
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        traceback.print_exception(exception)
+        sys.stderr.flush()
+        os._exit(1)  # other processes may wait for this one, and this one would for them
+
+
+if __name__ == "__main__":
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "No plot: matplotlib is missing, pip install 'lightning-liger[plots]'"
-    figure = Figure(figsize=(8, 1.6 + 0.4 * len(measured)), layout="constrained")
-    names = [row.arm for row in measured]
-    values = {
-        "ms per step": [1e3 * (row.seconds_per_step or 0) for row in measured],
-        "peak memory, GiB": [(row.peak_bytes or 0) / _GIB for row in measured],
-    }
-    for axes, (label, numbers) in zip(figure.subplots(1, 2, sharey=True), values.items(), strict=True):
-        colors = ["0.75" if row.arm == "kernels off" else "0.35" for row in measured]  # gray levels, for print
-        bars = axes.barh(names, numbers, color=colors, edgecolor="black", linewidth=0.6)
-        axes.bar_label(bars, fmt="%.3g", padding=3)
-        axes.set_xlim(0, 1.2 * max(numbers))
-        axes.set_xlabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
-    axes.invert_yaxis()  # shared: the first arm on top
-    figure.suptitle(_title(measured), fontsize=10)
-    figure.savefig(path, dpi=150)
-    return f"Plot: {path}"
+        _ArmCLI(json_module.loads(sys.argv[1]), sys.argv[2:])
+    except Exception as error:
+        if (message := message_of(error)) is None:
+            raise
+        end(message)

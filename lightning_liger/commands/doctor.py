@@ -1,32 +1,56 @@
 """``lightning-liger doctor``: what works on this machine, what does not, and how to get it.
 
-Imports the standard library only, and runs what imports other packages in separate processes: a package that is broken
-is a row of the table.
+Imports the standard library only. What imports other packages runs in other processes: a package that is broken or
+crashes is a row of the table.
 """
 
+import importlib
+import itertools
 import json as json_module
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from typing import Any
-
-from lightning_liger.commands.doctor_checks import (
-    GROUPS,
-    Check,
-    check_hardware,
-    check_ops,
-    check_packages,
-    check_probe,
-    is_installed,
-)
-from lightning_liger.commands.doctor_processes import stop
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
 
 TIME_LIMIT = 55.0
 """Seconds after which processes that are not done are ended."""
+_DISTRIBUTION = "lightning-liger"
+_GROUPS = ("Packages", "Hardware", "Triton", "Distributed", "Ops")
+_COLORS = {"ok": 32, "slow": 33, "wrong": 31, "missing": 36}
+_HIDDEN_EXTRAS = ("dev", "docs")  # not for users
+_NO_CULPRITS = ("importlib", "__main__")  # of imports that fail
+_MODULES = {"pillow": "PIL"}  # of packages with another name
+# As a script this file would put its folder, which has modules named as those of Python, before all others.
+_RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+_DIED = "; import fails: "
+"""Ends a row of which the process that yields it may die."""
+_GIB = 2**30
+_interrupted = threading.Event()
 
-_COLORS = {"ok": "green", "slow": "yellow", "wrong": "bold red", "missing": "cyan"}
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table; what is optional may be missing or broken without making the exit status 1."""
+
+    group: str
+    name: str
+    status: Literal["ok", "slow", "wrong", "missing"]
+    detail: str
+    hint: str = ""
+    is_broken: bool = False
 
 
 def run_doctor(*, json: bool = False) -> int:
@@ -39,73 +63,254 @@ def run_doctor(*, json: bool = False) -> int:
     Args:
         json: Print one JSON object instead of a table.
     """
-    start = time.perf_counter()
-    with _waiting():
-        checks = examine()
-    seconds = time.perf_counter() - start
-    status = int(any(check.is_broken for check in checks))
+    if sys.stderr.isatty():
+        print("Looking at this machine, for up to a minute ...", file=sys.stderr)
+    start = time.monotonic()
+    checks = examine(start + TIME_LIMIT)
+    seconds = time.monotonic() - start
+    broken = [check.name for check in checks if check.is_broken]
+    status = int(bool(broken))
     if json:
-        rows = [asdict(check) for check in checks]
-        print(json_module.dumps({"exit_status": status, "seconds": round(seconds, 1), "checks": rows}, indent=2))
-    else:
-        _print(checks, seconds)
+        report = {"exit_status": status, "seconds": round(seconds, 1), "checks": [asdict(check) for check in checks]}
+        print(json_module.dumps(report, indent=2))
+        return status
+    width = 2 + max(len(check.name) for check in checks)
+    for group, of_group in itertools.groupby(checks, lambda check: check.group):
+        print(group)
+        for check in of_group:
+            color, plain = (f"\033[{_COLORS[check.status]}m", "\033[0m") if sys.stdout.isatty() else ("", "")
+            hint = f"\n{' ' * (width + 11)}-> {check.hint}" if check.hint else ""
+            print(f"  {check.name:{width}}{color}{check.status:9}{plain}{check.detail}{hint}")
+    verdict = f"{len(broken)} broken: {', '.join(broken)}" if broken else "Everything that is needed works."
+    print(f"\n{verdict} ({seconds:.0f} s)")
     return status
 
 
-def examine(time_limit: float = TIME_LIMIT) -> list[Check]:
-    """The rows of the table; ``time_limit`` is in seconds."""
-    end = time.monotonic() + time_limit
+def examine(end: float) -> list[Check]:
+    """The rows of the table, as far as they are known at ``end`` in seconds of ``time.monotonic``."""
     with ThreadPoolExecutor() as threads:
-        parts = [
-            threads.submit(lambda: list(check_packages(end))),
-            threads.submit(lambda: list(check_hardware(end))),
-            threads.submit(lambda: list(check_probe("triton", end))),
-            threads.submit(check_ops, end),
-        ]
-        if is_installed("deepspeed"):
-            parts.append(threads.submit(lambda: list(check_probe("deepspeed", end))))
+        parts = [threads.submit(probe, name, end) for name in ("packages", "machine")]
+        parts.append(threads.submit(check_ops, end))
         try:
             checks = [check for part in parts for check in part.result()]
-        except KeyboardInterrupt:
-            stop()
+        except KeyboardInterrupt:  # the processes have it too
+            _interrupted.set()
             raise
-    return sorted(checks, key=lambda check: GROUPS.index(check.group))
+    return sorted(checks, key=lambda check: _GROUPS.index(check.group))
 
 
-def _waiting() -> AbstractContextManager[Any]:
-    """Shows on a terminal that something happens."""
+def probe(name: str, end: float) -> list[Check]:
+    """The rows of ``packages`` or of ``machine``, which run in other processes: each goes on where one has died."""
+    found: dict[str, Check] = {}
+    while True:
+        rows, failure = run([sys.executable, "-c", _RUN, __file__, name, str(len(found))], end)
+        found |= {row["name"]: Check(**row) for row in rows}
+        if not failure:
+            return list(found.values())
+        if not rows or not rows[-1]["detail"].endswith(_DIED):
+            group = "Packages" if name == "packages" else "Hardware"
+            return [*found.values(), Check(group, "process", "wrong", failure, "see the rows of packages", True)]
+        last, check = found.popitem()
+        found[last] = replace(check, detail=f"{check.detail}{failure}")
+
+
+def run(command: Sequence[str], end: float) -> tuple[list[dict[str, Any]], str]:
+    """The objects that a command prints as lines of JSON until ``end``, and why it failed; empty if it did not."""
+    if _interrupted.is_set():
+        return [], "interrupted"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # both packages are found
+    seconds, failure = max(0.0, end - time.monotonic()), ""
     try:
-        from rich.console import Console
-    except ImportError:  # its row says so
-        return nullcontext()
-    console = Console(stderr=True)
-    return console.status("Looking at this machine, for up to a minute ...") if console.is_terminal else nullcontext()
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+        output = done.stdout
+        if done.returncode < 0:
+            failure = f"the process died: {signal.Signals(-done.returncode).name}"
+        elif done.returncode > 0:
+            failure = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300] or "no last words"
+    except subprocess.TimeoutExpired as late:
+        output, failure = late.stdout or b"", "no result in time"
+    lines = output.splitlines(keepends=True)
+    return [json_module.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}\n")], failure
 
 
-def _print(checks: Sequence[Check], seconds: float) -> None:
-    broken = [check.name for check in checks if check.is_broken]
-    verdict = f"{len(broken)} broken: {', '.join(broken)}" if broken else "Everything that is needed works."
+def packages(first: int) -> Iterator[Check]:
+    """Versions of packages against what this distribution needs, and whether they can be imported.
+
+    Before each import there is a row, which the one after it replaces unless the process dies.
+    """
+    from packaging.requirements import Requirement
+
     try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-    except ImportError:  # its row says so
-        for check in checks:
-            hint = f" -> {check.hint}" if check.hint else ""
-            print(f"{check.group:12} {check.status:8} {check.name}: {check.detail}{hint}")
-        print(f"{verdict} ({seconds:.0f} s)")
+        requirements = [Requirement(line) for line in metadata.requires(_DISTRIBUTION) or []]
+    except metadata.PackageNotFoundError:
+        yield Check("Packages", _DISTRIBUTION, "missing", "not installed", f"pip install {_DISTRIBUTION}", True)
         return
-    console = Console(highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for group in GROUPS:
-        rows = [check for check in checks if check.group == group]
-        if rows:
-            table.add_row(f"[bold]{group}[/bold]")
-        for check in rows:
-            detail = escape(check.detail) + (f"\n[bold]→ {escape(check.hint)}[/bold]" if check.hint else "")
-            table.add_row(f"  {escape(check.name)}", f"[{_COLORS[check.status]}]{check.status}[/]", detail)
-    console.print(table)
-    console.print(f"\n[bold {'red' if broken else 'green'}]{escape(verdict)}[/] ({seconds:.0f} s)")
+    if not first:
+        yield Check("Packages", "python", "ok", sys.version.split()[0])
+    needed = [("", Requirement(_DISTRIBUTION))]
+    for each in requirements:
+        extra = str(each.marker).rpartition('extra == "')[2].partition('"')[0] if each.marker else ""
+        if extra not in _HIDDEN_EXTRAS and each.name != _DISTRIBUTION:  # an extra that takes another
+            needed.append((extra, each))
+    installed = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
+    for extra, each in sorted(needed, key=lambda package: bool(package[0]))[max(0, first - 1) :]:
+        title, use = (f"{each.name} (optional)", f"; extra {extra}") if extra else (each.name, "")
+        hint = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install '{each.name}{each.specifier}'"
+        version, module = installed.get(each.name, ""), _MODULES.get(each.name, each.name.replace("-", "_"))
+        row = partial(Check, "Packages", title)
+        if not version or not each.specifier.contains(version, prereleases=True):
+            detail = f"{version or 'not installed'}; needs {each.specifier or 'any version'}{use}"
+            yield row("wrong" if version else "missing", detail, hint, not extra)
+        else:
+            hint = f"pip install --force-reinstall --no-deps '{each.name}{each.specifier}'"
+            detail = f"{version}{use}{_DIED}"
+            yield row("wrong", detail, hint, not extra)
+            try:
+                importlib.import_module(module)
+                yield row("ok", f"{version}{use}")
+            except Exception as raised:  # whatever a broken package raises
+                names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(raised.__traceback__)]
+                others = (name.partition(".")[0] for name in reversed(names) if name[:9] not in _NO_CULPRITS)
+                culprit = next(others, module)
+                hint = hint if culprit == module else f"{culprit} is at fault"
+                yield row("wrong", f"{detail}{_one_line(raised)}", hint, not extra)
+
+
+def machine() -> Iterator[Check]:
+    """Shared memory, the driver, and what torch, NCCL, Triton and DeepSpeed see."""
+    if (shared := Path("/dev/shm")).is_dir():
+        total = shutil.disk_usage(shared).total / _GIB
+        hint = "" if total >= 1 else "data loader workers and NCCL need more: docker run --shm-size=16g, or --ipc=host"
+        yield Check("Hardware", "shared memory", "slow" if hint else "ok", f"{total:.3g} GiB in {shared}", hint)
+    command = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    driver = gpu = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        driver, _, gpu = done.stdout.partition("\n")[0].partition(", ")
+        yield Check("Hardware", "driver", "ok", driver)
+
+    import torch
+    import torch.distributed as dist
+
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpu and not count:
+        detail = f"torch does not see the {gpu}: it is built for {built_for}, the driver is {driver}"
+        hint = "install torch for your driver's CUDA version (pytorch.org/get-started), or a newer driver"
+        yield Check("Hardware", "GPU", "wrong", detail, hint, is_broken=True)
+    elif not count:
+        detail = "none: ops run plain PyTorch. A GPU would run Triton kernels, with NCCL and memory budgets"
+        yield Check("Hardware", "GPU", "missing", detail)
+    for index in range(count):
+        found = torch.cuda.get_device_properties(index)
+        free, total = (size / _GIB for size in torch.cuda.mem_get_info(index))
+        detail = f"{found.name}, compute capability {found.major}.{found.minor}, {total:.1f} GiB, {free:.0f} GiB free"
+        hint = "" if found.major >= 8 else "it has no bfloat16: use precision 16-mixed or 32-true"
+        yield Check("Hardware", f"GPU {index}", "slow" if hint else "ok", detail, hint)
+    yield Check("Hardware", "torch built for", "ok", built_for)
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and dist.is_nccl_available() else ""
+    detail = nccl or ("this build of torch has none" if count else "needs GPUs")
+    yield Check("Distributed", "NCCL", "ok" if nccl else "missing", detail, is_broken=count > 1 and not nccl)
+    if count > 1:
+        pairs = itertools.combinations(range(count), 2)
+        apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+        detail = f"not between GPUs {', '.join(apart[:6])}" if apart else f"between all {count} GPUs"
+        yield Check("Distributed", "GPU to GPU", "slow" if apart else "ok", detail)
+
+    import triton
+
+    from liger_ops import silu_mul
+
+    cache = Path(triton.knobs.cache.dir).expanduser().absolute()
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free, is_writable = shutil.disk_usage(existing).free / _GIB, os.access(existing, os.W_OK)
+    detail = f"{cache}, {free:.3g} GiB free{'' if is_writable else ', not writable'}"
+    hint = "" if is_writable and free >= 1 else "set TRITON_CACHE_DIR to a folder on another disk"
+    yield Check("Triton", "kernel cache", "wrong" if hint else "ok", detail, hint, is_broken=bool(hint))
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
+    hint = "" if shutil.which(compiler) else "launches need one: apt-get install gcc, or set CC to a compiler"
+    yield Check("Triton", "C compiler", "missing" if hint else "ok", compiler, hint, is_broken=bool(hint and count))
+    if triton.knobs.runtime.interpret:
+        detail = "TRITON_INTERPRET is set: kernels run in NumPy"
+        yield Check("Triton", "interpreter", "slow", detail, "unset TRITON_INTERPRET", is_broken=count > 0)
+    elif count:
+        problem = hint = ""
+        try:
+            silu_mul(torch.ones(1, 16, device="cuda"), torch.ones(1, 16, device="cuda")).sum().item()
+        except Exception as raised:  # a compiler that is missing or broken
+            problem = _one_line(raised)
+            hint = "needs a C compiler, Python's headers (apt-get install python3-dev) and a recent driver"
+        detail = problem or "a kernel compiled and ran"
+        yield Check("Triton", "compiler", "wrong" if problem else "ok", detail, hint, is_broken=bool(problem))
+
+    if find_spec("deepspeed") is None:
+        return
+    from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
+
+    cxx = shutil.which(os.environ.get("CXX", "c++"))
+    tools = {"ninja": is_ninja_available(), "a C++ compiler": cxx, "nvcc": CUDA_HOME or not count}
+    missing = [tool for tool, found in tools.items() if not found]
+    hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version" if missing else ""
+    detail = f"its optimizers need {', '.join(missing)}" if missing else "its optimizers can be built"
+    yield Check("Distributed", "DeepSpeed", "missing" if missing else "ok", detail, hint)
+
+
+# Ops
+
+
+def check_ops(end: float) -> list[Check]:
+    """Self-checks of all ops; on a GPU several processes share them, because compilation takes most of the time."""
+    count = min(8, max(1, (os.cpu_count() or 1) // 2)) if Path("/dev/nvidiactl").exists() else 1
+    with ThreadPoolExecutor(count) as threads:
+        parts = list(threads.map(lambda part: list(_check_part(f"{part}/{count}", end)), range(count)))
+    # Each part has every count-th op.
+    return [check for group in itertools.zip_longest(*parts) for check in group if check is not None]
+
+
+def _check_part(part: str, end: float) -> Iterator[Check]:
+    """The rows of some ops; a process that ends early is followed by one for the ops after the one that it ended in."""
+    names = ["--part", part]
+    while names:
+        rows, failure = run([sys.executable, "-m", "liger_ops.self_check", *names], end)
+        if not rows:
+            yield Check(
+                "Ops", "self-checks", "wrong", failure or "no result", "see the rows of packages", is_broken=True
+            )
+            return
+        names = rows[0]["ops"]
+        for op, results in itertools.groupby(rows[1:], lambda result: result["op"]):
+            yield _describe(str(op), list(results))
+            names.remove(op)
+        if time.monotonic() >= end:
+            hint = "compiled kernels are cached: run it again"
+            yield from (Check("Ops", op, "slow", "not done in time", hint, is_broken=True) for op in names)
+            return
+        if names and (failure or len(rows) == 1):
+            yield Check("Ops", names.pop(0), "wrong", failure or "no result", is_broken=True)
+
+
+def _describe(op: str, results: Sequence[dict[str, Any]]) -> Check:
+    """The row of one op on all devices."""
+    worst = max(results, key=lambda result: (bool(result["message"]), result["error"] / (result["allowed"] or 1.0)))
+    if worst["message"]:
+        hint = "report it with the output of lightning-liger doctor --json"
+        detail = f"{worst['message']} ({worst['device']}, {worst['dtype']})"
+        return Check("Ops", op, "wrong", detail, hint, is_broken=True)
+    path, devices = {"triton": "Triton"}.get(worst["path"], "PyTorch"), len({each["device"] for each in results})
+    where = f"{path}, {worst['dtype']}" + (f", {devices} GPUs" if devices > 1 else "")
+    return Check("Ops", op, "ok", f"{where}: error {worst['error']:.1e} of {worst['allowed']:.1e}")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+if __name__ == "__main__":  # prints a line of JSON for each row
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # packages that print when they are imported
+    first = int(sys.argv[2])
+    for check in packages(first) if sys.argv[1] == "packages" else itertools.islice(machine(), first, None):
+        print(json_module.dumps(asdict(check)), file=lines, flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # some packages take long to shut down

@@ -21,6 +21,14 @@ Truncation = Literal["keep_start", "keep_end"]
 TRUNCATIONS = ("keep_start", "keep_end")
 
 
+def check_layout(prefix: str, max_length: Any, truncation: Any, pad_to_multiple_of: Any, packing: Any) -> None:
+    """Raises for wrong settings of a :class:`Layout`; ``prefix`` stands before their names in messages."""
+    check_integer(f"{prefix}max_length", max_length, at_least=2, optional=True)
+    check_choice(f"{prefix}truncation", truncation, TRUNCATIONS)
+    check_integer(f"{prefix}pad_to_multiple_of", pad_to_multiple_of, at_least=1)
+    check_bool(f"{prefix}packing", packing)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How sequences of different lengths become tensors.
@@ -41,10 +49,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_integer("pad_token_id", self.pad_token_id, at_least=0)
-        check_integer("max_length", self.max_length, at_least=2, optional=True)
-        check_choice("truncation", self.truncation, TRUNCATIONS)
-        check_integer("pad_to_multiple_of", self.pad_to_multiple_of, at_least=1)
-        check_bool("packing", self.packing)
+        check_layout("", self.max_length, self.truncation, self.pad_to_multiple_of, self.packing)
 
     def cut(self, sequence: np.ndarray) -> np.ndarray:
         """The tokens of ``sequence`` that stay."""

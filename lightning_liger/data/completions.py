@@ -8,10 +8,9 @@ import numpy as np
 from typing_extensions import override
 
 from liger_ops.arguments import check_bool, check_choice
-from lightning_liger.data.collate import SupervisedCollator
+from lightning_liger.data.collate import TRUNCATIONS, SupervisedCollator
 from lightning_liger.data.encoding import Encoder
-from lightning_liger.data.examples import ExamplesDataModule, ids, scored
-from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.examples import ExamplesDataModule, first_learned, ids, scored
 from lightning_liger.data.records import Message, Record
 from lightning_liger.data.sources import fingerprints
 from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
@@ -56,8 +55,12 @@ class _SupervisedDataModule(ExamplesDataModule):
             if self._teacher_encoder is None:
                 tokenizer = load_tokenizer(path, f"{_TEACHER}={str(path)!r}")
                 self._teacher_encoder = Encoder(tokenizer, self.chat_template_kwargs)
-            of_teacher = self._example(record, *self._tokens(record, self._teacher_encoder))
-            example |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+            teacher = self._example(record, *self._tokens(record, self._teacher_encoder))
+            for name, value in teacher.items():
+                if name in TRUNCATIONS:
+                    example[name] = max(example[name], value)
+                else:
+                    example[f"teacher_{name}"] = value
         yield example
 
     @staticmethod
@@ -65,22 +68,8 @@ class _SupervisedDataModule(ExamplesDataModule):
         learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
         if not len(learned):
             raise record.error("there is no token to learn after the first token of the sequence")
-        return {
-            "input_ids": ids(input_ids),
-            "loss_mask": np.asarray(loss_mask, dtype=np.uint8),
-            "first_learned": np.int32(learned[0]),
-            "last_learned": np.int32(learned[-1]),
-        }
-
-    @override
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        usable = np.ones(len(table), dtype=bool)
-        for prefix in ("", *(["teacher_"] if self.teacher_tokenizer is not None else [])):
-            if self.truncation == "keep_start":
-                usable &= table.column(f"{prefix}first_learned") < max_length
-            else:
-                usable &= table.column(f"{prefix}last_learned") > table.lengths(f"{prefix}input_ids") - max_length
-        return usable
+        places = first_learned(learned[0], len(input_ids) - learned[-1])
+        return {"input_ids": ids(input_ids), "loss_mask": np.asarray(loss_mask, dtype=np.uint8), **places}
 
     @override
     def _collator(self) -> SupervisedCollator:

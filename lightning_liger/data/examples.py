@@ -2,71 +2,47 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import tokenizers
 import transformers
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from liger_ops.arguments import (
-    check_bool,
-    check_choice,
     check_integer,
     check_path,
     shown,
     wrong_type,
     wrong_value,
 )
-from lightning_liger.data.collate import TRUNCATIONS, Layout
+from lightning_liger.data.collate import Layout, check_layout
 from lightning_liger.data.encoding import Encoder
-from lightning_liger.data.module import Split, TokenizedDataModule, held_out_places
-from lightning_liger.data.ragged import RaggedTable, RaggedWriter
-from lightning_liger.data.records import Record, read_records, record_files
-from lightning_liger.data.sources import fingerprints
-from lightning_liger.data.tokenizer import load_or_train_tokenizer
+from lightning_liger.data.module import Split, TokenizedDataModule
+from lightning_liger.data.records import Record, read_records
+from lightning_liger.data.sources import fingerprints, record_files
 
-_FORMAT_VERSION = 2  # part of the cache key: raise it when the files change for the same settings
+if TYPE_CHECKING:
+    import datasets
 
-
-class Examples(Dataset[dict[str, Any]]):
-    """Rows of a table of examples.
-
-    Args:
-        table: All examples.
-        places: The places in the table of those that are used, ``[num_examples]``.
-    """
-
-    def __init__(self, table: RaggedTable, places: np.ndarray) -> None:
-        self.table, self.places = table, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.table[int(self.places[index])]
+_FORMAT_VERSION = 3  # part of the cache key: raise it when the files change for the same settings
 
 
 class ExamplesDataModule(TokenizedDataModule):
     """Records of JSON lines, JSON or Parquet files as batches, tokenized once and then read from a cache.
 
-    Training examples are shuffled in each epoch, depending on ``seed`` and the epoch only, and processes get different
-    ones; validation keeps the order of the file. After ``setup`` the tokenizer is ``text_tokenizer``, and checkpoints
-    hold it. Examples of which ``max_length`` leaves nothing to learn are left out, with a warning that counts them.
+    Examples of which ``max_length`` leaves nothing to learn are left out, with a warning that counts them. Other
+    arguments are those of :class:`~lightning_liger.data.module.TokenizedDataModule` and
+    :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A .jsonl file (one object a line), a .json file (a list of objects), a .parquet file (with pyarrow), or a
-            folder with such files.
+        path: A .jsonl file (one object a line), a .json file (a list of objects), a .parquet file, or a folder with
+            such files.
         validation_path: The same for validation. By default ``validation_fraction`` of the records of ``path``.
-        validation_fraction: Fraction of the records that are held out, at least one. 0 means no validation data.
-        tokenizer: A folder with a Hugging Face tokenizer that has an eos_token. By default a byte-level BPE is trained
-            on the training records.
-        vocab_size: The maximum number of tokens of a trained tokenizer. Not used with ``tokenizer``.
         chat_template: A file with a chat template (jinja), in place of the tokenizer's.
         chat_template_kwargs: Further variables of the chat template. Those of a record win over them.
         columns: The names of fields in the files, where they differ: ``{"prompt": "question"}``.
@@ -75,12 +51,7 @@ class ExamplesDataModule(TokenizedDataModule):
         packing: Whether the sequences of a batch are concatenated into one row without padding. Attention separates
             them by position_ids or cu_seq_lens.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
-        batch_size: Examples per batch of each process.
         max_records: The maximum number of records to read from ``path``. By default all.
-        seed: Determines which records are held out, and the order of the training examples.
-        num_workers: Worker processes per training process that load batches. 0 loads them in the training process.
-        cache_dir: Where tokens are kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
-        prompt: Text for ``predict`` to continue.
 
     Raises:
         FileNotFoundError: If there are no records at ``path``, or no tokenizer at ``tokenizer``.
@@ -97,9 +68,6 @@ class ExamplesDataModule(TokenizedDataModule):
         *,
         path: str | Path,
         validation_path: str | Path | None = None,
-        validation_fraction: float = 0.02,
-        tokenizer: str | Path | None = None,
-        vocab_size: int = 16384,
         chat_template: str | Path | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         columns: dict[str, str] | None = None,
@@ -107,27 +75,11 @@ class ExamplesDataModule(TokenizedDataModule):
         truncation: Literal["keep_start", "keep_end"] = "keep_start",
         packing: bool = False,
         pad_to_multiple_of: int = 1,
-        batch_size: int = 8,
         max_records: int | None = None,
-        seed: int = 42,
-        num_workers: int = 0,
-        cache_dir: str | Path | None = None,
-        prompt: str | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            batch_size=batch_size,
-            validation_fraction=validation_fraction,
-            seed=seed,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-            prompt=prompt,
-        )
-        check_integer("data.max_length", max_length, at_least=2, optional=True)
-        check_choice("data.truncation", truncation, TRUNCATIONS)
-        check_bool("data.packing", packing)
-        check_integer("data.pad_to_multiple_of", pad_to_multiple_of, at_least=1)
+        super().__init__(**settings)
+        check_layout("data.", max_length, truncation, pad_to_multiple_of, packing)
         check_integer("data.max_records", max_records, at_least=1, at_most=sys.maxsize, optional=True)
         record_files("data.path", path)  # raises if there is nothing to read
         if validation_path is not None:
@@ -140,25 +92,15 @@ class ExamplesDataModule(TokenizedDataModule):
         self.columns, self.max_records = dict(columns or {}), max_records
         self.max_length, self.truncation = max_length, truncation
         self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
-        self.train_data: Examples | None = None
-        self.validation_data: Examples | None = None
-        self._warned_of: set[str] = set()
+        self._has_warned: set[str] = set()
 
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
-        """The examples of a record, not truncated.
+        """The examples of a record, not truncated; :func:`first_learned` gives two of their values.
 
         Raises:
             ValueError: If the record is wrong.
         """
         raise NotImplementedError
-
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        """Whether there is something to learn of each example after truncation, ``[len(table)]``."""
-        raise NotImplementedError
-
-    def _data_set(self, table: RaggedTable, places: np.ndarray) -> Examples:
-        """The data set of these examples of the table."""
-        return Examples(table, places)
 
     def _encoding_settings(self) -> dict[str, Any]:
         """Settings of a subclass that determine what :meth:`_encode` returns."""
@@ -173,54 +115,63 @@ class ExamplesDataModule(TokenizedDataModule):
 
     @property
     @override
+    def _rows_name(self) -> str:
+        return "examples"
+
+    @property
+    @override
     def _corpus(self) -> str:
         return f"data.path={str(self.path)!r}"
 
     @override
     def _content_settings(self) -> dict[str, Any]:
-        return {
+        validation = self.validation_path and record_files("data.validation_path", self.validation_path)
+        return super()._content_settings() | {
             "format": _FORMAT_VERSION,
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
-            "tokenizers": tokenizers.__version__,
             "transformers": transformers.__version__,  # renders chat templates
             "corpus": fingerprints(record_files("data.path", self.path)),
-            "validation": self.validation_path
-            and fingerprints(record_files("data.validation_path", self.validation_path)),
-            "tokenizer": self._tokenizer_settings(),
+            "validation": fingerprints(validation or ()),
             "chat_template": _read_template(self.chat_template),
             "chat_template_kwargs": self.chat_template_kwargs,
             "columns": self.columns,
             "max_records": self.max_records,
-            "validation_fraction": self.validation_fraction,
-            "seed": self.seed,
             **self._encoding_settings(),
         }
 
+    @property
     @override
-    def _write_cache(self, folder: Path) -> dict[str, Any]:
-        num_records = sum(1 for _ in self._records())
-        if not num_records:
-            raise ValueError(f"{self._corpus} holds no records.")
-        tokenizer = load_or_train_tokenizer(
-            self.tokenizer,
-            lambda: (text for record in self._split("train", num_records) for text in record.strings()),
-            self.vocab_size,
-            folder / "tokenizer",
-        )
+    def _validation_setting(self) -> str | None:
+        return super()._validation_setting if self.validation_path is None else "validation_path"
+
+    @override
+    def _all_items(self) -> Iterator[Record]:
+        records = read_records("data.path", record_files("data.path", self.path))
+        return islice(records, self.max_records)
+
+    @override
+    def _items(self, split: Split) -> Iterator[Record]:
+        if self.validation_path is None:
+            return super()._items(split)
+        if split == "train":
+            return self._all_items()
+        return read_records("data.validation_path", record_files("data.validation_path", self.validation_path))
+
+    @override
+    def _texts(self, items: Iterator[Record]) -> Iterator[str]:
+        return (text for record in items for text in record.strings())
+
+    @override
+    def _make_tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = super()._make_tokenizer()
         if self.chat_template is not None:
             tokenizer.chat_template = _read_template(self.chat_template)
-        tokenizer.save_pretrained(folder / "tokenizer")
-        encoder = Encoder(tokenizer, self.chat_template_kwargs)
-        num_examples = {}
-        for split in ("train", "validation"):
-            with RaggedWriter(folder / f"{split}.safetensors") as writer:
-                self._write_split(writer, self._split(split, num_records), encoder)
-            num_examples[split] = writer.num_rows
-        return {"num_examples": num_examples}
+        return tokenizer
 
-    def _write_split(self, writer: RaggedWriter, records: Iterator[Record], encoder: Encoder) -> None:
-        names: set[str] | None = None
-        for record in records:
+    @override
+    def _rows(self, items: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, np.ndarray]]:
+        encoder, names = Encoder(tokenizer, self.chat_template_kwargs), None
+        for record in items:
             for example in self._encode(record.renamed(self.columns), encoder):
                 names = names or set(example)
                 if differing := sorted(names ^ set(example)):
@@ -229,63 +180,29 @@ class ExamplesDataModule(TokenizedDataModule):
                         f"all records must have the same optional fields, and this one {which} the"
                         f" values of {differing[0]!r}, unlike those before it"
                     )
-                writer.append(example)
+                yield example
 
     @override
-    def _read_cache(self, folder: Path, metadata: dict[str, Any], stage: str | None) -> None:
-        num_needed, needed_for = 0, ""
-        if stage in (None, "fit"):
-            num_needed = self.batch_size * (num_shards := self._shard()["num_replicas"])
-            needed_for = f"one batch of data.batch_size={self.batch_size} for each of {num_shards} processes"
-        self.train_data = self._examples(folder, "train", num_needed, needed_for)
-        if (self.validation_fraction or self.validation_path is not None) and stage != "predict":
-            setting = "validation_fraction" if self.validation_path is None else "validation_path"
-            needed_for = f"data.{setting}={shown(getattr(self, setting))}"
-            self.validation_data = self._examples(folder, "validation", 1, needed_for)
-
-    def _examples(self, folder: Path, split: Split, num_needed: int, needed_for: str) -> Examples:
-        is_own_file = split == "validation" and self.validation_path is not None
-        source = f"data.validation_path={str(self.validation_path)!r}" if is_own_file else self._corpus
-        table = RaggedTable(folder / f"{split}.safetensors")
-        usable = np.ones(len(table), dtype=bool)
-        if self.max_length is not None and len(table):
-            usable = self._usable(table, self.max_length)
-        places = np.flatnonzero(usable)
-        if num_dropped := len(table) - len(places):
+    def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
+        """The rows of which truncation leaves something to learn."""
+        if self.max_length is None:
+            return rows
+        places = np.flatnonzero(rows[self.truncation][:] < self.max_length)
+        if num_dropped := len(rows) - len(places):
+            is_own_file = split == "validation" and self.validation_path is not None
+            source = f"data.validation_path={str(self.validation_path)!r}" if is_own_file else self._corpus
             kept = "first" if self.truncation == "keep_start" else "last"
             message = (
-                f"{num_dropped} of {len(table)} {split} examples of {source} are left out: their {kept}"
+                f"{num_dropped} of {len(rows)} {split} examples of {source} are left out: their {kept}"
                 f" {self.max_length} tokens (data.max_length) have nothing to learn"
             )
             if not len(places):
                 raise ValueError(f"{message}. Give a larger data.max_length.")
-            if split not in self._warned_of:
-                self._warned_of.add(split)
+            if split not in self._has_warned:
+                self._has_warned.add(split)
                 rank_zero_warn(f"{message}.")
-        if len(places) < num_needed:
-            raise ValueError(f"{source} has {len(places)} {split} examples, but {num_needed} are needed: {needed_for}.")
-        return self._data_set(table, places)
-
-    def _records(self) -> Iterator[Record]:
-        records = read_records("data.path", record_files("data.path", self.path))
-        return islice(records, self.max_records)
-
-    def _split(self, split: Split, num_records: int) -> Iterator[Record]:
-        if self.validation_path is not None:
-            if split == "train":
-                yield from self._records()
-            else:
-                files = record_files("data.validation_path", self.validation_path)
-                yield from read_records("data.validation_path", files)
-            return
-        held_out = held_out_places(num_records, self.validation_fraction, self.seed)
-        for index, record in enumerate(self._records()):
-            if (index in held_out) == (split == "validation"):
-                yield record
-
-    @override
-    def _collator(self) -> Callable[..., Any]:
-        raise NotImplementedError
+            rows = rows.select(places)
+        return rows
 
 
 def ids(values: Any) -> np.ndarray:
@@ -295,7 +212,7 @@ def ids(values: Any) -> np.ndarray:
 
 def floats(values: Any) -> np.ndarray:
     """Numbers as tables hold them."""
-    return np.asarray(values, dtype=np.float32)
+    return np.asarray(values, dtype=np.float32)[()]  # a scalar of a number
 
 
 def scored(record: Record, prompt_ids: list[int], completion_ids: list[int]) -> np.ndarray:
@@ -309,11 +226,14 @@ def scored(record: Record, prompt_ids: list[int], completion_ids: list[int]) -> 
     return ids(completion_ids)
 
 
-def prompts_fit(data: ExamplesDataModule, table: RaggedTable, max_length: int) -> np.ndarray:
-    """Whether each prompt leaves a place for its completion; the end of a sequence always has one."""
-    if data.truncation == "keep_end":
-        return np.ones(len(table), dtype=bool)
-    return table.lengths("prompt_ids") < max_length
+def first_learned(from_start: int, from_end: int = 0) -> dict[str, np.ndarray]:
+    """The largest ``max_length`` that leaves nothing to learn of an example, for each value of ``truncation``.
+
+    Args:
+        from_start: The number of tokens before the first one to learn; of a prompt, its length.
+        from_end: The number of tokens from the last one to learn on; 0 if the sequence always ends with one.
+    """
+    return {"keep_start": np.int32(from_start), "keep_end": np.int32(from_end)}
 
 
 def _check_columns(columns: Any, fields: tuple[str, ...]) -> None:

@@ -2,18 +2,22 @@
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch.utils.data import Dataset
 from typing_extensions import override
 
 from liger_ops.arguments import check_bool
 from lightning_liger.data.collate import FeedbackCollator
 from lightning_liger.data.encoding import Encoder
-from lightning_liger.data.examples import Examples, ExamplesDataModule, floats, ids, prompts_fit, scored
-from lightning_liger.data.preference import pair_of
-from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.examples import ExamplesDataModule, first_learned, floats, ids, scored
+from lightning_liger.data.module import Split
+from lightning_liger.data.preference import preference_pair
 from lightning_liger.data.records import Record
+
+if TYPE_CHECKING:
+    import datasets
 
 
 class UnpairedFeedbackDataModule(ExamplesDataModule):
@@ -44,7 +48,7 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
     @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
         if record.has("chosen") or record.has("rejected"):
-            prompt, *completions = pair_of(record)
+            prompt, *completions = preference_pair(record)
             labels, log_probs = [True, False], ["ref_chosen_logps", "ref_rejected_logps"]
         else:
             prompt, completions = record.text_or_messages("prompt"), [record.text_or_messages("completion")]
@@ -57,32 +61,31 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
                 "completion_ids": scored(record, prompt_ids, completion_ids),
                 "label": np.uint8(label),
                 "prompt_hash": np.frombuffer(digest, np.int64)[0],
+                **first_learned(len(prompt_ids)),
             }
             yield example | ({"ref_logps": floats(record.number(key))} if record.has(key) else {})
 
     @override
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        return prompts_fit(self, table, max_length)
-
-    @override
-    def _data_set(self, table: RaggedTable, places: np.ndarray) -> Examples:
-        return _MismatchedExamples(table, places, self.seed) if self.with_kl else super()._data_set(table, places)
+    def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
+        rows = super()._usable(split, rows)
+        return _MismatchedExamples(rows, self.seed) if self.with_kl else rows
 
     @override
     def _collator(self) -> FeedbackCollator:
         return FeedbackCollator(self.layout)
 
 
-class _MismatchedExamples(Examples):
+class _MismatchedExamples(Dataset[dict[str, Any]]):
     """Examples with ``KL_completion_ids``, the completion of another prompt; none where most have one prompt."""
 
-    def __init__(self, table: RaggedTable, places: np.ndarray, seed: int) -> None:
-        super().__init__(table, places)
-        self.others = places[mismatched(table.column("prompt_hash")[places], seed)] if len(places) else places
+    def __init__(self, rows: "datasets.Dataset", seed: int) -> None:
+        self.rows, self.others = rows, mismatched(rows["prompt_hash"][:], seed)
 
-    @override
+    def __len__(self) -> int:
+        return len(self.rows)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        example, other = super().__getitem__(index), self.table[int(self.others[index])]
+        example, other = self.rows[index], self.rows[int(self.others[index])]
         is_mismatched = other["prompt_hash"] != example["prompt_hash"]
         return {**example, "KL_completion_ids": other["completion_ids"][: None if is_mismatched else 0]}
 

@@ -1,7 +1,7 @@
 """Images with prompts and completions, for models of images and text."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_integer, check_number, check_text, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_integer, check_text, shown, wrong_type, wrong_value
 from lightning_liger.data.collate import Batch, Layout
-from lightning_liger.data.module import BatchesDataModule, held_out_places
-from lightning_liger.data.records import Record, read_records, record_files
-from lightning_liger.data.sources import check_is_path
+from lightning_liger.data.module import FilesDataModule
+from lightning_liger.data.records import Record, read_records
+from lightning_liger.data.sources import check_is_path, record_files
 from lightning_liger.data.tokenizer import load_tokenizer
 
 
@@ -85,7 +83,7 @@ class ImageTextCollator:
             options["add_special_tokens"] = False
         encoded = self.processor(text=prompts, images=images, padding=True, return_tensors="pt", **options)
         mask = encoded["attention_mask"].bool()
-        of_prompts = {  # of each token, such as whether it stands for an image
+        prompt_columns = {  # of each token, such as whether it stands for an image
             key: [row[kept].numpy() for row, kept in zip(value, mask, strict=True)]
             for key, value in encoded.items()
             if isinstance(value, Tensor) and value.shape == mask.shape and key != "attention_mask"
@@ -95,21 +93,21 @@ class ImageTextCollator:
             np.array([*ids, tokenizer.eos_token_id]) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
         ]
         if self.max_length is not None:
-            lengths = [self.max_length - len(row) for row in of_prompts["input_ids"]]
+            lengths = [self.max_length - len(row) for row in prompt_columns["input_ids"]]
             if min(lengths) < 1:
                 found = self.max_length - min(lengths)
                 raise wrong_value("data.max_length", f"more than the {found} tokens of a prompt", self.max_length)
             completions = [row[:length] for row, length in zip(completions, lengths, strict=True)]
         columns: dict[str, list[np.ndarray]] = {
             key: [np.pad(row, (0, len(completion))) for row, completion in zip(rows, completions, strict=True)]
-            for key, rows in of_prompts.items()
+            for key, rows in prompt_columns.items()
         }
-        parts = list(zip(of_prompts["input_ids"], completions, strict=True))
+        parts = list(zip(prompt_columns["input_ids"], completions, strict=True))
         columns["input_ids"] = [np.concatenate(part) for part in parts]
         columns["labels"] = [np.concatenate((np.full(len(row), IGNORE_INDEX), rest)) for row, rest in parts]
         end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = Layout(end).batch(columns, {**dict.fromkeys(columns, 0), "input_ids": end, "labels": IGNORE_INDEX})
-        return {key: value for key, value in encoded.items() if key not in of_prompts} | batch
+        return {key: value for key, value in encoded.items() if key not in prompt_columns} | batch
 
     def _prompt(self, example: Mapping[str, Any]) -> str:
         """The prompt with its images first, unless it says where they are."""
@@ -123,20 +121,7 @@ class ImageTextCollator:
         return str(self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-class _Rows(Dataset[dict[str, Any]]):
-    """Examples as they are in the files; images are read when a batch is made."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-
-class ImageTextDataModule(BatchesDataModule):
+class ImageTextDataModule(FilesDataModule):
     """Images with prompts and completions, as batches of :class:`~lightning_liger.data.ImageTextCollator`.
 
     A record has ``image``, the name of a file relative to the folder of the records, or ``images``, a list of them;
@@ -144,24 +129,19 @@ class ImageTextDataModule(BatchesDataModule):
     template, if it has one, makes a message of the user out of the images and the prompt; without one the images stand
     before the prompt. A prompt with the processor's image tokens says itself where they are.
 
-    Records are kept in memory, and images are read when a batch is made: ``num_workers`` does so in other processes.
-    Binary PPM files need no other package, all others need pillow.
+    Records are kept in memory. Images are read by pillow when a batch is made, with ``num_workers`` in other processes.
+    Files are .jsonl, .json or .parquet. Other arguments are those of
+    :class:`~lightning_liger.data.module.FilesDataModule` and :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A .jsonl, .json or .parquet file, or a folder with such files.
-        processor: The folder of the pretrained model, with its processor (which needs pillow); or for random weights
+        processor: The folder of the pretrained model, with its processor; or for random weights
             the settings of :class:`PlainProcessor`: ``tokenizer``, ``image_size``, ``tokens_per_image``,
             ``image_token``.
-        validation_path: The same as ``path`` for validation. By default ``validation_fraction`` of the records.
-        validation_fraction: Fraction of the records that are held out. 0 means no validation data.
         max_length: The maximum number of tokens of a sequence. Completions lose their end. None keeps all.
-        batch_size: Records per batch of each process.
-        seed: Determines which records are held out, and the order of the training records.
-        num_workers: Worker processes per training process that load batches.
 
     Raises:
         FileNotFoundError: If there are no records at ``path``; in ``setup`` for an image that does not exist.
-        ModuleNotFoundError: If a processor or an image needs pillow, and it is not installed.
+        ModuleNotFoundError: If pillow is not installed.
         TypeError: For an argument of a wrong type.
         ValueError: For an argument out of its range; in ``setup`` for a record that is wrong, with the file and line.
     """
@@ -169,22 +149,12 @@ class ImageTextDataModule(BatchesDataModule):
     def __init__(
         self,
         *,
-        path: str | Path,
         processor: str | dict[str, Any],
-        validation_path: str | Path | None = None,
-        validation_fraction: float = 0.02,
         max_length: int | None = None,
-        batch_size: int = 8,
-        seed: int = 42,
-        num_workers: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, seed=seed, num_workers=num_workers)
-        check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
+        super().__init__(**settings)
         check_integer("data.max_length", max_length, at_least=2, optional=True)
-        record_files("data.path", path)  # raises if there is nothing to read
-        if validation_path is not None:
-            record_files("data.validation_path", validation_path)
-        self.path, self.validation_path, self.validation_fraction = path, validation_path, float(validation_fraction)
         self.max_length = max_length
         self.processor: Any = _load_processor(processor)
 
@@ -195,17 +165,12 @@ class ImageTextDataModule(BatchesDataModule):
         return tokenizer
 
     @override
-    def setup(self, stage: str | None = None) -> None:
-        rows = list(_read("data.path", self.path))
-        held_out = _Rows(list(_read("data.validation_path", self.validation_path)) if self.validation_path else [])
-        if self.validation_path is None and self.validation_fraction:
-            places = held_out_places(len(rows), self.validation_fraction, self.seed)
-            held_out = _Rows([row for place, row in enumerate(rows) if place in places])
-            rows = [row for place, row in enumerate(rows) if place not in places]
-        if len(rows) < (needed := self.batch_size * self._shard()["num_replicas"]):
-            raise ValueError(f"data.path={str(self.path)!r} has {len(rows)} training records, but {needed} are needed.")
-        rank_zero_info(f"{len(rows)} records with images for training, {len(held_out)} for validation")
-        self.train_data, self.validation_data = _Rows(rows), held_out if len(held_out) else None
+    def _files(self, setting: str, path: Any) -> list[Path]:
+        return record_files(setting, path)
+
+    @override
+    def _read(self, setting: str, files: list[Path]) -> list[dict[str, Any]]:
+        return [_row(record, file.parent) for file in files for record in read_records(setting, [file])]
 
     @override
     def _collator(self) -> ImageTextCollator:
@@ -213,35 +178,25 @@ class ImageTextDataModule(BatchesDataModule):
 
 
 def load_image(source: Path | bytes) -> Any:
-    """An image of a file or of its content: ``[height, width, 3]`` in uint8, or one of pillow.
+    """An image of a file or of its content, as pillow reads it: ``[height, width, 3]``, red, green and blue.
 
     Raises:
-        ModuleNotFoundError: If it is no binary PPM and pillow is not installed.
+        ModuleNotFoundError: If pillow is not installed.
         ValueError: If it cannot be read.
     """
-    content = source if isinstance(source, bytes) else source.read_bytes()
     named = "an image" if isinstance(source, bytes) else str(source)
+    pillow = _pillow(named)
     try:
-        if content[:2] == b"P6":
-            return _read_ppm(content)
-        return _pillow(named).open(io.BytesIO(content)).convert("RGB")
+        return pillow.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
     except (OSError, ValueError, IndexError) as error:
         raise ValueError(f"{named} is no image that can be read: {error}") from error
-
-
-def _read_ppm(content: bytes) -> np.ndarray:
-    width, height, largest = map(int, content.split(maxsplit=4)[1:4])
-    if largest != 255:
-        raise ValueError(f"colors of binary PPM files must have one byte, up to 255, got {largest}")
-    pixels = np.frombuffer(content, np.uint8)
-    return pixels[len(pixels) - height * width * 3 :].reshape(height, width, 3)
 
 
 def _pillow(named: str) -> Any:
     try:
         return import_module("PIL.Image")
     except ImportError as error:
-        raise ModuleNotFoundError(f"{named} needs pillow: pip install pillow") from error
+        raise ModuleNotFoundError(f"{named} needs pillow: pip install 'lightning-liger[vision]'") from error
 
 
 def _load_processor(processor: Any) -> Any:
@@ -266,12 +221,10 @@ def _load_processor(processor: Any) -> Any:
     return loaded
 
 
-def _read(setting: str, path: str | Path) -> Iterator[dict[str, Any]]:
-    for file in record_files(setting, path):
-        for record in read_records(setting, [file]):
-            images = record.items("images") if record.has("images") else [record.values.get("image")]
-            sources = [_source(record, image, file.parent) for image in images]
-            yield {"images": sources, "prompt": record.text("prompt"), "completion": record.text("completion")}
+def _row(record: Record, folder: Path) -> dict[str, Any]:
+    images = record.items("images") if record.has("images") else [record.values.get("image")]
+    sources = [_source(record, image, folder) for image in images]
+    return {"images": sources, "prompt": record.text("prompt"), "completion": record.text("completion")}
 
 
 def _source(record: Record, image: Any, folder: Path) -> Path | bytes:

@@ -11,8 +11,7 @@ from typing_extensions import override
 from liger_ops.arguments import check_choice
 from lightning_liger.data.collate import MultipleChoiceCollator
 from lightning_liger.data.encoding import Encoder
-from lightning_liger.data.examples import ExamplesDataModule, ids, scored
-from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.examples import ExamplesDataModule, first_learned, ids, scored
 from lightning_liger.data.records import Record
 
 
@@ -62,21 +61,16 @@ class MultipleChoiceDataModule(ExamplesDataModule):
         prompt_ids, completions = encoder.split(record, prompt, [f" {text}" for text in texts])
         end = encoder.tokenizer.eos_token_id
         completions = [each[:-1] if each[-1:] == [end] else each for each in completions]
+        longest = max(map(len, completions))
         yield {
             "prompt_ids": ids(prompt_ids),
             "completion_ids": np.concatenate([scored(record, prompt_ids, each) for each in completions]),
             "completion_lengths": ids([len(each) for each in completions]),
             "num_characters": ids([len(text) for text in texts]),
             "answer": np.int32(answer),
+            # All of each choice is scored. Prompts may lose their beginning, and one token of them stays.
+            **first_learned(len(prompt_ids) + longest - 1, longest),
         }
-
-    @override
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        num_choices = table.lengths("completion_lengths")
-        longest = np.maximum.reduceat(table.column("completion_lengths"), np.cumsum(num_choices) - num_choices)
-        if self.truncation == "keep_end":  # prompts lose their beginning, and one token of them stays
-            return longest < max_length
-        return table.lengths("prompt_ids") + longest <= max_length
 
     @override
     def _collator(self) -> MultipleChoiceCollator:

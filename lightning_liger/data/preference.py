@@ -7,14 +7,13 @@ from typing_extensions import override
 
 from lightning_liger.data.collate import PreferenceCollator
 from lightning_liger.data.encoding import Encoder, implicit_prompt
-from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
-from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.examples import ExamplesDataModule, first_learned, floats, ids, scored
 from lightning_liger.data.records import Record, Text
 
 _REFERENCE_LOG_PROBS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-def pair_of(record: Record) -> tuple[Text, Text, Text]:
+def preference_pair(record: Record) -> tuple[Text, Text, Text]:
     """Prompt, chosen and rejected of a record; the prompt may be the common beginning of the two.
 
     Raises:
@@ -54,23 +53,19 @@ class PreferenceDataModule(ExamplesDataModule):
 
     @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
-        prompt, *completions = pair_of(record)
+        prompt, *completions = preference_pair(record)
         names = ["chosen_ids", "rejected_ids"]
         if record.has("reference"):
             record.text_or_messages("prompt")  # raises if it is implicit: the reference does not begin with it
             names.append("reference_ids")
             completions.append(record.text_or_messages("reference"))
         prompt_ids, completion_ids = encoder.split(record, prompt, completions)
-        example = {"prompt_ids": ids(prompt_ids)}
+        example = {"prompt_ids": ids(prompt_ids), **first_learned(len(prompt_ids))}
         for name, values in zip(names, completion_ids, strict=True):
             example[name] = scored(record, prompt_ids, values)
         if any(map(record.has, _REFERENCE_LOG_PROBS)):
             example |= {key: floats(record.number(key)) for key in _REFERENCE_LOG_PROBS}
         yield example
-
-    @override
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        return prompts_fit(self, table, max_length)
 
     @override
     def _collator(self) -> PreferenceCollator:

@@ -11,8 +11,7 @@ from typing_extensions import override
 from liger_ops.arguments import check_choice, shown
 from lightning_liger.data.collate import PER_TOKEN_LOG_PROBS, RolloutCollator
 from lightning_liger.data.encoding import Encoder
-from lightning_liger.data.examples import ExamplesDataModule, floats, ids, prompts_fit, scored
-from lightning_liger.data.ragged import RaggedTable
+from lightning_liger.data.examples import ExamplesDataModule, first_learned, floats, ids, scored
 from lightning_liger.data.records import Record
 from lightning_liger.losses.advantages import group_advantages
 
@@ -59,13 +58,14 @@ class RolloutDataModule(ExamplesDataModule):
             "prompt_ids": ids(prompt_ids),
             "completion_ids": ids([*chain.from_iterable(completions)]),
             "completion_lengths": ids(lengths),
+            **first_learned(len(prompt_ids)),
         }
         if record.has("rewards"):
             example["rewards"] = floats(record.numbers("rewards", len(completions)))
         if record.has("advantages"):
             is_per_token = any(isinstance(each, list) for each in record.items("advantages"))
             if is_per_token:
-                example["token_advantages"] = _of_tokens(record, "advantages", lengths)
+                example["token_advantages"] = _token_values(record, "advantages", lengths)
             else:
                 example["advantages"] = floats(record.numbers("advantages", len(completions)))
         else:
@@ -73,13 +73,13 @@ class RolloutDataModule(ExamplesDataModule):
             advantages = group_advantages(rewards, len(rewards), scale_rewards=self.scale_rewards)
             example["advantages"] = floats(advantages.tolist())
         if record.has("tool_mask"):
-            mask = _of_tokens(record, "tool_mask", lengths)
+            mask = _token_values(record, "tool_mask", lengths)
             if not np.isin(mask, (0, 1)).all():
                 raise record.error(f"the field 'tool_mask' must have 0 and 1 only, got {shown(mask.tolist())}")
             example["tool_mask"] = mask.astype(np.uint8)
         for key in PER_TOKEN_LOG_PROBS:
             if record.has(key):
-                example[key] = _of_tokens(record, key, lengths)
+                example[key] = _token_values(record, key, lengths)
         yield example
 
     @staticmethod
@@ -96,15 +96,11 @@ class RolloutDataModule(ExamplesDataModule):
         return encoder.split(record, prompt, texts)
 
     @override
-    def _usable(self, table: RaggedTable, max_length: int) -> np.ndarray:
-        return prompts_fit(self, table, max_length)
-
-    @override
     def _collator(self) -> RolloutCollator:
         return RolloutCollator(self.layout)
 
 
-def _of_tokens(record: Record, key: str, lengths: list[int]) -> np.ndarray:
+def _token_values(record: Record, key: str, lengths: list[int]) -> np.ndarray:
     rows = record.items(key)
     if len(rows) != len(lengths):
         raise record.error(

@@ -1,7 +1,5 @@
-"""Sources of text: a file, a folder, JSON lines, or the source code of Python's standard library."""
+"""What ``path`` may be: a file, a folder, or the source code of Python's standard library; and its documents."""
 
-import itertools
-import json
 import os
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
@@ -9,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from liger_ops.arguments import check_path, check_text, shown, wrong_type, wrong_value
+from lightning_liger.data.records import read_records
 
 JSON_LINES_SUFFIX = ".jsonl"
+RECORD_SUFFIXES = (JSON_LINES_SUFFIX, ".json", ".parquet")
 # Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", JSON_LINES_SUFFIX)
 ACCEPTED = (
@@ -31,7 +31,7 @@ def python_library_files() -> list[Path]:
         FileNotFoundError: If this Python is installed without its sources, as some embedded ones are.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in walk(root, (".py",), _LIBRARY_SKIPPED) if not file.name.startswith("_sysconfigdata")]
+    files = [file for file in _walk(root, (".py",), _LIBRARY_SKIPPED) if "sysconfigdata" not in file.name]
     if not files:
         raise FileNotFoundError(
             f"data.path was not given, and this Python has no library sources at {root}. Give one of: {ACCEPTED}."
@@ -51,6 +51,12 @@ def source_files(path: str | Path | None = None) -> list[Path]:
     if path is None:
         return python_library_files()
     return files_at("data.path", path, "text files", FOLDER_SUFFIXES, ACCEPTED, other_files=True)
+
+
+def record_files(setting: str, path: Any) -> list[Path]:
+    """The files with records at ``path``, as :func:`files_at` finds them."""
+    accepted = f"a file or a folder with files that end in {', '.join(RECORD_SUFFIXES)}"
+    return files_at(setting, path, "files with records", RECORD_SUFFIXES, accepted)
 
 
 def check_is_path(setting: str, value: Any, *, optional: bool = False) -> None:
@@ -93,7 +99,7 @@ def files_at(
         return [root]
     if not is_folder:
         raise FileNotFoundError(f"{setting}={str(path)!r} does not exist. Accepted: {accepted}.")
-    files = walk(root, suffixes)
+    files = _walk(root, suffixes)
     if not files:
         raise FileNotFoundError(
             f"{setting}={str(path)!r} is a folder without {kind} (hidden ones are skipped). Accepted: {accepted}."
@@ -102,23 +108,22 @@ def files_at(
 
 
 def read_documents(path: str | Path | None = None, *, text_field: str = "text") -> Iterator[str]:
-    """Iterates over the documents of a corpus, one string each, in a fixed order.
+    """Iterates over the documents of a corpus, one string each, in a fixed order; those of white space are left out.
 
     Args:
         path: A text file is one document. A file that ends in ``.jsonl`` has one document on each line. A folder is
             searched recursively for both, without hidden files and folders. ``None`` is `python_library_files`.
         text_field: The key of the text in the lines of a ``.jsonl`` file.
 
-    Documents that consist of white space are left out.
-
     Raises:
         FileNotFoundError: At the call, if there is nothing to read at ``path``.
         TypeError: At the call, if an argument is of another type.
-        ValueError: At the call, if an argument is empty. While iterating, if a file is not UTF-8 text, if a line is not
-            a JSON object with a string under ``text_field``, or if there is no document.
+        ValueError: At the call, if an argument is empty. While iterating, if a file is not UTF-8 text, or a line is not
+            a JSON object with a string under ``text_field``.
     """
     check_text("data.text_field", text_field)
-    return _require_any(_read_files(source_files(path), text_field), path)
+    texts = (text for file in source_files(path) for text in _texts(file, text_field))
+    return (text for text in texts if text.strip())
 
 
 def fingerprints(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -126,7 +131,7 @@ def fingerprints(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def walk(root: Path, suffixes: tuple[str, ...], skipped: Collection[str] = ()) -> list[Path]:
+def _walk(root: Path, suffixes: tuple[str, ...], skipped: Collection[str] = ()) -> list[Path]:
     """All files below ``root`` with one of the suffixes, sorted; hidden names and folders in ``skipped`` left out."""
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -135,61 +140,15 @@ def walk(root: Path, suffixes: tuple[str, ...], skipped: Collection[str] = ()) -
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
-def _read_files(files: list[Path], text_field: str) -> Iterator[str]:
-    for file in files:
-        try:
-            if file.suffix.lower() == JSON_LINES_SUFFIX:
-                yield from _read_json_lines(file, text_field)
-            else:
-                yield _without_null(file, file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-
-
-def _without_null(file: Path, text: str) -> str:
-    """``text``, unless it is binary data or UTF-16, which may also be valid UTF-8."""
-    if (place := text.find("\0")) >= 0:
-        raise ValueError(f"data.path: {file} is not UTF-8 text (the character {place} is a null character).")
-    return text
-
-
-def decode_json(place: str, text: str) -> Any:
-    """The value of a JSON text; ValueError that begins with ``place`` if it has none."""
+def _texts(file: Path, text_field: str) -> Iterator[str]:
+    if file.suffix.lower() == JSON_LINES_SUFFIX:
+        for record in read_records(f"data.path (data.text_field={text_field!r})", [file]):
+            yield record.text(text_field)
+        return
     try:
-        return json.loads(text)
-    except ValueError as error:  # JSONDecodeError, or an integer of more than 4300 digits
-        raise ValueError(f"{place} is not JSON: {error}.") from error
-    except RecursionError as error:
-        raise ValueError(f"{place} is JSON that is nested too deeply.") from error
-
-
-def _read_json_lines(file: Path, text_field: str) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            record = decode_json(f"data.path: {file}, line {number}", line)
-            if not isinstance(record, dict):
-                raise ValueError(
-                    f"data.path: {file}, line {number} is a JSON {type(record).__name__}, expected an object with the "
-                    f"field {text_field!r}."
-                )
-            if not isinstance(record.get(text_field), str):
-                problem = "is not a string" if text_field in record else "is missing"
-                raise ValueError(
-                    f"data.path: {file}, line {number}: the field {text_field!r} (data.text_field) {problem}; "
-                    f"keys found: {shown(sorted(record))}."
-                )
-            try:
-                record[text_field].encode()
-            except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair, which UTF-8 cannot encode
-                raise ValueError(f"data.path: {file}, line {number} is not valid Unicode: {error}.") from error
-            yield record[text_field]
-
-
-def _require_any(documents: Iterator[str], path: str | Path | None) -> Iterator[str]:
-    documents = (document for document in documents if document.strip())
-    first = next(documents, None)
-    if first is None:
-        raise ValueError(f"data.path={str(path)!r} holds no text: every document in it is empty.")
-    yield from itertools.chain((first,), documents)
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.path: {file} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    if (place := text.find("\0")) >= 0:  # binary data or UTF-16, which may also be valid UTF-8
+        raise ValueError(f"data.path: {file} is not UTF-8 text (the character {place} is a null character).")
+    yield text

@@ -15,19 +15,23 @@ logits were divided) and ``tokenizer_hash`` (:func:`tokenizer_hash`, or nothing)
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import (
-    check_bool,
     check_choice,
     check_integer,
     check_number,
@@ -36,9 +40,8 @@ from liger_ops.arguments import (
     wrong_type,
     wrong_value,
 )
-from lightning_liger.data.collate import TRUNCATIONS, Layout, TeacherTopKCollator
-from lightning_liger.data.module import BatchesDataModule, held_out_places
-from lightning_liger.data.ragged import SHARED_OFFSETS, RaggedTable, RaggedWriter
+from lightning_liger.data.collate import Layout, TeacherTopKCollator, check_layout
+from lightning_liger.data.module import FilesDataModule
 from lightning_liger.data.sources import files_at
 from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
 
@@ -46,6 +49,8 @@ FORMAT = "lightning_liger.teacher_topk"
 FORMAT_VERSION = 1
 SUFFIX = ".safetensors"
 _IDS, _LOG_PROBS = "teacher_topk_ids", "teacher_topk_log_probs"
+_DTYPES = {"input_ids": ("I32",), "labels": ("I32",), _IDS: ("I32",), _LOG_PROBS: ("F32", "F16")}
+"""Of the tensors that hold values of tokens."""
 _TOLERANCE = 1e-2  # of the sum of probabilities, in float16 or bfloat16
 
 
@@ -96,17 +101,27 @@ def write_teacher_topk(
         "temperature": repr(float(temperature)),
         "tokenizer_hash": "" if tokenizer is None else tokenizer_hash(tokenizer),
     }
-    with RaggedWriter(file, metadata, shares_offsets=True) as writer:
-        top_k = None
-        for index, row in enumerate(rows):
-            checked = _checked(f"rows[{index}]", row, top_k)
-            if top_k is None:
+    with TemporaryDirectory(dir=file.parent) as folder:
+        top_k, offsets = None, [0]
+        with ExitStack() as stack:
+            # Each tensor is written to a file of its own, and these are mapped into memory to be joined.
+            parts = {name: stack.enter_context(Path(folder, name).open("wb")) for name in _DTYPES}
+            for index, row in enumerate(rows):
+                checked = _checked(f"rows[{index}]", row, top_k)
                 top_k = checked[_IDS].shape[1]
-                writer.metadata["top_k"] = str(top_k)
-            checked[_LOG_PROBS] = checked[_LOG_PROBS].astype(dtype)
-            writer.append(checked)
+                checked[_LOG_PROBS] = checked[_LOG_PROBS].astype(dtype)
+                offsets.append(offsets[-1] + len(checked["input_ids"]))
+                for name, part in parts.items():
+                    checked[name].tofile(part)
         if top_k is None:
             raise wrong_value("rows", "at least one row", rows)
+        tensors = {
+            name: np.memmap(Path(folder, name), values.dtype, "r", shape=(offsets[-1], *values.shape[1:]))
+            for name, values in checked.items()
+        }
+        metadata |= {"num_rows": str(len(offsets) - 1), "top_k": str(top_k)}
+        save_file({"offsets": np.array(offsets, dtype=np.int64), **tensors}, Path(folder, "whole"), metadata)
+        os.replace(Path(folder, "whole"), file)
 
 
 def _checked(name: str, row: Any, top_k: int | None) -> dict[str, np.ndarray]:
@@ -182,70 +197,71 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, file: Path) -> None:
-        self.table = table = RaggedTable(file)
-        found = table.metadata
-        if found.get("format") != FORMAT:
-            raise ValueError(f"{file}: the metadata 'format' must be {FORMAT!r}, got {found.get('format')!r}")
-        if found.get("format_version") != str(FORMAT_VERSION):
-            version = found.get("format_version")
-            raise ValueError(f"{file}: the metadata 'format_version' must be {FORMAT_VERSION}, got {version!r}")
+        self.file = file
+        try:
+            opened = safe_open(file, "np")
+            self.metadata: dict[str, str] = opened.metadata() or {}
+            self._tensors = {name: opened.get_slice(name) for name in sorted(opened.keys())}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a safetensors file, or a part of one: {error}") from error
+        for key, expected in (("format", FORMAT), ("format_version", str(FORMAT_VERSION))):
+            if (found := self.metadata.get(key)) != expected:
+                raise ValueError(f"{file}: the metadata {key!r} must be {expected!r}, got {found!r}")
         self.top_k, self.temperature = round(self._number("top_k")), self._number("temperature")
-        self.tokenizer_hash = found.get("tokenizer_hash", "")
-        if SHARED_OFFSETS not in table.shapes:
-            raise ValueError(f"{file} must have the tensor {SHARED_OFFSETS!r}, got {sorted(table.shapes)}")
-        for name, dtypes, shape in (
-            ("input_ids", ("I32",), ()),
-            ("labels", ("I32",), ()),
-            (_IDS, ("I32",), (self.top_k,)),
-            (_LOG_PROBS, ("F32", "F16"), (self.top_k,)),
-        ):
-            if name not in table.columns:
-                raise ValueError(f"{file} must have the tensor {name!r}, got {sorted(table.columns)}")
-            if table.dtypes[name] not in dtypes or table.shapes[name][1:] != shape:
-                raise ValueError(
-                    f"{file}: the tensor {name!r} must be {' or '.join(dtypes)} of shape {['N', *shape]}, got"
-                    f" {table.dtypes[name]} of shape {list(table.shapes[name])}"
-                )
-        if found.get("num_rows") != str(len(table)):
-            raise ValueError(f"{file}: the metadata 'num_rows' must be {len(table)}, got {found.get('num_rows')!r}")
+        self.tokenizer_hash = self.metadata.get("tokenizer_hash", "")
+        if missing := {"offsets", *_DTYPES} - self._tensors.keys():
+            raise ValueError(f"{file} must have the tensor {min(missing)!r}, got {list(self._tensors)}")
+        num_tokens = self._tensors["input_ids"].get_shape()[0]
+        self._check("offsets", ("I64",), [round(self._number("num_rows")) + 1])
+        for name, dtypes in _DTYPES.items():
+            self._check(name, dtypes, [num_tokens, *([self.top_k] if name in (_IDS, _LOG_PROBS) else [])])
+        self._offsets: np.ndarray = self._tensors["offsets"][:]
+        if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or bool((np.diff(self._offsets) < 1).any()):
+            raise ValueError(f"{file}: the tensor 'offsets' must rise from 0 to {num_tokens}, got {self._offsets}")
 
     def _number(self, key: str) -> float:
-        text = self.table.metadata.get(key)
+        text = self.metadata.get(key)
         try:
             value = float(text or "")
         except ValueError:
             value = float("nan")
         if not 0 < value < float("inf"):
-            raise ValueError(f"{self.table.file}: the metadata {key!r} must be a number above 0, got {text!r}")
+            raise ValueError(f"{self.file}: the metadata {key!r} must be a number above 0, got {text!r}")
         return value
 
+    def _check(self, name: str, dtypes: tuple[str, ...], shape: list[int]) -> None:
+        found = self._tensors[name]
+        if found.get_dtype() not in dtypes or list(found.get_shape()) != shape:
+            raise ValueError(
+                f"{self.file}: the tensor {name!r} must be {' or '.join(dtypes)} of shape {shape}, got"
+                f" {found.get_dtype()} of shape {list(found.get_shape())}"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TeacherTopKFile, (self.file,)
+
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self._offsets) - 1
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.table[index]
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        row = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        return {name: self._tensors[name][row] for name in _DTYPES}
 
 
-class TeacherTopKDataModule(BatchesDataModule):
+class TeacherTopKDataModule(FilesDataModule):
     """A teacher's stored top-k as batches of :class:`~lightning_liger.data.TeacherTopKCollator`.
 
-    Training rows are shuffled in each epoch, depending on ``seed`` and the epoch only, and processes get different
-    rows; validation keeps the order of the file. After ``setup``, ``temperature`` and ``top_k`` are those of the files,
-    and ``text_tokenizer`` is the tokenizer, if there is one.
+    Files are those of :func:`write_teacher_topk`. After ``setup``, ``temperature`` and ``top_k`` are theirs, and
+    ``text_tokenizer`` is the tokenizer, if there is one. Other arguments are those of
+    :class:`~lightning_liger.data.module.FilesDataModule` and :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A file of :func:`write_teacher_topk`, or a folder with such files.
-        validation_path: The same for validation. By default ``validation_fraction`` of the rows of ``path``.
-        validation_fraction: Fraction of the rows that are held out, at least one. 0 means no validation data.
         tokenizer: A folder with the Hugging Face tokenizer of the ids; that of the files must be the same.
         max_length: The maximum number of tokens of a row; the rest is cut off. None keeps all.
         truncation: Which tokens of longer rows stay: "keep_start" or "keep_end".
         packing: Whether the rows of a batch are concatenated into one without padding.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
         pad_token_id: The token of padding. By default that of the tokenizer, or 0.
-        batch_size: Rows per batch of each process.
-        seed: Determines which rows are held out, and the order of the training rows.
-        num_workers: Worker processes per training process that load batches. 0 loads them in the training process.
 
     Raises:
         FileNotFoundError: If there is no file at ``path``, or no tokenizer at ``tokenizer``.
@@ -257,32 +273,19 @@ class TeacherTopKDataModule(BatchesDataModule):
     def __init__(
         self,
         *,
-        path: str | Path,
-        validation_path: str | Path | None = None,
-        validation_fraction: float = 0.02,
         tokenizer: str | Path | None = None,
         max_length: int | None = None,
         truncation: Literal["keep_start", "keep_end"] = "keep_start",
         packing: bool = False,
         pad_to_multiple_of: int = 1,
         pad_token_id: int | None = None,
-        batch_size: int = 8,
-        seed: int = 42,
-        num_workers: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(batch_size=batch_size, seed=seed, num_workers=num_workers)
-        check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
-        check_integer("data.max_length", max_length, at_least=2, optional=True)
-        check_choice("data.truncation", truncation, TRUNCATIONS)
-        check_bool("data.packing", packing)
-        check_integer("data.pad_to_multiple_of", pad_to_multiple_of, at_least=1)
+        super().__init__(**settings)
+        check_layout("data.", max_length, truncation, pad_to_multiple_of, packing)
         check_integer("data.pad_token_id", pad_token_id, at_least=0, optional=True)
-        _topk_files("data.path", path)
-        if validation_path is not None:
-            _topk_files("data.validation_path", validation_path)
         if tokenizer is not None:
             tokenizer_files(tokenizer)
-        self.path, self.validation_path, self.validation_fraction = path, validation_path, float(validation_fraction)
         self.tokenizer, self.pad_token_id = tokenizer, pad_token_id
         self.max_length, self.truncation = max_length, truncation
         self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
@@ -294,40 +297,32 @@ class TeacherTopKDataModule(BatchesDataModule):
     def setup(self, stage: str | None = None) -> None:
         if self.tokenizer is not None:
             self.text_tokenizer = load_tokenizer(self.tokenizer)
-        data = self._open("data.path", self.path)
-        held_out: set[int] = set()
-        if self.validation_path is not None:
-            self.validation_data = self._open("data.validation_path", self.validation_path)
-        elif self.validation_fraction:
-            held_out = held_out_places(len(data), self.validation_fraction, self.seed)
-            self.validation_data = Subset(data, sorted(held_out))
-        train_data = Subset(data, [place for place in range(len(data)) if place not in held_out])
-        self.train_data = train_data
-        num_needed = self.batch_size * self._shard()["num_replicas"] if stage in (None, "fit") else 0
-        if len(train_data) < num_needed:
-            raise ValueError(
-                f"data.path={str(self.path)!r} has {len(train_data)} train rows, but {num_needed} are needed: one batch"
-                f" of data.batch_size={self.batch_size} for each process."
-            )
+        super().setup(stage)
 
-    def _open(self, setting: str, path: Any) -> ConcatDataset[dict[str, Any]]:
-        files = [TeacherTopKFile(file) for file in _topk_files(setting, path)]
+    @override
+    def _files(self, setting: str, path: Any) -> list[Path]:
+        accepted = f"a file that ends in {SUFFIX}, or a folder with such files"
+        return files_at(setting, path, "stored teachers", (SUFFIX,), accepted)
+
+    @override
+    def _read(self, setting: str, files: list[Path]) -> ConcatDataset[dict[str, Any]]:
+        data = [TeacherTopKFile(file) for file in files]
         known = "" if self.text_tokenizer is None else tokenizer_hash(self.text_tokenizer)
-        for file in files:
+        for file in data:
             self.temperature, self.top_k = self.temperature or file.temperature, self.top_k or file.top_k
             if (file.temperature, file.top_k) != (self.temperature, self.top_k):
                 raise ValueError(
-                    f"{setting}: {file.table.file} has top_k={file.top_k} and temperature={file.temperature}, others"
+                    f"{setting}: {file.file} has top_k={file.top_k} and temperature={file.temperature}, others"
                     f" top_k={self.top_k} and temperature={self.temperature}; expected the same in all files"
                 )
             known = known or file.tokenizer_hash
             if file.tokenizer_hash and file.tokenizer_hash != known:
                 others = "other files" if self.tokenizer is None else f"data.tokenizer={str(self.tokenizer)!r}"
                 raise ValueError(
-                    f"{setting}: {file.table.file} has the tokens of another tokenizer (hash"
+                    f"{setting}: {file.file} has the tokens of another tokenizer (hash"
                     f" {file.tokenizer_hash[:12]}) than {others} ({known[:12]})"
                 )
-        return ConcatDataset(files)
+        return ConcatDataset(data)
 
     @override
     def _collator(self) -> TeacherTopKCollator:
@@ -338,8 +333,3 @@ class TeacherTopKDataModule(BatchesDataModule):
         return TeacherTopKCollator(
             Layout(pad or 0, self.max_length, self.truncation, self.pad_to_multiple_of, self.packing)
         )
-
-
-def _topk_files(setting: str, path: Any) -> list[Path]:
-    accepted = f"a file that ends in {SUFFIX}, or a folder with such files"
-    return files_at(setting, path, "stored teachers", (SUFFIX,), accepted)

@@ -5,10 +5,7 @@ Nothing is downloaded, and no code that comes with a tokenizer is run.
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -144,58 +141,37 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> Any:
     return tokenizer.eos_token_id, {**definition, "truncation": None, "padding": None}  # settings of the last call
 
 
-def load_or_train_tokenizer(
-    path: str | Path | None, documents: Callable[[], Iterable[str]], vocab_size: int, cache_dir: Path
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``path``; without one, the tokenizer kept in ``cache_dir``, trained if there is none yet.
-
-    Args:
-        path: A folder with a Hugging Face tokenizer, or ``None``.
-        documents: Returns the training text; called only if a tokenizer has to be trained.
-        vocab_size: Passed to `train_bpe_tokenizer`; has no effect on an existing tokenizer.
-        cache_dir: The folder of the trained tokenizer, and of nothing else.
-    """
-    if path is not None:
-        return load_tokenizer(path)
-    if not cache_dir.exists():
-        with atomic_folder(cache_dir) as folder:
-            train_bpe_tokenizer(documents(), vocab_size).save_pretrained(folder)
-    return load_tokenizer(cache_dir)
-
-
-def write_tokens(file: Path, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, dtype: str) -> int:
-    """Writes the token ids of the documents, with an end-of-sequence token after each; returns their number."""
-    num_tokens = 0
-    pieces = _pieces(documents)
-    with file.open("wb") as out:
-        while batch := list(islice(pieces, _PIECES_PER_BATCH)):
-            texts, ends = zip(*batch, strict=True)
-            # A document that contains the text of a special token is encoded as ordinary characters.
-            encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
-            for ids, ends_document in zip(encoded["input_ids"], ends, strict=True):
-                ids = [*ids, tokenizer.eos_token_id] if ends_document else ids
-                np.asarray(ids, dtype=dtype).tofile(out)
-                num_tokens += len(ids)
-    return num_tokens
-
-
-@contextmanager
-def atomic_folder(destination: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to ``destination`` at the end of the block, unless that raises.
-
-    If another process has made ``destination`` in the meantime, that one is kept.
-    """
-    temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
+def keep_tokenizer(folder: Path, make: Callable[[], PreTrainedTokenizerBase]) -> None:
+    """Saves the tokenizer that ``make`` returns as ``folder``, all of it or nothing, unless the folder exists."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        saved = Path(temporary, "tokenizer")
+        make().save_pretrained(saved)
         try:
-            os.replace(temporary, destination)
+            os.replace(saved, folder)
         except OSError:
-            if not destination.is_dir():
+            if not folder.is_dir():  # another process was faster
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def token_blocks(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Rows of ``block_size`` tokens, ``input_ids`` in int32: the documents, each with an end-of-sequence token, end to
+    end. The incomplete last row is left out."""
+    ids: list[int] = []
+    pieces = _pieces(documents)
+    while batch := list(islice(pieces, _PIECES_PER_BATCH)):
+        texts, ends = zip(*batch, strict=True)
+        # A document that contains the text of a special token is encoded as ordinary characters.
+        encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
+        for part, ends_document in zip(encoded["input_ids"], ends, strict=True):
+            ids += [*part, tokenizer.eos_token_id] if ends_document else part
+        blocks = np.array(ids[: len(ids) // block_size * block_size], dtype=np.int32).reshape(-1, block_size)
+        yield from ({"input_ids": block} for block in blocks)
+        ids = ids[blocks.size :]
 
 
 def _evenly_spaced(documents: Iterable[str], max_bytes: int) -> list[str]:

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
-from liger_ops.loss.gradient_memory import num_numbers_outside
-from liger_ops.loss.linear_cross_entropy import LossArguments
+from liger_ops.loss.head_passes import BackwardArguments, ForwardArguments
 from lightning_liger.lazy.tensor import NO_MEMORY
+from lightning_liger.monitor.flops import FlopCounter
 
 _aten = torch.ops.aten
 _ALLOCATION = 512
@@ -28,7 +27,7 @@ _FLASH_ROWS = 128
 _SECONDS_PER_FLOP = 1e-15
 
 
-class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
+class Ledger(FlopCounter):
     """Counts the bytes of meta tensors and the matrix products made inside of its context.
 
     A :class:`~lightning_liger.activations.profile.Memory`, whose clock counts floating-point operations.
@@ -42,7 +41,7 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._add_flops)
         self.allocated = self.peak = 0
         self.owner = ""
         self.most: Counter[str] = Counter()
@@ -58,11 +57,9 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
-            return _assumed(args[0])
         if func is torch.ops.liger_ops.scale_gradient.default and args[0].dtype == args[2]:
             return args[0]  # in place, for the graph ends with this backward
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         is_layout = any(self._layouts.keys() & {each.untyped_storage()._cdata for each in _tensors(args)})
         for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
             if is_layout:
@@ -71,9 +68,16 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
                 self.add(tensor)
         if func in _TEMPORARIES:
             self.note(_TEMPORARIES[func](*args, **kwargs))
-        if func._overloadpacket in _FLOPS:
-            self._flops += _FLOPS[func._overloadpacket](*args, **kwargs, out_val=result)
         return result
+
+    def value_of(self, tensor: Tensor) -> bool:
+        """The value that a model asks for: masks are those of rows without padding, which hide nothing."""
+        if tensor.dtype == torch.bool:
+            return True
+        raise Unknowable("the model's forward depends on the values of tensors")
+
+    def _add_flops(self, flops: int) -> None:
+        self._flops += flops
 
     def add(self, tensor: Tensor, num_bytes: int | None = None) -> None:
         """Counts a tensor until its storage is gone, once for each storage: as ``num_bytes``, by default its size."""
@@ -156,21 +160,9 @@ class Unknowable(RuntimeError):
     """Raised where a model decides by values of tensors, which the meta device does not have."""
 
 
-def _assumed(tensor: Tensor) -> bool:
-    """The value that a model asks for: masks are those of rows without padding, which hide nothing."""
-    if tensor.dtype == torch.bool:
-        return True
-    raise Unknowable("the model's forward depends on the values of tensors")
-
-
-def _of_loss(*values: Any) -> int:
-    """One chunk of logits and hidden states, or hidden states and the logits that the head's gradient does not hold."""
-    arguments = LossArguments(*values)
+def _of_loss(arguments: ForwardArguments | BackwardArguments) -> int:
+    """One chunk of logits and hidden states."""
     num_tokens, hidden_size = arguments.input.shape
-    if arguments.logits_in_gradient:
-        element_size = arguments.input.element_size()
-        outside = num_numbers_outside(num_tokens, len(arguments.weight), hidden_size, element_size)
-        return (outside + num_tokens * hidden_size) * element_size
     rows = min(arguments.chunk_size, num_tokens)
     hidden = 0 if rows == num_tokens else hidden_size
     return rows * (arguments.weight.shape[0] + hidden) * arguments.input.element_size()
@@ -185,7 +177,8 @@ def _of_flash_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any, **__: 
 
 
 _TEMPORARIES: dict[Any, Callable[..., int]] = {
-    torch.ops.liger_ops.linear_cross_entropy.default: _of_loss,
+    torch.ops.liger_ops.linear_head.default: lambda *values: _of_loss(ForwardArguments(*values)),
+    torch.ops.liger_ops.linear_head_backward.default: lambda *values: _of_loss(BackwardArguments(*values)),
     _aten._scaled_dot_product_flash_attention_backward.default: _of_flash_backward,
 }
 """What operations allocate and free before they return."""
@@ -201,8 +194,8 @@ def _flops_of_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value
     return 2 * query.shape[:-1].numel() * key.shape[2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
+Ledger.formulas = {
+    **FlopCounter.formulas,
     # PyTorch's own formulas raise for grouped queries up to some version.
     _aten._scaled_dot_product_flash_attention: _flops_of_attention,
     _aten._scaled_dot_product_efficient_attention: _flops_of_attention,

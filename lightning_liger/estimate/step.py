@@ -49,7 +49,7 @@ class Step:
 
     @property
     def num_layers(self) -> int:
-        return len(self.profile.seconds)
+        return len(self.profile.layers)
 
     def peak(self, modes: Sequence[Mode]) -> dict[str, int]:
         """The bytes of each of :data:`OWNERS` at the peak of a step whose layers run in these modes."""
@@ -200,7 +200,7 @@ def _whole(
     parts: list[_Part], start: Counter[str], profile: Profile, stand_ins: list[int], logits_bytes: int
 ) -> Step | None:
     """The step of all layers, of the parts that ran."""
-    num_ran, num_layers = len(profile.seconds), len(stand_ins)
+    num_ran, num_layers = len(profile.layers), len(stand_ins)
     in_order = [(None, True), *((index, True) for index in range(num_ran))]
     in_order += [(index, False) for index in reversed(range(num_ran))]
     follow = [(part.layer, part.is_forward) for part in parts] == in_order
@@ -224,21 +224,7 @@ def _whole(
             peaks[segment], at_peak[segment] = highest.total(), highest
         for owner in OWNERS:
             level[owner] += part.growth[owner]
-
-    def of_all(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(values[each] for each in stand_ins)
-
-    profile = replace(
-        profile,
-        peaks=peaks,
-        stored_bytes=of_all(profile.stored_bytes),
-        cheap_bytes=of_all(profile.cheap_bytes),
-        tiled_bytes=of_all(profile.tiled_bytes),
-        tiled_cheap_bytes=of_all(profile.tiled_cheap_bytes),
-        input_bytes=of_all(profile.input_bytes),
-        seconds=of_all(profile.seconds),
-        remade_bytes=of_all(profile.remade_bytes),
-    )
+    profile = replace(profile, peaks=peaks, layers=tuple(profile.layers[each] for each in stand_ins))
     return Step(profile, at_peak, logits_bytes)
 
 
@@ -292,9 +278,10 @@ class _Observer:
 
     def forward_ends(self, index: int) -> None: ...
 
-    def recompute_starts(self, index: int) -> None:
+    def recompute_starts(self, index: int) -> bool:
         self.events.append((index, False))
         self._recorder.recompute_starts(index)
+        return True
 
 
 class _Units:

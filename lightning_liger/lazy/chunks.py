@@ -14,28 +14,16 @@ from torch.utils.checkpoint import checkpoint
 class Rows(NamedTuple):
     """Logits whose values are computed, or read, for one chunk of tokens at a time."""
 
-    tensors: tuple[Tensor, ...]
-    """``[num_tokens, any]`` each: what the values of a token are computed from."""
-    values: Callable[..., Tensor]
-    """Gets the same rows of all tensors; returns their values, ``[chunk_size, vocab_size]``."""
+    tensor: Tensor
+    """``[num_tokens, any]``: what the values of a token are computed from."""
+    values: Callable[[Tensor], Tensor]
+    """Gets some of its rows; returns their values, ``[chunk_size, vocab_size]``."""
     requires_grad: bool
 
 
 def real_rows(logits: Tensor) -> Rows:
     """The rows of materialized logits, ``[..., vocab_size]``."""
-    return Rows((logits.reshape(-1, logits.shape[-1]),), lambda rows: rows, logits.requires_grad)
-
-
-class _InferenceRows(NamedTuple):
-    """Rows of a tensor made under ``torch.inference_mode``, of which autograd may save copies only."""
-
-    rows: Tensor
-
-
-def _split(tensor: Tensor, chunk_size: int) -> Sequence[Tensor | _InferenceRows]:
-    rows = tensor.split(chunk_size)
-    is_normal = not tensor.is_inference() or torch.is_inference_mode_enabled()
-    return rows if is_normal else [_InferenceRows(each) for each in rows]
+    return Rows(logits.reshape(-1, logits.shape[-1]), lambda rows: rows, logits.requires_grad)
 
 
 def over_chunks(
@@ -53,23 +41,26 @@ def over_chunks(
     Returns:
         The results of all chunks, joined in their first dimension.
     """
-    ends = [0]
-    for source in sources:
-        ends.append(ends[-1] + len(source.tensors))
 
-    def of_chunk(*chunk: Tensor | _InferenceRows) -> Any:
-        rows = [each.rows.clone() if isinstance(each, _InferenceRows) else each for each in chunk]
-        values = [source.values(*rows[start:end]) for source, start, end in zip(sources, ends, ends[1:], strict=False)]
-        return function(*values, *rows[ends[-1] :])
+    def of_chunk(*chunk: Tensor) -> Any:
+        rows = [normal(each) for each in chunk]
+        values = [source.values(each) for source, each in zip(sources, rows, strict=False)]
+        return function(*values, *rows[len(sources) :])
 
-    tensors = [*(tensor for source in sources for tensor in source.tensors), *token_tensors]
-    requires_grad = any(source.requires_grad for source in sources) or any(t.requires_grad for t in token_tensors)
-    compute: Callable[..., Any] = of_chunk
-    if requires_grad and torch.is_grad_enabled():
-        compute = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-    chunks = zip(*(_split(tensor, chunk_size) for tensor in tensors), strict=True)
-    parts = [compute(*chunk) for chunk in chunks]
+    leaves: list[Any] = [*sources, *token_tensors]
+    requires_grad = any(each.requires_grad for each in leaves) and torch.is_grad_enabled()
+    tensors = (*(source.tensor for source in sources), *token_tensors)
+    parts = []
+    for chunk in zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True):
+        # No arguments of checkpoint, which would save them: those of inference mode may not be saved.
+        compute = partial(of_chunk, *chunk)
+        parts.append(checkpoint(compute, use_reentrant=False, preserve_rng_state=False) if requires_grad else compute())
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
     return tuple(joined) if type(parts[0]) is tuple else type(parts[0])(joined)
+
+
+def normal(tensor: Tensor) -> Tensor:
+    """A tensor that autograd may save, which those of ``torch.inference_mode`` may not be."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor

@@ -104,11 +104,8 @@ class DistributedLazyLogits(LazyLogits):
     Operations that need it in the place of these are refused, and everything after a write to such a view.
     """
 
+    is_local = False
     recipe: DistributedRecipe
-
-    @property
-    def is_local(self) -> bool:
-        return False
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
-from liger_ops.backend import needs_graph, without_autocast
+from liger_ops.backend import without_autocast
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
-from liger_ops.loss.gradient_memory import holds_logits
 
 
 @dataclass
@@ -27,7 +26,7 @@ class FusionCounters:
     num_materialized: int = 0
     """Times that the logits were materialized with gradients enabled."""
     bytes_avoided: int = 0
-    """Bytes of the logits minus those of one chunk, or those outside of the head's gradient, over all losses."""
+    """Bytes of the logits minus those of one chunk, over all losses."""
     is_gathered: bool = False
     """Whether an engine gathers the parameters for each use, so that they change without a change of their version."""
 
@@ -75,11 +74,6 @@ class HeadParameters:
         return self.weight.shape[0]
 
     @property
-    def is_expression(self) -> bool:
-        """Whether it is a function of the logits of heads."""
-        return False
-
-    @property
     def is_whole(self) -> bool:
         """Whether its tensors hold the whole vocabulary, so that they can be sliced along it."""
         return True
@@ -94,24 +88,24 @@ class HeadParameters:
             setattr(other, name, tensor)
         return other
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> HeadParameters:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same head with ``function`` applied to its tensors."""
         names = ("weight", "bias", "adapter")
         tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         return self._replaced(**{name: function(tensor) for name, tensor in tensors.items()})
 
-    def cast(self) -> HeadParameters:
+    def cast(self) -> Self:
         """The same head with its parameters in ``compute_dtype``."""
         dtype = self.compute_dtype
         if all(tensor is None or tensor.dtype == dtype for tensor in (self.weight, self.bias, self.adapter)):
             return self
         return self.map(lambda parameter: parameter.to(dtype))
 
-    def with_adapter(self, weight: Tensor) -> HeadParameters:
+    def with_adapter(self, weight: Tensor) -> Self:
         """The same head with one more low-rank update, whose input follows all other columns of the hidden states."""
         return self._replaced(adapter=weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1))
 
-    def with_bias(self, bias: Tensor) -> HeadParameters:
+    def with_bias(self, bias: Tensor) -> Self:
         """The same head with another bias, ``[vocab_size]``."""
         return self._replaced(bias=bias)
 
@@ -164,22 +158,6 @@ class HeadParameters:
         if chunk_bytes is None:
             return default_chunk_size(num_tokens, vocab_size, element_size, self.weight.device, hidden_size)
         return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
-
-    def gradient_holds_logits(self, num_tokens: int) -> bool:
-        """Whether the loss's logits lie in the memory of the weight's gradient, if they take several chunks."""
-        options = self.loss_options()
-        return (
-            options.get("chunk_bytes") is None
-            and options.get("vocab_shard") is None
-            and needs_graph(self.weight)
-            and holds_logits(
-                num_tokens,
-                self.weight,
-                self.compute_dtype,
-                beside=(self.bias, self.adapter),
-                accumulate_dtype=options.get("accumulate_dtype"),
-            )
-        )
 
 
 class LogitTransform(NamedTuple):

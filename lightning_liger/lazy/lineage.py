@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_ops import backend
-from lightning_liger.lazy.recipe import Recipe, version
+from lightning_liger.lazy.recipe import Recipe
 from lightning_liger.lazy.warning import warn_kept
 
 Replay = Callable[[Tensor], Any]
@@ -36,18 +36,13 @@ class Lineage:
     """
 
     __slots__ = (
-        *("__weakref__", "_modes", "bypassed_by", "kept", "members", "parent", "reads", "rounded_by"),
-        *("recipe", "replay", "tensor", "twin", "watched_by"),
+        *("__weakref__", "_modes", "bypassed_by", "kept", "members", "parent", "recipe", "replay", "rounded_by"),
+        *("tensor", "twin", "watched_by"),
     )
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        recipe: Recipe,
-        twin: Tensor,
-        parent: Lineage | None = None,
-    ) -> None:
-        self.tensor: Callable[[], Tensor | None] = _Reference(tensor)
+    def __init__(self, tensor: Tensor, recipe: Recipe, twin: Tensor, parent: Lineage | None = None) -> None:
+        self.tensor: Callable[[], Any] = _Reference(tensor)
+        """The lazy logits, None if they are gone or real."""
         self.recipe = recipe
         self.twin = twin
         self.parent = parent
@@ -57,10 +52,8 @@ class Lineage:
         """The name of an operation whose gradient does not pass through these logits."""
         self.kept: Tensor | None = None
         """The values of a head's output, once :meth:`values` has computed them."""
-        self.reads: list[Read] = []
-        """What was read from the logits that came from one output, in the lineage of that."""
         self.rounded_by: str | None = None
-        """The name of a function with gradients that read some values, and rounded them differently."""
+        """In the lineage of a head's output, the name of a read with gradients, which may round differently."""
         self.watched_by: str | None = None
         """The name of an operation that turned these logits real to see their gradient."""
         self.members: list[weakref.ref[Lineage]] = [] if parent is None else parent.members
@@ -82,19 +75,10 @@ class Lineage:
         found = (member() for member in self.members)
         return [lineage for lineage in found if lineage is not None and lineage.tensor() is not None]
 
-    def forget_tensor(self) -> None:
-        """Drops the weak reference to the lazy logits."""
-        self.tensor = _nothing
-
     @property
     def root(self) -> Lineage:
         """The lineage of the head's output."""
         return self if self.parent is None else self.parent.root
-
-    @property
-    def is_expression(self) -> bool:
-        """Whether these are a function of the logits of heads."""
-        return self.recipe.head.is_expression
 
     def values(self, operation: str) -> Tensor:
         """The real logits without a graph, all derived from one computation of the head's output."""
@@ -114,6 +98,21 @@ class Lineage:
                 modes.enter_context(torch.autocast(parent.device.type, autocast_dtype))
             return self.replay(parent)
 
+    def settle(self, place: str) -> None:
+        """Turns the tree into real tensors; what cannot become real refuses to be read from now on."""
+        for lineage in self.alive()[:1]:
+            tensor = lineage.tensor()
+            warn_kept(place, tensor.shape, tensor.dtype)
+            try:
+                tensor.become_real(place, warn=False)
+            except RuntimeError as error:
+                self.refuse(f"parameters may have changed ({str(error).partition('. Call')[0]})")
+
+    def refuse(self, reason: str) -> None:
+        """Makes later reads of the tree's logits raise with ``reason``."""
+        for lineage in self.alive():
+            lineage.recipe.refuse(reason)
+
 
 @functools.cache
 def living() -> WeakSet[Lineage]:
@@ -129,22 +128,7 @@ def settle(place: str) -> None:
     refuses to be read from now on.
     """
     for root in list(living()):
-        _settle(root, place)
-
-
-def _settle(root: Lineage, place: str) -> None:
-    for lineage in root.alive()[:1]:
-        tensor: Any = lineage.tensor()
-        warn_kept(place, tensor.shape, tensor.dtype)
-        try:
-            tensor.become_real(place, warn=False)
-        except RuntimeError as error:
-            _refuse(root, f"parameters may have changed ({str(error).partition('. Call')[0]})")
-
-
-def _refuse(root: Lineage, reason: str) -> None:
-    for lineage in root.alive():
-        lineage.recipe.refuse(reason)
+        root.settle(place)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,56 +155,18 @@ def _before_change(optimizer: Optimizer) -> None:
         return
     changing = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for root in roots:
-        if changing.isdisjoint(map(_place, root.recipe.tensors().values())):
+        is_gathered = root.recipe.head.counters.is_gathered  # from parameters that are elsewhere
+        if not is_gathered and changing.isdisjoint(map(_place, root.recipe.tensors().values())):
             continue
-        alive: list[Any] = [lineage.tensor() for lineage in root.alive()]
-        if not all(tensor.requires_grad for tensor in alive):
-            _settle(root, "optimizer.step()")
+        if all(lineage.tensor().requires_grad for lineage in root.alive()):
+            root.refuse("an optimizer has changed its parameters")
         else:
-            _refuse(root, "an optimizer has changed its parameters")
+            root.settle("optimizer.step()")
 
 
 def _place(tensor: Tensor) -> int:
     """What a tensor and its detached copies have in common."""
     return tensor.data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else id(tensor)
-
-
-class Read(NamedTuple):
-    """A tensor that was read from lazy logits, and its version then."""
-
-    values: weakref.ref[Tensor]
-    version: int
-    again: Callable[[], Tensor | None] | None
-    """Reads the same values without gradients, None if that is too late; None if they agree with the real logits."""
-    is_apart: bool
-    """Whether they were computed apart from the other logits, with a gradient."""
-
-
-def tensor_of(lineage: weakref.ref[Lineage]) -> Tensor | None:
-    """The lazy logits of a lineage, None if they are gone."""
-    alive = lineage()
-    return None if alive is None else alive.tensor()
-
-
-def comparable(value: Any, roots: list[Lineage], operation: str) -> Any:
-    """``value``, an argument of a comparison with lazy logits, as it is without gradients if it was read from them.
-
-    Raises:
-        RuntimeError: If it may depend on values that were rounded differently.
-    """
-    exact = None
-    for read in (read for root in roots for read in root.reads):
-        if isinstance(value, Tensor) and read.values() is value and read.version == version(value):
-            exact = value if read.again is None else read.again()
-    rounded_by = next((root.rounded_by for root in roots if root.rounded_by is not None), None)
-    is_expression = any(root.rounded_by is not None and root.is_expression for root in roots)
-    is_other = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0 and exact is None
-    if rounded_by is not None and (is_expression or (is_other and not hasattr(value, "lineage"))):
-        raise RuntimeError(
-            f"{operation} compares an LM head's lazy output with a tensor, after {rounded_by} read values of it with"
-            f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {rounded_by}"
-        )
-    return value if exact is None else exact
 
 
 def laid_out(values: Tensor, twin: Tensor) -> Tensor:
@@ -229,7 +175,3 @@ def laid_out(values: Tensor, twin: Tensor) -> Tensor:
     if values.stride() == twin.stride() or values.permute(order).is_contiguous():
         return values
     return values.permute(order).contiguous().permute([order.index(dim) for dim in range(twin.ndim)])
-
-
-def _nothing() -> None:
-    return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -30,10 +30,8 @@ from liger_ops import (
 )
 from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
-from liger_ops.loss.gradient_memory import num_tokens_outside
-from lightning_liger.lazy.chunks import over_chunks
+from lightning_liger.lazy.chunks import normal, over_chunks
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
-from lightning_liger.lazy.recipe import version
 from lightning_liger.lazy.tensor import LazyTensor
 
 _NO_LABEL = -(2**62)
@@ -83,15 +81,6 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _normal(tensor: Tensor) -> Tensor:
-    """A tensor that autograd may save, which those of ``torch.inference_mode`` may not be."""
-    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
-
-
-def _is_floating(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_floating_point()
-
-
 class LazyLogits(LazyTensor):
     """The logits ``hidden_states @ weight.T + bias`` of a linear head, computed only where an operation needs them.
 
@@ -135,8 +124,7 @@ class LazyLogits(LazyTensor):
 
         Otherwise they read the values of all, which are kept, or those of a DTensor.
         """
-        is_kept = not self.is_differentiable and self.is_floating_point() and self.lineage.root.recipe.is_small
-        return self.is_local and not is_kept
+        return self.is_local and (self.is_differentiable or not self.lineage.root.recipe.is_small)
 
     def at_labels(self, labels: Tensor) -> Tensor:
         """The value of each token's label: ``labels`` and the result are ``[...]``.
@@ -195,35 +183,6 @@ class LazyLogits(LazyTensor):
 
         return laid_out(parts) if isinstance(parts, Tensor) else type(parts)([laid_out(part) for part in parts])
 
-    def linear_sum(self, dtype: torch.dtype) -> Tensor | None:
-        """The sum over the vocabulary of each token where the head's summed rows suffice, ``[...]``; else None."""
-        head, transform = self.head, self.transform
-        if not head.is_whole or transform.normalized or transform.tanh_scale is not None:
-            return None
-        self.notice("a mean over the vocabulary")
-        total = torch.zeros((), dtype=dtype, device=self.device)
-        with without_autocast(self.device.type):
-            for input, weight in head.factors(self.tokens):
-                total = total + input.to(dtype) @ weight.sum(0, dtype=dtype)
-            if head.bias is not None:
-                total = total + head.bias.sum(dtype=dtype)
-        return total * transform.scale
-
-    def remember_log_sum_exp(self, lse: Tensor) -> Tensor:
-        """Notes on ``lse`` that it is the log-sum-exp of these logits; returns it."""
-        lse._liger_log_sum_exp_of = self.recipe, version(lse)  # type: ignore[attr-defined]
-        return lse
-
-    def is_log_sum_exp(self, lse: Tensor) -> bool:
-        """Whether ``lse`` is the unchanged log-sum-exp of these logits, with the vocabulary's dimension kept."""
-        recipe, written = getattr(lse, "_liger_log_sum_exp_of", (None, 0))
-        if recipe is None or version(lse) != written or lse.ndim != self.ndim:
-            return False
-        if torch.is_grad_enabled() and lse.requires_grad != self.requires_grad:
-            return False
-        same = recipe.hidden_states is self.hidden_states and recipe.head is self.head
-        return same and recipe.transform == self.transform and recipe.vocab_dim == self.vocab_dim == -1
-
     def cross_entropy(
         self,
         target: Tensor,
@@ -257,24 +216,17 @@ class LazyLogits(LazyTensor):
             label_smoothing=label_smoothing,
             return_stats=return_stats,
         )
-        self._count_loss(in_gradient=reduction != "none")
+        self._count_loss()
         return result
 
-    def _count_loss(
-        self, chunk_bytes: int | None = None, teacher: LazyLogits | None = None, *, in_gradient: bool = False
-    ) -> None:
-        """Counts a loss of these logits, or of these and a teacher's, in chunks as the op chooses them.
-
-        Or, where they may be ``in_gradient``, in the memory of the head's gradient.
-        """
+    def _count_loss(self, chunk_bytes: int | None = None, teacher: LazyLogits | None = None) -> None:
+        """Counts a loss of these logits, or of these and a teacher's, which has one chunk of them at a time."""
         head, num_tokens = self.head, self.recipe.num_tokens
-        models = [self] if teacher is None else [self, teacher]
-        element_size = sum(each.head.compute_dtype.itemsize for each in models)
+        heads = [head] if teacher is None else [head, teacher.head]
+        element_size = sum(each.compute_dtype.itemsize for each in heads)
         hidden_size = head.weight.shape[1] if needs_graph(head.weight) else 0
         rows = head.chunk_size(num_tokens, head.weight.shape[0], element_size, chunk_bytes, hidden_size)
-        if in_gradient and rows < num_tokens and head.gradient_holds_logits(num_tokens):
-            rows = num_tokens_outside(num_tokens, hidden_size)
-        bytes_of_token = sum(each.vocab_size * each.head.compute_dtype.itemsize for each in models)
+        bytes_of_token = sum(each.vocab_size * each.compute_dtype.itemsize for each in heads)
         head.counters.num_losses += 1
         head.counters.bytes_avoided += max(0, num_tokens - rows) * bytes_of_token
 
@@ -307,45 +259,31 @@ class LazyLogits(LazyTensor):
         assert scores.log_probs is not None
         return scores.log_probs
 
-    def token_scores(
-        self,
-        labels: Tensor,
-        *,
-        temperature: float | Tensor = 1.0,
-        outputs: Sequence[str] = ("log_probs",),
-        detach: Sequence[str] = (),
-        **options: Any,
-    ) -> TokenScores:
-        """As :func:`lightning_liger.token_scores`."""
+    def token_scores(self, labels: Tensor, **options: Any) -> TokenScores:
+        """As :func:`lightning_liger.token_scores`; not ``lse`` and ``mean_logit`` of a log-softmax."""
+        self._check_outputs(options)
         self._count_loss(options.get("chunk_bytes"))
-        shifted = self.shifted(outputs)
-        scores = self._fused(
-            linear_log_probs, labels, temperature=temperature, outputs=outputs, detach=detach, **options
-        )
-        if shifted:
-            shift = self._fused(linear_log_probs, labels, outputs=("lse",), **options).lse / temperature
-            moved = {name: getattr(scores, name) - (shift.detach() if name in detach else shift) for name in shifted}
-            scores = scores._replace(**moved)
+        scores = self._fused(linear_log_probs, labels, **options)
         dtype = torch.promote_types(self.dtype, torch.float32)  # a float64 head's logits may have been cast
-        return TokenScores(*(score.to(dtype) if _is_floating(score) else score for score in scores))
+        is_floating = [score is not None and score.is_floating_point() for score in scores]
+        return TokenScores(
+            *(score.to(dtype) if floats else score for score, floats in zip(scores, is_floating, strict=True))
+        )
 
     def token_loss(
-        self,
-        labels: Tensor,
-        loss: Callable[[TokenScores, Tensor], Tensor],
-        *,
-        temperature: float | Tensor = 1.0,
-        outputs: Sequence[str] = ("log_probs",),
-        **options: Any,
+        self, labels: Tensor, loss: Callable[[TokenScores, Tensor], Tensor], **options: Any
     ) -> tuple[Tensor, TokenScores]:
-        """As :func:`lightning_liger.token_loss`."""
+        """As :func:`lightning_liger.token_loss`; not ``lse`` and ``mean_logit`` of a log-softmax."""
+        self._check_outputs(options)
         self._count_loss(options.get("chunk_bytes"))
-        if shifted := self.shifted(outputs):
+        return self._fused(linear_token_loss, labels, loss, **options)
+
+    def _check_outputs(self, options: Mapping[str, Any]) -> None:
+        if shifted := self.shifted(options.get("outputs", ())):
             raise ValueError(
-                f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got {outputs!r}; pass the"
-                " logits before their log-softmax"
+                f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got"
+                f" {options['outputs']!r}; pass the logits before their log-softmax"
             )
-        return self._fused(linear_token_loss, labels, loss, temperature=temperature, outputs=outputs, **options)
 
     def topk_log_probs(self, ids: Tensor, **options: Any) -> Tensor:
         """As :func:`lightning_liger.topk_log_probs`, without temperatures of single tokens."""
@@ -359,21 +297,16 @@ class LazyLogits(LazyTensor):
         self._count_loss(options.get("chunk_bytes"), teacher)
         with torch.no_grad():
             of_teacher = teacher._head_arguments("a divergence")
-            pair = _normal(of_teacher.pop("input")), _normal(of_teacher.pop("linear_weight"))
+            pair = normal(of_teacher.pop("input")), normal(of_teacher.pop("linear_weight"))
             adapter = of_teacher.pop("adapter")
-            options["teacher_adapter"] = adapter and tuple(map(_normal, adapter))
+            options["teacher_adapter"] = adapter and tuple(map(normal, adapter))
             bias = of_teacher.pop("linear_bias")
-            options["teacher_bias"] = None if bias is None else _normal(bias)
+            options["teacher_bias"] = None if bias is None else normal(bias)
         options |= {f"teacher_{name}": value for name, value in of_teacher.items()}
         loss = self._fused(linear_divergence, *pair, **options)
         assert isinstance(loss, Tensor)
         dtype = torch.promote_types(torch.promote_types(self.dtype, teacher.dtype), torch.float32)
         return loss.to(dtype)
-
-    @property
-    def is_expression(self) -> bool:
-        """Whether these are a function of the logits of heads, not of one head."""
-        return self.head.is_expression
 
     def shifted(self, outputs: Sequence[str]) -> list[str]:
         """The outputs on which a log-softmax of the logits has an effect."""

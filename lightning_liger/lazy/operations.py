@@ -16,16 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.lazy.expressions import LazyExpression
-from lightning_liger.lazy.functions import elementwise, is_vocab, logsumexp_of_stack
 from lightning_liger.lazy.head import LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.table import implements
 
 Entry = Callable[..., Any]
-_REDUCED = ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
+_REDUCTIONS = ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
 _MASKS = (torch.bool, torch.uint8)
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_vocab(x: LazyLogits, dim: Any) -> bool:
+    """Whether a dimension, or a sequence of one, is the vocabulary's."""
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        dim = dim[0]
+    ndim = x.twin.ndim  # a plain tensor answers faster
+    return isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim == x.vocab_dim % ndim
 
 
 # Values: scale, soft-cap, log-softmax, casts
@@ -33,6 +39,8 @@ _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def _factor(x: LazyLogits, other: Any) -> float | None:
     """``other`` as a number, None if reading it would wait for the device or it requires a gradient."""
+    if isinstance(other, LazyLogits):
+        return None
     if isinstance(other, Tensor):
         fits = other.ndim == 0 or (other.numel() == 1 and other.ndim <= x.ndim and other.device == x.device)
         if not fits or other.requires_grad or other.device.type != "cpu" or other.is_complex():
@@ -67,29 +75,21 @@ def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     return _in_dtype(x, dtype, scale=scale)
 
 
-@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True, takes_lazy_arguments=True)
-def _multiply(x: Any, other: Any) -> Any:
-    if isinstance(x, LazyLogits) and (scaled := _scale(x, other, divide=False)) is not NotImplemented:
-        return scaled
-    return elementwise("mul", torch.mul, x, other)
+@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)
+def _multiply(x: LazyLogits, other: Any) -> Any:
+    return _scale(x, other, divide=False)
 
 
 @implements("div", "divide", "true_divide", "__truediv__", "__div__")
 def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
-    if rounding_mode is None and (scaled := _scale(x, other, divide=True)) is not NotImplemented:
-        return scaled
-    return elementwise("div", torch.div, x, other) if rounding_mode is None else NotImplemented
+    return _scale(x, other, divide=True) if rounding_mode is None else NotImplemented
 
 
-@implements("add", "__add__", "__radd__", commutative=True, takes_lazy_arguments=True)
-def _add(x: Any, other: Any) -> Any:
-    if not isinstance(x, LazyLogits) or x.transform != LogitTransform(x.dtype) or not x.head.is_whole:
-        return elementwise("add", torch.add, x, other)
-    if isinstance(other, LazyExpression):
-        return elementwise("add", torch.add, x, other)
-    if isinstance(other, LazyLogits):
-        return _add_low_rank(x, other)
-    return _add_bias(x, other) if isinstance(other, Tensor) else NotImplemented
+@implements("add", "__add__", "__radd__", commutative=True)
+def _add(x: LazyLogits, other: Any) -> Any:
+    if x.transform != LogitTransform(x.dtype) or not x.head.is_whole or not isinstance(other, Tensor):
+        return NotImplemented
+    return _add_low_rank(x, other) if isinstance(other, LazyLogits) else _add_bias(x, other)
 
 
 def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
@@ -152,7 +152,7 @@ def _cast(x: LazyLogits, dtype: torch.dtype) -> Any:
     return x if dtype == x.twin.dtype else _in_dtype(x, dtype)
 
 
-@implements("to")
+@implements("to", "type_as")
 def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = False, **kwargs: Any) -> Any:
     dtype, device = x.dtype, x.device
     for value in (*args, *kwargs.values()):
@@ -164,34 +164,26 @@ def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = Fals
             device = torch.device(value)
         elif value is not None and value is not False:  # True is a copy, an object a memory format
             return NotImplemented
-    if not _is_on(x, device):
+    if device.type != x.device.type or device.index not in (None, x.device.index):
         return NotImplemented
     return _in_dtype(x, dtype) if copy else _cast(x, dtype)
 
 
-def _is_on(x: LazyLogits, device: torch.device) -> bool:
-    return device.type == x.device.type and device.index in (None, x.device.index)
-
-
 @implements("cpu")
 def _cpu(x: LazyLogits) -> Any:
-    return x if x.device.type == "cpu" else NotImplemented
+    return _to(x, "cpu")
 
 
 @implements("cuda")
 def _cuda(x: LazyLogits, device: Any = None, *, non_blocking: bool = False) -> Any:
-    current = torch.device("cuda", torch.cuda.current_device()) if x.is_cuda and device is None else device
-    return x if x.is_cuda and _is_on(x, torch.device(current)) else NotImplemented
+    return _to(x, torch.cuda.current_device() if device is None else device) if x.is_cuda else NotImplemented
 
 
 @implements("type")
-def _type(x: LazyLogits, dtype: torch.dtype) -> Any:
+def _type(x: LazyLogits, dtype: torch.dtype | None = None) -> Any:
+    if dtype is None:
+        return torch.empty(0, dtype=x.dtype, device=x.device).type()
     return _cast(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
-
-
-@implements("type_as")
-def _type_as(x: LazyLogits, other: Tensor) -> Any:
-    return _to(x, other)
 
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
@@ -265,17 +257,8 @@ def _unflatten(x: LazyLogits, dim: int, sizes: Any) -> Any:
     return NotImplemented if is_vocab(x, dim) else _follow(torch.unflatten, x, dim, sizes)
 
 
-@implements("reshape")
-def _reshape(x: LazyLogits, *args: Any, shape: Any = None) -> Any:
-    return _to_sizes(Tensor.reshape, x, shape or args)
-
-
-@implements("view")
-def _view(x: LazyLogits, *args: Any, size: Any = None) -> Any:
-    return _to_sizes(Tensor.view, x, size or args)
-
-
-def _to_sizes(function: Entry, x: LazyLogits, sizes: Any) -> Any:
+def _to_sizes(function: Entry, x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> Any:
+    sizes = shape or size or args
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = sizes[0]
     if not all(isinstance(value, int) for value in sizes):
@@ -295,30 +278,22 @@ def _to_sizes(function: Entry, x: LazyLogits, sizes: Any) -> Any:
     return NotImplemented
 
 
-@implements("reshape_as")
-def _reshape_as(x: LazyLogits, other: Tensor) -> Any:
-    return _to_sizes(Tensor.reshape, x, tuple(other.shape))
+def _to_sizes_of(function: Entry, x: LazyLogits, other: Tensor) -> Any:
+    return _to_sizes(function, x, *other.shape)
 
 
-@implements("view_as")
-def _view_as(x: LazyLogits, other: Tensor) -> Any:
-    return _to_sizes(Tensor.view, x, tuple(other.shape))
+for _name in ("view", "reshape"):
+    implements(_name)(partial(_to_sizes, getattr(Tensor, _name)))
+    implements(f"{_name}_as")(partial(_to_sizes_of, getattr(Tensor, _name)))
 
 
 def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Applies a function that slices one dimension, its argument at ``position``."""
+    """Applies a function that slices one dimension other than the vocabulary, its argument at ``position``."""
     dim = kwargs.get("dim", args[position] if len(args) > position else 0)
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or is_vocab(x, dim):
         return NotImplemented
-    if is_vocab(x, dim):
-        if function not in (torch.narrow, torch.index_select) or x.transform.normalized or not x.head.is_whole:
-            return NotImplemented
-        twin = function(x.twin, *_on_meta(args), **_on_meta(kwargs))
-        # The head's vocabulary is its first dimension.
-        kwargs |= {"dim": 0} if "dim" in kwargs else {}
-        args = args if "dim" in kwargs else (0, *args[1:])
-        return x.recorded(twin, head=x.head.map(lambda parameter: function(parameter, *args, **kwargs)))
-    twins = function(x.twin, *_on_meta(args), **_on_meta(kwargs))
+    on_meta = (value.to("meta") if isinstance(value, Tensor) else value for value in (*args, *kwargs.values()))
+    twins = function(x.twin, *(next(on_meta) for _ in args), **dict(zip(kwargs, on_meta, strict=True)))
     parts = function(x.hidden_states, *args, **kwargs)
     is_after = dim % x.ndim > x.vocab_dim % x.ndim
 
@@ -330,16 +305,9 @@ def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwar
     return tuple(lazy(twin, part) for twin, part in zip(twins, parts, strict=True))
 
 
-def _on_meta(arguments: Any) -> Any:
-    """Positional or keyword arguments with their tensors on the meta device."""
-    if isinstance(arguments, dict):
-        return dict(zip(arguments, _on_meta(tuple(arguments.values())), strict=True))
-    return tuple(value.to("meta") if isinstance(value, Tensor) else value for value in arguments)
-
-
 _DIM_POSITIONS = {"narrow": 0, "select": 0, "index_select": 0, "unbind": 0, "chunk": 1, "tensor_split": 1}
 for _name, _position in _DIM_POSITIONS.items():
-    implements(_name)(partial(_along_dim, getattr(torch, _name), _position))
+    implements(_name)(partial(_along_dim, getattr(Tensor, _name), _position))
 
 
 @implements("split")
@@ -447,7 +415,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if not _classes_are_vocab(x, target) or isinstance(x, LazyExpression):
+    if not _classes_are_vocab(x, target):
         return NotImplemented
     if size_average is not None or reduce is not None:  # the deprecated spelling
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
@@ -459,18 +427,8 @@ def _cross_entropy(
 
 
 @implements("nll_loss")
-def _nll_loss(
-    x: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    if not x.transform.normalized:
-        return NotImplemented
-    return _cross_entropy(x, target, weight, size_average, ignore_index, reduce, reduction)
+def _nll_loss(x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
 
 
 # Reductions over the vocabulary
@@ -504,23 +462,32 @@ def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = Fal
     return type(result)([part.squeeze(x.vocab_dim) for part in result])
 
 
-for _name in _REDUCED:
+for _name in _REDUCTIONS:
     implements(_name)(partial(_reduce, getattr(torch, _name)))
 
 
 @implements("logsumexp", "special_logsumexp")
 def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
-    if not is_vocab(x, dim):
-        return logsumexp_of_stack(x, dim, keepdim)
-    if x.is_expression or x.transform.normalized or not x.is_local:
+    if not is_vocab(x, dim) or not x.is_differentiable or not x.is_local or x.transform.normalized:
         return _reduce(torch.logsumexp, x, dim, keepdim)
-    if x.is_differentiable:
-        result = x.log_sum_exp().unsqueeze(x.vocab_dim)
-    elif x.is_streamed:
-        result = _reduce(torch.logsumexp, x, dim, True)
-    else:
-        result = torch.logsumexp(x.real_values("logsumexp"), dim, keepdim=True)
-    return x.remember_log_sum_exp(result) if keepdim else result.squeeze(x.vocab_dim)
+    return x.log_sum_exp().unsqueeze(x.vocab_dim) if keepdim else x.log_sum_exp()
+
+
+def _sum(
+    x: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, is_mean: bool = False
+) -> Any:
+    dims = tuple(range(x.ndim)) if dim in (None, ()) else tuple(dim) if isinstance(dim, tuple | list) else (dim,)
+    dtype = x.dtype if dtype is None else dtype
+    if not x.is_streamed or not dtype.is_floating_point or not any(is_vocab(x, each) for each in dims):
+        return NotImplemented
+    precise = torch.promote_types(dtype, torch.float32)
+    sums = x.over_chunks(lambda values: values.sum(-1, keepdim=True, dtype=precise))
+    total = sums.sum(dims, keepdim)
+    return (total / math.prod(x.shape[each] for each in dims) if is_mean else total).to(dtype)
+
+
+implements("sum")(_sum)
+implements("mean")(partial(_sum, is_mean=True))
 
 
 @implements("topk")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
 from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -93,24 +90,13 @@ class Recipe:
         return logits if self.vocab_dim == -1 else logits.movedim(-1, self.vocab_dim)
 
     def _project(self) -> Tensor:
-        if self._is_whole_product:
+        # With gradients all values at once; otherwise as for reductions, since sizes change the rounding.
+        if self.is_small or (torch.is_grad_enabled() and self.requires_grad):
             return self.head.project(self.tokens)
+        result = self.tokens.new_empty((self.num_tokens, self.head.vocab_size), dtype=self.head.compute_dtype)
         rows = self.tokens.reshape(self.num_tokens, self.tokens.shape[-1])
-        return self._in_chunks([rows], self.head.project)
-
-    @property
-    def _is_whole_product(self) -> bool:
-        """Whether all values are computed at once; otherwise as for reductions, since sizes change the rounding."""
-        return self.is_small or (torch.is_grad_enabled() and self.requires_grad)
-
-    def _in_chunks(self, tensors: Iterable[Tensor], values: Callable[..., Tensor]) -> Tensor:
-        """The values of all tokens without a graph, from the same chunks as those of reductions."""
-        chunks = zip(*(each.split(self.chunk_size) for each in tensors), strict=True)
-        first = values(*next(chunks))
-        result = first.new_empty((self.num_tokens, self.head.vocab_size))
-        result[: len(first)] = first
-        for number, rows in enumerate(chunks, 1):
-            result[number * self.chunk_size :][: self.chunk_size] = values(*rows)
+        for chunk, values in zip(rows.split(self.chunk_size), result.split(self.chunk_size), strict=True):
+            values.copy_(self.head.project(chunk))
         return result.view(*self.tokens.shape[:-1], self.head.vocab_size)
 
     @property
@@ -121,8 +107,8 @@ class Recipe:
     @property
     def is_small(self) -> bool:
         """Whether all values take no more memory than a chunk may."""
-        is_on_gpu = self.hidden_states.device.type == "cuda"
-        budget: int = self.head.options.get("chunk_bytes", MIN_CHUNK_BYTES if is_on_gpu else CPU_CHUNK_BYTES)
+        default = MIN_CHUNK_BYTES if self.hidden_states.is_cuda else CPU_CHUNK_BYTES
+        budget: int = self.head.options.get("chunk_bytes", default)
         return self.num_tokens * self.head.vocab_size * self._element_size <= budget
 
     @property
@@ -137,14 +123,14 @@ class Recipe:
             self.check("backward of a function of logits")  # which calls this again
             return self.transform.apply(head.project(hidden_states))
 
-        return Rows((self.tokens.reshape(-1, self.tokens.shape[-1]),), values, self.requires_grad)
+        return Rows(self.tokens.reshape(-1, self.tokens.shape[-1]), values, self.requires_grad)
 
     def check(self, operation: str) -> None:
         """Raises a RuntimeError that names ``operation`` if a tensor was modified or freed since the recipe was made.
 
         The logits that the head would have returned can no longer be computed then.
         """
-        *versions, num_steps, address = self._state
+        *versions, address = self._state
         for (name, tensor), then in zip(self.tensors().items(), versions, strict=True):
             if (now := version(tensor)) != then:
                 _refuse(operation, f"the head's {name} was modified in place (version {now}, expected {then})")
@@ -152,45 +138,25 @@ class Recipe:
                 _refuse(operation, f"the engine has freed the memory of the head's {name}")
         if self._refused is not None:
             _refuse(operation, self._refused)
-        if self.head.counters.is_gathered and num_steps != num_optimizer_steps():
-            _refuse(operation, "an optimizer has changed parameters")
-        if address and address != self.head.weight.data_ptr() and not self._is_moved_by_engine:
+        is_moved_by_engine = self.head.counters.is_gathered or hasattr(self.head.weight, "ds_id")  # DeepSpeed's
+        if address and address != self.head.weight.data_ptr() and not is_moved_by_engine:
             _refuse(operation, "the memory of the head's weight was replaced (.data was set)")
-
-    @property
-    def _is_moved_by_engine(self) -> bool:
-        return self.head.counters.is_gathered or hasattr(self.head.weight, "ds_id")  # DeepSpeed's
 
     def refuse(self, reason: str) -> None:
         """Makes :meth:`check` raise with ``reason`` from now on."""
         vars(self)["_refused"] = reason
 
     def _current_state(self) -> tuple[Any, ...]:
-        return (*map(version, self.tensors().values()), num_optimizer_steps(), _address(self.head))
-
-
-def _address(head: HeadParameters) -> int:
-    """Where a head's weight is; 0 for tensors that are no parameters."""
-    weight = getattr(head, "weight", None)
-    return weight.data_ptr() if type(weight) is Parameter else 0
+        weight = self.head.weight
+        # Only that of a parameter is replaced by setting .data.
+        address = weight.data_ptr() if type(weight) is Parameter else 0
+        return (*map(version, self.tensors().values()), address)
 
 
 def version(tensor: Tensor) -> int:
     """How often a tensor was written to."""
     # Private to torch: nothing public says it. Inference tensors do not know.
     return 0 if tensor.is_inference() else tensor._version
-
-
-def num_optimizer_steps() -> int:
-    """The number of steps of all optimizers of this process since the first call."""
-    return _steps()[None]
-
-
-@functools.cache
-def _steps() -> Counter[None]:
-    steps: Counter[None] = Counter()
-    register_optimizer_step_post_hook(lambda *_: steps.update((None,)))
-    return steps
 
 
 def _refuse(operation: str, reason: str) -> None:

@@ -10,6 +10,7 @@ Formulas: :mod:`liger_ops.log_probs.scores`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,17 +82,13 @@ def token_scores(
         ValueError: For shapes, devices or options that do not fit, for labels out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
-    labels = _whole(labels)
-    outputs, detach = _check(
+    labels, options = _checked(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
-    temperature = _of_kept(temperature, labels, ignore_index)
-    if (lazy := _of_head(logits)) is not None:
-        return lazy.token_scores(
-            labels, temperature=temperature, outputs=outputs, detach=detach, ignore_index=ignore_index,
-            saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
-        )  # fmt: skip
-    return _scores_of_rows(logits, labels, temperature, outputs, detach, ignore_index, chunk_bytes)
+    lazy = _lazy(logits)
+    if lazy is not None and not lazy.shifted(outputs):
+        return lazy.token_scores(labels, **options)
+    return _scores_of_rows(logits, labels, **options)
 
 
 def token_loss(
@@ -127,18 +124,14 @@ def token_loss(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
-    labels = _whole(labels)
-    outputs, detach = _check(
+    labels, options = _checked(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
-    temperature = _of_kept(temperature, labels, ignore_index)
     units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
-    if (lazy := _of_head(logits)) is not None and not lazy.shifted(outputs):
-        return lazy.token_loss(
-            labels, loss, units=units, temperature=temperature, outputs=outputs, detach=detach,
-            ignore_index=ignore_index, saved_logits_bytes=saved_logits_bytes, chunk_bytes=chunk_bytes,
-        )  # fmt: skip
-    scores = _scores_of_rows(logits, labels, temperature, outputs, detach, ignore_index, chunk_bytes)
+    lazy = _lazy(logits)
+    if lazy is not None and not lazy.shifted(outputs):
+        return lazy.token_loss(labels, loss, units=units, **options)
+    scores = _scores_of_rows(logits, labels, **options)
     index = (labels.reshape(-1) != ignore_index).nonzero()[:, 0]
     kept = TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))
     total = loss(kept, index).sum()
@@ -188,14 +181,11 @@ def topk_log_probs(
             raise wrong_type("mask", "a bool tensor or None", mask)
         check_shape("mask", mask, tokens, "one for each token")
     check_temperature(temperature, ids.new_zeros(tokens), -1)
-    lazy = _of_head(logits)
+    lazy = _lazy(logits)
     if lazy is not None and lazy.head.is_whole and not isinstance(temperature, Tensor):
         return lazy.topk_log_probs(
             ids, temperature=temperature, renormalize=renormalize, mask=mask, chunk_bytes=chunk_bytes
         )
-    of_tokens = [ids.reshape(-1, ids.shape[-1])]
-    if isinstance(temperature, Tensor):
-        of_tokens.append(temperature.reshape(-1, 1))
 
     def of_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
         z = _tempered(values, temperatures[0] if temperatures else temperature)
@@ -204,8 +194,7 @@ def topk_log_probs(
         lse = (of_ids if renormalize else z).logsumexp(-1, keepdim=True)
         return (of_ids - lse).masked_fill(is_padding, -torch.inf)  # once more, as lse gets no gradient from it
 
-    rows, chunk_size = _rows(logits, chunk_bytes)
-    found = over_chunks(of_chunk, [rows], of_tokens, chunk_size).view(ids.shape)
+    found = _over_chunks(of_chunk, logits, [ids, temperature], chunk_bytes).view(ids.shape)
     return found if mask is None else found.where(mask[..., None], 0.0)
 
 
@@ -256,30 +245,22 @@ def divergence(
         raise wrong_value("teacher_logits", f"logits of the student's tokens {tuple(tokens)}", teacher_logits)
     check_tokens(mask, token_weight, student_logits, tokens, "student_logits")
     num_common_columns(student_logits.shape[-1], teacher_logits.shape[-1], vocab)
-    student, teacher = _of_head(student_logits), _of_head(teacher_logits)
-    if (
-        student is not None
-        and teacher is not None
-        and _fit_one_op(student, teacher, vocab, of_logits=kind in ("mse", "cosine"))
-    ):
-        return student.divergence(
-            teacher, **options, mask=mask, token_weight=token_weight, reduction=reduction, vocab=vocab,
-            chunk_bytes=chunk_bytes,
-        )  # fmt: skip
+    student, teacher = _lazy(student_logits), _lazy(teacher_logits)
+    if student is not None and teacher is not None and _fit_one_op(student, teacher, vocab, kind):
+        options |= {"mask": mask, "token_weight": token_weight, "reduction": reduction, "chunk_bytes": chunk_bytes}
+        return student.divergence(teacher, vocab=vocab, **options)
     if not isinstance(student_logits, LazyLogits) and not isinstance(teacher_logits, LazyLogits):
-        return divergence_of_logits(
-            _real(student_logits), _real(teacher_logits), **options, mask=mask, token_weight=token_weight,
-            reduction=reduction, vocab=vocab,
-        )  # fmt: skip
+        options |= {"mask": mask, "token_weight": token_weight, "reduction": reduction}
+        return divergence_of_logits(_real(student_logits), _real(teacher_logits), vocab=vocab, **options)
 
     def of_chunk(student: Tensor, teacher: Tensor, *masks: Tensor) -> Tensor:
         kept = masks[0][:, 0] if masks else None
         return divergence_of_logits(student, teacher, **options, mask=kept, reduction="none", vocab=vocab)
 
-    rows, chunk_size = _rows(student_logits, chunk_bytes)
-    teacher_rows, teacher_chunk_size = _rows(teacher_logits.detach(), chunk_bytes)
+    sources = [logit_rows(student_logits), logit_rows(teacher_logits.detach())]
     masks = [] if mask is None else [mask.reshape(-1, 1)]
-    losses = over_chunks(of_chunk, [rows, teacher_rows], masks, min(chunk_size, teacher_chunk_size)).view(tokens)
+    chunk_size = min(_chunk_size(student_logits, chunk_bytes), _chunk_size(teacher_logits, chunk_bytes))
+    losses = over_chunks(of_chunk, sources, masks, chunk_size).view(tokens)
     weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
     weights = weights if mask is None else weights.where(mask, 0.0)
     losses = losses * weights
@@ -289,13 +270,10 @@ def divergence(
     return losses.sum() if reduction == "sum" else losses.sum() / total.where(total != 0, 1.0)
 
 
-def _fit_one_op(student: LazyLogits, teacher: LazyLogits, vocab: str, *, of_logits: bool) -> bool:
-    """Whether one op takes both heads: every rank has them whole, or the same classes of both.
-
-    A divergence of logits sees a log-softmax, which ops do not know.
-    """
-    if of_logits and (student.transform.normalized or teacher.transform.normalized):
-        return False
+def _fit_one_op(student: LazyLogits, teacher: LazyLogits, vocab: str, kind: str) -> bool:
+    """Whether one op takes both heads: every rank has them whole, or the same classes of both."""
+    if kind in ("mse", "cosine") and (student.transform.normalized or teacher.transform.normalized):
+        return False  # ops do not know a log-softmax, which divergences of logits see
     shards = [each.head.loss_options().get("vocab_shard") for each in (student, teacher)]
     return shards == [None, None] or (vocab == "equal" and shards[0] == shards[1])
 
@@ -309,14 +287,7 @@ def logit_rows(logits: Tensor) -> Rows:
     return lazy.recipe.rows()
 
 
-def _rows(logits: Tensor, chunk_bytes: int | None) -> tuple[Rows, int]:
-    """The rows of logits, lazy or not, and the number of them in a chunk."""
-    if chunk_bytes is None and (lazy := _lazy(logits)) is not None:
-        chunk_bytes = lazy.head.options.get("chunk_bytes")
-    return logit_rows(logits), _chunk_size(logits, chunk_bytes)
-
-
-def _check(
+def _checked(
     logits: Tensor,
     labels: Tensor,
     temperature: float | Tensor,
@@ -325,8 +296,9 @@ def _check(
     ignore_index: int,
     saved_logits_bytes: int | None,
     chunk_bytes: int | None,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of outputs and of those to detach, in the order of the scores; raises for what does not fit."""
+) -> tuple[Tensor, dict[str, Any]]:
+    """The labels and the options of :func:`token_scores`, names in the order of the scores; raises as that."""
+    labels = _whole(labels)
     check_logits("logits", logits)
     check_same_device("logits", logits, labels=labels)
     check_shape("labels", labels, logits.shape[:-1], "that of the logits without the vocabulary")
@@ -335,12 +307,16 @@ def _check(
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     check_labels("labels", labels, logits.shape[-1], ignore_index)
-    return check_outputs("outputs", outputs, OUTPUTS, at_least=1), check_outputs("detach", detach, DIFFERENTIABLE)
-
-
-def _of_kept(temperature: float | Tensor, labels: Tensor, ignore_index: int) -> float | Tensor:
-    """The temperature, 1 at ignored tokens, where it may be anything."""
-    return temperature.where(labels != ignore_index, 1.0) if isinstance(temperature, Tensor) else temperature
+    if isinstance(temperature, Tensor):  # may be anything at ignored tokens
+        temperature = temperature.where(labels != ignore_index, 1.0)
+    return labels, {
+        "temperature": temperature,
+        "outputs": check_outputs("outputs", outputs, OUTPUTS, at_least=1),
+        "detach": check_outputs("detach", detach, DIFFERENTIABLE),
+        "ignore_index": ignore_index,
+        "saved_logits_bytes": saved_logits_bytes,
+        "chunk_bytes": chunk_bytes,
+    }
 
 
 def check_logits(name: str, logits: Tensor) -> None:
@@ -353,12 +329,6 @@ def check_logits(name: str, logits: Tensor) -> None:
             f"{name} must have the vocabulary as their last dimension, got {shown(logits)} whose vocabulary is"
             f" dimension {logits.vocab_dim}; pass {name}.movedim({logits.vocab_dim}, -1)"
         )
-
-
-def _of_head(logits: Tensor) -> LazyLogits | None:
-    """The logits if they are lazy and the ops that take a head compute what this module's functions return."""
-    lazy = _lazy(logits)
-    return None if lazy is None or lazy.is_expression else lazy
 
 
 def _lazy(logits: Tensor) -> LazyLogits | None:
@@ -384,34 +354,43 @@ def _tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def _chunk_size(logits: Tensor, chunk_bytes: int | None) -> int:
-    sizes = (
-        logits.numel() // logits.shape[-1],
-        logits.shape[-1],
-        torch.promote_types(logits.dtype, torch.float32).itemsize,
-    )
-    return default_chunk_size(*sizes, logits.device) if chunk_bytes is None else choose_chunk_size(*sizes, chunk_bytes)
+    """The number of tokens in a chunk, by default as the option of the head says if the logits are lazy."""
+    num_tokens, vocab_size = math.prod(logits.shape[:-1]), logits.shape[-1]
+    element_size = torch.promote_types(logits.dtype, torch.float32).itemsize
+    if chunk_bytes is None and (lazy := _lazy(logits)) is not None:
+        chunk_bytes = lazy.head.options.get("chunk_bytes")
+    if chunk_bytes is None:
+        return default_chunk_size(num_tokens, vocab_size, element_size, logits.device)
+    return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
 
 
 def _scores_of_rows(
     logits: Tensor,
     labels: Tensor,
+    *,
     temperature: float | Tensor,
     outputs: tuple[str, ...],
     detach: tuple[str, ...],
     ignore_index: int,
     chunk_bytes: int | None,
+    saved_logits_bytes: int | None = None,
 ) -> TokenScores:
-    """:func:`token_scores` of materialized logits."""
+    """:func:`token_scores` of logits of which chunks are read; ``saved_logits_bytes`` has no effect."""
 
     def of_chunk(values: Tensor, labels: Tensor, *temperatures: Tensor) -> tuple[Tensor, ...]:
         z = _tempered(values, temperatures[0] if temperatures else temperature)
         scores = scores_reference(z, labels[:, 0], ignore_index, outputs)
         return tuple(score for score in scores if score is not None)
 
-    of_tokens = [labels.reshape(-1, 1)]
-    if isinstance(temperature, Tensor):
-        of_tokens.append(temperature.reshape(-1, 1))
-    rows, chunk_size = _rows(logits, chunk_bytes)
-    found = over_chunks(of_chunk, [rows], of_tokens, chunk_size)
+    found = _over_chunks(of_chunk, logits, [labels, temperature], chunk_bytes)
     named = {name: score.view(labels.shape) for name, score in zip(outputs, found, strict=True)}
     return TokenScores(**{name: score.detach() if name in detach else score for name, score in named.items()})
+
+
+def _over_chunks(
+    function: Callable[..., Any], logits: Tensor, of_tokens: Sequence[Any], chunk_bytes: int | None
+) -> Any:
+    """``function`` of chunks of logits and of those of ``of_tokens`` that are tensors, ``[...]`` or ``[..., any]``."""
+    num_tokens = math.prod(logits.shape[:-1])
+    rows = [each.reshape(num_tokens, -1) for each in of_tokens if isinstance(each, Tensor)]
+    return over_chunks(function, [logit_rows(logits)], rows, _chunk_size(logits, chunk_bytes))

@@ -18,8 +18,11 @@ PLAIN = frozenset(
 )
 """Functions that PyTorch answers without values."""
 
-ASKS_SECOND = frozenset((*("to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"),))
-"""Functions that need no values of the arguments after the first."""
+NEED_NO_VALUES = {
+    "result_type": 0,
+    **dict.fromkeys(("to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"), 1),
+}
+"""Functions that need no values of the arguments from this position on."""
 
 LIKE = frozenset(
     (
@@ -69,21 +72,17 @@ class Operation(NamedTuple):
         function: The decorated function.
         accepts: Whether its signature has as many positional arguments and these names of keyword arguments.
         is_commutative: See :func:`implements`.
-        takes_lazy_arguments: See :func:`implements`.
     """
 
     function: Callable[..., Any]
     accepts: Callable[..., bool]
     is_commutative: bool
-    takes_lazy_arguments: bool
 
 
 operations: dict[str, Operation] = {}
 
 
-def implements(
-    *names: str, commutative: bool = False, takes_lazy_arguments: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implements(*names: str, commutative: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a function that computes PyTorch's functions, methods and properties of these names.
 
     The decorated function gets the call's arguments, of which the first is lazy. It returns ``NotImplemented`` where it
@@ -92,14 +91,13 @@ def implements(
     Args:
         names: As in ``torch`` and ``torch.Tensor``. An operator or in-place method (``mul_``) uses the function that
             returns its result (``mul``).
-        commutative: Whether the lazy tensor may also be the second of two arguments.
-        takes_lazy_arguments: Whether any arguments may be or contain lazy tensors, perhaps not the first; otherwise
-            the first is the only lazy one.
+        commutative: Whether the lazy tensor may also be the second of two arguments, or both lazy; otherwise the first
+            argument is the only lazy one.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         accepts = functools.cache(functools.partial(_accepts, inspect.signature(function)))
-        operations.update(dict.fromkeys(names, Operation(function, accepts, commutative, takes_lazy_arguments)))
+        operations.update(dict.fromkeys(names, Operation(function, accepts, commutative)))
         return function
 
     return register

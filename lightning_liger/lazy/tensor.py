@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_liger.lazy import table
-from lightning_liger.lazy.bypassed import WATCHES, Bypassed, found, is_engines, is_gathering_engines, refuse_bypassed
-from lightning_liger.lazy.lineage import Lineage, Read, comparable, laid_out, tensor_of
+from lightning_liger.lazy.bypassed import GATHERING_ENGINES, WATCHES, Bypassed, found, is_engines, refuse_bypassed
+from lightning_liger.lazy.lineage import Lineage, laid_out
 from lightning_liger.lazy.recipe import Recipe, version
 from lightning_liger.lazy.warning import warn_materialized
 
@@ -44,6 +44,8 @@ class LazyTensor(Tensor):
     gradients enabled it is detached from the graph, as any tensor.
     """
 
+    is_local = True
+    """Whether the real tensor is a plain one, not a DTensor."""
     recipe: Recipe
     lineage: Lineage
     twin: Tensor
@@ -65,33 +67,13 @@ class LazyTensor(Tensor):
         if twin is None or twin.dtype != recipe.transform.dtype:
             twin = layout(recipe.shape, recipe.transform.dtype, None if twin is None else twin.stride())
         deferred: Any = _Deferred.apply
-        lazy: Any
-        if recipe.requires_grad:
-            lazy = deferred(cls, recipe, twin, *recipe.tensors().values())
-        else:
-            lazy = cls._without_memory(recipe, twin)
-            lazy._node = None
-        lazy.recipe = recipe
-        lazy.twin = twin
-        lazy._real_values = None
+        lazy: Any = deferred(cls, recipe, twin, *recipe.tensors().values())
+        lazy.recipe, lazy.twin, lazy._real_values = recipe, twin, None
         lazy._descend(parent)
         return lazy
 
     def _descend(self, parent: Lineage | None) -> None:
-        self.lineage = Lineage(self, self.recipe, self.twin, parent)
-        if self._node is not None:
-            self._node.lineage = self.lineage
-
-    @classmethod
-    def _without_memory(cls, recipe: Recipe, twin: Tensor) -> Tensor:
-        return Tensor._make_wrapper_subclass(
-            cls,
-            twin.shape,
-            strides=twin.stride(),
-            storage_offset=twin.storage_offset(),
-            dtype=twin.dtype,
-            device=recipe.hidden_states.device,
-        )
+        self.lineage = self._node.lineage = Lineage(self, self.recipe, self.twin, parent)
 
     @property
     def is_foreign(self) -> bool:
@@ -101,11 +83,6 @@ class LazyTensor(Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad and self.grad_fn is not self._node
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the real tensor is a plain one, not a DTensor."""
-        return True
 
     def recorded(self, twin: Tensor, **changes: Any) -> Self:
         """The lazy result of an operation on this tensor.
@@ -132,13 +109,13 @@ class LazyTensor(Tensor):
 
     def compute(self, operation: str) -> Tensor:
         """The real tensor, part of the graph if gradients are enabled."""
-        if self.is_foreign:
-            return self.passed_on(self.recipe.compute(operation))
-        return laid_out(self.recipe.compute(operation), self.twin)
+        return self.placed(self.recipe.compute(operation))
 
-    def passed_on(self, values: Tensor) -> Tensor:
-        """``values`` in the place of this tensor in a foreign graph."""
+    def placed(self, values: Tensor) -> Tensor:
+        """``values`` in the layout of this tensor, and in its place in the graph if that is foreign."""
         values = laid_out(values, self.twin)
+        if not self.is_foreign:
+            return values
         # In a list, since autograd does not allow writes to what a function returns of its arguments.
         return _PassedOn.apply(self, [values.detach() if values.requires_grad else values])
 
@@ -155,16 +132,18 @@ class LazyTensor(Tensor):
             self._real_values = self.lineage.values(operation) if shared else self.compute(operation)
         return self._real_values
 
-    def forget_values(self) -> None:
-        """Drops the result of :meth:`real_values`."""
-        self._real_values = self.lineage.root.kept = None
-
     def become(self, other: Tensor) -> None:
         """Takes over the contents of ``other``, which is not to be used afterwards."""
         for tensor in (self, other):
             if isinstance(tensor, LazyTensor):
-                tensor.lineage.forget_tensor()  # weak references prevent the exchange
+                tensor.lineage.tensor = _nothing  # weak references prevent the exchange
         swap_tensors(self, other)
+
+    @property
+    def is_exchangeable(self) -> bool:
+        """Whether no other code refers to the C++ tensor of this object, or weakly to it."""
+        # Private to torch, and what swap_tensors checks too: here before anything is exchanged.
+        return self._use_count() == 1 and weakref.getweakrefs(self) == [self.lineage.tensor]  # type: ignore[attr-defined]
 
     def become_real(self, operation: str, warn: bool = True) -> None:
         """Turns this tensor, with all that was recorded from the same output, into what PyTorch would have returned.
@@ -177,16 +156,25 @@ class LazyTensor(Tensor):
                 or its values can no longer be computed. All are lazy as before.
         """
         lineages = self.lineage.alive()
-        for lineage in lineages:
-            _check_exchangeable(lineage, operation)
-        if warn and any(_lazy_tensor(lineage).requires_grad for lineage in lineages):
+        if not all(lineage.tensor().is_exchangeable for lineage in lineages):
+            raise RuntimeError(
+                f"{operation} needs real logits in the place of an LM head's lazy output, which other code (such as a"
+                " torch.autograd.Function that saved it) refers to. Call lightning_liger.materialize(logits) before"
+                " that"
+            )
+        if warn and any(lineage.tensor().requires_grad for lineage in lineages):
             self._warn(operation)
-        self.forget_values()
+        self._real_values = self.lineage.root.kept = None
         real: dict[Lineage, Tensor] = {}
         # Also under no_grad: a write there does not detach the tensor written to.
         with torch.inference_mode(self.is_inference()), torch.enable_grad():
             for lineage in lineages:
-                real[lineage] = _exchanged(lineage, _real_logits(lineage, real, operation))
+                tensor = lineage.tensor()
+                tensor.become(_real_logits(lineage, real, operation))
+                real[lineage] = tensor
+                if lineage.bypassed_by is not None:
+                    tensor.__class__ = Bypassed
+                    tensor.bypassed_by = lineage.bypassed_by
 
     def _warn(self, operation: str) -> None:
         self.recipe.head.counters.num_materialized += 1
@@ -228,20 +216,6 @@ class LazyTensor(Tensor):
         return self.real_values("pickling").__reduce_ex__(protocol)
 
 
-def _is_exchangeable(lineage: Lineage) -> bool:
-    tensor: Any = _lazy_tensor(lineage)
-    # Private to torch, and what swap_tensors checks too: here before anything is exchanged.
-    return tensor._use_count() == 1 and weakref.getweakrefs(tensor) == [lineage.tensor]
-
-
-def _check_exchangeable(lineage: Lineage, operation: str) -> None:
-    if not _is_exchangeable(lineage):
-        raise RuntimeError(
-            f"{operation} needs real logits in the place of an LM head's lazy output, which other code (such as a"
-            " torch.autograd.Function that saved it) refers to. Call lightning_liger.materialize(logits) before that"
-        )
-
-
 def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) -> Tensor:
     if lineage not in real:
         if lineage.parent is None:
@@ -249,26 +223,12 @@ def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) 
         else:
             values = lineage.replayed(_real_logits(lineage.parent, real, operation))
         tensor = lineage.tensor()
-        if isinstance(tensor, LazyTensor) and tensor.is_foreign:
-            values = tensor.passed_on(values)
-        real[lineage] = values
+        real[lineage] = values if tensor is None else tensor.placed(values)
     return real[lineage]
 
 
-def _exchanged(lineage: Lineage, real: Tensor) -> Tensor:
-    """The object that was lazy, with the contents of ``real``."""
-    tensor: Any = _lazy_tensor(lineage)
-    tensor.become(real)
-    if lineage.bypassed_by is not None:
-        tensor.__class__ = Bypassed
-        tensor.bypassed_by = lineage.bypassed_by
-    return tensor
-
-
-def _lazy_tensor(lineage: Lineage) -> LazyTensor:
-    tensor = lineage.tensor()
-    assert isinstance(tensor, LazyTensor)
-    return tensor
+def _nothing() -> None:
+    return None
 
 
 class _Deferred(torch.autograd.Function):
@@ -281,7 +241,14 @@ class _Deferred(torch.autograd.Function):
     def forward(ctx: Any, cls: type[LazyTensor], recipe: Recipe, twin: Tensor, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.recipe = recipe
-        lazy: Any = cls._without_memory(recipe, twin)
+        lazy: Any = Tensor._make_wrapper_subclass(
+            cls,
+            twin.shape,
+            strides=twin.stride(),
+            storage_offset=twin.storage_offset(),
+            dtype=twin.dtype,
+            device=recipe.hidden_states.device,
+        )
         lazy._node = ctx
         return lazy
 
@@ -326,16 +293,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     name, is_plain = table.name_of(func)
     if not args and "input" in kwargs:
         args = (kwargs.pop("input"),)
-    if is_plain or (name == "type" and len(args) + len(kwargs) == 1):
+    if is_plain:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in table.LIKE and isinstance(args[0], LazyTensor):
         return func(args[0].twin, *args[1:], **{"device": args[0].device, **kwargs})
-    if name == "result_type":
-        return func(*_replaced(args, _stand_in), **_replaced(kwargs, _stand_in))
-    if name in table.ASKS_SECOND:
-        args = (args[0], *_replaced(args[1:], _stand_in))
-        kwargs = _replaced(kwargs, _stand_in)
+    if name in table.NEED_NO_VALUES:
+        start = table.NEED_NO_VALUES[name]
+        args, kwargs = (*args[:start], *_replaced(args[start:], _stand_in)), _replaced(kwargs, _stand_in)
         if not isinstance(args[0], LazyTensor):
             return func(*args, **kwargs)
     if func is torch.autograd.grad:
@@ -358,23 +323,21 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         )
     name_out_of_place = table.name_out_of_place(name)
     operation = table.operations.get(name_out_of_place or name)
-    if name_out_of_place is None and operation is not None and operation.is_commutative and len(args) == 2:
-        args = args if isinstance(args[0], LazyTensor) else (args[1], args[0])
     first = args[0] if args else None
     if operation is not None and name_out_of_place is None:
-        result = _registered(operation, name, args, kwargs)
+        first, *rest = _in_order(operation, args)
+        result = _registered(operation, name, (first, *rest), kwargs)
         if result is not NotImplemented:
-            if name in table.READS:
-                _remember_read(result, func, *args, **kwargs)
-            return _with_replay(result, first, lambda real: func(real, *args[1:], **kwargs))
+            _remember_read(result, func, name, first, rest, kwargs)
+            return _with_replay(result, first, lambda real: func(real, *rest, **kwargs))
     elif operation is not None and isinstance(first, LazyTensor) and _done_in_place(operation, name, args, kwargs):
         return first
     written: Any = [kwargs.get("out")]
     is_in_place = name_out_of_place is not None or kwargs.get("inplace") is True
     shows_memory = name in table.SHOWS_MEMORY or name in table.VIEWS
     if is_in_place or (shows_memory and isinstance(first, LazyTensor) and first.is_local):
-        written.append(first)
-    if lazy_written := list(_lazy_in(written)):
+        written += args[:1]
+    if lazy_written := _lazy_in(written):
         for lazy in lazy_written:
             if isinstance(lazy, LazyTensor):  # not yet real with another one
                 lazy.become_real(name)
@@ -382,45 +345,33 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if name.strip("_") in table.COMPARISONS:
         return _compared(func, name, args, kwargs)
     result = _read(func, name, args, kwargs)
-    if name in table.READS:
-        _remember_read(result, func, *args, **kwargs)
+    if args:
+        _remember_read(result, func, name, args[0], args[1:], kwargs)
     return result
 
 
-def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A comparison, which has no gradient, of values that agree with what was read from them."""
-    lazy_arguments = list(_lazy_in((args, kwargs)))
-    if torch.is_grad_enabled() and lazy_arguments[0].requires_grad:
-        lazy_arguments[0]._warn(name)
-    roots = [lazy.lineage.root for lazy in lazy_arguments]
-    with torch.no_grad():
-        args = tuple(comparable(value, roots, name) for value in args)
-        return _read(func, name, args, {key: comparable(value, roots, name) for key, value in kwargs.items()})
+def _in_order(operation: table.Operation, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    is_second = operation.is_commutative and len(args) == 2 and not isinstance(args[0], LazyTensor)
+    return args[::-1] if is_second else args
 
 
-def _remember_read(result: Any, func: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> None:
-    """Notes of values that were read from ``first`` how to compare them with it."""
-    values = result[0] if isinstance(result, tuple) else result
-    if not isinstance(first, LazyTensor) or not isinstance(values, Tensor) or isinstance(values, LazyTensor):
-        return
-    root, again, is_apart = first.lineage.root, None, False
-    if values.requires_grad and values.is_floating_point():
-        lineage = weakref.ref(first.lineage)
-        is_apart = func.__name__ in table.GATHERS
-        root.rounded_by = func.__name__ if is_apart else root.rounded_by
-
-        def again() -> Tensor | None:
-            source = tensor_of(lineage)
-            found = None if source is None else func(source, *args, **kwargs)
-            return found[0] if isinstance(found, tuple) else found
-
-    root.reads = [read for read in root.reads if read.values() is not None]
-    root.reads.append(Read(weakref.ref(values), version(values), again, is_apart))
+def _registered(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
+    lazy_arguments = _lazy_in((args, kwargs))
+    if not isinstance(args[0], LazyTensor) or not operation.accepts(len(args), *kwargs):
+        return NotImplemented
+    if len(lazy_arguments) > 1 and not operation.is_commutative:
+        return NotImplemented
+    if any(lazy.is_foreign for lazy in lazy_arguments):
+        return NotImplemented
+    for lazy in lazy_arguments:
+        lazy.recipe.check(name)
+    return operation.function(*args, **kwargs)
 
 
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` of separate real tensors, unless it turns out to write to one or to return a view."""
-    lazy_arguments = list(_lazy_in((args, kwargs)))
+    lazy_arguments = _lazy_in((args, kwargs))
     values = {id(lazy): lazy.real_values(name) for lazy in lazy_arguments}
     versions = {key: version(value) for key, value in values.items()}
 
@@ -443,20 +394,47 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     return func(*args, **kwargs)
 
 
-def _registered(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
-    if not operation.accepts(len(args), *kwargs):
-        return NotImplemented
-    lazy_arguments = list(_lazy_in((args, kwargs)))
-    is_of_first = bool(args) and len(lazy_arguments) == 1 and lazy_arguments[0] is args[0]
-    if not is_of_first and not operation.takes_lazy_arguments:
-        return NotImplemented
-    for lazy in lazy_arguments:
-        if lazy.is_foreign:
-            return NotImplemented
-    for lazy in lazy_arguments:
-        lazy.recipe.check(name)
-    return operation.function(*args, **kwargs)
+def _remember_read(result: Any, func: Any, name: str, first: Any, rest: Any, kwargs: dict[str, Any]) -> None:
+    """Notes on values that were read how to read them without gradients, where they may be rounded differently."""
+    values: Any = result[0] if isinstance(result, tuple) else result
+    if name not in table.READS or not isinstance(first, LazyTensor) or type(values) is not Tensor:
+        return
+    is_rounded = values.requires_grad and values.is_floating_point()
+    again = (weakref.ref(first.lineage), func, rest, kwargs) if is_rounded else None
+    vars(values)["_liger_read"] = version(values), again
+    if is_rounded and name in table.GATHERS:
+        first.lineage.root.rounded_by = name
+
+
+def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A comparison, which has no gradient, of values that agree with what was read from them."""
+    lazy_arguments = _lazy_in((args, kwargs))
+    if torch.is_grad_enabled() and lazy_arguments[0].requires_grad:
+        lazy_arguments[0]._warn(name)
+    rounded_by = [lazy.lineage.root.rounded_by for lazy in lazy_arguments]
+    with torch.no_grad():
+        args = tuple(_exact(value, rounded_by, name) for value in args)
+        return _read(func, name, args, {key: _exact(value, rounded_by, name) for key, value in kwargs.items()})
+
+
+def _exact(value: Any, rounded_by: list[str | None], name: str) -> Any:
+    """``value``, compared with lazy logits, as it is without gradients if it was read from them."""
+    if not isinstance(value, Tensor) or isinstance(value, LazyTensor) or not value.is_floating_point():
+        return value
+    written, read = getattr(value, "_liger_read", (None, None))
+    if written == version(value):
+        if read is None:
+            return value
+        lineage, func, rest, kwargs = read
+        if (source := lineage() and lineage().tensor()) is not None:
+            found = func(source, *rest, **kwargs)
+            return found[0] if isinstance(found, tuple) else found
+    if value.ndim > 0 and (reads := [each for each in rounded_by if each is not None]):
+        raise RuntimeError(
+            f"{name} compares an LM head's lazy output with a tensor, after {reads[0]} read values of it with"
+            f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {reads[0]}"
+        )
+    return value
 
 
 def _with_replay(result: Any, first: Any, replay: Callable[[Tensor], Any]) -> Any:
@@ -477,20 +455,16 @@ def _replayed_part(replay: Callable[[Tensor], Any], position: int, real: Tensor)
 def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the first argument now is the lazy result of an in-place operation; only without relatives."""
     first = args[0]
-    if len(first.lineage.alive()) > 1 or not _is_exchangeable(first.lineage):
+    if len(first.lineage.alive()) > 1 or not first.is_exchangeable:
         return False
     result = _registered(operation, name, args, kwargs)
-    if result is first:
-        return True
-    same_kind = isinstance(result, LazyTensor) and (result.dtype, result.requires_grad) == (
-        first.dtype,
-        first.requires_grad,
-    )
-    if same_kind:
+    if not isinstance(result, LazyTensor) or result.dtype != first.dtype or result.requires_grad != first.requires_grad:
+        return False
+    if result is not first:
         first.become(result)
         first._descend(None)
         first.lineage.bypass(name)
-    return same_kind
+    return True
 
 
 # Gradients of lazy tensors themselves
@@ -498,13 +472,13 @@ def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...],
 
 def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """Registers a hook of, or retains, the gradient of the first argument."""
-    lazy = args[0]
-    if is_engines(*args[1:], **kwargs):
-        hook = args[1] if len(args) > 1 else kwargs["hook"]
-        lazy.recipe.head.counters.is_gathered |= is_gathering_engines(hook)
+    lazy, *hooks = *args, *kwargs.values()
+    if is_engines(*hooks):
+        # Such an engine gathers parameters for each use.
+        lazy.recipe.head.counters.is_gathered |= is_engines(hooks[0], GATHERING_ENGINES)
         # Backward comes by what the logits are computed from also if the loss is fused. Hooks of parameters would stay.
         tensors = (tensor for tensor in lazy.recipe.tensors().values() if tensor.requires_grad and not tensor.is_leaf)
-        return _Handles(tensor.register_hook(hook) for tensor in tensors)
+        return _Handles(tensor.register_hook(*hooks) for tensor in tensors)
     _become_watched(lazy, name)
     return func(*args, **kwargs)
 
@@ -519,44 +493,40 @@ class _Handles(tuple[RemovableHandle, ...]):
 
 def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad``."""
-    for lazy in list(_lazy_in(inputs if isinstance(inputs, tuple | list) else (inputs,))):
-        if isinstance(lazy, LazyTensor):
+    for lazy in _lazy_in(inputs):
+        if isinstance(lazy, LazyTensor):  # not yet real with another one
             _become_watched(lazy, "torch.autograd.grad")
     return torch.autograd.grad(_replaced(outputs, lambda lazy: lazy.real_values("grad")), inputs, *args, **kwargs)
 
 
 def _become_watched(lazy: LazyTensor, name: str) -> None:
-    if not lazy.requires_grad:
-        lazy.become_real(name)
-        return
-    if lazy.lineage.bypassed_by is not None:
+    if lazy.requires_grad and lazy.lineage.bypassed_by is not None:
         refuse_bypassed(name, lazy.lineage.bypassed_by)
     lineages = lazy.lineage.alive()
+    is_watched = lazy.requires_grad
     lazy.become_real(name)
-    for lineage in lineages:
+    for lineage in lineages if is_watched else ():
         lineage.watched_by = name
 
 
 # Below autograd
 
-_aten = torch.ops.aten
 
-
-def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func``, an overload of an op, of arguments that contain lazy tensors."""
-    first = args[0] if args else None
+    first, aten = args[0] if args else None, torch.ops.aten
     if isinstance(first, LazyTensor) and (
-        func in (_aten.detach.default, _aten.alias.default)
-        or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape))
+        func in (aten.detach.default, aten.alias.default)
+        or (func is aten.view.default and tuple(args[1]) == tuple(first.shape))
     ):
         with torch.no_grad():
             return _with_replay(first.recorded(first.twin), first, Tensor.detach)
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and list(_lazy_in((value,))):
-            raise RuntimeError(
-                f"{func} writes to an LM head's lazy output, which has no memory. Call"
-                " lightning_liger.materialize(logits) before"
-            )
+    written = args[:1] if func.overloadpacket.__name__.endswith("_") else ()
+    if _lazy_in((written, kwargs.get("out"))):
+        raise RuntimeError(
+            f"{func} writes to an LM head's lazy output, which has no memory. Call"
+            " lightning_liger.materialize(logits) before"
+        )
 
     def values(lazy: LazyTensor) -> Tensor:
         return lazy.real_values(str(func)).detach()
@@ -568,7 +538,7 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
 # Trees of arguments
 
 
-def _lazy_in(tree: Any) -> Iterator[LazyTensor]:
+def _lazy_in(tree: Any) -> list[LazyTensor]:
     return found(LazyTensor, tree)
 
 
@@ -576,9 +546,9 @@ def _replaced(tree: Any, function: Callable[[LazyTensor], Any]) -> Any:
     """``tree`` with ``function`` applied to the lazy tensors in it."""
     if isinstance(tree, LazyTensor):
         return function(tree)
-    if not any(True for _ in _lazy_in(tree)):
+    if not _lazy_in(tree):
         return tree
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict):
         return {key: _replaced(value, function) for key, value in tree.items()}
     values = [_replaced(value, function) for value in tree]
     return values if isinstance(tree, list) else tuple(values)
@@ -593,6 +563,5 @@ def _storages(tree: Any) -> set[int]:
     """The addresses of the memory of all tensors in a result."""
     if isinstance(tree, Tensor):  # DTensors and the like have no memory of their own
         return {tree.untyped_storage().data_ptr()} - {0} if type(tree) is Tensor and tree.numel() else set()
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    return set().union(*map(_storages, tree)) if isinstance(tree, list | tuple) else set()
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return set().union(*map(_storages, values))

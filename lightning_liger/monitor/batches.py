@@ -1,111 +1,124 @@
-"""Padding, ignored labels and lengths of sequences in batches, counted on their device without waiting for it."""
+"""Tokens, padding, labels and lengths of sequences in batches, counted on their device without waiting for it."""
 
 import bisect
-import itertools
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_ops import IGNORE_INDEX
 from lightning_liger.monitor.flops import num_pairs
-from lightning_liger.monitor.tokens import Part
 
 LENGTH_EDGES = (1, 2, *(edge for power in range(1, 24) for edge in (3 * 2 ** (power - 1), 2 ** (power + 1))))
 """The largest length of each class of the histogram: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+NUM_SUMS = 5
+"""How many numbers a :class:`BatchCounter` begins with: rows, tokens, padding, labels, ignored labels."""
 _MAX_PENDING = 2**20
 """Tokens whose labels and masks are kept before they are counted: 24 MB at most."""
+_LABELS = (("labels", IGNORE_INDEX), ("shift_labels", IGNORE_INDEX), ("completion_mask", 0))
+"""Names of labels, and of the mask of completions, with the value of tokens that have no loss."""
 
 
-@dataclass
-class BatchTotals:
-    """Sums over batches. They add up with ``+``."""
+class Part(NamedTuple):
+    """Rows of tokens that the model is run on together."""
 
-    num_rows: float = 0.0
-    num_tokens: float = 0.0
-    """Those of padding included."""
-    num_padding: float = 0.0
-    num_labels: float = 0.0
-    num_ignored: float = 0.0
-    pairs: list[float] = field(default_factory=list)
-    """Pairs of a token and one that it attends to, for each window."""
-    lengths: list[float] = field(default_factory=lambda: [0.0] * len(LENGTH_EDGES))
-    """How many sequences have a length in each class of :data:`LENGTH_EDGES`."""
-
-    @staticmethod
-    def from_list(values: Sequence[float], num_windows: int) -> "BatchTotals":
-        """The totals of which :meth:`BatchCounter.take` returned the numbers, those that shapes tell first."""
-        rows, tokens, checked, labels, num_lengths, *rest = values
-        attended, learned, *counted = rest[num_windows + len(LENGTH_EDGES) :]
-        pairs = [known + found for known, found in zip(rest[:num_windows], counted[:num_windows], strict=True)]
-        at_most = [*counted[num_windows:], num_lengths]  # ... 0, each edge but the last, and any length
-        lengths = [
-            known + upper - lower
-            for known, (lower, upper) in zip(rest[num_windows:], itertools.pairwise(at_most), strict=False)
-        ]
-        return BatchTotals(rows, tokens, checked - attended, labels, labels - learned, pairs, lengths)
-
-    def __add__(self, other: "BatchTotals") -> "BatchTotals":
-        return BatchTotals(
-            self.num_rows + other.num_rows,
-            self.num_tokens + other.num_tokens,
-            self.num_padding + other.num_padding,
-            self.num_labels + other.num_labels,
-            self.num_ignored + other.num_ignored,
-            _added(self.pairs, other.pairs),
-            _added(self.lengths, other.lengths),
-        )
-
-    def times(self, factor: float) -> "BatchTotals":
-        """All numbers multiplied by a factor."""
-        return BatchTotals(
-            self.num_rows * factor,
-            self.num_tokens * factor,
-            self.num_padding * factor,
-            self.num_labels * factor,
-            self.num_ignored * factor,
-            [each * factor for each in self.pairs],
-            [each * factor for each in self.lengths],
-        )
+    shape: tuple[int, ...]
+    """``[..., seq_len]``."""
+    masks: tuple[Tensor, ...] = ()
+    """Not 0 at tokens that are no padding, ``[..., seq_len]``; the second one continues the rows of the first."""
+    positions: Tensor | None = None
+    """The place of each token in its document, ``[..., seq_len]``."""
+    labels: Tensor | None = None
+    num_labels: int = 0
+    """With those of prompts, which ``labels`` may leave out."""
+    no_loss: int = IGNORE_INDEX
+    """The label of tokens that have no loss."""
 
 
-def _added(left: list[float], right: list[float]) -> list[float]:
-    return [a + b for a, b in zip(left, right, strict=True)] if left and right else list(left or right)
+def contents_of(batch: Any) -> tuple[int, list[Part]]:
+    """The number of rows of a batch, 0 if it cannot be told, and its parts with tokens; only shapes are looked at.
+
+    A part is ``input_ids``, also with a prefix such as ``chosen_``, ``rejected_`` or ``KL_`` (but not ``teacher_``,
+    which another model reads), ``prompt_ids`` with ``completion_ids``, or ``inputs_embeds``. A dict or list of batches,
+    as ``CombinedLoader`` makes, has the parts of all of them.
+    """
+    if parts := _parts_of(batch):
+        return sum(part.shape[0] if len(part.shape) > 1 else 1 for part in parts), parts
+    values = batch.values() if _is_mapping(batch) else batch if isinstance(batch, list | tuple) else [batch]
+    return next((len(value) for value in values if isinstance(value, Tensor) and value.ndim), 0), []
+
+
+def _parts_of(batch: Any) -> list[Part]:
+    if _is_mapping(batch):
+        names = [name for name in batch.keys() if isinstance(name, str) and name.endswith("input_ids")]  # noqa: SIM118
+        ids = [name for name in names if not name.startswith("teacher_") and isinstance(batch[name], Tensor)]
+        if ids:
+            return [_part(batch, name.removesuffix("input_ids"), tuple(batch[name].shape)) for name in ids]
+        embeddings = batch.get("inputs_embeds")
+        if isinstance(embeddings, Tensor) and embeddings.ndim > 1:
+            return [_part(batch, "", tuple(embeddings.shape[:-1]))]
+        prompts, completions = batch.get("prompt_ids"), batch.get("completion_ids")
+        if isinstance(prompts, Tensor) and isinstance(completions, Tensor):
+            return [_prompts_with_completions(batch, prompts, completions)]
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
+        return []
+    return [part for each in batch if isinstance(each, list | tuple) or _is_mapping(each) for part in _parts_of(each)]
+
+
+def _is_mapping(batch: Any) -> bool:
+    return isinstance(batch, Mapping) or (hasattr(batch, "get") and hasattr(batch, "keys"))
+
+
+def _part(batch: Mapping[str, Any], prefix: str, shape: tuple[int, ...]) -> Part:
+    def of_tokens(name: str) -> Tensor | None:
+        value = batch.get(prefix + name)
+        return value if isinstance(value, Tensor) and value.shape == shape else None
+
+    mask, positions = of_tokens("attention_mask"), of_tokens("position_ids")
+    masks = () if mask is None else (mask,)
+    for name, no_loss in _LABELS:
+        labels = batch.get(prefix + name)
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            return Part(shape, masks, positions, labels, labels.numel(), no_loss)
+    return Part(shape, masks, positions)
+
+
+def _prompts_with_completions(batch: Mapping[str, Any], prompts: Tensor, completions: Tensor) -> Part:
+    """Prompts, each followed by its completion."""
+    shape = (*completions.shape[:-1], prompts.shape[-1] + completions.shape[-1])
+    masks = batch.get("prompt_mask"), batch.get("completion_mask")
+    pairs = zip(masks, (prompts, completions), strict=True)
+    if not all(isinstance(mask, Tensor) and mask.shape == ids.shape for mask, ids in pairs):
+        return Part(shape)
+    return Part(shape, masks, None, masks[1], math.prod(shape), no_loss=0)  # type: ignore[arg-type]
 
 
 class BatchCounter:
     """Counts what is in the batches of this process.
 
-    A batch is counted with the ones after it, together, because many small operators would cost the host more.
+    Its numbers are those of :data:`NUM_SUMS`; the pairs of a token and one that it attends to, for each window; and how
+    many sequences have a length in each class of :data:`LENGTH_EDGES`.
 
     Args:
-        device: Of the batches.
+        device: Where numbers that shapes do not tell are counted.
         windows: The widths of attention for which pairs are counted, None for any width.
     """
 
     def __init__(self, device: torch.device, windows: Sequence[int | None] = ()) -> None:
         self._windows = list(windows)
-        self._zeros = torch.zeros(len(LENGTH_EDGES), dtype=torch.int64, device=device)
         # Without the last one: longer rows are in its class too.
         self._edges = torch.tensor([0, *LENGTH_EDGES[:-1]], device=device)
         self._reset()
 
     def _reset(self) -> None:
-        self._num_rows = self._num_tokens = self._num_checked = self._num_labels = self._num_lengths = 0
-        self._rows: Counter[int] = Counter()
-        """How many rows attend to so many tokens."""
-        self._whole: Counter[int] = Counter()
-        """How many sequences have a length that their shape tells."""
-        self._counted: Tensor | None = None
-        self._forget_pending()
-
-    def _forget_pending(self) -> None:
+        self._known = [0.0] * (NUM_SUMS + len(self._windows) + len(LENGTH_EDGES))
+        self._counted = torch.zeros(len(self._known), dtype=torch.int64, device=self._edges.device)
+        self._pending: list[Part] = []
         self._num_pending = 0
-        self._masks: dict[int, list[tuple[Tensor, ...]]] = {}
-        self._documents: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        self._labels: dict[int, list[Tensor]] = {}
 
     def add(self, num_rows: int, parts: Sequence[Part]) -> None:
         """Adds a training batch, of which only shapes are looked at for now.
@@ -114,109 +127,74 @@ class BatchCounter:
             num_rows: Those of the batch.
             parts: Those of the batch.
         """
-        self._num_rows += num_rows
+        known, lengths = self._known, NUM_SUMS + len(self._windows)
+        known[0] += num_rows
         for part in parts:
-            if part.num_tokens:
-                self._add(part)
+            num_tokens, length = math.prod(part.shape), part.shape[-1]
+            if not num_tokens:
+                continue
+            num_rows = num_tokens // length
+            known[1] += num_tokens
+            known[3] += part.num_labels
+            known[4] += part.num_labels  # of which those with a loss are subtracted when they are counted
+            if part.masks or part.positions is None:  # a mask lets attention see whole rows, also packed ones
+                for place, window in enumerate(self._windows, NUM_SUMS):
+                    known[place] += num_rows * num_pairs(length, window)
+            if part.positions is None and not part.masks:
+                known[lengths + bisect.bisect_left(LENGTH_EDGES, length, hi=len(LENGTH_EDGES) - 1)] += num_rows
+            else:
+                known[2] += num_tokens  # less those that are no padding
+                known[-1] += num_rows if part.positions is None else num_tokens  # less those of other classes
+            self._pending.append(part)
+            self._num_pending += num_tokens
         if self._num_pending >= _MAX_PENDING:
             self._count_pending()
 
-    def _add(self, part: Part) -> None:
-        num_tokens, length = part.num_tokens, part.shape[-1]
-        num_rows = num_tokens // length
-        self._num_tokens += num_tokens
-        self._num_pending += num_tokens
-        if part.masks or part.positions is None:  # a mask lets attention see whole rows, also packed ones
-            self._rows[length] += num_rows
-        if part.positions is not None:
-            self._documents.append((part.positions, part.masks))
-            self._num_lengths += num_tokens
-        elif part.masks:
-            self._masks.setdefault(length, []).append(part.masks)
-            self._num_lengths += num_rows
-        else:
-            self._whole[length] += num_rows
-        if part.positions is not None or part.masks:
-            self._num_checked += num_tokens
-        if part.labels is not None:
-            self._num_labels += part.num_labels
-            self._labels.setdefault(part.no_loss, []).append(part.labels)
-
     def take(self) -> tuple[list[float], Tensor]:
-        """The totals since the last call.
-
-        Returns:
-            What shapes tell, and the rest as a vector on the device, in int64 or float64; one after the other, and
-            added up over processes, they are numbers for :meth:`BatchTotals.from_list`.
-        """
+        """The numbers since the last call, each the sum of one that shapes tell and one on the device, in int64."""
         self._count_pending()
-        known: list[float] = [
-            *(self._num_rows, self._num_tokens, self._num_checked, self._num_labels, self._num_lengths),
-            *(sum(num * num_pairs(length, window) for length, num in self._rows.items()) for window in self._windows),
-        ]
-        histogram = [0] * len(LENGTH_EDGES)
-        for length, count in self._whole.items():
-            histogram[bisect.bisect_left(LENGTH_EDGES, length, hi=len(LENGTH_EDGES) - 1)] += count
-        counted = self._counted
-        if counted is None:
-            counted = self._zeros.new_zeros(2 + len(self._windows) + len(self._zeros))
+        known, counted = self._known, self._counted
         self._reset()
-        return [*known, *histogram], counted
+        return known, counted
 
     @torch.no_grad()
     def _count_pending(self) -> None:
-        if not (self._masks or self._documents or self._labels):
-            self._forget_pending()
-            return
-        zero = self._zeros[:1]
-        attended, learned, at_most = zero, zero, self._zeros
-        pairs = [zero] * len(self._windows)
-        if self._labels:
-            counts = [self._joined(labels).ne(no_loss).sum() for no_loss, labels in self._labels.items()]
-            learned = (counts[0] if len(counts) == 1 else torch.stack(counts).sum()).view(1)
-        lengths = [torch.count_nonzero(self._joined(list(map(_rows, masks))), -1) for masks in self._masks.values()]
-        if masked := [document for document in self._documents if document[1]]:
-            kept = self._joined([_rows(masks).flatten() for _, masks in masked]).ne(0).long()
-            lengths.append(_document_lengths(self._joined([each.flatten() for each, _ in masked]), kept))
-        if alone := [positions.flatten() for positions, masks in self._documents if not masks]:
-            documents = _document_lengths(self._joined(alone))
-            # Padding at the end of a packed row starts again at 0 with each token.
-            documents = documents.masked_fill(documents == 1, 0)
-            lengths.append(documents)
-            exact = documents.double()
-            pairs = [
-                (exact * (exact if window is None else exact.clamp(max=window))).sum().view(1)
-                for window in self._windows
-            ]
-        if lengths:
-            each = lengths[0] if len(lengths) == 1 else torch.cat(lengths)
-            attended = each.sum(0, keepdim=True)
-            at_most = torch.searchsorted(each.sort().values, self._edges, right=True)
-        counted = torch.cat([attended, learned, *pairs, at_most])
-        self._counted = counted if self._counted is None else self._counted + counted
-        self._forget_pending()
-
-    def _joined(self, tensors: list[Tensor]) -> Tensor:
-        """The elements of all tensors on the device, in rows if they have rows of one length."""
-        joined = tensors[0]
-        if len(tensors) > 1:
-            in_rows = all(each.shape[1:] == joined.shape[1:] for each in tensors)
-            joined = torch.cat(tensors if in_rows else [each.flatten() for each in tensors])
-        return joined.to(self._zeros.device, non_blocking=True)  # a step may do so on its own
+        zero, device = self._edges[:1], self._edges.device
+        attended, learned, pairs = zero, zero, [zero] * len(self._windows)
+        lengths = [zero]
+        for part in self._pending:
+            if part.labels is not None:
+                learned = learned + part.labels.ne(part.no_loss).sum().to(device, non_blocking=True)
+            masks = [mask.to(device, non_blocking=True).ne(0) for mask in part.masks]  # a step may do so on its own
+            mask = torch.cat(masks, -1) if masks else None
+            if part.positions is not None:
+                documents = _document_lengths(part.positions.to(device, non_blocking=True).flatten(), mask)
+                if mask is None:
+                    # Padding at the end of a packed row starts again at 0 with each token.
+                    documents = documents.masked_fill(documents == 1, 0)
+                    for place, window in enumerate(self._windows):
+                        pairs[place] = pairs[place] + (documents * documents.clamp(max=window or 2**62)).sum()
+                lengths.append(documents)
+            elif mask is not None:
+                lengths.append(mask.sum(-1).flatten())
+        if len(lengths) > 1:
+            joined = torch.cat(lengths[1:])
+            attended = joined.sum(0, keepdim=True)
+            at_most = torch.searchsorted(joined.sort().values, self._edges, right=True)
+            classes = torch.cat([at_most.diff(), -at_most[-1:]])
+        else:
+            classes = torch.zeros_like(self._edges)
+        self._counted = self._counted + torch.cat([zero, zero, -attended, zero, -learned, *pairs, classes])
+        self._pending, self._num_pending = [], 0
 
 
-def _rows(masks: tuple[Tensor, ...]) -> Tensor:
-    """The mask of whole rows, ``[num_rows, seq_len]``."""
-    mask = masks[0] if len(masks) == 1 else torch.cat(masks, -1)
-    return mask if mask.ndim == 2 else mask.reshape(-1, mask.shape[-1])
-
-
-def _document_lengths(positions: Tensor, counts: Tensor | None = None) -> Tensor:
+def _document_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
     """The lengths of documents, and zeros: a document starts where the position does not increase by one.
 
     Args:
         positions: Those of all tokens, one row after the other.
-        counts: 0 for tokens that are not counted, 1 for all others.
+        mask: False for tokens that are not counted.
     """
     number = F.pad(positions.diff() != 1, (1, 0)).cumsum(0)
-    return torch.zeros_like(number).scatter_add_(0, number, torch.ones_like(number) if counts is None else counts)
+    counts = torch.ones_like(number) if mask is None else mask.flatten().long()
+    return torch.zeros_like(number).scatter_add_(0, number, counts)

@@ -1,24 +1,18 @@
-"""The time of training steps, without warm-up and validation; peak memory."""
+"""The time of training steps, without warm-up and validation, and of waiting for data; peak memory."""
 
 import resource
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.profilers import Profiler
 
 _FETCH = "train_dataloader_next"
 """How the name ends under which Lightning profiles the wait for a batch."""
 
 
 class Moment:
-    """Now, on a device: on a GPU, when it has done all that it was given so far. The host does not wait for it.
-
-    Args:
-        device: The device that trains.
-    """
+    """Now, on a device: on a GPU, when it has done all that it was given so far. The host does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = None
@@ -41,68 +35,86 @@ class Moment:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-@dataclass
-class Lap:
-    """The time since the lap before."""
-
-    spans: list[tuple[Moment, Moment]] = field(default_factory=list)
-    """Starts and ends of the time without validation."""
-
-    def has_arrived(self) -> bool:
-        """Whether :meth:`seconds` would return at once."""
-        return not self.spans or self.spans[-1][1].has_arrived()
-
-    def seconds(self) -> float:
-        """The time of the lap, for whose end the host waits."""
-        return sum(end.seconds_since(start) for start, end in self.spans)
+Spans = list[tuple[Moment, Moment]]
+"""Starts and ends of times."""
 
 
 class TrainingClock:
     """Takes the time of training batches, without the first steps and without validation.
 
     Args:
-        skip_steps: Steps at the start of each fit (compilation, allocation) that are left out.
+        device: The device that trains.
+        skip_batches: At the start (compilation, allocation), which are left out.
     """
 
-    def __init__(self, skip_steps: int) -> None:
-        self.skip_steps = skip_steps
+    def __init__(self, device: torch.device, skip_batches: int) -> None:
+        self._device, self._skip_batches = device, skip_batches
         self._num_batches = 0
         self._start: Moment | None = None
-        self._lap = Lap()
-
-    def fit_starts(self) -> None:
-        """Begins to leave out the first steps."""
-        self._num_batches, self._start, self._lap = 0, None, Lap()
+        self._spans: Spans = []
 
     @property
     def is_running(self) -> bool:
         """Whether time is taken now."""
         return self._start is not None
 
-    def ends_warm_up(self, trainer: L.Trainer) -> bool:
+    @property
+    def ends_warm_up(self) -> bool:
         """Whether the next batch is the first that is timed."""
-        return self._num_batches == self.skip_steps * trainer.accumulate_grad_batches
+        return self._num_batches == self._skip_batches
 
-    def batch_starts(self, trainer: L.Trainer) -> bool:
-        """Whether a training batch is timed; its time begins now unless it has begun."""
+    def batch_starts(self) -> None:
+        """A training batch starts; its time begins now unless it has begun or is left out."""
         self._num_batches += 1
-        if self._start is None and self._num_batches > self.skip_steps * trainer.accumulate_grad_batches:
-            self._start = Moment(trainer.strategy.root_device)
-        return self._start is not None
+        if self._start is None and self._num_batches > self._skip_batches:
+            self._start = Moment(self._device)
 
-    def pause(self, trainer: L.Trainer) -> None:
+    def pause(self) -> None:
         """Stops the time until the next batch starts, for a validation or at the end."""
         if self._start is not None:
-            self._lap.spans.append((self._start, Moment(trainer.strategy.root_device)))
+            self._spans.append((self._start, Moment(self._device)))
             self._start = None
 
-    def lap(self, trainer: L.Trainer) -> Lap:
+    def lap(self) -> Spans:
         """The time since the last call. It goes on if it was running."""
         if self._start is not None:
-            self.pause(trainer)
-            self._start = self._lap.spans[-1][1]
-        lap, self._lap = self._lap, Lap()
-        return lap
+            self.pause()
+            self._start = self._spans[-1][1]
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class FetchTimer:
+    """Takes the time for which the host waits for training batches, as the Trainer's profiler is told it.
+
+    Args:
+        profiler: Its methods ``start`` and ``stop`` take the time, until :meth:`remove`.
+    """
+
+    def __init__(self, profiler: Any) -> None:
+        self.seconds = self._last = self._begin = 0.0
+        self._profiler, self._start, self._stop = profiler, profiler.start, profiler.stop
+        profiler.start, profiler.stop = self._starts, self._stops
+
+    def _starts(self, action_name: str) -> None:
+        self._start(action_name)
+        if action_name.endswith(_FETCH):
+            self._begin = time.perf_counter()
+
+    def _stops(self, action_name: str) -> None:
+        if action_name.endswith(_FETCH):
+            self._last = time.perf_counter() - self._begin
+            self.seconds += self._last
+        self._stop(action_name)
+
+    def leave_out_last(self) -> None:
+        """Leaves out the last wait."""
+        self.seconds -= self._last
+
+    def remove(self) -> None:
+        """Leaves the profiler as it was."""
+        for name in ("start", "stop"):
+            vars(self._profiler).pop(name, None)
 
 
 def share_of_each(trainer: L.Trainer) -> float:
@@ -111,13 +123,8 @@ def share_of_each(trainer: L.Trainer) -> float:
     return float(sampler["num_replicas"] / trainer.world_size) if sampler is not None else 1.0
 
 
-def peak_memory(strategy: Any) -> int:
-    """The largest memory of this process in bytes: allocated on its GPU, or resident without one."""
-    return peak_and_reserved_memory(strategy)[0]
-
-
-def peak_and_reserved_memory(strategy: Any) -> tuple[int, int]:
-    """:func:`peak_memory`, and the most that was reserved on the GPU, 0 without one."""
+def peak_memory(strategy: Any) -> tuple[int, int]:
+    """The most bytes that were allocated on the GPU of this process, and reserved; without one resident, and 0."""
     if strategy.root_device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
     # One call, as each makes a dictionary of all statistics; those by name take several times as long.
@@ -135,49 +142,3 @@ def readable_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.{digits}f} {unit}"
     return f"{num_bytes / 2**10:.1f} KiB"
-
-
-class FetchTimer(Profiler):
-    """A profiler that passes everything on to the Trainer's own, and takes the time of waiting for training batches.
-
-    Args:
-        profiler: The Trainer's own.
-    """
-
-    def __init__(self, profiler: Profiler) -> None:
-        self.profiler = profiler
-        self.seconds = 0.0
-        self._last = self._begin = 0.0
-
-    def start(self, action_name: str) -> None:
-        self.profiler.start(action_name)
-        if action_name.endswith(_FETCH):
-            self._begin = time.perf_counter()
-
-    def stop(self, action_name: str) -> None:
-        if action_name.endswith(_FETCH):
-            self._last = time.perf_counter() - self._begin
-            self.seconds += self._last
-        self.profiler.stop(action_name)
-
-    def leave_out_last(self) -> None:
-        """Leaves out the last wait."""
-        self.seconds -= self._last
-
-    def summary(self) -> str:
-        return self.profiler.summary()
-
-    def describe(self) -> None:
-        self.profiler.describe()
-
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        self.profiler.setup(stage, local_rank, log_dir)
-
-    def teardown(self, stage: str | None) -> None:
-        self.profiler.teardown(stage)
-
-    def __del__(self) -> None:
-        """Leaves the Trainer's own open."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["profiler"], name)

@@ -1,7 +1,6 @@
 """The page at the end of a training: one HTML file with a table and plots, which needs nothing else.
 
-Plots are SVG whose colours are those of the page, so that they follow a light or dark theme; lines differ in their
-place, not in colour.
+Plots are SVG whose colors are those of the page, so that they follow a light or dark theme.
 """
 
 import math
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from lightning_liger.monitor.batches import LENGTH_EDGES
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 220, 64, 12, 12, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 708, 12, 184  # of the plot in a drawing of 720 x 220
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --faint: #d0d0d0; --mark: #1f4e9c; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181c; --faint: #3c4046; --mark: #8ab4f8; } }
@@ -29,7 +28,7 @@ _PLOTS = (
     ("loss", "Loss", 1, False),
     ("tokens_per_second", "Tokens per second", 1, True),
     ("rows_per_second", "Rows per second", 1, True),
-    ("model_flops_utilization", "Model FLOPs utilisation (%)", 100, True),
+    ("model_flops_utilization", "Model FLOPs utilization (%)", 100, True),
     ("gradient_norm", "Gradient norm", 1, False),
 )
 """Name, heading, factor, and whether the axis starts at 0."""
@@ -73,70 +72,54 @@ def page(
 
 def _line_plot(heading: str, points: Sequence[tuple[float, float]], from_zero: bool) -> str:
     steps, values = zip(*points, strict=True)
-    x_ticks, y_ticks = _ticks(min(steps), max(steps)), _ticks(0.0 if from_zero else min(values), max(values))
-    x_range, y_range = (min(steps), max(steps)), (y_ticks[0], y_ticks[-1])
-    if len(points) == 1:  # a dot
-        points = [points[0], points[0]]
-    line = " ".join(f"{_x(x, x_range):.1f},{_y(y, y_range):.1f}" for x, y in points)
-    marks = "".join(_x_tick(_x(tick, x_range), _number(tick)) for tick in x_ticks if x_range[0] <= tick <= x_range[1])
-    body = f'{_grid(y_ticks, y_range)}{marks}<polyline class="line" stroke-linecap="round" points="{line}"/>'
-    description = f"{heading} from {_number(values[0])} at step {steps[0]:g} to {_number(values[-1])} at {steps[-1]:g}"
-    return _svg(description, body + _text(_WIDTH / 2, _HEIGHT - 2, "step"))
+    y_ticks = _ticks(0.0 if from_zero else min(values), max(values))
+    first, last = (steps[0], steps[-1]) if len(steps) > 1 else (steps[0] - 1, steps[0] + 1)
+    places = [(_between(x, first, last, _LEFT, _RIGHT), _y(y, y_ticks)) for x, y in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (places * 2 if len(places) == 1 else places))  # or a dot
+    names = [(_between(tick, first, last, _LEFT, _RIGHT), short(tick)) for tick in _ticks(steps[0], steps[-1])]
+    body = f'<polyline class="line" stroke-linecap="round" points="{line}"/>'
+    description = f"{heading} from {short(values[0])} at step {steps[0]:g} to {short(values[-1])} at {steps[-1]:g}"
+    return _drawing(description, y_ticks, names, body + _text((_LEFT + _RIGHT) / 2, 218, "step"))
 
 
 def _histogram(lengths: Sequence[float]) -> str:
     used = [index for index, count in enumerate(lengths) if count]
-    shown = range(used[0], used[-1] + 1)
     y_ticks = _ticks(0, max(lengths))
-    y_range = (0.0, y_ticks[-1])
-    width = (_WIDTH - _LEFT - _RIGHT) / len(shown)
-    every = math.ceil(len(shown) / 12)  # names that fit next to each other
-    body = _grid(y_ticks, y_range)
-    for place, index in enumerate(shown):
+    width = (_RIGHT - _LEFT) / (used[-1] + 1 - used[0])
+    body, names = "", []
+    for place, index in enumerate(range(used[0], used[-1] + 1)):
         first, last = (LENGTH_EDGES[index - 1] + 1 if index else 1), LENGTH_EDGES[index]
         name = f"{last}" if first == last else f"{first}\N{EN DASH}{last}"
-        top = _y(lengths[index], y_range)
-        left = _LEFT + place * width
-        body += (
-            f'<rect class="bar" x="{left + 1:.1f}" y="{top:.1f}" width="{max(1.0, width - 2):.1f}"'
-            f' height="{_HEIGHT - _BOTTOM - top:.1f}"><title>{name}: {_number(lengths[index])}</title></rect>'
-        )
-        if place % every == 0:
-            body += _x_tick(left + width / 2, f"\N{LESS-THAN OR EQUAL TO}{_number(last)}")
-    return _svg("Histogram of the lengths of sequences", body)
+        left, top = _LEFT + place * width, _y(lengths[index], y_ticks)
+        body += f'<rect class="bar" x="{left + 1:.1f}" y="{top:.1f}" width="{max(1.0, width - 2):.1f}"'
+        body += f' height="{_BOTTOM - top:.1f}"><title>{name}: {short(lengths[index])}</title></rect>'
+        if place % math.ceil((used[-1] + 1 - used[0]) / 12) == 0:  # names that fit next to each other
+            names.append((left + width / 2, f"\N{LESS-THAN OR EQUAL TO}{short(last)}"))
+    return _drawing("Histogram of the lengths of sequences", y_ticks, names, body)
 
 
-def _svg(description: str, body: str) -> str:
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(description)}">{body}</svg>'
+def _drawing(description: str, y_ticks: Sequence[float], x_names: Sequence[tuple[float, str]], body: str) -> str:
+    grid = ""
+    for tick in y_ticks:
+        y = _y(tick, y_ticks)
+        grid += f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}"/>'
+        grid += _text(_LEFT - 6, y + 4, short(tick), "end")
+    grid += "".join(_text(x, _BOTTOM + 16, name) for x, name in x_names if _LEFT <= x <= _RIGHT)
+    drawing = f'<svg viewBox="0 0 720 220" role="img" aria-label="{escape(description)}">{grid}{body}</svg>'
     return f"<figure>{drawing}</figure>"
-
-
-def _grid(ticks: Sequence[float], y_range: tuple[float, float]) -> str:
-    found = ""
-    for tick in ticks:
-        y = _y(tick, y_range)
-        found += f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}"/>'
-        found += _text(_LEFT - 6, y + 4, _number(tick), "end")
-    return found
-
-
-def _x_tick(x: float, name: str) -> str:
-    return _text(x, _HEIGHT - _BOTTOM + 16, name)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _x(value: float, x_range: tuple[float, float]) -> float:
-    low, high = x_range
-    share = (value - low) / (high - low) if high > low else 0.5
-    return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+def _y(value: float, ticks: Sequence[float]) -> float:
+    return _between(value, ticks[0], ticks[-1], _BOTTOM, _TOP)
 
 
-def _y(value: float, y_range: tuple[float, float]) -> float:
-    low, high = y_range
-    return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
+def _between(value: float, low: float, high: float, start: float, end: float) -> float:
+    """Where between ``start`` and ``end`` a value is that is between ``low`` and ``high``."""
+    return start + (value - low) / (high - low) * (end - start)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -148,7 +131,8 @@ def _ticks(low: float, high: float) -> list[float]:
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
-def _number(value: float) -> str:
+def short(value: float) -> str:
+    """A number in four digits, with k, M or G."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 10 * size or (abs(value) >= size and unit != "k"):
             return f"{value / size:.4g}{unit}"

@@ -190,32 +190,32 @@ def _plan(model: nn.Module, chosen: Mapping[str, dict[str, Any]]) -> list[_Group
     """Groups of modules with verified replacements, in the order in which structures appear."""
     head_rule = HeadRule(chosen.get(HeadRule.kernels[0], {}))
     heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
-    # Modules of one class with equal candidates and signature are verified once.
-    found: dict[Hashable, tuple[str, Sequence[Replacement] | str, list[nn.Module]]] = {}
-    rules: Sequence[Rule]
+    verified: dict[Hashable, tuple[PatchEntry, Replacement | None]] = {}
+    groups: dict[Hashable, _Group] = {}
     for module in model.modules():
-        if isinstance(module, Patched):
-            rules, kernel = (), module.liger_replacement.kernel
-            if kernel in chosen:
-                found.setdefault((type(module), kernel), (kernel, "already replaced", []))[2].append(module)
-        else:
-            rules = (head_rule,) if id(module) in heads else RULES
-        for rule in rules:
+        rules: Sequence[Rule] = (head_rule,) if id(module) in heads else RULES
+        for rule in rules if not isinstance(module, Patched) else ():
             kernel, candidates = _candidates(rule, module, chosen)
-            if candidates:
-                signature = None if isinstance(candidates, str) else rule.signature(module)
-                key = (type(module), kernel, candidates, signature)
-                found.setdefault(key, (kernel, candidates, []))[2].append(module)
-    merged: dict[Hashable, _Group] = {}
-    for kernel, proposed, modules in found.values():
-        entry, replacement = _choose(kernel, proposed, modules)
-        group = merged.setdefault(
-            (entry.structure, entry.kernel, entry.reason, replacement), _Group(entry, [], replacement)
-        )
-        group.modules.extend(modules)
-        errors = [each.error for each in (group.entry, entry) if each.error is not None]
-        group.entry = replace(group.entry, count=len(group.modules), error=max(errors, default=None))
-    return list(merged.values())
+            if not candidates:
+                continue
+            # Modules of one class with equal candidates and signature are verified once.
+            key = type(module), kernel, candidates, None if isinstance(candidates, str) else rule.signature(module)
+            if key not in verified:
+                verified[key] = _choose(kernel, candidates, module)
+            _add(groups, module, *verified[key])
+        if isinstance(module, Patched) and module.liger_replacement.kernel in chosen:
+            kernel, structure = module.liger_replacement.kernel, module.liger_original.__name__
+            _add(groups, module, PatchEntry(structure, kernel, 0, None, reason="already replaced"), None)
+    return list(groups.values())
+
+
+def _add(groups: dict[Hashable, _Group], module: nn.Module, entry: PatchEntry, replacement: Replacement | None) -> None:
+    """Adds a module to the group of its structure and replacement, whose entry counts it."""
+    key = entry.structure, entry.kernel, entry.reason, replacement
+    group = groups.setdefault(key, _Group(entry, [], replacement))
+    group.modules.append(module)
+    errors = [each.error for each in (group.entry, entry) if each.error is not None]
+    group.entry = replace(group.entry, count=len(group.modules), error=max(errors, default=None))
 
 
 def _candidates(
@@ -237,23 +237,20 @@ def _candidates(
 
 
 def _choose(
-    kernel: str, candidates: Sequence[Replacement] | str, modules: list[nn.Module]
+    kernel: str, candidates: Sequence[Replacement] | str, module: nn.Module
 ) -> tuple[PatchEntry, Replacement | None]:
-    """The first candidate that is verified against the modules, or why there is none."""
-    module_class = type(modules[0])
-    name = (module_class.liger_original if issubclass(module_class, Patched) else module_class).__name__
-    if isinstance(candidates, str):
-        return PatchEntry(name, kernel, len(modules), None, reason=candidates), None
-    reason = ""
-    for candidate in candidates:
+    """The first candidate that is verified against a module, or why there is none."""
+    structure = type(module).__name__
+    reason = candidates if isinstance(candidates, str) else ""
+    for candidate in () if isinstance(candidates, str) else candidates:
         try:
             with trial():
-                error = candidate.verify(modules[0])
+                error = candidate.verify(module)
         except Mismatch as failure:
             reason = reason or f"{candidate.description} is not the same: {failure}"
         else:
-            return PatchEntry(name, candidate.kernel, len(modules), candidate.description, error), candidate
-    return PatchEntry(name, kernel, len(modules), None, reason=reason), None
+            return PatchEntry(structure, candidate.kernel, 0, candidate.description, error), candidate
+    return PatchEntry(structure, kernel, 0, None, reason=reason), None
 
 
 def _check_all_found(chosen: Collection[str], plan: list[_Group]) -> None:
@@ -272,17 +269,18 @@ def _check_all_found(chosen: Collection[str], plan: list[_Group]) -> None:
 def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Each causal LM in ``model`` with its output embeddings; of models that name none, the head by its structure."""
     seen: set[int] = set()
-    modules: list[Any] = list(model.modules())
-    owners = [module for module in modules if callable(getattr(module, "get_output_embeddings", None))]
+    owners: list[Any] = [each for each in model.modules() if callable(getattr(each, "get_output_embeddings", None))]
     for owner in owners:
         head = owner.get_output_embeddings()
         if isinstance(head, nn.Module) and id(head) not in seen:
             seen.add(id(head))
             yield owner, head
-    if not owners:
-        plain_head = _head_of_plain_model(model)
-        if plain_head is not None:
-            yield model, plain_head
+    # The only linear layer with an output for each row of the largest embedding, if there is one such layer.
+    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    heads = [linear for linear in linears if linear.out_features == max(sizes, default=None)]
+    if not owners and len(heads) == 1:
+        yield model, heads[0]
 
 
 def _projections(head: nn.Module) -> list[nn.Module]:
@@ -295,14 +293,6 @@ def _projections(head: nn.Module) -> list[nn.Module]:
     # If one of them is computed at once, postponing the others gains nothing.
     are_linear = all(isinstance(layer, Patched) or type(layer).forward is nn.Linear.forward for layer in layers)
     return layers if are_linear else [head]
-
-
-def _head_of_plain_model(model: nn.Module) -> nn.Linear | None:
-    """The only linear layer with an output for each row of the largest embedding, if there is one such layer."""
-    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    heads = [linear for linear in linears if linear.out_features == max(sizes, default=None)]
-    return heads[0] if len(heads) == 1 else None
 
 
 def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:

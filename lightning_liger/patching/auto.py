@@ -30,20 +30,20 @@ class _AutoLigerModel:
             TypeError: For ``kernels`` of another type, before anything is loaded.
             ValueError: For unknown kernels, before anything is loaded, or kernels asked for by name that fit nothing.
         """
-        check_kernels(kernels)
-        return _patched(cls._auto_class.from_pretrained(*args, **kwargs), kernels)
+        return cls._patched("from_pretrained", kernels, *args, **kwargs)
 
     @classmethod
     def from_config(cls, *args: Any, kernels: KernelChoice = "auto", **kwargs: Any) -> PreTrainedModel:
         """As :meth:`from_pretrained`, with random weights."""
+        return cls._patched("from_config", kernels, *args, **kwargs)
+
+    @classmethod
+    def _patched(cls, method: str, kernels: KernelChoice, *args: Any, **kwargs: Any) -> Any:
         check_kernels(kernels)
-        return _patched(cls._auto_class.from_config(*args, **kwargs), kernels)
-
-
-def _patched(loaded: Any, kernels: KernelChoice) -> Any:
-    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
-    model.liger_report = apply_liger_kernels(model, kernels)
-    return loaded
+        loaded = getattr(cls._auto_class, method)(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        model.liger_report = apply_liger_kernels(model, kernels)
+        return loaded
 
 
 class AutoLigerModelForCausalLM(_AutoLigerModel):

@@ -20,7 +20,7 @@ def can_take_units(logits: Tensor, max_unit_tokens: int) -> bool:
         logits: Lazy or materialized.
         max_unit_tokens: Tokens of the largest unit.
     """
-    if not torch.is_grad_enabled() or not isinstance(logits, LazyLogits) or logits.is_expression:
+    if not torch.is_grad_enabled() or not isinstance(logits, LazyLogits):
         return False
     unit_bytes = max_unit_tokens * logits.shape[-1] * logits.element_size()
     return logits.head.requires_grad and unit_bytes <= MAX_UNIT_BYTES

@@ -5,7 +5,6 @@ one has its name. A file replaces a file in one rename. A folder cannot be renam
 temporary name, the new one the name, and the old one is removed. Between the two renames nothing has the name.
 """
 
-import contextlib
 import errno
 import os
 import shutil
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from fsspec import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from typing_extensions import override
 
@@ -29,7 +27,6 @@ from lightning_liger.resuming.safe_loading import loading_errors_explained
 
 _FAILURES = (Exception, CheckpointException)  # the latter is a BaseException only
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_SPACE = 2**20  # bytes
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -45,27 +42,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Saves a checkpoint.
 
         Raises:
-            OSError: When the disk is full; the message has the path, and the bytes needed and free.
+            OSError: When the disk is full; the message has the path, and the bytes that are free.
             TypeError: For any ``storage_options``, as in Lightning.
         """
         check_path("path", path)
-        local = local_path(path)
+        local = _local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        temporary = temporary_path(local)
-        local.parent.mkdir(parents=True, exist_ok=True)
-        with removed_on_error(temporary), explained_if_disk_is_full(local, lambda: _num_bytes(checkpoint)):
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-            commit(temporary, local)
+        with replacing(local) as temporary, temporary.open("wb") as file:
+            torch.save(checkpoint, file)
 
     @override
     def load_checkpoint(
-        self,
-        path: Any,
-        map_location: Any = lambda storage, _: storage,
-        weights_only: bool | None = None,
+        self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads a checkpoint file, by default of tensors and plain Python objects only, from any file system.
 
@@ -76,7 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ValueError: If it is a folder, or not a complete file of ``torch.save``.
         """
         check_path("path", path)
-        local = local_path(path)
+        local = _local_path(path)
         if local is not None and local.is_dir():
             raise ValueError(
                 f"path must be a file, got the folder {str(path)!r}: a sharded checkpoint is loaded by the strategy"
@@ -91,11 +81,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a file, link or folder; a folder is renamed before its files are removed."""
         check_path("path", path)
-        local = local_path(path)
+        local = _local_path(path)
         if local is None:
             super().remove_checkpoint(path)
         elif os.path.lexists(local):
-            temporary = temporary_path(local)
+            temporary = _temporary_path(local)
             _remove(temporary)
             local.rename(temporary)
             _remove(temporary)
@@ -108,13 +98,30 @@ def atomic_by_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
     """
     if checkpoint_io is None:
         return AtomicCheckpointIO()
-    # Lightning's base class of wrappers is private; their attribute checkpoint_io is not.
-    innermost: Any = checkpoint_io
-    while getattr(innermost, "checkpoint_io", None) is not None:
-        innermost = innermost.checkpoint_io
-    if hasattr(innermost, "checkpoint_io"):
-        innermost.checkpoint_io = AtomicCheckpointIO()
+    if hasattr(checkpoint_io, "checkpoint_io"):  # Lightning's base class of wrappers is private
+        inner = atomic_by_default(checkpoint_io.checkpoint_io)
+        if checkpoint_io.checkpoint_io is None:
+            checkpoint_io.checkpoint_io = inner
     return checkpoint_io
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write a file or folder to, which gets the name ``path`` at the end of the block, unless that raises.
+
+    Raises:
+        OSError: When the disk is full.
+    """
+    temporary = _temporary_path(path)
+    with _full_disk_explained(path):
+        try:
+            _make_room(temporary)
+            yield temporary
+            _commit(temporary, path)
+        except BaseException:
+            if temporary.parent.is_dir():
+                _remove(temporary)
+            raise
 
 
 def save_on_all_ranks(path: Path, save: Callable[[Path], None]) -> None:
@@ -128,21 +135,17 @@ def save_on_all_ranks(path: Path, save: Callable[[Path], None]) -> None:
         OSError: On all ranks, when the disk is full for one of them.
         RuntimeError: When ``save`` failed on another rank.
     """
-    temporary = temporary_path(path)
+    temporary = _temporary_path(path)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-
-    def prepare() -> None:
-        if is_first:
-            _remove(temporary)
-            path.parent.mkdir(parents=True, exist_ok=True)
-
-    def finish() -> None:
-        if is_first:
-            commit(temporary, path)
-
-    with removed_on_error(temporary) if is_first else contextlib.nullcontext(), explained_if_disk_is_full(path):
-        for step in (prepare, lambda: save(temporary), finish):
-            fail_together(path, step)
+    with _full_disk_explained(path):
+        try:
+            fail_together(path, lambda: _make_room(temporary) if is_first else None)
+            fail_together(path, lambda: save(temporary))
+            fail_together(path, lambda: _commit(temporary, path) if is_first else None)
+        except BaseException:
+            if is_first:
+                _remove(temporary)
+            raise
 
 
 def fail_together(path: Any, action: Callable[[], None]) -> None:
@@ -157,7 +160,7 @@ def fail_together(path: Any, action: Callable[[], None]) -> None:
         action()
     except _FAILURES as caught:
         error = caught
-    failures = of_all_ranks(None if error is None else (f"{type(error).__name__}: {error}", _full_disk_errno(error)))
+    failures = gather_objects(None if error is None else (f"{type(error).__name__}: {error}", _full_disk_errno(error)))
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
@@ -166,7 +169,7 @@ def fail_together(path: Any, action: Callable[[], None]) -> None:
             raise RuntimeError(message) if failure[1] is None else OSError(failure[1], message)
 
 
-def of_all_ranks(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """The picklable ``value`` of each rank, by rank; to be called on all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
@@ -175,65 +178,55 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def local_path(path: Any) -> Path | None:
+def _local_path(path: Any) -> Path | None:
     """``path`` on the local file system, None if it is on another one."""
     file_system, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
 
 
-def temporary_path(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Where the future ``path`` is written: hidden, and no name that Lightning could take for a checkpoint's."""
     return path.with_name(f".incomplete-{zlib.crc32(path.name.encode()):08x}.part")  # torch.save wants a stem
 
 
-def commit(temporary: Path, path: Path) -> None:
+def _make_room(temporary: Path) -> None:
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    _remove(temporary)
+
+
+def _commit(temporary: Path, path: Path) -> None:
     """Syncs a file or folder to disk and renames it to ``path``, whose previous file or folder it replaces."""
-    _sync(temporary)
-    if temporary.is_dir() or path.is_dir():
-        old = temporary_path(temporary)
-        is_replaced = os.path.lexists(path)
-        if is_replaced:
-            _remove(old)
-            path.rename(old)
-        try:
-            temporary.rename(path)
-        except OSError:
-            if is_replaced:
-                old.rename(path)
-            raise
-        _remove(old)
-    else:
-        temporary.replace(path)
-    _sync_entry(path.parent)
-
-
-@contextmanager
-def removed_on_error(temporary: Path) -> Iterator[None]:
-    """Removes the incomplete ``temporary`` when the block raises."""
+    for child in (*temporary.rglob("*"), temporary):
+        _sync(child)
+    old = _temporary_path(temporary)
+    _remove(old)
+    if os.path.lexists(path) and (temporary.is_dir() or path.is_dir()):
+        path.rename(old)
     try:
-        yield
-    except BaseException:
-        _remove(temporary)
+        temporary.rename(path)
+    except OSError:
+        if os.path.lexists(old):
+            old.rename(path)
         raise
+    _remove(old)
+    _sync(path.parent)
 
 
 @contextmanager
-def explained_if_disk_is_full(path: Path, num_bytes: Callable[[], int] | None = None) -> Iterator[None]:
+def _full_disk_explained(path: Path) -> Iterator[None]:
     """Turns the errors that libraries raise for a full disk into an OSError that says so."""
     try:
         yield
     except _FAILURES as error:
-        free = shutil.disk_usage(_existing(path.parent)).free
+        free = shutil.disk_usage(next(each for each in path.absolute().parents if each.exists())).free
         code = _full_disk_errno(error)
-        if code is None and isinstance(error, RuntimeError) and free < _NO_SPACE:
+        if code is None and isinstance(error, RuntimeError) and free < 2**20:
             code = errno.ENOSPC  # PyTorch's file writer raises a RuntimeError without a reason
         if code is None:
             raise
-        needed = "" if num_bytes is None else f"about {num_bytes():,} bytes are needed, "
         previous = "; the previous checkpoint is unchanged" if os.path.lexists(path) else ""
-        raise OSError(
-            code, f"{os.strerror(code)}: cannot save the checkpoint ({needed}{free:,} are free){previous}", str(path)
-        ) from error
+        message = f"{os.strerror(code)}: cannot save the checkpoint ({free:,} bytes are free){previous}"
+        raise OSError(code, message, str(path)) from error
 
 
 def _full_disk_errno(error: BaseException | None) -> int | None:
@@ -247,26 +240,7 @@ def _full_disk_errno(error: BaseException | None) -> int | None:
     return None
 
 
-def _num_bytes(checkpoint: dict[str, Any]) -> int:
-    from torch.utils._pytree import tree_leaves  # private to torch: not imported with the package
-
-    storages = (leaf.untyped_storage() for leaf in tree_leaves(checkpoint) if type(leaf) is Tensor)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _existing(folder: Path) -> Path:
-    return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-
-
 def _sync(path: Path) -> None:
-    """Syncs a file, or a folder with all its files, to disk."""
-    if path.is_dir():
-        for child in path.iterdir():
-            _sync(child)
-    _sync_entry(path)
-
-
-def _sync_entry(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,6 @@
 """A data loader whose state says where it is in its epoch, and that resumes there."""
 
+import functools
 from collections.abc import Iterator
 from copy import copy
 from typing import Any
@@ -30,7 +31,7 @@ class ResumableDataLoader(DataLoader[Any]):
     _random_state: dict[str, Any] | None = None
     _generator_state: Tensor | None = None
     _loaded: dict[str, Any] | None = None
-    _skipping: "_SkippingSampler | None" = None
+    _has_workers = False
 
     random_state_before_fetch: dict[str, Any] | None = None
     """The global random state before the last batch was fetched."""
@@ -77,9 +78,9 @@ class ResumableDataLoader(DataLoader[Any]):
         state, self._loaded = self._loaded or {}, None
         is_resumed = self._is_in_its_epoch(state)
         now, at_start = random_state(), state.get("random_state") if is_resumed else None
-        of_generator = state.get("generator" if is_resumed else "generator_now")
-        if self._generator is not None and of_generator is not None:
-            self._generator.set_state(of_generator)
+        generator_state = state.get("generator" if is_resumed else "generator_now")
+        if self._generator is not None and generator_state is not None:
+            self._generator.set_state(generator_state)
         if at_start is not None:
             set_random_state(at_start)
         self._num_batches, self._epoch = state["num_batches"] if is_resumed else 0, self._sampler_epoch
@@ -115,31 +116,24 @@ class ResumableDataLoader(DataLoader[Any]):
         return getattr(self.sampler, "generator", None) or self.generator
 
     def _iterator_from(self, num_batches: int) -> Iterator[Any]:
-        if num_batches:
-            self._iterator = None  # persistent workers would keep the sampler that they started with
-        if self.persistent_workers and self._iterator is not None:
-            # Draws the seed that new workers would get: a resumed process has new workers, and draws one.
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        if isinstance(self.dataset, IterableDataset):
-            iterator = super().__iter__()
+        if not num_batches:
+            if self.persistent_workers and self._has_workers:
+                # Draws the seed that new workers would get: a resumed process has new workers, and draws one.
+                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            self._has_workers = True
+            return super().__iter__()
+        loader = copy(self)  # for the rest of this epoch
+        sampler = "sampler" if self.batch_sampler is None else "batch_sampler"
+        remaining = _Remaining(getattr(self, sampler), num_batches)
+        # DataLoader does not allow these to be set. Workers that persist would keep the sampler that they started with.
+        vars(loader).update({sampler: remaining, "persistent_workers": False})
+        iterator = super(ResumableDataLoader, loader).__iter__()
+        if remaining.iterator is None or isinstance(self.dataset, IterableDataset):
             for _ in range(num_batches):
                 next(iterator)
-            return iterator
-        if not num_batches:
-            return super().__iter__()
-        self._skipping = _SkippingSampler(self._index_sampler, num_batches)
-        try:
-            iterator = super().__iter__()
-            self._skipping.skip()
-        finally:
-            self._skipping = None
+        else:
+            remaining.skip()
         return iterator
-
-    # Private to DataLoader, which does not allow its public `sampler` and `batch_sampler` to be set. If torch stops
-    # asking for it, _SkippingSampler.skip raises.
-    @property
-    def _index_sampler(self) -> Any:
-        return self._skipping or super()._index_sampler
 
 
 def resumable(loader: Any) -> Any:
@@ -149,59 +143,47 @@ def resumable(loader: Any) -> Any:
     """
     if not isinstance(loader, DataLoader) or _has_state(loader) or _has_state(loader.dataset):
         return loader
+    cls: Any = type(loader)
     loader = copy(loader)
-    loader.__class__ = _resumable_class(type(loader))
+    loader.__class__ = _resumable_class(cls)
     return loader
 
 
-_RESUMABLE_CLASSES: dict[type[DataLoader[Any]], type[DataLoader[Any]]] = {DataLoader: ResumableDataLoader}
-
-
-def _resumable_class(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    if cls not in _RESUMABLE_CLASSES:
-        _RESUMABLE_CLASSES[cls] = type(f"Resumable{cls.__name__}", (ResumableDataLoader, cls), {})
-    return _RESUMABLE_CLASSES[cls]
+@functools.cache
+def _resumable_class(cls: Any) -> Any:
+    if cls is DataLoader:
+        return ResumableDataLoader
+    return type(f"Resumable{cls.__name__}", (ResumableDataLoader, cls), {})
 
 
 def _has_state(part: Any) -> bool:
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
-class _SkippingSampler:
-    """A sampler, or batch sampler, without its first ``num_skipped`` items.
+class _Remaining:
+    """A sampler, or batch sampler, without its first items.
 
-    It skips when its first item is requested, no earlier than the sampler itself would start: samplers draw random
-    numbers then.
+    They are skipped when the first one is requested, no earlier than the sampler itself would start: samplers draw
+    random numbers then.
     """
 
     def __init__(self, sampler: Any, num_skipped: int) -> None:
         self.sampler = sampler
+        self.iterator: Any = None
         self._num_left = num_skipped
-        self._iterator: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> "_SkippingSampler":
-        self._iterator = iter(self.sampler)
+    def __iter__(self) -> "_Remaining":
+        self.iterator = iter(self.sampler)
         return self
 
     def __next__(self) -> Any:
-        return next(self.skip())
+        self.skip()
+        return next(self.iterator)
 
-    def skip(self) -> Iterator[Any]:
-        """The sampler's iterator after the skipped items.
-
-        Raises:
-            RuntimeError: If no iterator was made, because DataLoader does not use ``_index_sampler``.
-        """
-        if self._iterator is None:
-            raise RuntimeError(
-                f"torch {torch.__version__}: DataLoader does not take its indices from its property _index_sampler, so"
-                " batches that were seen before the interruption cannot be skipped. Use a version of torch that"
-                " lightning-liger supports, or pass fault_tolerance=False to the strategy"
-            )
+    def skip(self) -> None:
         while self._num_left:
             self._num_left -= 1
-            next(self._iterator)
-        return self._iterator
+            next(self.iterator)

@@ -5,9 +5,10 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_liger.resuming.atomic_io import of_all_ranks
+from lightning_liger.resuming.atomic_io import gather_objects
 from lightning_liger.resuming.dataloader import STATE_KEY, ResumableDataLoader, resumable
 from lightning_liger.resuming.random_state import check_random_state, random_state, set_random_state
 
@@ -72,7 +73,7 @@ class RankStates:
             "loaders": [{**loader, "num_batches": max(0, loader["num_batches"] - ahead)} for loader in ours],
             "other_loaders": others,
         }
-        checkpoint[CHECKPOINT_KEY] = {"ranks": of_all_ranks(move_data_to_device(state, "cpu"))}
+        checkpoint[CHECKPOINT_KEY] = {"ranks": gather_objects(move_data_to_device(state, "cpu"))}
 
     def on_train_batch_start(self, batch_idx: int, trainer: L.Trainer) -> None:
         """Keeps the state at the beginning of an optimizer step."""
@@ -172,15 +173,14 @@ def is_fitting(trainer: L.Trainer) -> bool:
 
 def _current_state(trainer: L.Trainer) -> dict[str, Any]:
     module = trainer.lightning_module
-    of_module = module.rank_state_dict() if isinstance(module, HasRankState) else None
-    return {"random_state": random_state(), "module": of_module}
+    module_state = module.rank_state_dict() if isinstance(module, HasRankState) else None
+    return {"random_state": random_state(), "module": module_state}
 
 
 def _random_state_before_fetch(trainer: L.Trainer) -> dict[str, Any]:
     """``random_state`` before the current batch was fetched; empty if no loader knows it."""
-    from torch.utils._pytree import tree_leaves  # private to torch: not imported with the package
-
-    loaders = [leaf for leaf in tree_leaves(trainer.train_dataloader) if isinstance(leaf, ResumableDataLoader)]
+    leaves = CombinedLoader(trainer.train_dataloader).flattened
+    loaders = [leaf for leaf in leaves if isinstance(leaf, ResumableDataLoader)]
     before = loaders[0].random_state_before_fetch if loaders else None
     return {} if before is None else {"random_state": before}
 

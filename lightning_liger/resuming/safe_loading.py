@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
@@ -24,8 +24,6 @@ from liger_ops.arguments import shown
 
 _ZIP = b"PK\x03\x04"
 _VERSION = "pytorch-lightning_version"
-_LATEST = ("latest", "latest_universal")
-"""The files that tell DeepSpeed which folder to load."""
 
 
 def load_file(path: Path, weights_only: bool | None = None) -> Any:
@@ -44,7 +42,7 @@ def load_file(path: Path, weights_only: bool | None = None) -> Any:
         # Lightning's reader of full checkpoints finds a zip archive in any part of a file, where `torch.load` would
         # read another format.
         if file.read(len(_ZIP)) != _ZIP or path.suffix == ".safetensors":
-            raise _not_a_checkpoint(path, "it does not begin as one")
+            raise _incomplete(f"{path} is not a file of torch.save", "it does not begin as one")
     with loading_errors_explained(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
@@ -63,27 +61,22 @@ def check_checkpoint(path: Path, weights_only: bool | None = None, allowed: Sequ
         ValueError: As :func:`load_file`, and for a folder that is not a checkpoint.
     """
     with safe_globals(list(allowed)):
-        if not path.is_dir():
-            _check_file(path, weights_only)
-            return
-        for file in sorted(path.glob("*.metadata")):
-            check_metadata(file, weights_only)
-        for file in (path / name for name in _LATEST if (path / name).is_file()):
-            if (tag := file.read_text(encoding="utf-8", errors="replace").strip()) != Path(tag).name:
-                raise ValueError(f"{file} must hold the name of a folder in {path}, got {tag!r}")
-        files = sorted(Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
-        files = [file for file in files if file.suffix == ".pt"]
-        if not files:
-            raise ValueError(f"{path} is not a checkpoint: the folder has no file that ends in .pt")
+        files = [path] if not path.is_dir() else _check_folder(path, weights_only)
         for file in files:
-            _check_file(file, weights_only)
+            file.open("rb").close() if weights_only is False else load_file(file, weights_only)
 
 
-def _check_file(file: Path, weights_only: bool | None) -> None:
-    if weights_only is False:
-        file.open("rb").close()
-    else:
-        load_file(file, weights_only)
+def _check_folder(path: Path, weights_only: bool | None) -> list[Path]:
+    """The files in the folder of a sharded checkpoint that are to be checked, after the others were."""
+    for file in sorted(path.glob("*.metadata")):
+        check_metadata(file, weights_only)
+    for file in filter(Path.is_file, (path / "latest", path / "latest_universal")):  # of DeepSpeed
+        if (tag := file.read_text(encoding="utf-8", errors="replace").strip()) != Path(tag).name:
+            raise ValueError(f"{file} must hold the name of a folder in {path}, got {tag!r}")
+    found = (Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
+    if not (files := sorted(file for file in found if file.suffix == ".pt")):
+        raise ValueError(f"{path} is not a checkpoint: the folder has no file that ends in .pt")
+    return files
 
 
 def check_metadata(file: Path, weights_only: bool | None = None) -> None:
@@ -98,48 +91,37 @@ def check_metadata(file: Path, weights_only: bool | None = None) -> None:
         pickle.UnpicklingError: As :func:`load_file`.
         ValueError: If the file is not the metadata of a sharded checkpoint, or an entry is not complete.
     """
-    try:
-        with file.open("rb") as opened:
-            entries = list(_entries(_MetadataUnpickler(opened, file).load()))
-    except (OSError, UnsafePickleError):
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{file} is not the metadata of a sharded checkpoint, or incomplete: {_told(error)}"
-        ) from error
-    for entry in entries:
-        part = file.parent / entry.relative_path
-        if part.is_file() and (size := part.stat().st_size) < (end := entry.offset + entry.length):
-            raise ValueError(f"{part} is incomplete: {entry.name!r} ends at byte {end}, got a file of {size}")
-        if entry.is_tensor or weights_only is False:
-            continue
-        with part.open("rb") as opened:
-            opened.seek(entry.offset)
-            content = io.BytesIO(opened.read(entry.length))
-        with loading_errors_explained(f"{part} ({entry.name!r})"):
-            torch.load(content, map_location="cpu", weights_only=weights_only)
+    with file.open("rb") as opened:
+        unpickler = _MetadataUnpickler(opened)
+        try:
+            entries = list(_entries(unpickler.load()))
+        except Exception as error:
+            if unpickler.refused is not None:
+                raise _unsafe(file, unpickler.refused) from None
+            raise _incomplete(f"{file} is not the metadata of a sharded checkpoint", error) from error
+    for name, is_tensor, part, offset, length in entries:
+        path = file.parent / part
+        if path.is_file() and (size := path.stat().st_size) < offset + length:
+            raise ValueError(f"{path} is incomplete: {name!r} ends at byte {offset + length}, got a file of {size}")
+        if not is_tensor and weights_only is not False:  # tensors are read with weights_only=True in any case
+            with path.open("rb") as opened:
+                opened.seek(offset)
+                content = io.BytesIO(opened.read(length))
+            with loading_errors_explained(f"{path} ({name!r})"):
+                torch.load(content, map_location="cpu", weights_only=weights_only)
 
 
-class _Entry(NamedTuple):
-    name: str
-    is_tensor: bool
-    """Whether it is read with ``weights_only=True`` in any case."""
-    relative_path: str
-    offset: int
-    length: int
-
-
-def _entries(metadata: Any) -> Iterator[_Entry]:
-    entries, places = _checked(metadata["state_dict_metadata"], dict), _checked(metadata["storage_data"], dict)
-    tensors = {name for name, entry in entries.items() if entry.cls == "TensorStorageMetadata"}
-    for index, info in places.items():
-        name = _checked(index["fqn"], str)
+def _entries(metadata: Any) -> Iterator[tuple[str, bool, str, int, int]]:
+    """Of each entry the name, whether it is a tensor, the file, the offset and the length in it."""
+    kinds = _checked(metadata["state_dict_metadata"], dict)
+    tensors = {name for name, entry in kinds.items() if type(entry).__name__ == "TensorStorageMetadata"}
+    for index, info in _checked(metadata["storage_data"], dict).items():
+        name, place = _checked(index["fqn"], str), [_checked(info[key], int) for key in ("offset", "length")]
         if name not in tensors and info.state.get("transform_descriptors"):
             raise ValueError(f"{name!r} is compressed, so that it cannot be checked")
-        offset, length = _checked(info["offset"], int), _checked(info["length"], int)
-        if offset < 0 or length < 0:
-            raise ValueError(f"{name!r} is at {offset}, with {length} bytes")
-        yield _Entry(name, name in tensors, _checked(info["relative_path"], str), offset, length)
+        if min(place) < 0:
+            raise ValueError(f"{name!r} is at {place[0]}, with {place[1]} bytes")
+        yield name, name in tensors, _checked(info["relative_path"], str), *place
 
 
 def _checked(value: Any, cls: type) -> Any:
@@ -161,7 +143,7 @@ def loading_errors_explained(path: Any) -> Iterator[None]:
         found = re.search(r"GLOBAL (\S+) ", str(error))
         if isinstance(error, pickle.UnpicklingError) and found is not None:
             raise _unsafe(path, found[1]) from None
-        raise _not_a_checkpoint(path, _told(error)) from error
+        raise _incomplete(f"{path} is not a file of torch.save", error) from error
 
 
 @contextmanager
@@ -181,21 +163,17 @@ def check_is_of_trainer(checkpoint: Any, path: Any) -> None:
         raise ValueError(f"{path} is not a checkpoint of Lightning's Trainer: no {_VERSION!r} in {shown(keys)}")
 
 
-class UnsafePickleError(pickle.UnpicklingError):
-    """A pickle names a class or function that could run code."""
-
-
 def _unsafe(path: Any, name: str) -> pickle.UnpicklingError:
-    cls = name.rpartition(".")[2]
-    return UnsafePickleError(
+    return pickle.UnpicklingError(
         f"{path} holds an object of {name}, and loading it could run code: expected tensors and plain Python objects."
-        f" Only if you trust the file, call torch.serialization.add_safe_globals([{cls}]) before, or load it with"
-        " weights_only=False, an argument of Trainer.fit, validate, test and predict, Fabric.load and export_pretrained"
+        " Only if you trust the file, load it with weights_only=False, an argument of Trainer.fit, validate, test and"
+        " predict, Fabric.load and export_pretrained, or allow the class before:"
+        f" torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])"
     )
 
 
-def _not_a_checkpoint(path: Any, reason: str) -> ValueError:
-    return ValueError(f"{path} is not a file of torch.save, or incomplete: {reason}")
+def _incomplete(what: str, reason: Any) -> ValueError:
+    return ValueError(f"{what}, or incomplete: {_told(reason) if isinstance(reason, BaseException) else reason}")
 
 
 def _told(error: BaseException) -> str:
@@ -203,65 +181,51 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. This is ')[0]}"
 
 
-# Metadata is unpickled into objects that hold what is in it and do nothing. The C unpickler reads them, as later torch:
-# another parser might read a crafted file differently.
-
-
 class _Inert:
-    """What a pickle says about an object of a class, or about the result of a function, that it names."""
+    """Stands in for an object of a class, or the result of a function, that metadata names. It does nothing.
 
-    cls: str
-    has_state: bool
+    It holds the state that a pickle gives it; what is called with arguments has none, as all that is read here is in
+    states. Classes have no state, so that a pickle cannot change these.
+    """
 
     def __init__(self, *arguments: Any) -> None:
-        if self.has_state and arguments:
-            raise TypeError(f"{self.cls} with arguments")
+        self.state: Any = arguments or {}
 
-    # Classes have none, so a pickle cannot change these.
     def __setstate__(self, state: Any) -> None:
-        if not self.has_state:
-            raise TypeError(f"{self.cls} with a state")
-        self.state = getattr(self, "state", {}) | state if isinstance(state, dict) else state
+        # An error if there are arguments, a tuple.
+        self.state = vars(self).get("state", {}) | state if isinstance(state, dict) else state
 
     def __getitem__(self, name: str) -> Any:
         return self.state[name]
 
 
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_WITH_STATE = {
+_KNOWN_NAMES = {
     "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
         *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-}
-_WITHOUT_STATE = {
-    "torch.distributed.checkpoint.metadata": ("_MEM_FORMAT_ENCODING",),
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,  # Python 3.13
 }
-_METADATA_CLASSES: dict[tuple[str, str], Any] = {
-    (module, name): type(name, (_Inert,), {"cls": name, "has_state": classes is _WITH_STATE})
-    for classes in (_WITH_STATE, _WITHOUT_STATE)
-    for module, names in classes.items()
-    for name in names
+_KNOWN: dict[tuple[str, str], Any] = {
+    (module, name): type(name, (_Inert,), {}) for module, names in _KNOWN_NAMES.items() for name in names
 } | {("collections", "OrderedDict"): OrderedDict, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, opened: io.BufferedReader, file: Path) -> None:
-        super().__init__(opened)
-        self._file = file
+    """The C unpickler reads metadata, as later torch: another parser might read a crafted file differently."""
+
+    refused: str | None = None
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _METADATA_CLASSES.get((module, name))
+        found = _KNOWN.get((module, name))
         if found is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if found is None:
-            raise UnsafePickleError(
-                f"{self._file} holds an object of {module}.{name}, and loading it could run code: expected the metadata"
-                " of a sharded checkpoint only"
-            )
+            self.refused = f"{module}.{name}"
+            raise pickle.UnpicklingError(self.refused)
         return found

@@ -12,7 +12,7 @@ from liger_ops.arguments import check_floating, check_integer, check_tensor, wro
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "seq_idx")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_OF_THE_WHOLE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_WHOLE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -68,43 +68,37 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
         raise wrong_type("batch", "a dict of tensors", batch)
     if not 0 <= rank < size:
         raise ValueError(f"rank must be at least 0 and below size, got rank={rank} and size={size}")
-    tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
+    whole = {key: value for key, value in batch.items() if value is not None}
+    tokens = whole.get("inputs_embeds", whole.get("input_ids"))
     if tokens is None:
         raise ValueError(f"batch must have 'input_ids' or 'inputs_embeds' to be split over ranks, got {list(batch)}")
-    unknown = [key for key in batch if key not in _PER_TOKEN + _OF_THE_WHOLE_ROW and batch[key] is not None]
-    if unknown:
+    if unknown := [key for key in whole if key not in _PER_TOKEN + _WHOLE_ROW]:
         raise ValueError(
             f"the batch has {unknown}, which cannot be split over ranks; expected only"
-            f" {_PER_TOKEN + _OF_THE_WHOLE_ROW}. Padding on the right whose labels are -100 needs no 'attention_mask'"
+            f" {_PER_TOKEN + _WHOLE_ROW}. Padding on the right whose labels are -100 needs no 'attention_mask'"
         )
-    if batch.get("labels") is not None and batch.get("shift_labels") is not None:
-        raise ValueError("the batch has both 'labels' and 'shift_labels': expected one of them")
-    whole = {key: value for key, value in batch.items() if value is not None}
-    if "input_ids" in whole and "inputs_embeds" in whole:
-        raise ValueError("the batch has both 'input_ids' and 'inputs_embeds': expected one of them")
-    for key in _PER_TOKEN:
-        if key in whole:
-            _check_per_token(f"batch[{key!r}]", whole[key], is_floating=key == "inputs_embeds")
+    for first, second in (("labels", "shift_labels"), ("input_ids", "inputs_embeds")):
+        if first in whole and second in whole:
+            raise ValueError(f"the batch has both {first!r} and {second!r}: expected one of them")
+    for key in filter(whole.__contains__, _PER_TOKEN):
+        _check_per_token(f"batch[{key!r}]", whole[key], is_floating=key == "inputs_embeds")
     batch_size, seq_len = tokens.shape[:2]
     if seq_len % size:
         raise ValueError(f"size={size} must divide the {seq_len} tokens of a row: pad the rows")
-    if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(seq_len, device=tokens.device)[None]
-    _check_positions(whole["position_ids"], tokens, (batch_size, seq_len))
+    positions = whole.setdefault("position_ids", torch.arange(seq_len, device=tokens.device)[None])
+    _check_positions(positions, tokens, (batch_size, seq_len))
     if "labels" in whole:
         whole["shift_labels"] = shift_labels(whole.pop("labels"), batch.get("position_ids"))
     length = seq_len // size
-    shards = {}
-    for key, value in whole.items():
-        if key in _PER_TOKEN:
-            if value.shape[1] != seq_len or (key != "position_ids" and value.shape[0] != batch_size):
-                raise ValueError(
-                    f"{key} must hold {seq_len} tokens a row in {batch_size} rows as the inputs do, got"
-                    f" {tuple(value.shape)}"
-                )
-            value = value.narrow(1, rank * length, length).contiguous()
-        shards[key] = value
-    return shards
+    for key in filter(whole.__contains__, _PER_TOKEN):
+        value = whole[key]
+        if value.shape[1] != seq_len or (key != "position_ids" and value.shape[0] != batch_size):
+            raise ValueError(
+                f"{key} must hold {seq_len} tokens a row in {batch_size} rows as the inputs do, got"
+                f" {tuple(value.shape)}"
+            )
+        whole[key] = value.narrow(1, rank * length, length).contiguous()
+    return whole
 
 
 def _check_integers(name: str, value: Any) -> None:

@@ -8,37 +8,20 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
-from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
+from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.arguments import refuse_unknown
-from lightning_liger.strategies.parts.early_release import EarlyRelease
-from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
-from lightning_liger.strategies.parts.materialization import FabricMaterialization, TrainerMaterialization
-from lightning_liger.strategies.parts.shared_sequences import SharesSequences
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
+from lightning_liger.strategies.trainer import TrainerStrategy
 
 
-class LigerDDPStrategy(
-    SharesSequences,
-    TrainerFaultTolerance,
-    TrainerActivations,
-    EarlyRelease,
-    TrainerKernels,
-    TrainerMaterialization,
-    pytorch_ddp.DDPStrategy,
-):
+class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.DDPStrategy` with fused kernels and a fused loss.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
-            :func:`~lightning_liger.apply_liger_kernels`.
-        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
-            :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
-        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
-        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        **kwargs: As in Lightning's strategy.
+        *args: ``kernels``, ``on_nonfinite_grad``.
+        **kwargs: ``kernels``, ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``,
+            ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in
+            Lightning's strategy.
 
     Raises:
         TypeError: For an argument that neither Lightning's strategy nor ``DistributedDataParallel`` has.
@@ -48,25 +31,23 @@ class LigerDDPStrategy(
     strategy_name = "liger_ddp"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_unknown(self, kwargs, DistributedDataParallel)
         super().__init__(*args, **kwargs)
-        refuse_unknown(type(self).__name__, self._ddp_kwargs, DistributedDataParallel)
 
 
-class FabricLigerDDPStrategy(
-    FabricFaultTolerance, FabricActivations, FabricKernels, FabricMaterialization, fabric_ddp.DDPStrategy
-):
+class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
     """:class:`LigerDDPStrategy` for Fabric.
 
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_unknown(self, kwargs, DistributedDataParallel)
         super().__init__(*args, **kwargs)
-        refuse_unknown(type(self).__name__, self._ddp_kwargs, DistributedDataParallel)
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        wrapped = super().setup_module(module)
+        wrapped: Any = super().setup_module(module)
         if wrapped.find_unused_parameters or wrapped.static_graph:
             # DDP follows the graph from the output, or waits for the first backward to enter it. A head's parameters
             # are in no graph yet: backward would fail, or leave the gradients of the first step as they are.

@@ -1,9 +1,11 @@
 """``liger_fsdp``: Fully Sharded Data Parallel with fused kernels, for Trainer and Fabric, on GPUs and CPUs."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import lightning.fabric.strategies.fsdp as fabric_fsdp
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
@@ -17,121 +19,111 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
+    MixedPrecision,
     OptimStateKeyType,
     ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.nn import Module
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from liger_ops.collectives import reduce_scatter_mean
+from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
-from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
+from lightning_liger.resuming.safe_loading import check_checkpoint
+from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.arguments import refuse_unknown
-from lightning_liger.strategies.parts.early_release import EarlyRelease
-from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
-from lightning_liger.strategies.parts.optimizer_states import FabricOptimizerStates, TrainerOptimizerStates
-from lightning_liger.strategies.parts.policies import (
-    LayerPolicy,
-    check_policy,
-    decoder_layer_classes,
-    resolve_policy,
-)
-from lightning_liger.strategies.parts.shared_sequences import SharesSequences
-from lightning_liger.strategies.precision import ShardedClippedPrecision, ShardedPrecision
+from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer
+from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
+from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
+from lightning_liger.strategies.trainer import TrainerStrategy
 from lightning_liger.weights.materialize import Materializer, has_meta_tensors
-
-if TYPE_CHECKING:
-    _Strategy = Any  # Lightning's for the Trainer or for Fabric, which have no common base
-else:
-    _Strategy = object
 
 _ROOT = "_liger_fsdp_root"
 
 
-class _FusedFSDP(_Strategy):
-    """Wraps models in FSDP. A mixin for strategies of Trainer and Fabric."""
+class _Sharding:
+    """Wraps models in FSDP for a strategy of Trainer or Fabric.
 
-    materializes = True
-
-    @property
-    def _fsdp_arguments(self) -> dict[str, Any]:
-        """The arguments of FSDP that neither this class nor Lightning's knows."""
-        raise NotImplementedError
+    Args:
+        strategy: The strategy.
+        auto_wrap_policy: The layers to shard one by one.
+        sharding_strategy: As in Lightning's strategy.
+        arguments: The arguments of FSDP that neither the strategy nor Lightning's knows.
+    """
 
     def __init__(
         self,
-        kernels: KernelChoice = "auto",
-        auto_wrap_policy: LayerPolicy | None = None,
-        activation_checkpointing_policy: LayerPolicy | None = None,
-        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
-        **kwargs: Any,
+        strategy: Any,
+        auto_wrap_policy: LayerPolicy | None,
+        sharding_strategy: ShardingStrategy,
+        arguments: dict[str, Any],
     ) -> None:
-        check_policy("auto_wrap_policy", auto_wrap_policy)
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
-        self._layers_to_wrap = auto_wrap_policy
-        self._layers_to_checkpoint = activation_checkpointing_policy
-        sharding_strategy = _check_sharding(sharding_strategy)
-        super().__init__(kernels=kernels, **kwargs)
-        refuse_unknown(type(self).__name__, self._fsdp_arguments, FullyShardedDataParallel)
+        self._strategy = strategy
+        self._auto_wrap_policy = auto_wrap_policy
+        self.arguments = arguments
         # Not given to Lightning, which refuses hybrid sharding without a policy: ours may come from the model.
-        self.sharding_strategy = sharding_strategy
+        strategy.sharding_strategy = sharding_strategy
+        self._mesh_sizes = self.arguments.pop("device_mesh", None)
+        self.backward_repair = BackwardRepair()
 
-    def setup_environment(self) -> None:
+    def make_mesh(self) -> None:
         """Makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
-        sizes = self._fsdp_arguments.pop("device_mesh", None)
-        super().setup_environment()
+        sizes = self._mesh_sizes
         if isinstance(sizes, tuple):
             if math.prod(sizes) != dist.get_world_size():
                 raise ValueError(
                     f"device_mesh={sizes}: the product of the sizes must be world_size = {dist.get_world_size()}"
                 )
-            sizes = init_device_mesh(self.root_device.type, sizes)
+            sizes = init_device_mesh(self._strategy.root_device.type, sizes)
         if sizes is not None:
-            self._fsdp_arguments["device_mesh"] = sizes
+            self.arguments["device_mesh"] = sizes
 
-    def _wrap(self, model: Module, precision: Any) -> Module:
+    def wrap(self, model: Module, precision: Any) -> Module:
         """``model`` wrapped in FSDP, unless its user wrapped it. Lightning's set-up accepts a wrapped model as it is.
 
         Lightning itself would pass FSDP a device index, which a CPU does not have.
         """
-        on_cpu = self.root_device.type == "cpu"
+        strategy = self._strategy
+        on_cpu = strategy.root_device.type == "cpu"
         if on_cpu and precision.scaler is not None and not precision.scaler.is_enabled():
             precision.scaler = ShardedGradScaler(device="cpu")  # Lightning's is for GPUs, and off without one
         root, parameters = vars(model).get(_ROOT, (None, []))
         if root is not None and set(parameters) == set(model.parameters()):
-            return root
-        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            return self.backward_repair.watch(root)
+        if _is_wrapped(model):
             check_head_units(model, tied_pairs(model))
-            return model
+            return self.backward_repair.watch(model)
         pairs = tied_pairs(model)
-        layers = resolve_policy("auto_wrap_policy", self._layers_to_wrap, model) or decoder_layer_classes(model)
+        layers = resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model)
         if not layers:
             rank_zero_warn(
                 "auto_wrap_policy was not given and the model names no layers that must not be split: FSDP gathers all"
                 " of its parameters at once. Name its layer classes in auto_wrap_policy."
             )
-        arguments = fabric_fsdp._auto_wrap_policy_kwargs(layers or None, dict(self._fsdp_arguments))
+        arguments = dict(self.arguments)
+        if layers:
+            arguments["auto_wrap_policy"] = ModuleWrapPolicy(layers) if isinstance(layers, set) else layers
         if has_meta_tensors(model) and arguments.get("param_init_fn") is None:
-            arguments["param_init_fn"] = Materializer(model, self.root_device)
+            arguments["param_init_fn"] = Materializer(model, strategy.root_device)
         detach_frozen_heads(model)
         root = FullyShardedDataParallel(
             model,
-            device_id=self.root_device,
-            cpu_offload=None if on_cpu else self.cpu_offload,  # parameters are in CPU memory already
-            mixed_precision=self.mixed_precision_config,
-            sharding_strategy=self.sharding_strategy,
+            device_id=strategy.root_device,
+            cpu_offload=None if on_cpu else strategy.cpu_offload,  # parameters are in CPU memory already
+            mixed_precision=strategy.mixed_precision_config,
+            sharding_strategy=strategy.sharding_strategy,
             **arguments,
         )
-        if root.sharding_strategy == ShardingStrategy.NO_SHARD != self.sharding_strategy and dist.get_world_size() > 1:
+        wanted = strategy.sharding_strategy
+        if root.sharding_strategy == ShardingStrategy.NO_SHARD != wanted and dist.get_world_size() > 1:
             raise ValueError(  # FSDP falls back to NO_SHARD, within the one process
-                f"sharding_strategy={self.sharding_strategy.name} shards over groups of one process, so replicas would"
-                " not average their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
+                f"sharding_strategy={wanted.name} shards over groups of one process, so replicas would not average"
+                " their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
             )
         check_head_units(root, pairs)
         if on_cpu:
@@ -141,19 +133,51 @@ class _FusedFSDP(_Strategy):
                     setattr(module._handle, _checked("to_cpu", module._handle), nullcontext)
         # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
-        return root
+        return self.backward_repair.watch(root)
 
 
-class LigerFSDPStrategy(
-    _FusedFSDP,
-    SharesSequences,
-    TrainerFaultTolerance,
-    TrainerActivations,
-    EarlyRelease,
-    TrainerKernels,
-    TrainerOptimizerStates,
-    pytorch_fsdp.FSDPStrategy,
-):
+class BackwardRepair:
+    """Adds up gradients that FSDP offloads to the CPU, and shows frozen parameters after backward.
+
+    FSDP overwrites gradients that it offloads. And it takes parameters of units that are not sharded for restored ones
+    after backward, also where all of them are frozen: state dicts and ``parameters()`` lack them.
+    """
+
+    def __init__(self) -> None:
+        self._with_gradients: set[Parameter] | None = None  # on the CPU before every forward since the last backward
+        self._whole_units: list[FullyShardedDataParallel] = []
+
+    def watch(self, model: Module) -> Module:
+        """Repairs what :meth:`context` is around, of a wrapped model, which is returned."""
+        units = FullyShardedDataParallel.fsdp_modules(model)
+        if any(unit.cpu_offload.offload_params for unit in units):
+            model.register_forward_pre_hook(self.note_gradients)
+        self._whole_units = [unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD]
+        return model
+
+    def note_gradients(self, model: Module, args: Any) -> None:
+        """Before forward, in which FSDP shows the gradients of earlier steps again, although they were set to None."""
+        found = {p for p in model.parameters() if p.grad is not None and p.grad.device.type == "cpu"}
+        self._with_gradients = found if self._with_gradients is None else self._with_gradients & found
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Goes around backward."""
+        gradients = {p: p.grad for p in self._with_gradients or () if p.grad is not None}
+        self._with_gradients = None
+        earlier = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
+        for gradient in gradients.values():
+            gradient.zero_()  # of units that this backward does not reach
+        yield
+        for parameter, gradient in earlier.items():
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient)
+        for unit in self._whole_units:
+            if unit._handle is not None and not unit._handle.flat_param.requires_grad:
+                unit._handle.reshard(False)
+
+
+class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
     Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm: the norm over all
@@ -189,21 +213,44 @@ class LigerFSDPStrategy(
     """
 
     strategy_name = "liger_fsdp"
-    _reads_by_itself = True
     # Lightning refuses to run the names that are registered here without a GPU.
     _registered_strategies: list[str] = []
-    _precision_mixin = ShardedClippedPrecision
-    _overridden = ("_setup_model",)
+
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        auto_wrap_policy: LayerPolicy | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
+        **kwargs: Any,
+    ) -> None:
+        refuse_unknown(self, kwargs, FullyShardedDataParallel)
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        super().__init__(kernels, **kwargs)
+        self.engine.materializes = True
+        self._activations.take_policy(activation_checkpointing_policy)
+        self._saves_shards = kwargs.get("state_dict_type", "full") == "sharded"
+        self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self.kwargs)
+
+    @override
+    def _control_plugin(self, plugin: Any) -> None:
+        control_gradients(plugin, self.on_nonfinite_grad, self._sharding.backward_repair.context)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._sharding.make_mesh()
 
     @property
     @override
-    def _fsdp_arguments(self) -> dict[str, Any]:
-        return self.kwargs
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        plugin = self.precision_plugin
+        return self.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
 
     @property
     @override
     def saves_folders(self) -> bool:
-        return self._state_dict_type == "sharded"
+        return self._saves_shards
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -217,20 +264,21 @@ class LigerFSDPStrategy(
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
 
     @override
-    def _setup_model(self, model: Module) -> Module:
+    def _prepare(self, convert: Callable[[Module], Module], model: Module) -> Module:
         self._check_optimization(model)
-        model = super()._setup_model(self._wrap(model, self.precision_plugin))
-        return _connect_gradients(model, self.precision_plugin)
+        return self._sharding.wrap(super()._prepare(convert, model), self.precision_plugin)
+
+    @override
+    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        check_checkpoint(Path(path), weights_only)
+        return load_in_trainer(self, Path(path), partial(super()._read, path, weights_only))
 
     def _check_optimization(self, model: Module) -> None:
         """Raises before a module of manual optimization is wrapped: its backward would run inside FSDP's forward."""
         module = self.lightning_module
         if module is None or module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
             return
-        by_user = _ROOT not in vars(model) and any(
-            isinstance(unit, FullyShardedDataParallel) for unit in model.modules()
-        )
-        if not by_user:
+        if _ROOT in vars(model) or not _is_wrapped(model):
             raise ValueError(
                 "automatic_optimization=False is not supported by 'liger_fsdp' around a whole LightningModule, because"
                 " manual_backward would run inside FSDP's forward: use strategy='liger_model_parallel' (FSDP2) or"
@@ -242,31 +290,63 @@ class LigerFSDPStrategy(
 LigerStrategy = LigerFSDPStrategy
 
 
-class FabricLigerFSDPStrategy(
-    _FusedFSDP,
-    FabricFaultTolerance,
-    FabricActivations,
-    FabricKernels,
-    FabricOptimizerStates,
-    fabric_fsdp.FSDPStrategy,
-):
+class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     """:class:`LigerFSDPStrategy` for Fabric.
 
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``: ``fabric.clip_gradients``
     returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.
     """
 
-    _writes_by_itself = True
-    _precision_mixin = ShardedPrecision
+    writes_itself = True
+
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        auto_wrap_policy: LayerPolicy | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
+        **kwargs: Any,
+    ) -> None:
+        refuse_unknown(self, kwargs, FullyShardedDataParallel)
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        super().__init__(kernels, **kwargs)
+        self._activations.take_policy(activation_checkpointing_policy)
+        self._saves_shards = kwargs.get("state_dict_type", "sharded") == "sharded"
+        self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self._fsdp_kwargs)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._sharding.make_mesh()
 
     @property
     @override
-    def _fsdp_arguments(self) -> dict[str, Any]:
-        return self._fsdp_kwargs
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        return self.mixed_precision or keep_buffer_dtypes(
+            self.precision.mixed_precision_config, self.precision.precision
+        )
+
+    @override
+    def module_to_device(self, module: Module) -> None:
+        """Does nothing: FSDP moves a module to its device."""
+
+    @override
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        with self._sharding.backward_repair.context():
+            super().backward(tensor, module, *args, **kwargs)
+
+    @override
+    def _prepare(self, module: Module) -> Module:
+        return self._sharding.wrap(super()._prepare(module), self.precision)
+
+    @override
+    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        check_checkpoint(Path(path), weights_only)
+        return load_in_fabric(path, state, partial(super()._read, path, strict=strict, weights_only=weights_only))
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self._state_dict_type == "full" and self.root_device.type == "cpu":
+        if not self._saves_shards and self.root_device.type == "cpu":
             models = [part for part in state.values() if isinstance(part, FullyShardedDataParallel)]
             optimizers = {
                 name: part for name, part in state.items() if isinstance(part, Optimizer) and len(models) == 1
@@ -276,7 +356,7 @@ class FabricLigerFSDPStrategy(
 
     @override
     def setup_module(self, module: Module) -> Module:
-        root = _connect_gradients(super().setup_module(self._wrap(module, self.precision)), self.precision)
+        root = super().setup_module(module)
         if isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD:
             root.module.register_forward_pre_hook(partial(_check_gathered, root))
         return root
@@ -299,6 +379,10 @@ class FabricLigerFSDPStrategy(
 
 
 FabricLigerStrategy = FabricLigerFSDPStrategy
+
+
+def _is_wrapped(model: Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _checked(name: str, owner: object) -> str:
@@ -331,30 +415,11 @@ def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]
         return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
-def _connect_gradients(model: Module, precision: Any) -> Module:
-    """Lets NCCL average gradients while it sums them, where FSDP would divide them in separate passes, and lets the
-    precision plugin mend what FSDP leaves undone after backward."""
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    if any(unit.cpu_offload.offload_params for unit in units):
-        precision.accumulate_offloaded(model)
-    precision.show_frozen(unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD)
-    sharded = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
-    if (
-        isinstance(model, FullyShardedDataParallel)
-        and model.sharding_strategy in sharded
-        and model._comm_hook is None
-        and dist.get_backend(model.process_group) == "nccl"
-    ):
-        model.register_comm_hook(model.process_group, reduce_scatter_mean)
-    return model
-
-
 def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -> None:
     """Raises if ``module`` is called from outside ``root``, as by a method that Fabric does not know."""
     if root.training_state.name == "IDLE":
-        name = type(module).__name__
         raise RuntimeError(
-            f"{name} is called outside FSDP's forward, where its parameters are sharded: call the model that"
-            " fabric.setup returned, and mark its other methods that call the model, as with"
+            f"{type(module).__name__} is called outside FSDP's forward, where its parameters are sharded: call the"
+            " model that fabric.setup returned, and mark its other methods that call the model, as with"
             ' model.mark_forward_method("generate")'
         )

@@ -1,8 +1,9 @@
 """``liger_model_parallel``: FSDP2 and tensor parallelism on a device mesh with fused kernels."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning as L
 import lightning.fabric.strategies.model_parallel as fabric_model_parallel
@@ -15,29 +16,18 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from liger_ops.arguments import wrong_value
+from liger_ops.arguments import check_integer, wrong_type, wrong_value
+from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.strategies.parts.activations import FabricActivations, TrainerActivations
-from lightning_liger.strategies.parts.adoption import FabricKernels, TrainerKernels
-from lightning_liger.strategies.parts.early_release import EarlyRelease
-from lightning_liger.strategies.parts.fault_tolerance import FabricFaultTolerance, TrainerFaultTolerance
+from lightning_liger.resuming.safe_loading import check_checkpoint
+from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
-from lightning_liger.strategies.parts.optimizer_states import (
-    FabricOptimizerStates,
-    TrainerOptimizerStates,
-    states_left_empty,
-)
-from lightning_liger.strategies.parts.policies import check_policy, decoder_layer_classes, resolve_policy
-from lightning_liger.strategies.parts.shared_sequences import SharesSequences
+from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer, states_left_empty
+from lightning_liger.strategies.parts.policies import check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
+from lightning_liger.strategies.trainer import TrainerStrategy
 from lightning_liger.weights.materialize import has_meta_tensors, materialize
-
-if TYPE_CHECKING:
-    _Strategy = Any  # Lightning's for the Trainer or for Fabric, which have no common base
-else:
-    _Strategy = object
-
 
 _SETUP_ORDER = (
     "call model = fabric.setup_module(model), then make the optimizer of model.parameters(), then call optimizer ="
@@ -45,43 +35,43 @@ _SETUP_ORDER = (
 )
 
 
-class _FullySharded(_Strategy):
-    """Shards models by FSDP2 and tensor parallelism. A mixin for strategies of Trainer and Fabric."""
+class _Sharding:
+    """Shards models by FSDP2 and tensor parallelism for a strategy of Trainer or Fabric.
 
-    materializes = True
-    _data_parallel_size: Literal["auto"] | int
+    Args:
+        strategy: The strategy.
+        auto_wrap_policy: The layers to shard one by one.
+        data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
+        tensor_parallel_size: Ranks that share each layer.
+    """
 
     def __init__(
         self,
-        kernels: KernelChoice = "auto",
-        auto_wrap_policy: list[str] | set[type[Module]] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | None = None,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: int = 1,
-        **kwargs: Any,
+        strategy: Any,
+        auto_wrap_policy: list[str] | set[type[Module]] | None,
+        data_parallel_size: Literal["auto"] | int,
+        tensor_parallel_size: int,
     ) -> None:
         check_policy("auto_wrap_policy", auto_wrap_policy, takes_functions=False)
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
-        self._layers_to_wrap = auto_wrap_policy
-        self._layers_to_checkpoint = activation_checkpointing_policy
-        super().__init__(
-            kernels=kernels,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            **kwargs,
-        )
+        if data_parallel_size != "auto":
+            check_integer("data_parallel_size", data_parallel_size, at_least=1)
+        check_integer("tensor_parallel_size", tensor_parallel_size, at_least=1)
+        self._strategy = strategy
+        self._auto_wrap_policy = auto_wrap_policy
+        self.data_parallel_size = data_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
 
-    def setup_environment(self) -> None:
-        if self._data_parallel_size == "auto":
-            num_processes, size = self.num_nodes * self.num_processes, self._tensor_parallel_size
+    def check_size(self) -> None:
+        """Raises ValueError if the ranks of tensor parallelism do not divide the processes, before they start."""
+        num_processes, size = self._strategy.num_nodes * self._strategy.num_processes, self.tensor_parallel_size
+        if self.data_parallel_size == "auto":
             if num_processes % size:
                 raise wrong_value(
                     "tensor_parallel_size", f"a divisor of the number of processes, {num_processes}", size
                 )
-            self._data_parallel_size = num_processes // size
-        super().setup_environment()
+            self._strategy._data_parallel_size = num_processes // size
 
-    def _shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
+    def shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
         """Shards a whole ``model`` over both dimensions of ``mesh``.
 
         Over the data-parallel dimension, it shards the layers of ``auto_wrap_policy`` one by one, then ``roots``.
@@ -95,15 +85,16 @@ class _FullySharded(_Strategy):
             fully_shard(unit, mesh=mesh["data_parallel"])
 
     def _layer_classes(self, model: Module) -> tuple[type[Module], ...]:
-        return tuple(resolve_policy("auto_wrap_policy", self._layers_to_wrap, model) or decoder_layer_classes(model))
+        return tuple(resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model))
 
-    def _materialize(self, model: Module) -> None:
+    def materialize(self, model: Module) -> None:
         """Gives a sharded model that is on the meta device memory and values, one layer or unit at a time."""
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, (FSDPModule, *layers))]
-        materialize(model, self.root_device, units)
+        materialize(model, self._strategy.root_device, units)
 
-    def _expose_lazy_logits(self, model: Module) -> None:
+    @staticmethod
+    def expose_lazy_logits(model: Module) -> None:
         """Shows the tensors of lazy logits to FSDP2, which waits for the gradients of what its modules return.
 
         A head's weight stays gathered until then, also if the head is a separate FSDP unit.
@@ -115,48 +106,7 @@ class _FullySharded(_Strategy):
                 HIDDEN_STATES.expose(unit)
 
 
-class _ShardsOnMeta(_Strategy):
-    """Shards models on the meta device before they get memory. A mixin to list right before Lightning's class."""
-
-    model: Any
-
-    def setup(self, trainer: L.Trainer) -> None:
-        if has_meta_tensors(self.model):
-            self.model = self.precision_plugin.convert_module(self.model)
-            self._shard_children(self.model)
-            self._materialize(self.model)
-        with _configured(self.lightning_module):
-            super().setup(trainer)  # which would give the model memory before it is sharded
-
-
-@contextmanager
-def _configured(module: Any) -> Iterator[None]:
-    """Lets Lightning, which insists on a ``configure_model`` that parallelizes, accept a module without one."""
-    if is_overridden("configure_model", module):
-        yield
-        return
-    module.configure_model = _do_nothing
-    try:
-        yield
-    finally:
-        del module.configure_model
-
-
-def _do_nothing() -> None:
-    """Stands for a ``configure_model`` that has been called."""
-
-
-class LigerModelParallelStrategy(
-    _FullySharded,
-    SharesSequences,
-    TrainerFaultTolerance,
-    TrainerActivations,
-    EarlyRelease,
-    TrainerKernels,
-    _ShardsOnMeta,
-    TrainerOptimizerStates,
-    pytorch_model_parallel.ModelParallelStrategy,
-):
+class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelParallelStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
 
     FSDP2 shards what ``configure_model`` leaves whole over the data-parallel ranks: the layers that must not be split
@@ -165,35 +115,77 @@ class LigerModelParallelStrategy(
     vocabulary is computed where its rows are.
 
     Args:
-        kernels: ``"auto"``, ``"none"``, a name, a list of names or a dict of changes to ``"auto"``; see
-            :func:`~lightning_liger.apply_liger_kernels`.
+        kernels: As in :class:`~lightning_liger.LigerFSDPStrategy`.
         auto_wrap_policy: The layers to shard one by one: their classes or names of these; by default those that the
             Hugging Face model in the module says must not be split.
-        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way. Only one of this
-            and the next two arguments may be given.
-        activation_checkpointing: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        memory_budget: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        activation_checkpointing_policy: The layers to recompute in backward, chosen in the same way. Only one of this,
+            ``activation_checkpointing`` and ``memory_budget`` may be given.
         data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that share each layer. What ``configure_model`` leaves without DTensors is spread
             over them by the plan that the Hugging Face model carries, the embeddings and the LM head over the
             vocabulary; otherwise ``configure_model`` parallelizes, on ``self.device_mesh["tensor_parallel"]``.
-        on_nonfinite_grad: What to do in a step whose gradients' norm is infinite or NaN, as in
-            :class:`~lightning_liger.LigerFSDPStrategy`. The norm before clipping is logged as ``grad_norm``.
-        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
-        fault_tolerance: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        **kwargs: As in Lightning's strategy.
+        **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and
+            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``; with a ``tensor_parallel_size`` for a
             model without a plan, or sizes that cannot be divided by it.
     """
 
-    _reads_by_itself = True
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        auto_wrap_policy: list[str] | set[type[Module]] | None = None,
+        activation_checkpointing_policy: list[str] | set[type[Module]] | None = None,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
+        super().__init__(
+            kernels, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **kwargs
+        )
+        self._saves_shards = kwargs.get("save_distributed_checkpoint", True)
+        self.engine.materializes = True
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
+        self._activations.take_policy(activation_checkpointing_policy)
+
+    @override
+    def setup_environment(self) -> None:
+        self._sharding.check_size()
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.model is not None
+        if has_meta_tensors(self.model):  # Lightning's set-up would give the model memory before it is sharded
+            self.model = self._prepare(self.precision_plugin.convert_module, self.model)
+            self._shard_children(self.model)
+            self._sharding.materialize(self.model)
+        module: Any = self.lightning_module
+        # Lightning insists on a configure_model that parallelizes; here it need not be there.
+        stand_in = {} if is_overridden("configure_model", module) else {"configure_model": lambda: None}
+        vars(module).update(stand_in)
+        try:
+            super().setup(trainer)
+        finally:
+            for name in stand_in:
+                del vars(module)[name]
+
+    @property
+    @override
+    def _runs_layers_together(self) -> bool:
+        return self._sharding.tensor_parallel_size > 1 or super()._runs_layers_together
+
+    @override
+    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        check_checkpoint(Path(path), weights_only)
+        return load_in_trainer(self, Path(path), partial(super()._read, path, weights_only))
 
     @property
     @override
     def saves_folders(self) -> bool:
-        return self._save_distributed_checkpoint
+        return self._saves_shards
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -205,13 +197,13 @@ class LigerModelParallelStrategy(
         super().model_to_device()
         assert self.model is not None
         self._shard_children(self.model)
-        self._expose_lazy_logits(self.model)
+        self._sharding.expose_lazy_logits(self.model)
 
     def _shard_children(self, model: Module) -> None:
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
             units = list(dict.fromkeys(_units_below(model)))
             inside = {module for unit in units for module in unit.modules() if module is not unit}
-            self._shard(model, [unit for unit in units if unit not in inside], self.device_mesh)
+            self._sharding.shard(model, [unit for unit in units if unit not in inside], self.device_mesh)
 
 
 def _units_below(model: Module) -> Iterator[Module]:
@@ -223,33 +215,18 @@ def _units_below(model: Module) -> Iterator[Module]:
             yield child
 
 
-class FabricLigerModelParallelStrategy(
-    _FullySharded,
-    FabricFaultTolerance,
-    FabricActivations,
-    FabricKernels,
-    FabricOptimizerStates,
-    fabric_model_parallel.ModelParallelStrategy,
-):
+class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.ModelParallelStrategy):
     """:class:`LigerModelParallelStrategy` for Fabric.
 
-    Args:
-        parallelize_fn: As in Lightning's strategy; by default modules are sharded as
-            :class:`LigerModelParallelStrategy` shards the children of a LightningModule.
-        kernels: As in :class:`LigerModelParallelStrategy`.
-        auto_wrap_policy: As in :class:`LigerModelParallelStrategy`.
-        activation_checkpointing_policy: As in :class:`LigerModelParallelStrategy`.
-        data_parallel_size: As in :class:`LigerModelParallelStrategy`.
-        tensor_parallel_size: As in :class:`LigerModelParallelStrategy`, or for ``parallelize_fn`` to use.
-        **kwargs: ``activation_checkpointing``, ``memory_budget``, ``fault_tolerance``, and as in
-            Lightning's strategy.
+    Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``, and ``parallelize_fn`` as
+    Lightning's strategy: by default modules are sharded as there the children of a LightningModule.
 
     Raises:
         RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with
             ``fabric.setup_module``, make the optimizer of its parameters, then call ``fabric.setup_optimizers``.
     """
 
-    _writes_by_itself = True
+    writes_itself = True
 
     def __init__(
         self,
@@ -261,27 +238,40 @@ class FabricLigerModelParallelStrategy(
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
+        if parallelize_fn is not None and not callable(parallelize_fn):
+            raise wrong_type("parallelize_fn", "a function or None", parallelize_fn)
+        self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
         super().__init__(
             kernels,
-            auto_wrap_policy,
-            activation_checkpointing_policy,
-            data_parallel_size,
-            tensor_parallel_size,
             parallelize_fn=self._parallelize_and_materialize,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
+        self._activations.take_policy(activation_checkpointing_policy)
         self._parallelize = parallelize_fn or self._shard_whole
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    @override
+    def setup_environment(self) -> None:
+        self._sharding.check_size()
+        super().setup_environment()
+
+    @property
+    @override
+    def _runs_layers_together(self) -> bool:
+        return self._sharding.tensor_parallel_size > 1
+
     def _shard_whole(self, module: Module, mesh: DeviceMesh) -> Module:
-        self._shard(module, [module], mesh)
+        self._sharding.shard(module, [module], mesh)
         return module
 
     def _parallelize_and_materialize(self, module: Module, mesh: DeviceMesh) -> Module:
         module = self._parallelize(module, mesh)
         if isinstance(module, Module):  # Lightning refuses anything else
-            self._materialize(module)
-            self._expose_lazy_logits(module)
+            self._sharding.materialize(module)
+            self._sharding.expose_lazy_logits(module)
         return module
 
     @override
@@ -320,3 +310,8 @@ class FabricLigerModelParallelStrategy(
     @override
     def module_to_device(self, module: Module) -> None:
         """Does nothing: sharding moves a module to its device."""
+
+    @override
+    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        check_checkpoint(Path(path), weights_only)
+        return load_in_fabric(path, state, partial(super()._read, path, strict=strict, weights_only=weights_only))

@@ -1,43 +1,36 @@
-"""Precision plugins that apply kernels, make the logits of evaluation lazy and clip gradients.
+"""Precision plugins: those that apply kernels under other strategies, and what strategies add to plugins of others.
 
-Lightning calls ``convert_module`` of the precision plugin in every engine's set-up, for Trainer and Fabric alike, after
-``configure_model`` and before the engine wraps the model. Strategies therefore adopt the plugin that Lightning (or its
-user) made: :func:`adopt` extends its class by the mixins of this file.
+A strategy applies kernels itself. The Trainer clips gradients through its precision plugin, and the loss is
+differentiated there: for these two alone :func:`control_gradients` extends the class of the plugin that Lightning, or
+its user, made.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import lightning.fabric.plugins.precision.fsdp as fabric_fsdp
 import lightning.pytorch.plugins.precision.fsdp as pytorch_fsdp
-from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from liger_ops.arguments import check_choice, wrong_type
 from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
-from lightning_liger.patching import PatchReport, check_kernels
-from lightning_liger.patching.apply import KernelChoice, apply_and_announce
+from lightning_liger.patching import PatchReport
+from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
-from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm, clip_whole_norm
-
-if TYPE_CHECKING:
-    _AnyPrecision = FabricPrecision
-    _TrainerPrecision = Precision
-else:
-    _AnyPrecision = _TrainerPrecision = object
+from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
+from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.subclasses import made_subclass
 
 OnNonfiniteGrad = Literal["raise", "skip", "ignore"]
 
@@ -55,63 +48,10 @@ def _check_scaler(on_nonfinite_grad: OnNonfiniteGrad, scaler: Any) -> None:
         )
 
 
-class KernelConversion(_AnyPrecision):
-    """Applies kernels to the module that it converts. A mixin for precision plugins of Trainer and Fabric."""
+class GradientClipping(Precision):
+    """Clips by the norm over all ranks, and acts on gradients that are not finite. A mixin for the Trainer's plugins.
 
-    kernels: KernelChoice = "auto"
-    patch_report: PatchReport | None = None
-    is_adopted = False
-    """Whether a strategy, not the user, set this plugin up."""
-    control_activations: Callable[[Module], None] | None = None
-    """Sets the modes of the module's layers, before the engine wraps it."""
-    shown_parameters: Callable[[Module], AbstractContextManager[Any]] = nullcontext
-    """Returns a context in which the module's parameters look as the engine will have them."""
-
-    def convert_module(self, module: Module) -> Module:
-        """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
-        with buffers_as_pretrained(module):
-            module = super().convert_module(module)
-        with self.shown_parameters(module):
-            self.patch_report = apply_and_announce(module, self.kernels, self.patch_report)
-        if self.control_activations is not None:
-            self.control_activations(module)
-        return module
-
-
-class LazyEvaluation(_TrainerPrecision):
-    """Makes logits lazy in validation and test steps, which have no gradients, and real those that a step returned.
-
-    A mixin for the Trainer's plugins.
-    """
-
-    def optimizer_step(  # type: ignore[override]  # of the Trainer's, which has more arguments than Fabric's
-        self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        def settled() -> Any:
-            result = closure()
-            if model.automatic_optimization:  # or else the variables of the training step exist
-                settle("optimizer.step()")
-            return result
-
-        return super().optimizer_step(optimizer, model=model, closure=settled, **kwargs)
-
-    @contextmanager
-    def val_step_context(self) -> Iterator[None]:
-        with super().val_step_context(), lazy_logits():
-            yield
-        settle("the end of a validation step")
-
-    @contextmanager
-    def test_step_context(self) -> Iterator[None]:
-        with super().test_step_context(), lazy_logits():
-            yield
-        settle("the end of a test step")
-
-
-class GradientClipping(_TrainerPrecision):
-    """Logs the norm of gradients and acts on one that is not finite. A mixin for the Trainer's precision plugins.
-
-    The norm over all ranks, before clipping, is logged as ``grad_norm``.
+    The norm before clipping is logged as ``grad_norm``.
     """
 
     on_nonfinite_grad: OnNonfiniteGrad = "ignore"
@@ -120,6 +60,7 @@ class GradientClipping(_TrainerPrecision):
     def connect(self, model: Module, optimizers: Any, lr_schedulers: Any) -> Any:
         """Keeps the wrapped model: FSDP takes the norm of sharded gradients at its root."""
         self._model = model
+        self._is_sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         return super().connect(model, optimizers, lr_schedulers)
 
     def clip_gradients(
@@ -147,7 +88,7 @@ class GradientClipping(_TrainerPrecision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.main_params(optimizer))
-        norm = self._clip_norm(parameters, clip_val)
+        norm = clip_gradient_norm(self._model if self._is_sharded else None, parameters, clip_val)
         module = self._model if isinstance(self._model, L.LightningModule) else self._model.module
         assert isinstance(module, L.LightningModule)
         module.log("grad_norm", norm, on_step=True, on_epoch=False)
@@ -159,80 +100,20 @@ class GradientClipping(_TrainerPrecision):
         for parameter in parameters:
             parameter.grad = None  # optimizers leave it alone then: no decay, no moments, no step count
 
-    def _clip_norm(self, parameters: list[Parameter], max_norm: float) -> Tensor:
-        return clip_whole_norm(parameters, max_norm)
 
+class BackwardInContext(Precision):
+    """Runs backward in a context, before any hook of a callback or module. A mixin for the Trainer's plugins."""
 
-class UnderFSDP(_AnyPrecision):
-    """Keeps dtypes of converted buffers, accumulates offloaded gradients, and shows frozen parameters after backward.
-
-    FSDP would cast buffers again in the first forward, overwrite gradients that it offloads to the CPU, and leave
-    frozen units that are not sharded without parameters. A mixin for FSDP's precision plugins.
-    """
-
-    _with_gradients: set[Parameter] | None = None
-    """Parameters that had a gradient on the CPU before every forward since the last backward."""
-    _whole_units: tuple[FullyShardedDataParallel, ...] = ()
-
-    @property
-    def mixed_precision_config(self) -> Any:
-        """As Lightning's, without a dtype for buffers in true half precision: ``convert_module`` has cast them."""
-        config = super().mixed_precision_config  # type: ignore[misc]  # of Lightning's FSDPPrecision
-        return replace(config, buffer_dtype=None) if self.precision in ("16-true", "bf16-true") else config
-
-    def accumulate_offloaded(self, model: Module) -> None:
-        """Accumulates gradients of ``model``, which FSDP wraps and offloads."""
-        model.register_forward_pre_hook(self._note_gradients)
-
-    def show_frozen(self, units: Iterable[FullyShardedDataParallel]) -> None:
-        """Restores the parameters of ``units``, which are not sharded, after each backward if all of them are frozen.
-
-        FSDP takes parameters that are not sharded for restored ones: state dicts and ``parameters()`` lack them.
-        """
-        self._whole_units = tuple(units)
-
-    def _note_gradients(self, model: Module, args: Any) -> None:
-        # Before forward, in which FSDP shows the gradients of earlier steps again, although they were set to None.
-        found = {p for p in model.parameters() if p.grad is not None and p.grad.device.type == "cpu"}
-        self._with_gradients = found if self._with_gradients is None else self._with_gradients & found
+    backward_context: Callable[[], AbstractContextManager[None]]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Adds the gradients of earlier micro-batches to those of this one."""
-        gradients = {p: p.grad for p in self._with_gradients or () if p.grad is not None}
-        self._with_gradients = None
-        earlier = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
-        for gradient in gradients.values():
-            gradient.zero_()  # of units that this backward does not reach
-        super().backward(*args, **kwargs)
-        for parameter, gradient in earlier.items():
-            if parameter.grad is not None:
-                parameter.grad.add_(gradient)
-        for unit in self._whole_units:
-            if unit._handle is not None and not unit._handle.flat_param.requires_grad:
-                unit._handle.reshard(False)
+        with self.backward_context():
+            super().backward(*args, **kwargs)
 
 
-class EvaluatedPrecision(KernelConversion, LazyEvaluation):
-    """For the Trainer's plugins if something else clips: DeepSpeed, or the user's own plugin."""
-
-
-class ShardedEvaluatedPrecision(UnderFSDP, EvaluatedPrecision):
-    """The Trainer's under FSDP, where the plugin has a way of clipping of its own."""
-
-
-class ClippedPrecision(EvaluatedPrecision, GradientClipping):
-    """For the Trainer's plugins; the default."""
-
-
-class ShardedClippedPrecision(UnderFSDP, ClippedPrecision):
-    """For the Trainer's plugins under FSDP."""
-
-    def _clip_norm(self, parameters: list[Parameter], max_norm: float) -> Tensor:
-        return clip_gradient_norm(self._model, parameters, max_norm)
-
-
-class ShardedPrecision(UnderFSDP, KernelConversion):
-    """For Fabric's plugins under FSDP."""
+def keep_buffer_dtypes(config: MixedPrecision, precision: str) -> MixedPrecision:
+    """Lightning's ``config`` of FSDP, without a dtype for buffers in true half precision: they have theirs already."""
+    return replace(config, buffer_dtype=None) if precision in ("16-true", "bf16-true") else config
 
 
 def _check_users_scaler(precision: str, scaler: Any) -> None:
@@ -242,10 +123,11 @@ def _check_users_scaler(precision: str, scaler: Any) -> None:
         raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
 
 
-class LigerPrecisionPlugin(ShardedClippedPrecision, pytorch_fsdp.FSDPPrecision):
+class LigerPrecisionPlugin(GradientClipping, pytorch_fsdp.FSDPPrecision):
     """Lightning's FSDP precision that also applies fused kernels to the module it converts and clips by norm.
 
-    The norm of the gradients over all ranks, before clipping, is logged as ``grad_norm``.
+    The norm of the gradients over all ranks, before clipping, is logged as ``grad_norm``. Under a strategy of this
+    package its settings take the place of the strategy's.
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
@@ -267,77 +149,123 @@ class LigerPrecisionPlugin(ShardedClippedPrecision, pytorch_fsdp.FSDPPrecision):
     ) -> None:
         super().__init__(precision)
         _check_users_scaler(precision, scaler)
-        check_kernels(kernels)
         check_on_nonfinite_grad(on_nonfinite_grad)
         self.scaler = scaler or self.scaler  # Lightning 2.6 refuses every scaler that it is given
         _check_scaler(on_nonfinite_grad, self.scaler)
         self.kernels = kernels
         self.on_nonfinite_grad = on_nonfinite_grad
+        self.patching = Kernels(kernels)
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """The report of replaced modules, None before a module was converted."""
+        return self.patching.report
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        return keep_buffer_dtypes(super().mixed_precision_config, self.precision)
+
+    def convert_module(self, module: Module) -> Module:
+        """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
+        with buffers_as_pretrained(module):
+            module = super().convert_module(module)
+        self.patching.apply(module)
+        return module
+
+    def optimizer_step(  # type: ignore[override]  # of the Trainer's, which has more arguments than Fabric's
+        self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        return super().optimizer_step(optimizer, model=model, closure=settled(closure, model), **kwargs)
+
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        with super().val_step_context(), lazy_logits():
+            yield
+        settle("the end of a validation step")
+
+    @contextmanager
+    def test_step_context(self) -> Iterator[None]:
+        with super().test_step_context(), lazy_logits():
+            yield
+        settle("the end of a test step")
 
 
-class FabricLigerPrecisionPlugin(ShardedPrecision, fabric_fsdp.FSDPPrecision):
+def settled(closure: Callable[[], Any], module: L.LightningModule) -> Callable[[], Any]:
+    """``closure`` of a training step, after which logits that somebody keeps are real: the optimizer steps next."""
+
+    def closed() -> Any:
+        result = closure()
+        if module.automatic_optimization:  # or else the variables of the training step exist
+            settle("optimizer.step()")
+        return result
+
+    return closed
+
+
+class FabricLigerPrecisionPlugin(fabric_fsdp.FSDPPrecision):
     """:class:`LigerPrecisionPlugin` for Fabric, which clips gradients elsewhere."""
 
     def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
         super().__init__(precision)
         _check_users_scaler(precision, scaler)
-        check_kernels(kernels)
         self.scaler = scaler or self.scaler
         self.kernels = kernels
+        self.patching = Kernels(kernels)
+
+    patch_report = LigerPrecisionPlugin.patch_report
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        return keep_buffer_dtypes(super().mixed_precision_config, self.precision)
+
+    def convert_module(self, module: Module) -> Module:
+        """As :meth:`LigerPrecisionPlugin.convert_module`."""
+        with buffers_as_pretrained(module):
+            module = super().convert_module(module)
+        self.patching.apply(module)
+        return module
 
 
-def adopt(plugin: Any, mixin: type[KernelConversion], **settings: Any) -> None:
-    """Extends a precision plugin by the mixin that a strategy needs.
+def control_gradients(
+    plugin: Any,
+    on_nonfinite_grad: OnNonfiniteGrad | None,
+    backward_context: Callable[[], AbstractContextManager[None]] | None = None,
+) -> None:
+    """Lets a plugin of the Trainer clip as a strategy says, unless its user chose another way.
 
     Args:
-        plugin: The plugin, whose class is changed. A plugin that its user made with settings for kernels is not.
-        mixin: The class to list before the plugin's own. A plugin with another ``clip_grad_by_norm`` than Lightning's
-            keeps that method.
-        settings: Attributes of ``mixin``.
+        plugin: A ``LigerPrecisionPlugin`` keeps its own settings, and a plugin with another ``clip_grad_by_norm`` than
+            Lightning's keeps that.
+        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`; None if the engine clips.
+        backward_context: Returns a context for backward.
 
     Raises:
         ValueError: If the plugin cannot follow ``on_nonfinite_grad``.
     """
-    if isinstance(plugin, KernelConversion) and not plugin.is_adopted:
-        plugin.control_activations = settings.get("control_activations")
-        return
-    on_nonfinite_grad = settings.get("on_nonfinite_grad", "ignore")
-    if issubclass(mixin, GradientClipping) and not _clips_as_lightning(type(plugin)):
-        if on_nonfinite_grad != "ignore":
+    mixins: tuple[type[Precision], ...] = ()
+    if backward_context is not None:
+        mixins += (BackwardInContext,)
+        plugin.backward_context = backward_context
+    if on_nonfinite_grad is not None and not isinstance(plugin, LigerPrecisionPlugin):
+        if _clips_as_lightning(plugin):
+            mixins += (GradientClipping,)
+            _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))
+            plugin.on_nonfinite_grad = on_nonfinite_grad
+        elif on_nonfinite_grad != "ignore":
             raise ValueError(
                 f"on_nonfinite_grad={on_nonfinite_grad!r} needs a precision plugin with Lightning's"
                 f" clip_grad_by_norm, got {type(plugin).__name__}, which overrides it: use"
                 " on_nonfinite_grad='ignore' or Lightning's plugin"
             )
-        mixin = ShardedEvaluatedPrecision if issubclass(mixin, UnderFSDP) else EvaluatedPrecision
-    _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))
-    plugin_class: Any = type(plugin)
-    plugin.__class__ = _with_mixin(plugin_class, cast(Any, mixin))
-    vars(plugin).update(settings, is_adopted=True)
+    if missing := tuple(mixin for mixin in mixins if not isinstance(plugin, mixin)):
+        plugin.__class__ = _with_mixins(type(plugin), *missing)
 
 
-def _clips_as_lightning(plugin_class: type[Any]) -> bool:
+def _clips_as_lightning(plugin: Any) -> bool:
     lightnings = (Precision.clip_grad_by_norm, pytorch_fsdp.FSDPPrecision.clip_grad_by_norm)
-    return issubclass(plugin_class, GradientClipping) or plugin_class.clip_grad_by_norm in lightnings
+    return isinstance(plugin, GradientClipping) or type(plugin).clip_grad_by_norm in lightnings
 
 
-@functools.cache
-def _with_mixin(plugin_class: Any, mixin: Any) -> type[Any]:
-    if issubclass(plugin_class, mixin):
-        return plugin_class
-    for named in (LigerPrecisionPlugin, FabricLigerPrecisionPlugin):
-        if named.__bases__ == (mixin, plugin_class):
-            return named
-    namespace = {"__module__": plugin_class.__module__, "__reduce_ex__": _reduce_adopted}
-    return type(plugin_class.__name__, (mixin, plugin_class), namespace)
-
-
-def _reduce_adopted(plugin: Any, protocol: Any) -> Any:
-    """Pickles a plugin, as launchers that spawn processes do, by the bases of its class, which no module has."""
-    reduced = super(type(plugin), plugin).__reduce_ex__(protocol)
-    return _new_adopted, type(plugin).__bases__, *reduced[2:]
-
-
-def _new_adopted(mixin: Any, plugin_class: Any) -> Any:
-    adopted: Any = _with_mixin(plugin_class, mixin)
-    return adopted.__new__(adopted)
+@made_subclass
+def _with_mixins(plugin_class: type[Precision], *mixins: type[Precision]) -> type:
+    return type(plugin_class.__name__, (*mixins, plugin_class), {"__module__": plugin_class.__module__})

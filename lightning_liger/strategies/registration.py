@@ -17,64 +17,45 @@ class Registration(NamedTuple):
     """One name for ``strategy=``."""
 
     name: str
-    of_trainer: type
-    of_fabric: type
+    trainer: type
+    fabric: type
     engine: str
     """Begins the description in Lightning's registry; "with fused kernels ..." follows."""
     options: dict[str, Any] = {}
     """Arguments of both classes."""
 
 
+_SINGLE = (LigerSingleDeviceStrategy, FabricLigerSingleDeviceStrategy)
+_DDP = (LigerDDPStrategy, FabricLigerDDPStrategy)
+_FSDP = (LigerFSDPStrategy, FabricLigerFSDPStrategy)
+_MODEL_PARALLEL = (LigerModelParallelStrategy, FabricLigerModelParallelStrategy)
 _DEEPSPEED = (LigerDeepSpeedStrategy, FabricLigerDeepSpeedStrategy)
-_OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
+_UNUSED = {"find_unused_parameters": True}
+_OFFLOAD_OPTIMIZER = {"offload_optimizer": True}
+_OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
 
 REGISTRATIONS = (
-    Registration("liger", LigerSingleDeviceStrategy, FabricLigerSingleDeviceStrategy, "One device"),
-    Registration("liger_ddp", LigerDDPStrategy, FabricLigerDDPStrategy, "Distributed Data Parallel (DDP)"),
+    Registration("liger", *_SINGLE, "One device"),
+    Registration("liger_ddp", *_DDP, "DDP"),
+    Registration("liger_ddp_find_unused_parameters_true", *_DDP, "DDP, where a loss may not need parameters,", _UNUSED),
+    Registration("liger_fsdp", *_FSDP, "FSDP"),
+    Registration("liger_fsdp_cpu_offload", *_FSDP, "FSDP, states in CPU memory,", {"cpu_offload": True}),
+    Registration("liger_model_parallel", *_MODEL_PARALLEL, "FSDP2 and tensor parallelism on a device mesh"),
+    Registration("liger_deepspeed_stage_2", *_DEEPSPEED, "ZeRO 2", {"stage": 2}),
     Registration(
-        "liger_ddp_find_unused_parameters_true",
-        LigerDDPStrategy,
-        FabricLigerDDPStrategy,
-        "Distributed Data Parallel (DDP) of models with parameters that a loss may not need",
-        {"find_unused_parameters": True},
+        "liger_deepspeed_stage_2_offload", *_DEEPSPEED, "ZeRO 2 offloaded", {"stage": 2, **_OFFLOAD_OPTIMIZER}
     ),
-    Registration("liger_fsdp", LigerFSDPStrategy, FabricLigerFSDPStrategy, "Fully Sharded Data Parallel (FSDP)"),
-    Registration(
-        "liger_fsdp_cpu_offload",
-        LigerFSDPStrategy,
-        FabricLigerFSDPStrategy,
-        "Fully Sharded Data Parallel (FSDP), parameters and optimizer states in the memory of the CPU,",
-        {"cpu_offload": True},
-    ),
-    Registration(
-        "liger_model_parallel",
-        LigerModelParallelStrategy,
-        FabricLigerModelParallelStrategy,
-        "FSDP2 and tensor parallelism on a device mesh",
-    ),
-    Registration("liger_deepspeed_stage_2", *_DEEPSPEED, "DeepSpeed ZeRO stage 2", {"stage": 2}),
-    Registration(
-        "liger_deepspeed_stage_2_offload",
-        *_DEEPSPEED,
-        "DeepSpeed ZeRO stage 2, optimizer states in the memory of the CPU,",
-        {"stage": 2, "offload_optimizer": True},
-    ),
-    Registration("liger_deepspeed_stage_3", *_DEEPSPEED, "DeepSpeed ZeRO stage 3", {"stage": 3}),
-    Registration(
-        "liger_deepspeed_stage_3_offload",
-        *_DEEPSPEED,
-        "DeepSpeed ZeRO stage 3, parameters and optimizer states in the memory of the CPU,",
-        {"stage": 3, **_OFFLOADED},
-    ),
+    Registration("liger_deepspeed_stage_3", *_DEEPSPEED, "ZeRO 3", {"stage": 3}),
+    Registration("liger_deepspeed_stage_3_offload", *_DEEPSPEED, "ZeRO 3 offloaded", {"stage": 3, **_OFFLOAD}),
 )
 
 
 def register_strategies() -> None:
     """Registers every name that is not taken; without ``torch.distributed`` only ``liger``."""
-    for name, of_trainer, of_fabric, engine, options in REGISTRATIONS:
+    for name, trainer, fabric, engine, options in REGISTRATIONS:
         if name != "liger" and not dist.is_available():
             continue
-        for registry, strategy in ((StrategyRegistry, of_trainer), (STRATEGY_REGISTRY, of_fabric)):
+        for registry, strategy in ((StrategyRegistry, trainer), (STRATEGY_REGISTRY, fabric)):
             if name not in registry:
                 description = f"{engine} with fused kernels and a loss that never materializes the logits"
                 registry.register(name, strategy, description=description, **options)

@@ -1,28 +1,34 @@
-"""The protocol between a module and the strategy that trains it, whether ours or another."""
+"""A strategy, ours or another, as the module that it trains sees it."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.training.step_mean import scale_gradients
 
 
-class EngineDefaults:
-    """What a module asks of the strategy that trains it, for one that leaves gradients to the parameters.
+class Engine:
+    """What :class:`~lightning_liger.LigerLMMixin` asks a strategy; of one that leaves gradients to the parameters."""
 
-    A mixin of our strategies.
-    """
-
-    lightning_module: L.LightningModule | None
-    context_parallel: ContextParallel | None = None
-    """The group of ranks that share each sequence, None if ranks do not share sequences."""
-    handles_gradient_accumulation: bool
-    """Whether the engine accumulates gradients itself, in buffers that parameters do not show."""
     materializes = False
     """Whether models may be built on the meta device."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    @property
+    def context_parallel(self) -> ContextParallel | None:
+        """The group of ranks that share each sequence, None if ranks do not share sequences."""
+        return getattr(self.strategy, "context_parallel", None)
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether the strategy accumulates gradients itself, in buffers that parameters do not show."""
+        return self.strategy.handles_gradient_accumulation
 
     @property
     def scales_gradients(self) -> bool:
@@ -41,24 +47,17 @@ class EngineDefaults:
 
     @property
     def _epoch_loop(self) -> Any:
-        if self.lightning_module is None:
-            raise RuntimeError(f"{type(self).__name__} needs a Trainer that is fitting")
-        return self.lightning_module.trainer.fit_loop.epoch_loop
+        module = self.strategy.lightning_module
+        if module is None:
+            raise RuntimeError(f"{type(self.strategy).__name__} needs a Trainer that is fitting")
+        return module.trainer.fit_loop.epoch_loop
 
     def scale_gradients(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         """Multiplies the gradients that the next optimizer step uses by ``factor``, before they are clipped."""
         scale_gradients(parameters, factor)
 
 
-class _ForeignEngine(EngineDefaults):
-    """A strategy that is not ours."""
-
-    def __init__(self, strategy: L.pytorch.strategies.Strategy) -> None:
-        self.lightning_module = strategy.lightning_module
-        self.handles_gradient_accumulation = strategy.handles_gradient_accumulation
-
-
-def engine_of(trainer: L.Trainer) -> EngineDefaults:
+def engine_of(trainer: L.Trainer) -> Engine:
     """The Trainer's strategy as the module sees it."""
-    strategy = trainer.strategy
-    return strategy if isinstance(strategy, EngineDefaults) else _ForeignEngine(strategy)
+    engine = getattr(trainer.strategy, "engine", None)
+    return engine if isinstance(engine, Engine) else Engine(trainer.strategy)

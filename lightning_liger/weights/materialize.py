@@ -13,13 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lightning_liger.weights.pretrained import own_part, take_pretrained
-
-_INITIALIZED = "_is_hf_initialized"
-"""The attribute by which transformers' initialization recognizes tensors to leave unchanged."""
-
-Place = tuple[nn.Module, str]
-"""A module, and the name of a parameter or buffer in it."""
+from lightning_liger.weights.pretrained import Place, own_part, take_pretrained
 
 
 def has_meta_tensors(module: nn.Module) -> bool:
@@ -80,8 +74,6 @@ class Materializer:
         Raises:
             RuntimeError: As :func:`materialize`.
         """
-        from transformers.initialization import guard_torch_init_functions  # internal, so not at import
-
         modules = list(self._inside_first(unit))
         blank: set[int] = set()
         for module in modules:
@@ -94,14 +86,10 @@ class Materializer:
                     blank.add(id(tensor))
                 else:
                     weights.fill(module, name)
-        places = {
-            (module, name): tensor for module in modules for name, tensor in _own_tensors(module) if id(tensor) in blank
-        }
         devices = [self._device] if self._device.type == "cuda" else []
-        with self._unset(places) as unset, torch.random.fork_rng(devices=devices), guard_torch_init_functions():
-            with _protected(unit, except_for=unset.values()):
-                self._initialize(modules, {id(tensor) for tensor in unset.values()})
-            self._check_values(unset)
+        with torch.random.fork_rng(devices=devices), self._replaced(unit, blank) as drawn:
+            self._initialize(modules, {module for module, _ in drawn})
+            self._check_values(drawn)
 
     def _allocate(self, tensor: Tensor) -> None:
         memory = torch.empty_like(tensor, device=self._device)
@@ -111,56 +99,55 @@ class Materializer:
         torch.utils.swap_tensors(tensor, memory)  # keeps the object, and so its ties
 
     @contextmanager
-    def _unset(self, places: dict[Place, Tensor]) -> Iterator[dict[Place, Tensor]]:
-        """Puts whole tensors of NaN in these places; on exit each rank copies its shard of the values written there."""
-        unset: dict[Place, Tensor] = {}
-        sharded: dict[Tensor, Tensor] = {}
-        others = {id(tensor) for place, tensor in places.items() if place not in self._tied}
-        for place, tensor in places.items():
-            if place in self._tied and id(tensor) in others:
-                # Tied: its values are drawn at the other place, and those drawn here are discarded.
-                self._put(place, nn.Parameter(torch.empty(tensor.shape, device="meta"), requires_grad=False))
-                continue
-            if isinstance(tensor, DTensor):
-                if tensor not in sharded:
-                    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-                    sharded[tensor] = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-                self._put(place, sharded[tensor])
-            unset[place] = sharded.get(tensor, tensor)
-        for tensor in unset.values():
-            tensor.fill_(math.nan if tensor.is_floating_point() else 0)
+    def _replaced(self, unit: nn.Module, blank: set[int]) -> Iterator[dict[Place, Tensor]]:
+        """Replaces the tensors in ``unit``: blank ones by whole tensors of NaN, whose values each rank copies its shard
+        of at the end; all others by tensors on the meta device, so that initializing these changes nothing."""
+        before = {(module, name): tensor for module in unit.modules() for name, tensor in _own_tensors(module)}
+        untied = {id(tensor) for place, tensor in before.items() if place not in self._tied}
+        whole: dict[int, Tensor] = {}
+        drawn: dict[Place, Tensor] = {}
+        for place, tensor in before.items():
+            # The values of a tied tensor are drawn at its other place.
+            is_drawn = id(tensor) in blank and not (place in self._tied and id(tensor) in untied)
+            if is_drawn and id(tensor) in whole:
+                value = whole[id(tensor)]
+            elif is_drawn and not isinstance(tensor, DTensor):
+                value = tensor
+            else:
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device if is_drawn else "meta")
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            if is_drawn:
+                whole[id(tensor)] = drawn[place] = value.fill_(math.nan if value.is_floating_point() else 0)
+            _put(place, value)
         try:
-            yield unset
+            yield drawn
         finally:
-            for place, tensor in places.items():
-                self._put(place, tensor)
-        for tensor, whole in sharded.items():
-            local, index = own_part(tensor)
-            if local.numel():
-                local.copy_(whole[index])
+            for place, tensor in before.items():
+                _put(place, tensor)
+        for tensor in before.values():
+            if id(tensor) in whole and whole[id(tensor)] is not tensor:
+                local, index = own_part(tensor)
+                if local.numel():
+                    local.copy_(whole[id(tensor)][index])
 
-    def _put(self, place: Place, tensor: Tensor) -> None:
-        module, name = place
-        tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-        tensors[name] = tensor
-
-    def _initialize(self, modules: list[Any], unset: set[int]) -> None:
+    def _initialize(self, modules: list[Any], drawn: set[nn.Module]) -> None:
         for module in modules:
-            if not any(id(tensor) in unset for child in module.modules() for _, tensor in _own_tensors(child)):
+            if drawn.isdisjoint(module.modules()):
                 continue
             name = f"{self._seed}/{self._names.get(module, '')}"
             torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
             if module in self._models:
                 self._models[module]._init_weights(module)
-            elif any(id(tensor) in unset for _, tensor in _own_tensors(module)):
+            elif module in drawn:
                 module.reset_parameters()
             if callable(getattr(module, "reset_lora_parameters", None)):
                 # An adapter of peft, whose two parts transformers initialized as ordinary linear layers.
                 for adapter in {**module.lora_A, **module.lora_embedding_A}:
                     module.reset_lora_parameters(adapter, self._lora_initializations.get(adapter, True))
 
-    def _check_values(self, unset: dict[Place, Tensor]) -> None:
-        for (module, name), tensor in unset.items():
+    def _check_values(self, drawn: dict[Place, Tensor]) -> None:
+        for (module, name), tensor in drawn.items():
             if tensor.is_floating_point() and tensor.isnan().any():
                 raise RuntimeError(
                     f"{type(self._models.get(module, module)).__name__} leaves {name!r} of"
@@ -202,6 +189,12 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def _put(place: Place, tensor: Tensor) -> None:
+    module, name = place
+    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    tensors[name] = tensor
+
+
 def _innermost_models(root: nn.Module) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
     """Each module in a Hugging Face model, with the model; of nested models the innermost comes last."""
     for model in root.modules():
@@ -233,21 +226,3 @@ def _seed_of_all_ranks() -> int:
     if dist.is_available() and dist.is_initialized():
         dist.broadcast_object_list(seed)
     return seed[0]
-
-
-@contextmanager
-def _protected(unit: nn.Module, except_for: Collection[Tensor]) -> Iterator[None]:
-    """Marks all tensors in ``unit`` as initialized, except for those in ``except_for``."""
-    free = {id(tensor) for tensor in except_for}
-    tensors = [tensor for module in unit.modules() for _, tensor in _own_tensors(module)]
-    before = [(tensor, getattr(tensor, _INITIALIZED, None)) for tensor in tensors]
-    for tensor in tensors:
-        setattr(tensor, _INITIALIZED, id(tensor) not in free)
-    try:
-        yield
-    finally:
-        for tensor, value in before:
-            if value is None:
-                vars(tensor).pop(_INITIALIZED, None)
-            else:
-                setattr(tensor, _INITIALIZED, value)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from transformers import WeightConverter
 
 Index = tuple[slice, ...]
-_ATTRIBUTE = "_pretrained_weights"
+Place = tuple[nn.Module, str]
+"""A module, and the name of a parameter or buffer in it."""
+_ATTRIBUTE = "liger_pretrained_weights"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NUM_NAMED = 5
 # Buffers of older checkpoints that models compute themselves.
@@ -64,7 +66,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     if not isinstance(model, nn.Module):
         raise wrong_type("model", "a module", model)
     check_path("folder", folder)
-    weights = PretrainedWeights(model, Path(folder))
+    weights = PretrainedWeights(Path(folder), _found(model, Path(folder)))
     has_generation_config = isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file()
     generation_config = GenerationConfig.from_pretrained(folder) if has_generation_config else None
     for module, name, tensor in weights.tensors():
@@ -81,9 +83,7 @@ def take_pretrained(root: nn.Module) -> "list[PretrainedWeights]":
     return [vars(module).pop(_ATTRIBUTE) for module in root.modules() if _ATTRIBUTE in vars(module)]
 
 
-def share_pretrained(
-    model: nn.Module, other: nn.Module, place: tuple[nn.Module, str], copies: list[tuple[nn.Module, str]]
-) -> None:
+def share_pretrained(model: nn.Module, other: nn.Module, place: Place, copies: list[Place]) -> None:
     """Makes tensors of ``other`` start as one of ``model``, if :func:`load_pretrained` deferred the latter's values.
 
     Args:
@@ -95,65 +95,29 @@ def share_pretrained(
     for module in model.modules():
         weights = vars(module).get(_ATTRIBUTE)
         if weights is not None and place in weights:
-            vars(other).setdefault(_ATTRIBUTE, weights.with_no_places()).add(weights, place, copies)
+            own = vars(other).setdefault(_ATTRIBUTE, PretrainedWeights(weights.folder, {}))
+            own.places.update(dict.fromkeys(copies, weights.places[place]))
 
 
+@dataclass(eq=False)
 class PretrainedWeights:
     """The checkpoint tensors of each tensor of a model, unread.
 
     Args:
-        model: Its tensors are looked up by their present names.
         folder: See :func:`load_pretrained`.
-
-    Raises:
-        FileNotFoundError: As :func:`load_pretrained`.
-        ValueError: As :func:`load_pretrained`.
+        places: Of each module and name in it, the names and values in the checkpoint; tied tensors may have several.
     """
 
-    def __init__(self, model: nn.Module, folder: Path) -> None:
-        self.folder = folder
-        self._converted: tuple[_Conversion, dict[str, Tensor]] | None = None
-        if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-            raise ValueError(
-                f"the model for {folder} has a quantization_config: quantized weights cannot be trained, expected a"
-                " checkpoint with floating-point weights"
-            )
-        places = _places(model)
-        wanted = {name: _tensor(*place) for name, place in places.items()}
-        found, unexpected = _sources(model, wanted, _open(folder))
-        _check_shapes_and_dtypes(folder, wanted, found)
-        # A tied tensor is one object with several names, and a checkpoint may use any of them.
-        names_of: dict[int, list[str]] = {}
-        for name, tensor in wanted.items():
-            names_of.setdefault(id(tensor), []).append(name)
-        available = {key: [name for name in names if name in found] for key, names in names_of.items()}
-        missing = [name for name in wanted if not available[id(wanted[name])]]
-        _check_missing(model, folder, missing)
-        _warn_unexpected(model, folder, unexpected)
-        self._places: dict[tuple[nn.Module, str], list[tuple[str, Source]]] = {
-            place: [(each, found[each]) for each in available[id(wanted[name])]]
-            for name, place in places.items()
-            if available[id(wanted[name])]
-        }
+    folder: Path
+    places: "dict[Place, list[tuple[str, Source]]]"
+    _converted: "tuple[_Conversion, dict[str, Tensor]] | None" = None
 
-    def __contains__(self, place: tuple[nn.Module, str]) -> bool:
-        return place in self._places
-
-    def with_no_places(self) -> "PretrainedWeights":
-        """Weights of the same folder for no tensor yet."""
-        other = copy(self)
-        other._places, other._converted = {}, None
-        return other
-
-    def add(
-        self, weights: "PretrainedWeights", place: tuple[nn.Module, str], copies: list[tuple[nn.Module, str]]
-    ) -> None:
-        """Adds tensors whose values are those of another tensor."""
-        self._places.update(dict.fromkeys(copies, weights._places[place]))
+    def __contains__(self, place: Place) -> bool:
+        return place in self.places
 
     def tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Module, name in the module, and tensor, of all tensors that the folder has weights for."""
-        for module, name in self._places:
+        for module, name in self.places:
             yield module, name, _tensor(module, name)
 
     @torch.no_grad()
@@ -166,7 +130,7 @@ class PretrainedWeights:
         local, index = own_part(_tensor(module, name))
         if not local.numel():
             return
-        (first, source), *others = self._places[module, name]
+        (first, source), *others = self.places[module, name]
         value = self._read(first, source, index)
         for other, source in others:
             if not torch.equal(value, self._read(other, source, index)):
@@ -225,7 +189,35 @@ def own_part(tensor: Tensor) -> tuple[Tensor, Index]:
     return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=False))
 
 
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+def _found(model: nn.Module, folder: Path) -> "dict[Place, list[tuple[str, Source]]]":
+    """The places of :class:`PretrainedWeights`; warns of what the model lacks, and raises if it does not fit."""
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise ValueError(
+            f"the model for {folder} has a quantization_config: quantized weights cannot be trained, expected a"
+            " checkpoint with floating-point weights"
+        )
+    places = _places(model)
+    wanted = {name: _tensor(*place) for name, place in places.items()}
+    found, unexpected = _sources(model, wanted, _open(folder))
+    _check_shapes_and_dtypes(folder, wanted, found)
+    # A tied tensor is one object with several names, and a checkpoint may use any of them.
+    available: dict[int, list[str]] = {id(tensor): [] for tensor in wanted.values()}
+    for name, tensor in wanted.items():
+        available[id(tensor)] += [name] if name in found else []
+    missing = [name for name, tensor in wanted.items() if not available[id(tensor)]]
+    if names := _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None)):
+        raise ValueError(f"{folder} lacks tensors of the model: {_shortened(names)}")
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    if names := _without(unexpected, (*ignored, *_OUTDATED)):
+        rank_zero_warn(f"{folder} has tensors that the model does not have: {_shortened(names)}")
+    return {
+        place: [(each, found[each]) for each in names]
+        for name, place in places.items()
+        if (names := available[id(wanted[name])])
+    }
+
+
+def _places(model: nn.Module) -> dict[str, Place]:
     """Module and name in the module of each tensor of the state dict."""
     return {
         f"{prefix}.{name}" if prefix else name: (module, name)
@@ -328,7 +320,7 @@ def _sources(
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     found: dict[str, Source] = {}
     conversions: dict[str, _Conversion] = {}
@@ -344,7 +336,9 @@ def _sources(
         else:
             conversion = conversions.get(name)
             if conversion is None:
-                conversion = conversions[name] = _Conversion(model, name, of_pattern[pattern], wanted[name].dtype)
+                conversion = conversions[name] = _Conversion(
+                    model, name, converter_by_pattern[pattern], wanted[name].dtype
+                )
             conversion.parts.append((key, pattern, tensors[key]))
     for conversion in conversions.values():
         found |= dict.fromkeys(conversion.convert(_without_values), conversion)
@@ -380,21 +374,8 @@ def _check_shapes_and_dtypes(folder: Path, wanted: dict[str, Tensor], found: dic
         raise ValueError(f"{folder} has tensors of other kinds of dtypes than the model, {kind}: {_shortened(wrong)}")
 
 
-def _check_missing(model: nn.Module, folder: Path, missing: list[str]) -> None:
-    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-    if missing:
-        raise ValueError(f"{folder} lacks tensors of the model: {_shortened(missing)}")
-
-
-def _warn_unexpected(model: nn.Module, folder: Path, unexpected: list[str]) -> None:
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unexpected = _without(unexpected, (*ignored, *_OUTDATED))
-    if unexpected:
-        rank_zero_warn(f"{folder} has tensors that the model does not have: {_shortened(unexpected)}")
-
-
 def _without(names: list[str], patterns: Any) -> list[str]:
-    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
 def _shortened(items: list[str]) -> str:

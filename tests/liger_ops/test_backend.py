@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import BaseBackend
 from triton.backends.nvidia.driver import CudaLauncher
 
-from liger_ops import backend, cross_entropy, layer_norm, rms_norm, silu_mul
+from liger_ops import backend, cross_entropy, rms_norm
 
 BLOCK_SIZE = 128
 LONG = 2**31 + 16  # a multiple of 16 that needs 64 bits
@@ -37,33 +37,22 @@ class Like(NamedTuple):
     is_meta: bool = False
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert backend.use_triton(Like(True, dtype))
-    assert not backend.use_triton(Like(False, dtype))
-    assert not backend.use_triton(torch.empty(1, dtype=dtype))
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not backend.use_triton(Like(True, dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)
-def test_other_dtypes_have_no_kernels(dtype: torch.dtype) -> None:
-    assert not backend.use_triton(Like(True, dtype))
-
-
-def test_limits_of_the_interpreter() -> None:
-    assert backend.num_multiprocessors(torch.device("cpu")) == 2
-    assert backend.shared_memory(torch.device("cpu")) == 80 * 1024
+def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(backend.use_triton(Like(True, each)) for each in (torch.float64, torch.int64, torch.complex64))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert backend.use_triton(Like(True, dtype))
+        assert not backend.use_triton(Like(False, dtype))
+        assert not backend.use_triton(torch.empty(1, dtype=dtype))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.version, "hip", "7.0")
+            assert not backend.use_triton(Like(True, dtype))
 
 
 @pytest.mark.gpu
 def test_limits_of_a_gpu_are_its_own() -> None:
-    device = torch.device("cuda", 0)
-    properties = torch.cuda.get_device_properties(device)
-    assert backend.num_multiprocessors(device) == properties.multi_processor_count
-    assert 48 * 1024 <= backend.shared_memory(device) < properties.shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(0)
+    assert backend.num_multiprocessors(torch.device("cuda", 0)) == properties.multi_processor_count
+    assert 48 * 1024 <= backend.shared_memory(torch.device("cuda", 0)) < properties.shared_memory_per_block_optin
 
 
 # Rows.
@@ -328,7 +317,7 @@ def runs(kernel: backend.Kernel, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", lambda *_: lambda **_: compiled)
     kernel.jit = triton.runtime.JITFunction(_combine)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # "device" of tensors on the CPU
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # "device" of tensors on the CPU
     driver = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
     return runs
@@ -373,23 +362,12 @@ def test_launch_keys_tell_apart_what_triton_does() -> None:
     specialize = triton._C.libtriton.native_specialize_impl
     integers = [0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, -(2**31), -LONG, LONG, LONG + 1]
     values = [*integers, 0.0, 1.0, 16.0, None, (1, 16), (16, 1), (16, LONG), (0.5, 1)]
-    found = [(specialize(BaseBackend, value, False, True, True), backend._specialisation(value)) for value in values]
+    found = [(specialize(BaseBackend, value, False, True, True), backend._specialization(value)) for value in values]
     for _, key in found:
         assert len({triton_key for triton_key, other in found if other == key}) == 1, key
 
 
-# Triton compiles 1 into the kernel, and asks of other integers their length and whether 16 divides them.
-@pytest.mark.parametrize(
-    ("value", "other"),
-    [(1, 17), (1, 1.0), (16, 17), (16, 16.0), (16, LONG), (17, LONG + 1), (16, -LONG), (17, -LONG - 1), (1, None)],
-    ids=str,
-)
-def test_values_that_triton_tells_apart_have_different_keys(value: int, other: float | None) -> None:
-    assert backend._specialisation(value) != backend._specialisation(other)
-    assert backend._specialisation((value, 2)) != backend._specialisation((other, 2))
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_launch_follows_its_arguments_in_any_order(
     seed: int, kernel: backend.Kernel, triton_device: torch.device
 ) -> None:
@@ -397,13 +375,6 @@ def test_launch_follows_its_arguments_in_any_order(
     random.Random(seed).shuffle(calls)
     for call in calls:
         assert_launch_is_right(kernel, call, triton_device)
-
-
-def test_launch_of_any_call_first_is_right(triton_device: torch.device) -> None:
-    for call in CALLS:
-        kernel = backend.Kernel(_combine)
-        assert_launch_is_right(kernel, call, triton_device)
-        assert_launch_is_right(kernel, CALLS[0], triton_device)
 
 
 @pytest.mark.gpu
@@ -435,25 +406,14 @@ def test_launch_runs_where_its_tensors_are(kernel: backend.Kernel) -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(
-    ("fused", "plain"),
-    [
-        pytest.param(lambda x: rms_norm(x, (64,), eps=1e-6), lambda x: F.rms_norm(x, (64,), eps=1e-6), id="rms_norm"),
-        pytest.param(
-            lambda x: cross_entropy(x, torch.arange(8, device=x.device)),
-            lambda x: F.cross_entropy(x, torch.arange(8, device=x.device)),
-            id="cross_entropy",
-        ),
-    ],
-)
-def test_ops_run_where_their_tensors_are(fused: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]) -> None:
+def test_ops_run_where_their_tensors_are() -> None:
     logits = torch.randn(8, 64)
     for index in (1, 0, 1):
         results = []
-        for function in (fused, plain):
+        for function in (cross_entropy, F.cross_entropy):
             leaf = logits.to(f"cuda:{index}").requires_grad_()
-            y = function(leaf)
-            results.append((y, *torch.autograd.grad(y.square().sum(), leaf)))
+            loss = function(leaf, torch.arange(8, device=leaf.device))
+            results.append((loss, *torch.autograd.grad(loss, leaf)))
         torch.testing.assert_close(*results)
         assert torch.cuda.current_device() == 0
 
@@ -475,16 +435,13 @@ def test_launch_caches_are_bounded() -> None:
     "op",
     [
         pytest.param(lambda x: rms_norm(x, (128,), x[0]), id="rms_norm"),
-        pytest.param(lambda x: layer_norm(x, (128,), x[0], x[0]), id="layer_norm"),
         pytest.param(lambda x: cross_entropy(x, torch.zeros(len(x), dtype=torch.int64, device=x.device)), id="loss"),
-        pytest.param(lambda x: silu_mul(x.repeat(1, 8), x.repeat(1, 8)), id="silu_mul"),
     ],
 )
 def test_launch_caches_do_not_grow_with_rows(op: Callable[[Tensor], Tensor], triton_device: torch.device) -> None:
     sizes = []
     for num_rows in (2, 3, 5, 16):
-        leaf = torch.ones(num_rows, 128, device=triton_device, requires_grad=True)
-        op(leaf).sum().backward()
+        op(torch.ones(num_rows, 128, device=triton_device, requires_grad=True)).sum().backward()
         sizes.append(sum(function.cache_info().currsize for function in launch_caches().values()))
     assert sizes == sizes[:1] * 4
 
@@ -532,9 +489,6 @@ def test_op_is_called_directly_unless_traced(route: Callable[[Tensor, float], Te
     assert route(torch.nn.Parameter(torch.zeros(2)), 3.0).tolist() == [3.0, 3.0]
     assert torch.ops.liger_ops.route(torch.zeros(2), 3.0).tolist() == [-3.0, -3.0]
     assert (route.__name__, route.__doc__) == ("route", "Says which way it was called.")
-
-
-def test_mode_sees_the_op(route: Callable[[Tensor, float], Tensor]) -> None:
     with Tracer() as tracer:
         assert route(torch.zeros(2), 3.0).tolist() == [-3.0, -3.0]
     assert torch.ops.liger_ops.route.default in tracer.seen
@@ -607,11 +561,12 @@ def test_first_derivative_is_right_and_leaves_no_graph() -> None:
     assert (Square.backward.__name__, Square.backward.__doc__) == ("backward", "The first derivative.")
 
 
-@pytest.mark.parametrize("upstream_needs_grad", [False, True])
-def test_a_graph_of_the_first_derivative_is_refused(upstream_needs_grad: bool) -> None:
-    leaf, upstream = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0, requires_grad=upstream_needs_grad)
-    with pytest.raises(RuntimeError, match=r"SquareBackward has no second derivative.*create_graph must be False"):
-        torch.autograd.grad(Square.apply(leaf), leaf, upstream, create_graph=True)
+def test_a_graph_of_the_first_derivative_is_refused() -> None:
+    leaf = torch.tensor(3.0, requires_grad=True)
+    for needs_grad in (False, True):
+        upstream = torch.tensor(1.0, requires_grad=needs_grad)
+        with pytest.raises(RuntimeError, match=r"SquareBackward has no second derivative.*create_graph must be False"):
+            torch.autograd.grad(Square.apply(leaf), leaf, upstream, create_graph=True)
 
 
 def test_compiled_backward_is_not_wrapped() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_ops.collectives import all_gather, reduce_scatter_mean
+from liger_ops.collectives import all_gather
 
 GROUP: dist.ProcessGroup = SimpleNamespace(size=lambda: 2)  # type: ignore[assignment]
 
@@ -23,26 +23,15 @@ def test_collectives_have_the_names_of_the_installed_version(monkeypatch: pytest
         assert group is GROUP
         output.copy_(torch.cat((tensor, tensor + 100)))
 
-    def scatter(output: Tensor, tensor: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup) -> None:
-        called.append("scatter")
-        assert (op, group) == (dist.ReduceOp.AVG, GROUP)
-        output.copy_(tensor[: len(output)])
-
-    for names, function in (
-        (("all_gather_into_tensor", "all_gather_single"), gather),
-        (("reduce_scatter_tensor", "reduce_scatter_single"), scatter),
-    ):
-        for name in names:
-            monkeypatch.delattr(dist, name, raising=False)
-        monkeypatch.setattr(dist, names[is_new], function, raising=False)
+    names = ("all_gather_into_tensor", "all_gather_single")
+    for name in names:
+        monkeypatch.delattr(dist, name, raising=False)
+    monkeypatch.setattr(dist, names[is_new], gather, raising=False)
 
     table = torch.arange(6).view(3, 2).t()  # not contiguous
     assert torch.equal(all_gather(table, GROUP), torch.stack((table, table + 100)))
     assert all_gather(table[:0], GROUP).shape == (2, 0, 3)
-    shard = torch.empty(2)
-    reduce_scatter_mean(GROUP, torch.arange(4.0), shard)
-    assert shard.tolist() == [0.0, 1.0]
-    assert called == ["gather", "gather", "scatter"]
+    assert called == ["gather", "gather"]
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from liger_ops import optim
-from liger_ops.optim import AdamW, _adamw_step
+from liger_ops.optim import AdamW, _Update
 from tests.liger_ops.accuracy import assert_as_accurate
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -41,7 +43,7 @@ def assert_step_is_accurate(tensors: list[Tensor], step: int, **options: Any) ->
     param, grad, exp_avg, exp_avg_sq = tensors
     number = torch.tensor(float(step), device=param.device)
     grad_before = grad.clone()
-    _adamw_step(param, grad, exp_avg, exp_avg_sq, number, **options)
+    _Update(param, grad, (param, grad, exp_avg, exp_avg_sq), number, {"maximize": False, **options}).run()
     torch.testing.assert_close(grad, grad_before, rtol=0, atol=0)
     for name, *results in zip(
         ("param", "exp_avg", "exp_avg_sq"), (param, exp_avg, exp_avg_sq), eager, truth, strict=True
@@ -55,30 +57,38 @@ def make_tensors(num_elements: int, dtype: torch.dtype, device: torch.device, *,
     return [tensor.to(dtype)[offset:] for tensor in (param, grad, 0.1 * exp_avg, 0.01 * root.square())]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_elements", [1, 1023, 1024, 2500])
-@pytest.mark.parametrize("step", [1, 2, 1000, 10**6])
-def test_step_is_as_accurate_as_pytorch(
-    triton_device: torch.device, dtype: torch.dtype, num_elements: int, step: int
-) -> None:
-    assert_step_is_accurate(make_tensors(num_elements, dtype, triton_device), step, **OPTIONS)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"betas": (0.0, 0.0)},
-        {"betas": (0.9, 0.9999)},
-        {"weight_decay": 0.0},
-        {"lr": 0.0},
-        {"eps": 1.0},
-        {"maximize": True},
-    ],
-    ids=str,
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_elements=st.sampled_from([1, 1023, 1024, 2500]),
+    offset=st.integers(0, 1),
+    step=st.sampled_from([1, 2, 7, 1000, 10**6]),
+    changed=st.sampled_from(
+        [
+            *({}, {"betas": (0.0, 0.0)}, {"betas": (0.9, 0.9999)}, {"weight_decay": 0.0}, {"lr": 0.0}),
+            *({"eps": 1.0}, {"maximize": True}),
+        ]
+    ),
+    seed=st.integers(0, 2**16),
 )
-@pytest.mark.parametrize("step", [1, 7])
-def test_options_of_a_step(triton_device: torch.device, changed: dict[str, Any], step: int) -> None:
-    assert_step_is_accurate(make_tensors(777, torch.float32, triton_device, offset=1), step, **OPTIONS | changed)
+@settings(
+    derandomize=True,
+    max_examples=60,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_step_is_as_accurate_as_pytorch(
+    dtype: torch.dtype,
+    num_elements: int,
+    offset: int,
+    step: int,
+    changed: dict[str, Any],
+    seed: int,
+    triton_device: torch.device,
+) -> None:
+    torch.manual_seed(seed)
+    tensors = make_tensors(num_elements, dtype, triton_device, offset=offset)
+    assert_step_is_accurate(tensors, step, **OPTIONS | changed)
 
 
 def test_first_steps_correct_the_bias_to_all_digits(triton_device: torch.device) -> None:
@@ -98,8 +108,19 @@ def test_tiny_and_infinite_gradients(triton_device: torch.device) -> None:
     assert_step_is_accurate(tensors, 10, **OPTIONS | {"eps": 0.0})
     param, grad, exp_avg, exp_avg_sq = make_tensors(64, torch.float32, triton_device)
     grad[7], grad[9] = float("nan"), float("inf")
-    _adamw_step(param, grad, exp_avg, exp_avg_sq, torch.tensor(3.0, device=triton_device), **OPTIONS)
+    step = torch.tensor(3.0, device=triton_device)
+    _Update(param, grad, (param, grad, exp_avg, exp_avg_sq), step, OPTIONS | {"maximize": False}).run()
     assert param.isfinite().logical_not().nonzero().flatten().tolist() == [7, 9]
+
+
+def note_updates(monkeypatch: pytest.MonkeyPatch, updated: list[Tensor]) -> None:
+    run = _Update.run
+
+    def noting(self: _Update) -> None:
+        updated.append(self.tensors[0])
+        run(self)
+
+    monkeypatch.setattr(_Update, "run", noting)
 
 
 @pytest.fixture
@@ -107,12 +128,8 @@ def updated_parameters(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Lets kernels update tensors of 16 elements or more; the parameters that they update, as long as that goes on."""
     updated: list[Tensor] = []
 
-    def step(param: Tensor, *tensors: Tensor, **options: Any) -> None:
-        updated.append(param)
-        _adamw_step(param, *tensors, **options)
-
     monkeypatch.setattr(optim, "_MIN_ELEMENTS", 16)
-    monkeypatch.setattr(optim, "_adamw_step", step)
+    note_updates(monkeypatch, updated)
     return updated
 
 
@@ -209,40 +226,69 @@ def test_closure_and_hooks_run_once(triton_device: torch.device, updated_paramet
     assert updated_parameters
 
 
-@pytest.mark.parametrize("reason", ["scale", "tensor lr", "amsgrad", "float64"])
-def test_leaves_to_pytorch_what_kernels_do_not_take(
-    triton_device: torch.device, updated_parameters: list[Tensor], reason: str
-) -> None:
-    dtype = torch.float64 if reason == "float64" else torch.float32
-    lr = torch.tensor(0.03, device=triton_device) if reason == "tensor lr" else 0.03
-    pairs = []
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Compares parameters, to more roundings."""
+    for parameter, wanted in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+
+def train_both(
+    device: torch.device,
+    change: Callable[[Any, list[Tensor], int], None],
+    parameters: Callable[[], list[Tensor]] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Our optimizer and PyTorch's after four steps, before each of which ``change`` gets them and their parameters."""
+    optimizers = []
     for kind in (AdamW, torch.optim.AdamW):
-        parameters = make_parameters(triton_device, dtype)
-        optimizer = kind(parameters, **OPTIONS | {"lr": lr})
-        optimizer.param_groups[0].update(fused=True, amsgrad=reason == "amsgrad")
+        own = make_parameters(device) if parameters is None else parameters()
+        optimizer = kind(own, **OPTIONS | options)
         for step in range(4):
-            fill_gradients(parameters, step)
-            if reason == "scale":
-                optimizer.grad_scale = torch.tensor(2.0, device=triton_device)
-                optimizer.found_inf = torch.tensor(float(step == 2), device=triton_device)
+            fill_gradients(own, step)
+            change(optimizer, own, step)
             optimizer.step()
-        pairs.append(optimizer)
-    assert not updated_parameters
-    assert_same(*pairs)
+        optimizers.append(optimizer)
+    return optimizers
 
 
-def test_leaves_transposed_parameters_to_pytorch(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
-    pairs = []
-    for kind in (AdamW, torch.optim.AdamW):
-        weight = torch.arange(32.0, device=triton_device).view(4, 8).t().requires_grad_()
-        optimizer = kind([weight], **OPTIONS)
-        optimizer.param_groups[0]["fused"] = True
-        for step in range(3):
-            weight.grad = torch.full_like(weight, 1.0 + step)
-            optimizer.step()
-        pairs.append(optimizer)
+def _scaled(optimizer: Any, parameters: list[Tensor], step: int) -> None:
+    optimizer.param_groups[0]["fused"] = True
+    optimizer.grad_scale = torch.tensor(2.0, device=parameters[0].device)
+    optimizer.found_inf = torch.tensor(float(step == 2), device=parameters[0].device)
+
+
+def _negative(optimizer: Any, parameters: list[Tensor], step: int) -> None:
+    optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them on a GPU
+    for parameter in parameters:
+        parameter.grad = None if parameter.grad is None else torch._neg_view(parameter.grad)
+
+
+def _with(**options: Any) -> Callable[[Any, list[Tensor], int], None]:
+    return lambda optimizer, parameters, step: optimizer.param_groups[0].update(fused=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "is_transposed"),
+    [
+        pytest.param(_scaled, torch.float32, False, id="scale"),
+        pytest.param(_with(lr=torch.tensor(0.03)), torch.float32, False, id="tensor lr"),
+        pytest.param(_with(amsgrad=True), torch.float32, False, id="amsgrad"),
+        pytest.param(_with(), torch.float64, False, id="float64"),
+        pytest.param(_negative, torch.float32, False, id="negative views"),
+        pytest.param(_with(), torch.float32, True, id="transposed"),
+    ],
+)
+def test_leaves_to_pytorch_what_kernels_do_not_take(
+    triton_device: torch.device, updated_parameters: list[Tensor], change: Any, dtype: torch.dtype, is_transposed: bool
+) -> None:
+    def parameters() -> list[Tensor]:
+        if not is_transposed:
+            return make_parameters(triton_device, dtype)
+        return [torch.arange(32.0, device=triton_device).view(4, 8).t().requires_grad_() for _ in range(2)]
+
+    optimizers = train_both(triton_device, change, parameters)
     assert not updated_parameters
-    assert_same(*pairs)
+    assert_same(*optimizers)
 
 
 def test_many_small_decays_add_up(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
@@ -279,43 +325,27 @@ def test_many_small_decays_add_up(triton_device: torch.device, updated_parameter
 def test_options_of_a_group_that_change(
     triton_device: torch.device, updated_parameters: list[Tensor], changed: dict[str, Any]
 ) -> None:
-    pairs = []
-    for kind in (AdamW, torch.optim.AdamW):
-        parameters = make_parameters(triton_device)
-        optimizer = kind(parameters, **OPTIONS)
+    def change(optimizer: Any, parameters: list[Tensor], step: int) -> None:
         if isinstance(changed.get("betas", [None])[0], Tensor):
             optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them
-        for step in range(4):
-            if step == 2:
-                optimizer.param_groups[0].update(changed)
-            fill_gradients(parameters, step)
-            optimizer.step()
-        pairs.append(optimizer)
+        if step == 2:
+            optimizer.param_groups[0].update(changed)
+
+    assert_close(*train_both(triton_device, change))
     assert updated_parameters
-    for parameter, wanted in zip(pairs[0].param_groups[0]["params"], pairs[1].param_groups[0]["params"], strict=True):
-        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_steps_that_were_counted_elsewhere(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     """On the CPU, as an optimizer does that is not fused."""
-    pairs = []
-    for kind in (AdamW, torch.optim.AdamW):
-        parameters = make_parameters(triton_device)
-        first = torch.optim.AdamW(parameters, **OPTIONS, foreach=False)
-        fill_gradients(parameters, 0)
-        first.step()
-        optimizer = kind(parameters, **OPTIONS)
-        optimizer.load_state_dict(first.state_dict())
-        for state in optimizer.state.values():
-            assert not state["step"].is_cuda
-            state["step"] = state["step"].double()
-        for step in (1, 2):
-            fill_gradients(parameters, step)
-            optimizer.step()
-        pairs.append(optimizer)
-    assert len(updated_parameters) == 2 + 3
-    for parameter, wanted in zip(pairs[0].param_groups[0]["params"], pairs[1].param_groups[0]["params"], strict=True):
-        torch.testing.assert_close(parameter, wanted, rtol=1e-5, atol=1e-6)
+
+    def change(optimizer: Any, parameters: list[Tensor], step: int) -> None:
+        optimizer.param_groups[0].update(fused=None, foreach=False)
+        if step == 1:
+            for state in optimizer.state.values():
+                state["step"] = state["step"].cpu().double()
+
+    assert_close(*train_both(triton_device, change))
+    assert updated_parameters
 
 
 def test_what_is_fused_is_decided_for_each_group() -> None:
@@ -351,29 +381,6 @@ def test_graphs_that_saved_a_parameter_are_out_of_date(
         loss.backward()
 
 
-def test_negative_views_are_read_as_such(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
-    weights = [torch.ones(32, device=triton_device, requires_grad=True) for _ in range(2)]
-    for weight, kind in zip(weights, (AdamW, torch.optim.AdamW), strict=True):
-        optimizer = kind([weight], **OPTIONS)
-        optimizer.param_groups[0].update(fused=None, foreach=False)  # the only one that takes them on a GPU
-        for _ in range(2):
-            weight.grad = torch._neg_view(torch.ones_like(weight))
-            optimizer.step()
-    assert not updated_parameters
-    torch.testing.assert_close(*weights)
-
-
-def test_sparse_gradients_raise_as_in_pytorch(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
-    weight = torch.randn(8, 4, device=triton_device, requires_grad=True)
-    optimizer = AdamW([weight], **OPTIONS)
-    weight.grad = torch.randn_like(weight)
-    optimizer.step()
-    weight.grad = torch.randn_like(weight).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse gradients"):
-        optimizer.step()
-    assert weight.grad is not None
-
-
 def test_failing_step_leaves_gradients(triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
     parameters = make_parameters(triton_device)
     optimizer = AdamW(parameters, **OPTIONS)
@@ -406,23 +413,21 @@ def test_shards_of_dtensors(tmp_path: Path, triton_device: torch.device, updated
         torch.testing.assert_close(parameter.to_local(), other)
 
 
-@pytest.mark.parametrize("kind", ["partial", "swapped"])
 def test_dtensors_that_are_spread_in_other_ways_are_left_to_pytorch(
-    tmp_path: Path, triton_device: torch.device, updated_parameters: list[Tensor], kind: str
+    tmp_path: Path, triton_device: torch.device, updated_parameters: list[Tensor]
 ) -> None:
     backend = {"cuda": "nccl"}.get(triton_device.type, "gloo")
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     mesh = init_device_mesh(triton_device.type, (1, 1))
-    of_weight, of_grad = {
-        "partial": ([Replicate(), Replicate()], [Partial(), Replicate()]),
-        "swapped": ([Shard(0), Shard(1)], [Shard(1), Shard(0)]),
-    }[kind]
-    weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8, device=triton_device), mesh, of_weight))
-    optimizer = AdamW([weight], **OPTIONS)
-    for _ in range(3):
-        local = torch.randn(8, 8, device=triton_device)
-        weight.grad = DTensor.from_local(local, mesh, of_grad)
-        optimizer.step()
+    for weight_placements, grad_placements in (
+        ([Replicate(), Replicate()], [Partial(), Replicate()]),
+        ([Shard(0), Shard(1)], [Shard(1), Shard(0)]),
+    ):
+        weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8, device=triton_device), mesh, weight_placements))
+        optimizer = AdamW([weight], **OPTIONS)
+        for _ in range(3):
+            weight.grad = DTensor.from_local(torch.randn(8, 8, device=triton_device), mesh, grad_placements)
+            optimizer.step()
     assert not updated_parameters
 
 
@@ -447,18 +452,14 @@ def test_bad_arguments_raise(name: str, value: Any, match: str) -> None:
 @pytest.mark.gpu
 def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its real bound, under a GradScaler too, against PyTorch's fused kernel."""
-    updated: list[int] = []
-
-    def step_of(param: Tensor, *tensors: Tensor, **options: Any) -> None:
-        updated.append(param.numel())
-        _adamw_step(param, *tensors, **options)
+    updated: list[Tensor] = []
 
     def make() -> list[Tensor]:
         generator = torch.Generator("cuda").manual_seed(3)
         shapes = [(2**22 - 1,), (2**22 + 3,), (3, 2**21)]
         return [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for shape in shapes]
 
-    monkeypatch.setattr(optim, "_adamw_step", step_of)
+    note_updates(monkeypatch, updated)
     ours, theirs = make(), make()
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS, fused=True)
     scalers = [torch.amp.GradScaler("cuda", init_scale=4.0) for _ in range(2)]
@@ -473,5 +474,5 @@ def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPat
                 scaler.step(each)
             else:
                 each.step()
-    assert updated == [2**22 + 3, 3 * 2**21] * 4
+    assert [each.numel() for each in updated] == [2**22 + 3, 3 * 2**21] * 4
     assert_same(optimizer, plain)

@@ -1,134 +1,26 @@
-"""Divergence of a student's logits from a teacher's, and of rows of both within the loop of a linear head."""
+"""Divergence of a student's logits from a teacher's, and what it shares with that of linear heads."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_choice, check_floating, check_same_device
-from liger_ops.divergence.launch import launch_divergence
+from liger_ops.arguments import check_choice, check_floating_tensors
 from liger_ops.divergence.options import (
     IGNORED,
     OPTIONS_SCHEMA,
     DivergenceOptions,
     check_tokens,
     flat_tokens,
+    from_scalars,
     num_common_columns,
 )
-from liger_ops.divergence.rows import divergence_rows, row_dtype
-from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES
+from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import plan_tokens
-
-_TEMPORARIES = 6  # of a row's size, in plain PyTorch
-
-
-def write_rows(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    grad_scale: Tensor | None,
-    options: DivergenceOptions,
-    *,
-    token_index: Tensor | None,
-    losses: Tensor,
-    grad_logits: Tensor | None,
-) -> None:
-    """Writes the divergences of some tokens, and the gradient of the student's logits.
-
-    Args:
-        student, teacher: Raw logits of these tokens, ``[num_rows, vocab_size]``, unit stride in the last dimension.
-        labels, token_weight: Of all tokens, ``[num_tokens]``; see
-            :func:`~liger_ops.divergence.options.flat_tokens`.
-        grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
-        options: Of the divergence.
-        token_index: The token of each row, ``[num_rows]``; None if rows are all tokens in order.
-        losses: ``[num_tokens]``, at least float32, written at these tokens.
-        grad_logits: Like ``student``, which it may be: output buffer for the gradient; or None.
-    """
-    if backend.runs_on_triton(student, teacher):
-        launch_divergence(
-            student, teacher, labels, token_weight, grad_scale, options,
-            token_index=token_index, losses=losses, grad_logits=grad_logits,
-        )  # fmt: skip
-        return
-    num_rows = student.shape[0]
-    size = max(1, CPU_CHUNK_BYTES // (_TEMPORARIES * student.shape[1] * losses.element_size()))
-    for start in range(0, num_rows, size):
-        rows = slice(start, min(start + size, num_rows))
-        index = torch.arange(rows.start, rows.stop, device=labels.device) if token_index is None else token_index[rows]
-        weight = None if token_weight is None else token_weight[index]
-        scale = grad_scale[index] if grad_scale is not None and grad_scale.dim() else grad_scale
-        values, gradient = divergence_rows(
-            student[rows], teacher[rows], labels[index], weight, scale, options, with_gradient=grad_logits is not None
-        )
-        losses.index_copy_(0, index, values.to(losses.dtype))
-        if grad_logits is not None and gradient is not None:
-            grad_logits[rows].copy_(gradient)
-
-
-def divergence_reference(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    kind: str = "forward_kl",
-    beta: float = 0.5,
-    mask: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    reduction: str = "mean",
-    **options: Any,
-) -> Tensor:
-    """:func:`divergence` from log-softmaxes, in plain PyTorch that autograd differentiates; for finite logits."""
-    settings = DivergenceOptions(kind, beta, **options)
-    dtype = row_dtype(student_logits, teacher_logits)
-
-    def temper(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-        z = logits.to(dtype) * scale
-        return (z if softcap is None else softcap * torch.tanh(z / softcap)) / settings.temperature
-
-    z_s = temper(student_logits, settings.logit_scale, settings.softcap)
-    z_t = temper(teacher_logits.detach(), settings.teacher_logit_scale, settings.teacher_softcap)
-    s, t = z_s.log_softmax(-1), z_t.log_softmax(-1)
-
-    def kl(left: Tensor, right: Tensor) -> Tensor:
-        return (left.exp() * (left - right)).sum(-1)
-
-    def mixture(share: float) -> Tensor:
-        shares = s.new_tensor([1.0 - share, share]).log()
-        return torch.logaddexp(shares[0] + s, shares[1] + t)
-
-    if kind == "forward_kl":
-        losses = kl(t, s)
-    elif kind == "reverse_kl":
-        losses = kl(s, t)
-    elif kind == "mixed":
-        losses = beta * kl(t, s) + (1.0 - beta) * kl(s, t)
-    elif kind == "jsd":
-        ends = {0.0: kl(t, s), 1.0: kl(s, t)}
-        m = mixture(beta)
-        losses = ends.get(beta, beta * kl(t, m) + (1.0 - beta) * kl(s, m))
-    elif kind == "skew_kl":
-        losses = kl(t, mixture(beta))
-    elif kind == "skew_reverse_kl":
-        losses = kl(s, mixture(beta))
-    elif kind == "total_variation":
-        losses = 0.5 * (s.exp() - t.exp()).abs().sum(-1)
-    elif kind == "mse":
-        losses = (z_s - z_t).square().mean(-1)
-    else:
-        losses = 1.0 - torch.cosine_similarity(z_s, z_t, dim=-1, eps=0.0)
-    losses = losses * settings.factor
-    weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
-    if mask is not None:
-        weights, losses = weights.where(mask, 0.0), losses.where(mask, 0.0)
-    losses = losses * weights
-    if reduction == "none":
-        return losses
-    total = weights.sum()
-    return losses.sum() if reduction == "sum" else losses.sum() / total.where(total != 0, 1.0)
 
 
 def reduce_rows(losses: Tensor, reduction: str, mean_scale: Tensor) -> Tensor:
@@ -138,26 +30,32 @@ def reduce_rows(losses: Tensor, reduction: str, mean_scale: Tensor) -> Tensor:
     return losses.sum() * mean_scale if reduction == "mean" else losses.sum()
 
 
-def _fake_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    reduction: str,
-    with_gradient: bool,
-    *_: Any,
+def scale_in_forward(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether gradients have the mean's factor from where they are computed; in float16 it might underflow."""
+    return reduction == "mean" and dtype != torch.float16
+
+
+def empty_results(
+    labels: Tensor, reduction: str, dtype: torch.dtype, gradients: Sequence[tuple[Tensor | None, bool, torch.dtype]]
 ) -> list[Tensor]:
-    loss = student.new_empty(labels.shape if reduction == "none" else (), dtype=row_dtype(student, teacher))
-    return [
-        loss,
-        torch.empty_like(student, memory_format=torch.contiguous_format) if with_gradient else loss.new_empty(0),
+    """What the ops return, without values: the divergence, the mean's factor, and gradients where wanted.
+
+    ``gradients`` has each tensor, whether its gradient is wanted and in which dtype.
+    """
+    loss = labels.new_empty(labels.shape if reduction == "none" else (), dtype=dtype)
+    empty = [
+        labels.new_empty(tensor.shape if tensor is not None and needed else 0, dtype=dtype)
+        for tensor, needed, dtype in gradients
     ]
+    return [loss, loss.new_empty(()), *empty]
 
 
 @backend.register_op(
     "divergence(Tensor student, Tensor teacher, Tensor labels, Tensor? token_weight, str reduction,"
     f" bool with_gradient, {OPTIONS_SCHEMA}) -> Tensor[]",
-    fake=_fake_divergence,
+    fake=lambda student, teacher, labels, token_weight, reduction, with_gradient, *scalars: empty_results(
+        labels, reduction, row_dtype(student, teacher), [(student, with_gradient, student.dtype)]
+    ),
 )
 def _divergence(
     student: Tensor,
@@ -168,46 +66,66 @@ def _divergence(
     with_gradient: bool,
     *scalars: Any,
 ) -> list[Tensor]:
-    """The divergence and the gradient of what it reduces, with the mean's factor."""
-    options = DivergenceOptions.from_scalars(*scalars)
-    losses = labels.new_zeros(labels.shape, dtype=row_dtype(student, teacher))
+    """The divergence, the mean's factor, and the gradient, of the mean where :func:`scale_in_forward`."""
     plan = plan_tokens(Targets(labels, None, token_weight), 1, IGNORED, student, with_order=False)
-    grad_logits = torch.empty_like(student, memory_format=torch.contiguous_format) if with_gradient else None
+    losses = torch.zeros_like(labels, dtype=row_dtype(student, teacher))
+    gradient = student.new_empty(student.shape if with_gradient else 0)
+    grad_scale = plan.mean_scale if scale_in_forward(reduction, student.dtype) else None
+    buffer = gradient if with_gradient else None
     write_rows(
-        student, teacher, labels, token_weight, plan.mean_scale if reduction == "mean" else None, options,
-        token_index=None, losses=losses, grad_logits=grad_logits,
-    )  # fmt: skip
-    loss = reduce_rows(losses, reduction, plan.mean_scale)
-    return [loss, losses.new_empty(0) if grad_logits is None else grad_logits]
+        Rows(student, teacher, labels, token_weight, grad_scale, from_scalars(*scalars), None, losses, buffer), None
+    )
+    return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale.to(losses.dtype), gradient]
 
 
-class _DivergenceFunction(torch.autograd.Function):
-    """The divergence of logits, whose gradient is that of forward times the upstream gradient of each token."""
+class DivergenceFunction(torch.autograd.Function):
+    """The divergence, given what computes it: ``compute(tensors, needs_gradient, grad_losses)`` as the ops do.
+
+    A sum or a mean has its gradients from forward and only scales them in backward. So has each token's divergence
+    where gradients have a row for each token. Otherwise (``waits``) backward brings each token's factor,
+    ``grad_losses`` of ``[num_tokens]``, and computes again. Gradients are those of the first tensors; the
+    last two are the tokens' labels and weights.
+    """
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, labels: Tensor, *arguments: Any) -> Tensor:
-        loss, gradient = _divergence(student, teacher, labels, *arguments)
-        ctx.save_for_backward(gradient, labels)
-        ctx.num_arguments = len(arguments)
+    def forward(
+        ctx: Any,
+        compute: Callable[[Sequence[Tensor | None], list[bool], Tensor | None], list[Tensor]],
+        reduction: str,
+        waits: bool,
+        needs_gradient: list[bool],
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        wanted = [False] * len(needs_gradient) if waits else needs_gradient
+        loss, mean_scale, *gradients = compute(tensors, wanted, None)
+        ctx.save_for_backward(*(tensors if waits else (tensors[-2], mean_scale, *gradients)))
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors[: len(needs_gradient)]]
+        ctx.compute, ctx.reduction, ctx.waits, ctx.needs_gradient = compute, reduction, waits, needs_gradient
+        ctx.num_constants = len(tensors) - len(needs_gradient)
         return loss
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, labels = ctx.saved_tensors
-        in_place = backend.graph_ends()
-        return scale_rows(gradient, grad_loss, labels, in_place=in_place), None, None, *[None] * ctx.num_arguments
-
-
-def scale_rows(gradient: Tensor, factor: Tensor, labels: Tensor, *, in_place: bool) -> Tensor:
-    """``[num_rows, ...]`` times a factor, ``[]`` or ``[num_rows]``, multiplied in the factor's dtype.
-
-    The factors of ignored rows, which ``labels`` tells, may be NaN.
-    """
-    if factor.dim() == 0:
-        return scale_gradient(gradient, factor, gradient.dtype, in_place=in_place)
-    factor = factor.where(labels != IGNORED, 0.0)[:, None]
-    return gradient.mul_(factor) if in_place else (gradient * factor).to(gradient.dtype)
+        if ctx.waits:
+            gradients = ctx.compute(ctx.saved_tensors, ctx.needs_gradient, grad_loss)[2:]
+        else:
+            labels, mean_scale, *gradients = ctx.saved_tensors
+            if ctx.reduction == "mean" and not scale_in_forward(ctx.reduction, ctx.dtypes[0]):
+                grad_loss = grad_loss * mean_scale
+            factor = grad_loss.where(labels != IGNORED, 0.0)[:, None] if ctx.reduction == "none" else grad_loss
+        in_place = backend.graph_ends()  # no second buffer of the head's size
+        scaled: list[Tensor | None] = []
+        for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True):
+            if not needed:
+                scaled.append(None)
+            elif ctx.waits:
+                scaled.append(gradient.to(dtype))
+            elif ctx.reduction == "none":
+                scaled.append(gradient.mul_(factor) if in_place else (gradient * factor).to(dtype))
+            else:
+                scaled.append(scale_gradient(gradient, factor, dtype, in_place=in_place))
+        return None, None, None, None, *scaled, *[None] * ctx.num_constants
 
 
 def divergence(
@@ -237,15 +155,13 @@ def divergence(
 
     Returns:
         In at least float32: ``[...]`` for ``reduction="none"``, else a scalar. Beyond the gradient only rows that fit
-        a few MiB are held in float32.
+        a few MiB (256 of a GPU for ``"mse"`` and ``"cosine"``) are held in float32.
 
     Raises:
         TypeError: For arguments of another type.
         ValueError: For shapes, devices or options that do not fit.
     """
-    check_floating("student_logits", student_logits)
-    check_floating("teacher_logits", teacher_logits)
-    check_same_device("student_logits", student_logits, teacher_logits=teacher_logits)
+    check_floating_tensors("student_logits", student_logits, optional=False, teacher_logits=teacher_logits)
     check_choice("reduction", reduction, REDUCTIONS)
     options = DivergenceOptions(
         kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale
@@ -258,14 +174,18 @@ def divergence(
     tokens = student_logits.shape[:-1]
     check_tokens(mask, token_weight, student_logits, tokens, "student_logits")
     num_columns = num_common_columns(student_logits.shape[-1], teacher_logits.shape[-1], vocab)
-    rows = []
-    for logits in (student_logits, teacher_logits.detach()):
-        whole = backend.as_rows(logits, logits.shape[-1])
-        rows.append(whole if whole.shape[1] == num_columns else whole[:, :num_columns])
+    student, teacher = (
+        backend.as_rows(each, each.shape[-1])[:, :num_columns] for each in (student_logits, teacher_logits.detach())
+    )
     labels, weight = flat_tokens(mask, token_weight, student_logits, tokens.numel())
-    arguments = rows[1], labels, weight, reduction
+    scalars = options.as_scalars()
+
+    def compute(tensors: Sequence[Tensor | None], needs_gradient: list[bool], _: Tensor | None) -> list[Tensor]:
+        return _divergence(*tensors, reduction, *needs_gradient, *scalars)
+
+    tensors = student, teacher, labels, weight
     if backend.needs_graph(student_logits):
-        loss = _DivergenceFunction.apply(rows[0], *arguments, True, *options.as_scalars())
+        loss = DivergenceFunction.apply(compute, reduction, False, [True], *tensors)
     else:
-        loss = _divergence(rows[0], *arguments, False, *options.as_scalars())[0]
+        loss = compute(tensors, [False], None)[0]
     return loss.view(tokens) if reduction == "none" else loss

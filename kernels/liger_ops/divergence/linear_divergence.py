@@ -6,229 +6,107 @@ states and head at once. Every kind takes four products of [num_tokens, hidden_s
 dX, dW), three with a frozen head. See :mod:`liger_ops.divergence.rows` for the formulas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_choice, check_floating, check_integer, check_same_device, wrong_value
-from liger_ops.divergence.divergence import reduce_rows, scale_rows, write_rows
+from liger_ops.arguments import check_choice, check_floating_tensors, check_integer, wrong_value
+from liger_ops.divergence.divergence import DivergenceFunction, empty_results, reduce_rows, scale_in_forward
 from liger_ops.divergence.options import (
     IGNORED,
     OPTIONS_SCHEMA,
     DivergenceOptions,
     check_tokens,
     flat_tokens,
+    from_scalars,
     num_common_columns,
 )
-from liger_ops.divergence.vocab_parallel import write_sharded_rows
+from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.chunked_loss import (
-    KeptTokens,
     Projection,
     aligned_rows,
     choose_accumulate_dtype,
     choose_chunk_size,
     chunked_linear_loss,
     default_chunk_size,
+    visit_tokens,
 )
-from liger_ops.loss.linear_head import NUM_GRADIENTS, HeadNames, LinearHead, check_head, is_trained
+from liger_ops.loss.linear_head import HeadNames, LinearHead, check_head, is_trained
 from liger_ops.loss.options import REDUCTIONS, Targets
-from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import plan_tokens
 from liger_ops.loss.vocab_parallel import VocabShard
 
-
-class DivergenceArguments(NamedTuple):
-    """The op's arguments, in its schema's order; see :func:`linear_divergence`."""
-
-    input: Tensor
-    """``[num_tokens, hidden_size]``."""
-    weight: Tensor
-    bias: Tensor | None
-    adapter_input: Tensor | None
-    """``[num_tokens, rank]``."""
-    adapter_weight: Tensor | None
-    teacher_input: Tensor
-    """``[num_tokens, the teacher's hidden_size]``."""
-    teacher_weight: Tensor
-    teacher_bias: Tensor | None
-    teacher_adapter_input: Tensor | None
-    teacher_adapter_weight: Tensor | None
-    labels: Tensor
-    """``[num_tokens]``; see :func:`~liger_ops.divergence.options.flat_tokens`."""
-    token_weight: Tensor | None
-    grad_losses: Tensor | None
-    """``[num_tokens]``: the upstream gradient of the divergences, None for ones."""
-    chunk_size: int
-    accumulate_dtype: torch.dtype
-    logits_dtype: torch.dtype | None
-    """None for those of the products."""
-    needs_gradient: list[bool]
-    """For each of the first ``NUM_GRADIENTS`` tensors."""
-    reduction: str
-
-
 _TEACHER_NAMES = HeadNames("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
-_NUM_TENSORS = DivergenceArguments._fields.index("chunk_size")
-_NUM_ARGUMENTS = len(DivergenceArguments._fields)
-
-
-def _dtype_of_losses(arguments: DivergenceArguments) -> torch.dtype:
-    dtype = torch.promote_types(arguments.input.dtype, arguments.teacher_input.dtype)
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _is_mean_in_gradient(reduction: str, dtype: torch.dtype) -> bool:
-    return reduction == "mean" and dtype != torch.float16  # where it might underflow
+_NUM_TENSORS = 13
 
 
 def _fake_linear_divergence(*values: Any) -> list[Tensor]:
-    arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
-    input, labels = arguments.input, arguments.labels
-    of_tokens, of_head = input.dtype, arguments.accumulate_dtype
-    dtypes = of_tokens, of_head, of_head, of_tokens, of_head
-    gradients = [
-        input.new_empty(tensor.shape if needed else 0, dtype=dtype)
-        for tensor, needed, dtype in zip(values, arguments.needs_gradient, dtypes, strict=False)
-    ]
-    dtype = _dtype_of_losses(arguments)
-    loss = labels.new_empty(labels.shape if arguments.reduction == "none" else (), dtype=dtype)
-    return [loss, labels.new_empty((), dtype=torch.promote_types(input.dtype, torch.float32)), *gradients]
+    input, teacher_input, labels = values[0], values[5], values[10]
+    _, _, accumulate_dtype, _, needs_gradient, reduction = values[_NUM_TENSORS:][:6]
+    dtypes = input.dtype, accumulate_dtype, accumulate_dtype, input.dtype, accumulate_dtype
+    gradients = list(zip(values, needs_gradient, dtypes, strict=False))
+    return empty_results(labels, reduction, row_dtype(input, teacher_input), gradients)
+
+
+def _pair(input: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """An adapter from the op's arguments, which are both None without one."""
+    return None if input is None or weight is None else (input, weight)
 
 
 def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
-    """The divergence, the mean's factor, and the gradients that ``needs_gradient`` names.
+    """The divergence, the mean's factor, and the gradients that ``needs_gradient`` names; arguments as the op's.
 
-    The gradients are those of the sum, or of the mean where ``_is_mean_in_gradient``; ``reduction="none"`` takes
+    The gradients are those of the sum, or of the mean where :func:`scale_in_forward`; ``reduction="none"`` takes
     ``grad_losses``. With a ``shard`` the divergence is over the vocabulary of its whole group.
     """
-    arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
-    options = DivergenceOptions.from_scalars(*values[_NUM_ARGUMENTS:])
-    input, labels, reduction = arguments.input, arguments.labels, arguments.reduction
-    chunk_size, num_tokens = arguments.chunk_size, labels.shape[0]
-    logits_dtypes = [
-        arguments.logits_dtype if each.dtype.itemsize < 4 else None for each in (input, arguments.teacher_input)
-    ]
-    in_order = chunk_size >= num_tokens
-    plan = plan_tokens(Targets(labels, None, arguments.token_weight), 1, IGNORED, input, with_order=not in_order)
-    visits_all = in_order or (input.is_cuda and torch.cuda.is_current_stream_capturing())
-    tokens = KeptTokens(plan.order, num_tokens if visits_all else plan.num_kept)
-    losses = torch.zeros_like(labels, dtype=_dtype_of_losses(arguments))
-    grad_scale = plan.mean_scale if _is_mean_in_gradient(reduction, input.dtype) else arguments.grad_losses
-    with_gradient = any(arguments.needs_gradient)
+    input, weight, bias, *adapter = values[:5]
+    teacher_input, teacher_weight, teacher_bias, *teacher_adapter = values[5:10]
+    labels, token_weight, grad_losses = values[10:_NUM_TENSORS]
+    are_all_kept, chunk_size, accumulate_dtype, dtype, needs_gradient, reduction, *scalars = values[_NUM_TENSORS:]
+    options = from_scalars(*scalars)
+    num_tokens, with_gradient = labels.shape[0], any(needs_gradient)
+    logits_dtypes = [dtype if each.dtype.itemsize < 4 else None for each in (input, teacher_input)]
+    targets = Targets(labels, None, token_weight)
+    tokens, mean_scale = visit_tokens(targets, 1, IGNORED, input, chunk_size, are_all_kept=are_all_kept)
+    losses = torch.zeros_like(labels, dtype=row_dtype(input, teacher_input))
+    grad_scale = mean_scale if scale_in_forward(reduction, input.dtype) else grad_losses
     gradient_buffer: Tensor | None = None
     if with_gradient and logits_dtypes[0] is not None:
-        gradient_buffer = aligned_rows(input, min(chunk_size, num_tokens), arguments.weight.shape[0])
+        gradient_buffer = aligned_rows(input, min(chunk_size, num_tokens), weight.shape[0])
     teacher = Projection(
-        arguments.teacher_input,
-        arguments.teacher_weight,
-        arguments.teacher_bias,
-        tokens,
-        chunk_size=chunk_size,
-        adapter=_pair(arguments.teacher_adapter_input, arguments.teacher_adapter_weight),
-        logits_dtype=logits_dtypes[1],
-    )
-
-    write = write_rows if shard is None else partial(write_sharded_rows, shard=shard)
+        teacher_input, teacher_weight, teacher_bias, tokens, chunk_size=chunk_size,
+        adapter=_pair(*teacher_adapter), logits_dtype=logits_dtypes[1],
+    )  # fmt: skip
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> Tensor:
         gradient = logits if gradient_buffer is None else gradient_buffer[: len(logits)]
-        write(
-            logits,
-            teacher.logits(index),
-            labels,
-            arguments.token_weight,
-            grad_scale,
-            options,
-            token_index=index,
-            losses=losses,
-            grad_logits=gradient if with_gradient else None,
-        )
+        buffer = gradient if with_gradient else None
+        rows = logits, teacher.logits(index), labels, token_weight, grad_scale, options, index, losses, buffer
+        write_rows(Rows(*rows), shard)
         return gradient
 
     gradients = chunked_linear_loss(
-        input,
-        arguments.weight,
-        arguments.bias,
-        tokens,
-        chunk_loss,
-        chunk_size=chunk_size,
-        accumulate_dtype=arguments.accumulate_dtype,
-        needs_gradient=arguments.needs_gradient,
-        adapter=_pair(arguments.adapter_input, arguments.adapter_weight),
-        logits_dtype=logits_dtypes[0],
-    )
+        input, weight, bias, tokens, chunk_loss, chunk_size=chunk_size, accumulate_dtype=accumulate_dtype,
+        needs_gradient=needs_gradient, adapter=_pair(*adapter), logits_dtype=logits_dtypes[0],
+    )  # fmt: skip
     if shard is not None:
         shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
-    return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale, *gradients]
+    return [reduce_rows(losses, reduction, mean_scale), mean_scale.to(losses.dtype), *gradients]
 
 
 @backend.register_op(
     "linear_divergence(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
     " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, Tensor? teacher_adapter_input,"
-    " Tensor? teacher_adapter_weight, Tensor labels, Tensor? token_weight, Tensor? grad_losses, SymInt chunk_size,"
-    " ScalarType accumulate_dtype, ScalarType? logits_dtype, bool[] needs_gradient, str reduction,"
+    " Tensor? teacher_adapter_weight, Tensor labels, Tensor? token_weight, Tensor? grad_losses, bool are_all_kept,"
+    " SymInt chunk_size, ScalarType accumulate_dtype, ScalarType? logits_dtype, bool[] needs_gradient, str reduction,"
     f" {OPTIONS_SCHEMA}) -> Tensor[]",
     fake=_fake_linear_divergence,
 )
 def _linear_divergence(*values: Any) -> list[Tensor]:
     return _compute(None, *values)
-
-
-def _pair(first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if first is None or second is None else (first, second)
-
-
-def _changed(values: Sequence[Any], **changes: Any) -> list[Any]:
-    names = (*DivergenceArguments._fields, *[""] * (len(values) - _NUM_ARGUMENTS))
-    return [changes.get(name, value) for name, value in zip(names, values, strict=True)]
-
-
-class _LinearDivergenceFunction(torch.autograd.Function):
-    """The divergence.
-
-    A sum or a mean has its gradients from forward and only scales them in backward. So has each token's divergence
-    while only gradients of tokens are wanted; otherwise backward brings each token's factor and computes again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[..., list[Tensor]], *values: Any) -> Tensor:
-        arguments = DivergenceArguments(*values[:_NUM_ARGUMENTS])
-        ctx.waits = arguments.reduction == "none" and is_trained(arguments.needs_gradient)
-        needs_gradient = [False] * NUM_GRADIENTS if ctx.waits else arguments.needs_gradient
-        loss, mean_scale, *gradients = compute(*_changed(values, needs_gradient=needs_gradient))
-        ctx.save_for_backward(*(arguments[:_NUM_TENSORS] if ctx.waits else (arguments.labels, mean_scale, *gradients)))
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
-        ctx.needs_gradient, ctx.reduction = arguments.needs_gradient, arguments.reduction
-        ctx.compute, ctx.settings = compute, values[_NUM_TENSORS:]
-        return loss
-
-    @staticmethod
-    @backend.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        scaled: list[Tensor | None]
-        if ctx.waits:
-            values = _changed((*ctx.saved_tensors, *ctx.settings), grad_losses=grad_loss)
-            gradients = ctx.compute(*values)[2:]
-            scaled = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        else:
-            labels, mean_scale, *gradients = ctx.saved_tensors
-            if ctx.reduction == "mean" and not _is_mean_in_gradient(ctx.reduction, ctx.dtypes[0]):
-                grad_loss = grad_loss * mean_scale
-            in_place = backend.graph_ends()  # no second buffer of the head's size
-            scaled = [None] * NUM_GRADIENTS
-            for place, (gradient, dtype, needed) in enumerate(
-                zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
-            ):
-                if needed and ctx.reduction == "none":
-                    scaled[place] = scale_rows(gradient, grad_loss, labels, in_place=in_place)
-                elif needed:
-                    scaled[place] = scale_gradient(gradient, grad_loss, dtype, in_place=in_place)
-        needed = (gradient if need else None for gradient, need in zip(scaled, ctx.needs_gradient, strict=True))
-        return None, *needed, *[None] * (_NUM_TENSORS + len(ctx.settings) - NUM_GRADIENTS)
 
 
 def _choose_chunk_size(student: LinearHead, teacher: LinearHead, chunk_bytes: int | None, dtype: Any) -> int:
@@ -276,7 +154,7 @@ def linear_divergence(
 
     - ``"forward_kl"``: KL(p || q); ``"reverse_kl"``: KL(q || p); ``"mixed"``: beta * the forward + (1 - beta) * the
       reverse one.
-    - ``"jsd"``: beta * KL(p || m) + (1 - beta) * KL(q || m) with m = beta * p + (1 - beta) * q, the generalised
+    - ``"jsd"``: beta * KL(p || m) + (1 - beta) * KL(q || m) with m = beta * p + (1 - beta) * q, the generalized
       Jensen-Shannon divergence of GKD (arXiv:2306.13649). As usual with it, beta 0 means the forward and 1 the
       reverse KL, which its limits are after division by beta or 1 - beta.
     - ``"skew_kl"``: KL(p || beta * p + (1 - beta) * q); ``"skew_reverse_kl"``: KL(q || beta * p + (1 - beta) * q), of
@@ -308,7 +186,7 @@ def linear_divergence(
         token_weight: Factor of each token's divergence, ``[...]``; the mean divides by its sum. Not differentiable.
         reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that count, by their weight.
         vocab: ``"equal"`` raises for vocabularies of different sizes. ``"common"`` compares the first classes that
-            both have, whose probabilities are normalised without the others: those get no gradient.
+            both have, whose probabilities are normalized without the others: those get no gradient.
         chunk_bytes: Budget for one chunk of both models' logits, which never holds all tokens. By default chunks are
             chosen for speed on a GPU, and 8 MiB on a CPU.
         vocab_shard: This rank's part of the vocabulary, if each rank of a process group holds a part of both heads:
@@ -325,13 +203,9 @@ def linear_divergence(
         TypeError: For arguments of another type.
         ValueError: For shapes, dtypes, devices or options that do not fit.
     """
-    heads: dict[str, Any] = {
-        "input": input, "linear_weight": linear_weight, "linear_bias": linear_bias, "teacher_input": teacher_input,
-        "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
-    }  # fmt: skip
-    for name, tensor in heads.items():
-        check_floating(name, tensor, optional=name.endswith("bias"))
-    check_same_device("input", input, **{name: each for name, each in heads.items() if name != "input"})
+    others = {"linear_weight": linear_weight, "teacher_input": teacher_input, "teacher_weight": teacher_weight}
+    check_floating_tensors("input", input, optional=False, **others)
+    check_floating_tensors("input", input, linear_bias=linear_bias, teacher_bias=teacher_bias)
     check_choice("reduction", reduction, REDUCTIONS)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     if logits_dtype not in (None, torch.float32):
@@ -369,14 +243,22 @@ def linear_divergence(
         )
     chunk_size = _choose_chunk_size(student, teacher, chunk_bytes, logits_dtype)
     accumulate_dtype = choose_accumulate_dtype(student.dtype, -(-tokens.numel() // chunk_size))
-    values = (
-        *student.tensors, *teacher.tensors, labels, weight_of_tokens, None, chunk_size, accumulate_dtype, logits_dtype,
-        student.needs_gradient, reduction, *options.as_scalars(),
-    )  # fmt: skip
-    compute = _linear_divergence if vocab_shard is None else partial(_compute, vocab_shard)
+    settings = mask is None, chunk_size, accumulate_dtype, logits_dtype
+    scalars = options.as_scalars()
+    op = _linear_divergence if vocab_shard is None else partial(_compute, vocab_shard)
+
+    def compute(
+        tensors: Sequence[Tensor | None], needs_gradient: list[bool], grad_losses: Tensor | None
+    ) -> list[Tensor]:
+        return op(*tensors, grad_losses, *settings, needs_gradient, reduction, *scalars)
+
+    tensors = (*student.tensors, *teacher.tensors, labels, weight_of_tokens)
     with student.products_dtype():
-        is_differentiable = any(student.needs_gradient)
-        loss = _LinearDivergenceFunction.apply(compute, *values) if is_differentiable else compute(*values)[0]
+        if any(student.needs_gradient):
+            waits = reduction == "none" and is_trained(student.needs_gradient)
+            loss = DivergenceFunction.apply(compute, reduction, waits, student.needs_gradient, *tensors)
+        else:
+            loss = compute(tensors, student.needs_gradient, None)[0]
     return loss.view(tokens) if reduction == "none" else loss
 
 

@@ -20,9 +20,9 @@ from liger_ops.arguments import (
     wrong_value,
 )
 
-KINDS = (
-    "forward_kl", "reverse_kl", "mixed", "jsd", "skew_kl", "skew_reverse_kl", "total_variation", "mse", "cosine",
-)  # fmt: skip
+KL_KINDS = ("forward_kl", "reverse_kl", "mixed")
+DISTRIBUTION_KINDS = (*KL_KINDS, "jsd", "skew_kl", "skew_reverse_kl", "total_variation")
+KINDS = (*DISTRIBUTION_KINDS, "mse", "cosine")
 VOCAB_RULES = ("equal", "common")
 
 KEPT, IGNORED = 0, -1
@@ -82,45 +82,31 @@ class DivergenceOptions:
         return self.temperature**2 if self.t_squared else 1.0
 
     @property
-    def of_student(self) -> Transform:
+    def student_transform(self) -> Transform:
         """With the temperature in the scale and the cap: c/T * tanh((s/T) * a / (c/T)) = c * tanh(s * a / c) / T."""
-        cap = None if self.softcap is None else self.softcap / self.temperature
-        return Transform(self.logit_scale / self.temperature, cap)
+        return self._transform(self.logit_scale, self.softcap)
 
     @property
-    def of_teacher(self) -> Transform:
-        """As :attr:`of_student`."""
-        cap = None if self.teacher_softcap is None else self.teacher_softcap / self.temperature
-        return Transform(self.teacher_logit_scale / self.temperature, cap)
+    def teacher_transform(self) -> Transform:
+        """As :attr:`student_transform`."""
+        return self._transform(self.teacher_logit_scale, self.teacher_softcap)
+
+    def _transform(self, scale: float, softcap: float | None) -> Transform:
+        return Transform(scale / self.temperature, None if softcap is None else softcap / self.temperature)
 
     def as_scalars(self) -> tuple[Any, ...]:
-        """The options as an op's schema takes them; soft caps are 0 if there are none."""
-        numbers = (self.softcap or 0.0, self.logit_scale, self.teacher_softcap or 0.0, self.teacher_logit_scale)
-        return self.kind, float(self.beta), float(self.temperature), self.t_squared, *map(float, numbers)
+        """The options as an op's schema takes them."""
+        numbers = self.softcap, self.logit_scale, self.teacher_softcap, self.teacher_logit_scale
+        floats = (None if number is None else float(number) for number in numbers)
+        return self.kind, float(self.beta), float(self.temperature), self.t_squared, *floats
 
-    @classmethod
-    @functools.lru_cache(maxsize=64)  # bounded, since a temperature may follow a schedule
-    def from_scalars(
-        cls,
-        kind: str,
-        beta: float,
-        temperature: float,
-        t_squared: bool,
-        softcap: float,
-        logit_scale: float,
-        teacher_softcap: float,
-        teacher_logit_scale: float,
-    ) -> "DivergenceOptions":
-        """The inverse of :meth:`as_scalars`."""
-        return cls(
-            kind, beta, temperature, t_squared, softcap or None, logit_scale, teacher_softcap or None,
-            teacher_logit_scale,
-        )  # fmt: skip
 
+from_scalars = functools.lru_cache(maxsize=64)(DivergenceOptions)
+"""The inverse of :meth:`DivergenceOptions.as_scalars`; bounded, since a temperature may follow a schedule."""
 
 OPTIONS_SCHEMA = (
-    "str kind, float beta, float temperature, bool t_squared, float softcap, float logit_scale,"
-    " float teacher_softcap, float teacher_logit_scale"
+    "str kind, float beta, float temperature, bool t_squared, float? softcap, float logit_scale,"
+    " float? teacher_softcap, float teacher_logit_scale"
 )
 """The options in the schema of an op, in the order of :meth:`DivergenceOptions.as_scalars`."""
 

@@ -1,240 +1,210 @@
-"""Divergences of rows of logits and their gradients, in plain PyTorch.
+"""Divergences of rows of logits and their gradients: formulas, plain PyTorch, and what ranks exchange.
 
 With z the tempered logits of the student (s) and the teacher (t), lse their log-sum-exps, q = exp(z_s - lse_s) and
 p = exp(z_t - lse_t), d = (z_t - lse_t) - (z_s - lse_s), and for the mixtures, with beta the teacher's share in m,
 
     m = (1 - beta) * q + beta * p,   r = log(q / m) = -log((1 - beta) + beta * exp(d)),   log(p / m) = d + r
 
-the divergence D of a row and its gradient are
+each divergence is the sum over classes of a value v, and its gradient is w - q * sum(w) for a slope w, which is
+q * dv/dq up to multiples of q:
 
-    kind              D                                       dD / dz_s
-    forward_kl        KL(p || q) = sum(p * d)                 q - p
-    reverse_kl        KL(q || p) = -sum(q * d)                q * (-d - D)
-    mixed             beta * forward_kl + (1 - beta) * reverse_kl
-    jsd               beta * KL(p || m) + (1 - beta) * K      (1 - beta) * q * (r - K),   K = KL(q || m) = sum(q * r)
-    skew_kl           KL(p || m) = sum(p * (d + r))           (1 - beta) * (q * sum(p * e) - p * e),   e = exp(r)
-    skew_reverse_kl   KL(q || m) = sum(q * r)                 q * (r - D - (1 - beta) * (e - sum(q * e)))
-    total_variation   sum(abs(q - p)) / 2                     q * (h - sum(q * h)),   h = sign(q - p) / 2
-    mse               mean((z_s - z_t)**2)                    2 * (z_s - z_t) / vocab_size
-    cosine            1 - z_s.z_t / (|z_s| * |z_t|)           (z_s * z_s.z_t / |z_s|**2 - z_t) / (|z_s| * |z_t|)
+    kind              v                                w
+    forward_kl        p * d                            -p
+    reverse_kl        -q * d                           -q * d
+    mixed             beta * forward_kl + (1 - beta) * reverse_kl, both
+    jsd               beta * p * (d + r) + w           (1 - beta) * q * r
+    skew_kl           p * (d + r)                      -(1 - beta) * p * exp(r)
+    skew_reverse_kl   q * r                            q * r - (1 - beta) * q * exp(r)
+    total_variation   abs(q - p) / 2                   q * sign(q - p) / 2
 
-d comes from differences of logits, each less the largest of its row, and a quotient of normalisers, never from two
+    mse is mean((z_s - z_t)**2), with the gradient 2 * (z_s - z_t) / vocab_size, and cosine
+    1 - z_s.z_t / (|z_s| * |z_t|), with the gradient (z_s * z_s.z_t / |z_s|**2 - z_t) / (|z_s| * |z_t|).
+
+d comes from differences of logits, each less the largest of its row, and a quotient of normalizers, never from two
 rounded log-probabilities, so that equal models have divergence 0, and models of different sizes of logits no more
-rounding. exp(d) is taken of d clamped to +-80: beyond, one of p and q is below e**-80 of the
-other, and no term is left of what the clamp changes. No logarithm of a probability is taken. Sources: MiniLLM
-(arXiv:2306.08543, reverse KL), GKD (arXiv:2306.13649, generalised JSD), DistiLLM (arXiv:2402.03898, skew KL).
+rounding. exp(d) is taken of d clamped to +-80: beyond, one of p and q is below e**-80 of the other, and no term is left
+of what the clamp changes. No logarithm of a probability is taken. Sources: MiniLLM (arXiv:2306.08543, reverse KL), GKD
+(arXiv:2306.13649, generalized JSD), DistiLLM (arXiv:2402.03898, skew KL).
 
-A row takes three steps, of which each needs sums over the whole row from the one before: normalisers, then the sums
-over mixtures, then the gradient.
+A row takes three steps, of which each needs sums over the whole row from the one before: maxima and normalizers, the
+sums of v and w, the gradient. With c = z less its maximum, the KLs' sums follow from those of exp(c_t) * (c_t - c_s)
+and exp(c_s) * (c_s - c_t), which the first step has. Where the vocabulary is spread over ranks, they exchange only
+these sums, in float64.
 """
 
-from typing import NamedTuple
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from liger_ops.divergence.options import IGNORED, DivergenceOptions, Transform
+from liger_ops import backend
+from liger_ops.collectives import all_gather
+from liger_ops.divergence.kernels import Rows, launch_divergence
+from liger_ops.divergence.options import DISTRIBUTION_KINDS, IGNORED, KL_KINDS, Transform
+from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES
+from liger_ops.loss.vocab_parallel import VocabShard
 
-CLAMP = 80.0
-"""Of log(p / q)."""
-ONE_STEP = frozenset(("forward_kl", "reverse_kl", "mixed", "mse", "cosine"))
-"""Kinds whose first step has all sums."""
-OF_LOGITS = frozenset(("mse", "cosine"))
-"""Kinds that compare logits, not distributions."""
+_CLAMP = 80.0
+_SMALLEST_DECAY = 1e-300  # an infinite sum stays infinite
+_TEMPORARIES = 6  # of a row's size, in plain PyTorch
+_GPU_CHUNK_BYTES = 256 * 2**20  # of mse and cosine, which take few operations
 
 
-def transform_logits(logits: Tensor, transform: Transform, dtype: torch.dtype) -> Tensor:
-    """Tempered logits in ``dtype``."""
+def row_dtype(student: Tensor, teacher: Tensor) -> torch.dtype:
+    """The dtype of divergences: at least float32, and float64 if either model's logits are."""
+    return torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+
+
+def write_rows(rows: Rows, shard: VocabShard | None) -> None:
+    """Writes the weighted divergences of some tokens, and the gradient of the student's logits.
+
+    With ``shard`` the columns are a part of the vocabulary of which other ranks have the rest; every rank has to call.
+    """
+    student, teacher, labels, token_weight, grad_scale, options, token_index, losses, grad_logits = rows
+    kind, num_rows = options.resolved_kind, student.shape[0]
+    if backend.runs_on_triton(student, teacher) and kind in DISTRIBUTION_KINDS:
+        if shard is None:
+            launch_divergence(rows)
+            return
+        sums = losses.new_zeros(6, num_rows)
+        launch_divergence(rows, 1, sums)
+        sums = _merge(sums, shard).float()
+        if kind not in KL_KINDS:
+            launch_divergence(rows, 2, sums)
+            sums[4:] = _total(sums[4:], shard)
+        launch_divergence(rows, 3, sums)
+        return
+    num_columns = student.shape[1] if shard is None else -(-shard.vocab_size // shard.group.size())  # of every rank
+    budget = _GPU_CHUNK_BYTES if student.is_cuda else CPU_CHUNK_BYTES
+    size = max(1, budget // (_TEMPORARIES * num_columns * losses.element_size()))
+    for start in range(0, num_rows, size):
+        part = slice(start, min(start + size, num_rows))
+        index = torch.arange(part.start, part.stop, device=labels.device) if token_index is None else token_index[part]
+        z_s = _temper(student[part], options.student_transform, losses.dtype)
+        z_t = _temper(teacher[part], options.teacher_transform, losses.dtype)
+        compare = _compare_distributions if kind in DISTRIBUTION_KINDS else _compare_logits
+        values, grad = compare(z_s, z_t, kind, float(options.beta), shard, with_gradient=grad_logits is not None)
+        ignored = labels[index] == IGNORED
+        factor = torch.full_like(values, options.factor)
+        if token_weight is not None:
+            factor = factor * token_weight[index].to(factor.dtype)
+        losses.index_copy_(0, index, (values * factor).masked_fill_(ignored, 0.0))
+        if grad_logits is not None and grad is not None:
+            if grad_scale is not None:
+                factor = factor * (grad_scale[index] if grad_scale.dim() else grad_scale).to(factor.dtype)
+            grad *= (factor * options.student_transform.scale)[:, None]
+            if options.student_transform.softcap is not None:
+                grad *= 1.0 - (z_s / options.student_transform.softcap) ** 2
+            grad_logits[part].copy_(grad.masked_fill_(ignored[:, None], 0.0))
+
+
+def _temper(logits: Tensor, transform: Transform, dtype: torch.dtype) -> Tensor:
     z = logits.to(dtype)
     if transform.scale != 1.0:
         z = z * transform.scale
     return z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)
 
 
-def row_dtype(student: Tensor, teacher: Tensor) -> torch.dtype:
-    """The dtype of divergences of rows in plain PyTorch: at least float32, and float64 if either is."""
-    return torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
-
-
-class RowSums(NamedTuple):
-    """Sums over each row, ``[num_rows]``: of the first step, and then of the second."""
-
-    student_max: Tensor
-    student_sum: Tensor
-    """Of exp(z_s - student_max); of z_s**2 for the kinds of logits."""
-    teacher_max: Tensor
-    teacher_sum: Tensor
-    """Of exp(z_t - teacher_max); of z_t**2 for the kinds of logits."""
-    first: Tensor
-    """With c = z - max of each model, exp(c_t) * (c_t - c_s) for the KLs; exp(c_t) * log(p / m), or * e, for mixtures;
-    abs(q - p) for the total variation; products or squared differences of logits."""
-    second: Tensor
-    """exp(c_s) * (c_s - c_t) for the KLs; exp(z_s - student_max) * r, or * e, or * sign(q - p)."""
-
-    @property
-    def delta(self) -> Tensor:
-        """lse_t - lse_s of the logits less their maxima."""
-        return (self.teacher_sum / self.student_sum).log()
-
-    def centred(self, z_s: Tensor, z_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Both models' logits less their maxima."""
-        return z_s - self.student_max[:, None], z_t - self.teacher_max[:, None]
-
-
 def _finite(maximum: Tensor) -> Tensor:
-    return maximum.where(maximum > -torch.inf, 0.0)
+    return maximum.where(maximum != -torch.inf, 0.0)
 
 
-def sum_logits(z_s: Tensor, z_t: Tensor, kind: str) -> RowSums:
-    """The first step."""
-    zeros = z_s.new_zeros(len(z_s))
-    if kind == "mse":
-        return RowSums(zeros, zeros, zeros, zeros, (z_s - z_t).masked_fill_(z_s == z_t, 0.0).square().sum(-1), zeros)
-    if kind == "cosine":
-        return RowSums(zeros, z_s.square().sum(-1), zeros, z_t.square().sum(-1), (z_s * z_t).sum(-1), zeros)
-    sums = RowSums(_finite(z_s.amax(-1)), zeros, _finite(z_t.amax(-1)), zeros, zeros, zeros)
-    c_s, c_t = sums.centred(z_s, z_t)
-    e_s, e_t = c_s.exp(), c_t.exp()
-    first = second = zeros
-    if kind in ("forward_kl", "mixed"):
-        first = (e_t * (c_t - c_s)).where(e_t != 0, 0.0).sum(-1)
-    if kind in ("reverse_kl", "mixed"):
-        second = (e_s * (c_s - c_t)).where(e_s != 0, 0.0).sum(-1)
-    return sums._replace(student_sum=e_s.sum(-1), teacher_sum=e_t.sum(-1), first=first, second=second)
+def _sum_rows(z_s: Tensor, z_t: Tensor) -> Tensor:
+    """The first step: ``[6, num_rows]``, the student's and the teacher's maximum and normalizer, and the KLs' sums."""
+    if not z_s.shape[1]:
+        return z_s.new_zeros(6, len(z_s))
+    student_max, teacher_max = (_finite(z.amax(-1)) for z in (z_s, z_t))
+    c_s, c_t = z_s - student_max[:, None], z_t - teacher_max[:, None]
+    e_s, e_t, excess = c_s.exp(), c_t.exp(), c_t - c_s
+    first = (e_t * excess).where(e_t != 0, 0.0).sum(-1)
+    second = (e_s * excess).neg_().where(e_s != 0, 0.0).sum(-1)
+    return torch.stack([student_max, e_s.sum(-1), teacher_max, e_t.sum(-1), first, second])
 
 
-class _Mixture(NamedTuple):
-    """Columns of the mixtures' formulas; ``log_ratio`` is d."""
-
-    log_ratio: Tensor
-    of_student: Tensor
-    """exp(z_s - student_max)."""
-    of_teacher: Tensor
-    excess: Tensor
-    """r = log(q / m)."""
-
-
-def _mix(z_s: Tensor, z_t: Tensor, sums: RowSums, beta: float) -> _Mixture:
-    c_s, c_t = sums.centred(z_s, z_t)
-    d = (c_t - c_s).sub_(sums.delta[:, None]).nan_to_num_(CLAMP, CLAMP, -CLAMP).clamp_(-CLAMP, CLAMP)
-    r = d.exp().mul_(beta).add_(1.0 - beta).log_().neg_()
-    return _Mixture(d, c_s.exp_(), c_t.exp_(), r)
-
-
-def sum_mixtures(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float) -> RowSums:
-    """The second step, for kinds that are not in ``ONE_STEP``."""
-    d, e_s, e_t, r = _mix(z_s, z_t, sums, beta)
-    if kind == "jsd":
-        first, second = e_t * (d + r), e_s * r
-    elif kind == "skew_kl":
-        first, second = e_t * (d + r), e_t * r.exp()
-    elif kind == "skew_reverse_kl":
-        first, second = e_s * r, e_s * r.exp()
-    else:
-        p, q = e_t / sums.teacher_sum[:, None], e_s / sums.student_sum[:, None]
-        first, second = (q - p).abs(), e_s * -d.sign()
-    return sums._replace(first=first.sum(-1), second=second.sum(-1))
+def _merge(sums: Tensor, shard: VocabShard | None) -> Tensor:
+    """The first step's sums of whole rows from those of every rank's part."""
+    if shard is None:
+        return sums
+    maxima, normalizers, moves, decays = [], [], [], []
+    parts = all_gather(sums.double(), shard.group)
+    for place in (0, 2):
+        of_ranks, totals = parts[:, place], parts[:, place + 1]
+        of_ranks = of_ranks.where(totals != 0, -torch.inf)  # of shards without classes, or of impossible ones
+        maximum = _finite(of_ranks.amax(0))
+        moved = of_ranks - maximum
+        maxima.append(maximum)
+        decays.append(moved.exp())
+        normalizers.append(totals * decays[-1])
+        moves.append(moved.where(moved > -torch.inf, 0.0))
+    moved = moves[1] - moves[0]  # how much each c_t - c_s, of the shard's maxima, becomes more
+    first = parts[:, 4] * decays[1].clamp(min=_SMALLEST_DECAY) + moved * normalizers[1]
+    second = parts[:, 5] * decays[0].clamp(min=_SMALLEST_DECAY) - moved * normalizers[0]
+    own, of_teacher, *others = (each.sum(0) for each in (*normalizers, first, second))
+    return torch.stack([maxima[0], own, maxima[1], of_teacher, *others])
 
 
-def divergence_of(sums: RowSums, kind: str, beta: float, vocab_size: int) -> Tensor:
-    """Each row's divergence, ``[num_rows]``."""
-    forward, reverse = sums.first / sums.teacher_sum, sums.second / sums.student_sum
-    if kind == "forward_kl":
-        return forward - sums.delta
-    if kind == "reverse_kl":
-        return reverse + sums.delta
-    if kind == "mixed":
-        return beta * (forward - sums.delta) + (1.0 - beta) * (reverse + sums.delta)
-    if kind == "jsd":
-        return beta * forward + (1.0 - beta) * reverse
-    if kind == "skew_kl":
-        return forward
-    if kind == "skew_reverse_kl":
-        return sums.first / sums.student_sum
-    if kind == "total_variation":
-        return 0.5 * sums.first
-    if kind == "mse":
-        return sums.first / vocab_size
-    return 1.0 - sums.first * _cosine_norm(sums)
+def _total(sums: Tensor, shard: VocabShard | None) -> Tensor:
+    """Sums over all ranks."""
+    if shard is not None:
+        sums = sums.double()
+        dist.all_reduce(sums, group=shard.group)
+    return sums
 
 
-def _cosine_norm(sums: RowSums) -> Tensor:
-    """1 / (|z_s| * |z_t|), 0 if either is 0: the cosine is 0 then, and so is its gradient."""
-    product = sums.student_sum.sqrt() * sums.teacher_sum.sqrt()
-    return product.reciprocal().masked_fill(product == 0, 0.0)
-
-
-def gradient_of(z_s: Tensor, z_t: Tensor, sums: RowSums, kind: str, beta: float, vocab_size: int) -> Tensor:
-    """The third step: dD / dz_s, like ``z_s``; ``vocab_size`` may be more than its columns."""
-    if kind == "mse":
-        return (z_s - z_t).masked_fill_(z_s == z_t, 0.0).mul_(2.0 / vocab_size)
-    if kind == "cosine":
-        norm = _cosine_norm(sums)
-        of_student = (sums.first * norm / sums.student_sum).masked_fill(norm == 0, 0.0)
-        return z_s * of_student[:, None] - z_t * norm[:, None]
-    c_s, c_t = sums.centred(z_s, z_t)
-    q, p = c_s.exp().div_(sums.student_sum[:, None]), c_t.exp().div_(sums.teacher_sum[:, None])
-    if kind in ("forward_kl", "reverse_kl", "mixed"):
-        of_forward = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(kind, beta)
-        grad = torch.zeros_like(q) if of_forward == 0 else (q - p) * of_forward
-        if of_forward != 1:
-            reverse = (sums.second / sums.student_sum)[:, None]  # -d - D is a difference of logits and of their mean
-            grad += (1.0 - of_forward) * (q * ((c_s - c_t) - reverse)).where(q != 0, 0.0)
-        return grad
-    d, _, _, r = _mix(z_s, z_t, sums, beta)
-    first, second = sums.first / sums.student_sum, sums.second / sums.student_sum
-    if kind == "jsd":
-        return (1.0 - beta) * q * (r - second[:, None])
-    if kind == "skew_kl":
-        weights = r.exp()
-        return (1.0 - beta) * (q * (sums.second / sums.teacher_sum)[:, None] - p * weights)
-    if kind == "skew_reverse_kl":
-        return q * (r - first[:, None] - (1.0 - beta) * (r.exp() - second[:, None]))
-    return 0.5 * q * (-d.sign() - second[:, None])
-
-
-def unless_nan(factor: Tensor, sums: RowSums, kind: str) -> Tensor:
-    """``factor``, NaN where logits are: the clamp of the log-ratio would hide them."""
-    return factor if kind in OF_LOGITS else factor.masked_fill(sums.delta.isnan(), torch.nan)
-
-
-def divergence_rows(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    grad_scale: Tensor | None,
-    options: DivergenceOptions,
-    *,
-    with_gradient: bool,
+def _compare_distributions(
+    z_s: Tensor, z_t: Tensor, kind: str, beta: float, shard: VocabShard | None, *, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row's weighted divergence, and the gradient of its product with ``grad_scale``.
+    """Divergences ``[num_rows]`` and their gradients ``[num_rows, num_columns]`` of tempered logits."""
+    sums = _merge(_sum_rows(z_s, z_t), shard).to(z_s.dtype)
+    student_max, student_sum, teacher_max, teacher_sum, first, second = sums
+    delta = (teacher_sum / student_sum).log()  # lse_t - lse_s of logits less their maxima
+    c_s, c_t = z_s - student_max[:, None], z_t - teacher_max[:, None]
+    d = c_t - c_s
+    q, p = c_s.exp_() / student_sum[:, None], c_t.exp_() / teacher_sum[:, None]
+    if kind in KL_KINDS:
+        share = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(kind, beta)
+        value, slope_sum, slope = torch.zeros_like(delta), torch.full_like(delta, -share), -share * p
+        if share > 0:
+            value = share * (first / teacher_sum - delta)
+        if share < 1:
+            value = value + (1.0 - share) * (second / student_sum + delta)
+            slope_sum += (1.0 - share) * (second / student_sum)
+            slope -= ((1.0 - share) * q * d).where(q != 0, 0.0)
+    else:
+        d = (d - delta[:, None]).nan_to_num_(_CLAMP, _CLAMP, -_CLAMP).clamp_(-_CLAMP, _CLAMP)
+        values, slope = _terms(q, p, d, kind, beta)
+        value, slope_sum = _total(torch.stack([values.sum(-1), slope.sum(-1)]), shard).to(z_s.dtype)
+        is_nan = torch.where(delta.isnan(), torch.nan, 0.0)  # which the clamp would hide
+        value, slope_sum = value + is_nan, slope_sum + is_nan
+    return value, slope - q * slope_sum[:, None] if with_gradient else None
 
-    Args:
-        student, teacher: Raw logits, ``[num_rows, vocab_size]``.
-        labels, token_weight: ``[num_rows]``; see :func:`~liger_ops.divergence.options.flat_tokens`.
-        grad_scale: ``[]`` or ``[num_rows]``, or None for 1.
-        options: Of the divergence.
-        with_gradient: Whether the gradient is wanted, in at least float32.
-    """
-    kind, beta = options.resolved_kind, float(options.beta)
-    dtype = row_dtype(student, teacher)
-    z_s = transform_logits(student, options.of_student, dtype)
-    z_t = transform_logits(teacher, options.of_teacher, dtype)
-    sums = sum_logits(z_s, z_t, kind)
-    if kind not in ONE_STEP:
-        sums = sum_mixtures(z_s, z_t, sums, kind, beta)
-    factor = unless_nan(torch.full_like(sums.first, options.factor), sums, kind)
-    if token_weight is not None:
-        factor = factor * token_weight.to(factor.dtype)
-    ignored = labels == IGNORED
-    losses = (divergence_of(sums, kind, beta, z_s.shape[1]) * factor).masked_fill_(ignored, 0.0)
-    if not with_gradient:
-        return losses, None
-    if grad_scale is not None:
-        factor = factor * grad_scale.to(factor.dtype)
-    grad = gradient_of(z_s, z_t, sums, kind, beta, z_s.shape[1])
-    grad *= (factor * options.of_student.scale)[:, None]
-    if options.of_student.softcap is not None:
-        grad *= 1.0 - (z_s / options.of_student.softcap) ** 2
-    return losses, grad.masked_fill_(ignored[:, None], 0.0)
+
+def _terms(q: Tensor, p: Tensor, d: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """v and w of kinds with two steps of sums."""
+    if kind == "total_variation":
+        sign = -0.5 * d.sign()
+        return (q - p) * sign, q * sign
+    r = -(d.exp() * beta + (1.0 - beta)).log()
+    if kind == "jsd":
+        slope = (1.0 - beta) * q * r
+        return beta * p * (d + r) + slope, slope
+    if kind == "skew_kl":
+        return p * (d + r), (beta - 1.0) * p * r.exp()
+    return q * r, q * (r - (1.0 - beta) * r.exp())
+
+
+def _compare_logits(
+    z_s: Tensor, z_t: Tensor, kind: str, beta: float, shard: VocabShard | None, *, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`_compare_distributions`, for the kinds that are of logits."""
+    if kind == "mse":
+        vocab_size = z_s.shape[1] if shard is None else shard.vocab_size
+        difference = (z_s - z_t).masked_fill_(z_s == z_t, 0.0)
+        value = _total(difference.square().sum(-1), shard).to(z_s.dtype) / vocab_size
+        return value, difference.mul_(2.0 / vocab_size) if with_gradient else None
+    products = torch.stack([(z_s * z_s).sum(-1), (z_t * z_t).sum(-1), (z_s * z_t).sum(-1)])
+    student, teacher, product = _total(products, shard).to(z_s.dtype)
+    norm = student.sqrt() * teacher.sqrt()
+    inverse = norm.reciprocal().masked_fill(norm == 0, 0.0)  # the cosine is 0 then, and so is its gradient
+    share = (product / student).masked_fill(norm == 0, 0.0)
+    grad = (z_s * share[:, None]).sub_(z_t).mul_(inverse[:, None]) if with_gradient else None
+    return 1.0 - product * inverse, grad

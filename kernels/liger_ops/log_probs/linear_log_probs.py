@@ -22,189 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ops import backend
 from liger_ops.arguments import check_floating, check_integer
-from liger_ops.log_probs.passes import (
-    GradientArguments,
-    ScoreArguments,
-    gradients_op,
-    score_op,
-    score_tokens,
-    token_gradients,
-)
-from liger_ops.log_probs.rows import Coefficients
+from liger_ops.log_probs.frozen_head import FrozenHeadFunction
 from liger_ops.log_probs.scores import (
     DIFFERENTIABLE,
     OUTPUTS,
     TokenScores,
     check_outputs,
     check_temperature,
-    check_transform,
 )
-from liger_ops.loss.chunked_loss import SavedLogits, choose_accumulate_dtype
+from liger_ops.loss.chunked_loss import choose_accumulate_dtype
 from liger_ops.loss.groups import Groups, is_grouped, join_groups, join_values
-from liger_ops.loss.linear_head import NUM_GRADIENTS, LinearHead, check_head
-from liger_ops.loss.options import IGNORE_INDEX, check_labels, check_tensors
+from liger_ops.loss.head_functions import token_values
+from liger_ops.loss.head_passes import ForwardArguments
+from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
+from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions, check_labels, check_tensors
 from liger_ops.loss.vocab_parallel import VocabShard
-
-
-class _LinearLogProbsFunction(torch.autograd.Function):
-    """The scores; their gradient from logits that are computed again, or were saved."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shard: VocabShard | None,
-        saved_chunks: int,
-        needs_gradient: list[bool],
-        differentiable: tuple[str, ...],
-        *values: Any,
-    ) -> tuple[Tensor, ...]:
-        arguments = ScoreArguments(*values)
-        saved = SavedLogits(saved_chunks) if saved_chunks else None
-        if shard is None and saved is None:
-            lse, lse_error, *found = score_op(*values)
-        else:
-            lse, lse_error, *found = score_tokens(shard, *values, saved=saved)
-        names = arguments.outputs.split(",")
-        outputs = found[: len(names)]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(output for name, output in zip(names, outputs, strict=True) if name not in differentiable)
-        )
-        entropy = outputs[names.index("entropy")] if "entropy" in differentiable else None
-        chunks = () if saved is None else saved.chunks
-        ctx.save_for_backward(*values[: ScoreArguments._fields.index("chunk_size")], lse, lse_error, entropy, *chunks)
-        ctx.shard, ctx.names, ctx.needs_gradient = shard, names, needs_gradient
-        ctx.sizes, ctx.options = (arguments.chunk_size, arguments.max_valid_tokens), values[-3:]
-        return tuple(outputs)
-
-    @staticmethod
-    @backend.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        num_tensors = GradientArguments._fields.index("grad_log_probs")
-        saved_tensors = ctx.saved_tensors  # once: checkpointing lets no tensor be read twice
-        tensors, chunks = saved_tensors[:num_tensors], saved_tensors[num_tensors:]
-        upstream = dict(zip(ctx.names, grad_outputs, strict=True))
-        coefficients = [upstream.get(name) for name in DIFFERENTIABLE]
-        chunk_size, max_valid_tokens = ctx.sizes
-        num_chunks = -(-tensors[0].shape[0] // chunk_size)
-        values = (
-            *tensors, *coefficients, chunk_size, max_valid_tokens, ctx.needs_gradient,
-            choose_accumulate_dtype(tensors[0].dtype, num_chunks), *ctx.options,
-        )  # fmt: skip
-        if ctx.shard is None and not chunks:
-            gradients = gradients_op(*values)
-        else:
-            saved = SavedLogits(0, list(chunks), are_needed_again=not backend.graph_ends()) if chunks else None
-            gradients = token_gradients(ctx.shard, *values, saved=saved)
-        return None, None, None, None, *_needed(gradients, ctx.needs_gradient, tensors), *[None] * _NUM_OTHERS
-
-
-def _needed(gradients: Sequence[Tensor], needed: list[bool], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients in their tensors' dtypes, None where not needed."""
-    triples = zip(gradients, needed, tensors, strict=False)
-    return [gradient.to(tensor.dtype) if need and tensor is not None else None for gradient, need, tensor in triples]
-
-
-_NUM_OTHERS = len(ScoreArguments._fields) - NUM_GRADIENTS
-
-
-class _FrozenHeadFunction(torch.autograd.Function):
-    """The scores of a head that needs no gradient, with the gradients of its input taken in forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shard: VocabShard | None,
-        needs_gradient: list[bool],
-        differentiable: tuple[str, ...],
-        *values: Any,
-    ) -> tuple[Tensor, ...]:
-        arguments = ScoreArguments(*values)
-        found = (score_op(*values) if shard is None else score_tokens(shard, *values))[2:]
-        names = arguments.outputs.split(",")
-        outputs, gradients = found[: len(names)], found[len(names) :]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(output for name, output in zip(names, outputs, strict=True) if name not in differentiable)
-        )
-        needs_weight = "lse" in differentiable or "mean_logit" in differentiable
-        weights = (arguments.weight, arguments.adapter_weight) if needs_weight else (None, None)
-        ctx.save_for_backward(arguments.labels, arguments.temperature, *weights, *gradients)
-        ctx.shard, ctx.names, ctx.needs_gradient = shard, names, needs_gradient
-        ctx.ignore_index, ctx.logit_scale, ctx.dtype = arguments.ignore_index, arguments.logit_scale, values[0].dtype
-        return tuple(outputs)
-
-    @staticmethod
-    @backend.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        labels, temperature, weight, adapter_weight, *gradients = ctx.saved_tensors
-        kept = labels != ctx.ignore_index
-        upstream = {
-            name: None if grad is None else grad.where(kept, 0.0)
-            for name, grad in zip(ctx.names, grad_outputs, strict=True)
-        }
-        coefficients = Coefficients(*(upstream.get(name) for name in DIFFERENTIABLE))
-        scale = ctx.logit_scale if temperature is None else ctx.logit_scale / temperature
-        more = labels, coefficients, scale, ctx.dtype, ctx.shard, backend.graph_ends()
-        of_input = _input_gradient(gradients[0::2], weight, *more)
-        of_adapter = _input_gradient(gradients[1::2], adapter_weight, *more) if ctx.needs_gradient[3] else None
-        of_input = of_input if ctx.needs_gradient[0] else None
-        return None, None, None, of_input, None, None, of_adapter, None, *[None] * _NUM_OTHERS
-
-
-def _input_gradient(
-    gradients: Sequence[Tensor],
-    weight: Tensor | None,
-    labels: Tensor,
-    coefficients: Coefficients,
-    scale: Tensor | float,
-    dtype: torch.dtype,
-    shard: VocabShard | None,
-    in_place: bool,
-) -> Tensor | None:
-    """The gradient of the input, from those of the negative log-probabilities and the entropies.
-
-    Args:
-        gradients: ``[num_tokens, size]`` each, empty if their coefficients are None; overwritten if ``in_place``.
-        weight: ``[vocab_size, size]``, if lse or the mean logit have a coefficient and there is no soft-cap.
-        labels, coefficients: ``[num_tokens]``.
-        scale: Of the logits, a number or one for each token.
-        dtype: Of the gradient.
-        shard: The weight's place in the vocabulary, if it is part of one.
-        in_place: Whether the gradients are not used again.
-    """
-    of_log_probs, of_entropy, of_lse, of_mean = coefficients
-    first, second = gradients
-    terms: list[tuple[Tensor, Tensor]] = []
-    if of_log_probs is not None or of_lse is not None:  # d lse = d z[label] - d log_prob
-        both = [each for each in (of_lse, None if of_log_probs is None else -of_log_probs) if each is not None]
-        terms.append((first, sum(both[1:], both[0])))
-    if of_entropy is not None:
-        terms.append((second, of_entropy))
-    if of_lse is not None and weight is not None:
-        own = labels if shard is None else labels - shard.start
-        is_own = (own >= 0) & (own < weight.shape[0])
-        rows = weight.index_select(0, own.where(is_own, 0)) if len(weight) else torch.zeros_like(first)
-        terms.append((rows, (of_lse * scale).where(is_own, 0.0)))
-    if of_mean is not None and weight is not None:
-        vocab_size = weight.shape[0] if shard is None else shard.vocab_size
-        mean = weight.sum(0, dtype=of_mean.dtype) / vocab_size
-        terms.append((mean.expand(len(labels), -1), of_mean * scale))
-    if not terms:
-        return None
-    rows, factors = terms[0]
-    if len(terms) == 1 and in_place and rows is first:  # without a temporary in the factors' dtype
-        total = torch.mul(rows, factors[:, None], out=rows)
-    else:
-        total = rows * factors[:, None]
-        for rows, factors in terms[1:]:
-            total.addcmul_(rows, factors[:, None])
-        total = total.to(dtype)
-    if shard is not None:
-        shard.sum_input_gradients(total)
-    return total
 
 
 def prepare(
@@ -224,7 +57,7 @@ def prepare(
     chunk_bytes: int | None,
     saved_logits_bytes: int,
     max_valid_tokens: int | None,
-) -> tuple[LinearHead, ScoreArguments, tuple[str, ...], Callable[[Sequence[Tensor]], Any]]:
+) -> tuple[LinearHead, ForwardArguments, tuple[str, ...], Callable[[Sequence[Tensor]], Any]]:
     """Checks the arguments and joins groups of tokens.
 
     Returns:
@@ -247,7 +80,7 @@ def prepare(
         raise ValueError(f"target must hold class indices of dtype torch.int64, got {target.dtype}")
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
-    check_transform(softcap, logit_scale, ignore_index)
+    TokenLossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)  # which raises
     names = check_outputs("outputs", outputs, OUTPUTS, at_least=1)
     detached = check_outputs("detach", detach, DIFFERENTIABLE)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -262,10 +95,12 @@ def prepare(
         each = temperature.detach().reshape(-1).to(torch.promote_types(head.dtype, torch.float32))
         temperatures, temperature = each.where(labels != ignore_index, 1.0), 1.0  # those of ignored tokens may be 0
     scale, cap = float(logit_scale) / temperature, float(softcap or 0.0) / temperature
-    arguments = ScoreArguments._make(
+    chunk_size = head.chunk_size(chunk_bytes)
+    accumulate_dtype = choose_accumulate_dtype(head.dtype, -(-len(labels) // chunk_size))
+    arguments = ForwardArguments._make(
         (
-            *head.tensors, labels, temperatures, head.chunk_size(chunk_bytes), max_valid_tokens, ",".join(names), "",
-            int(ignore_index), cap, scale,
+            *head.tensors, labels, None, None, temperatures, None, chunk_size, accumulate_dtype, max_valid_tokens,
+            [False] * len(head.needs_gradient), "none", ",".join(names), "", int(ignore_index), 0.0, cap, scale, 0.0,
         )
     )  # fmt: skip
     differentiable = [name for name in names if name in DIFFERENTIABLE and name not in detached]
@@ -338,18 +173,15 @@ def linear_log_probs(
         detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
         max_valid_tokens=max_valid_tokens,
     )  # fmt: skip
-    is_frozen = not any(needed for index, needed in enumerate(head.needs_gradient) if index not in (0, 3))
     follows_from_weight = softcap is None or not {"lse", "mean_logit"}.intersection(differentiable)
     with head.products_dtype():
-        if not differentiable:
-            with torch.no_grad():
-                scores = (score_op(*arguments) if vocab_shard is None else score_tokens(vocab_shard, *arguments))[2:]
-        elif is_frozen and follows_from_weight:
-            gradients = ["log_probs"] if {"log_probs", "lse"}.intersection(differentiable) else []
+        if differentiable and not is_trained(head.needs_gradient) and follows_from_weight:
+            gradients = ["losses"] if {"log_probs", "lse"}.intersection(differentiable) else []
             gradients += ["entropy"] if "entropy" in differentiable else []
-            arguments = arguments._replace(gradients=",".join(gradients))
-            scores = _FrozenHeadFunction.apply(vocab_shard, head.needs_gradient, differentiable, *arguments)
+            needs_input = bool(gradients)
+            needed = [needs_input, False, False, needs_input and head.adapter_input is not None, False]
+            arguments = arguments._replace(gradients=",".join(gradients), needs_gradient=needed)
+            scores = FrozenHeadFunction.apply(vocab_shard, head.needs_gradient, differentiable, *arguments)
         else:
-            saved = head.saved_chunks(saved_logits_bytes, arguments.chunk_size) if vocab_shard is None else 0
-            scores = _LinearLogProbsFunction.apply(vocab_shard, saved, head.needs_gradient, differentiable, *arguments)
-    return restore(scores[: len(arguments.outputs.split(","))])
+            scores = token_values(head, arguments, differentiable, saved_logits_bytes, vocab_shard)
+    return restore(scores)

@@ -6,7 +6,7 @@ the size ``num_tokens * hidden_size * vocab_size``, two with a frozen head, and 
 :mod:`liger_ops.loss.linear_cross_entropy` does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +15,23 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import shown, wrong_type
 from liger_ops.log_probs.linear_log_probs import prepare
-from liger_ops.log_probs.passes import ScoreArguments, make_scorer, plan_visits
-from liger_ops.log_probs.reference import TokenLoss
-from liger_ops.log_probs.rows import Coefficients
 from liger_ops.log_probs.scores import TokenScores
 from liger_ops.log_probs.units import join_units, plan_units
-from liger_ops.loss.chunked_loss import choose_accumulate_dtype, chunked_linear_loss
-from liger_ops.loss.linear_head import NUM_GRADIENTS
-from liger_ops.loss.options import IGNORE_INDEX
-from liger_ops.loss.scale_gradient import scale_gradient
+from liger_ops.loss.chunked_loss import chunked_linear_loss, visit_tokens
+from liger_ops.loss.head_functions import NUM_ARGUMENTS, dtypes_of_gradients
+from liger_ops.loss.head_passes import GRADIENTS, ForwardArguments, scale_gradients, split_names
+from liger_ops.loss.options import IGNORE_INDEX, Targets
+from liger_ops.loss.rows import TokenRows
 from liger_ops.loss.token_plan import reduce_losses
 from liger_ops.loss.vocab_parallel import VocabShard
 
+TokenLoss = Callable[[TokenScores, Tensor], Tensor]
+"""From the scores of some tokens and their indices, ``[n]`` each, to their losses, ``[n]``."""
 
-def _losses_and_coefficients(
+
+def _losses_and_gradients(
     token_loss: TokenLoss, scores: TokenScores, index: Tensor, kept: Tensor, differentiable: Sequence[str]
-) -> tuple[Tensor, Coefficients]:
+) -> tuple[Tensor, Mapping[str, Tensor | None]]:
     """The losses of some tokens, zero where not kept, and the gradient of their sum with respect to the scores."""
     leaves = {name: getattr(scores, name).requires_grad_() for name in differentiable}
     with torch.set_grad_enabled(bool(leaves)):
@@ -43,15 +44,11 @@ def _losses_and_coefficients(
             )
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32)).where(kept, 0.0)
     if not leaves or not losses.requires_grad:
-        return losses, Coefficients()
+        return losses, {}
     _check_graph(losses, leaves.values())
     ones = torch.ones_like(losses)  # of their sum
     gradients = torch.autograd.grad(losses, list(leaves.values()), ones, allow_unused=True)
-    found = {
-        name: None if gradient is None else gradient.where(kept, 0.0)
-        for name, gradient in zip(leaves, gradients, strict=True)
-    }
-    return losses.detach(), Coefficients(**found)
+    return losses.detach(), dict(zip(leaves, gradients, strict=True))
 
 
 def _check_losses(losses: Any, index: Tensor) -> None:
@@ -95,32 +92,37 @@ class _LinearTokenLossFunction(torch.autograd.Function):
         differentiable: Sequence[str],
         *values: Any,
     ) -> tuple[Tensor, ...]:
-        arguments = ScoreArguments(*values)
+        arguments = ForwardArguments(*values)
         input, labels, chunk_size = arguments.input, arguments.labels, arguments.chunk_size
-        names = arguments.outputs.split(",")
-        scorer = make_scorer(arguments, shard, names)
+        assert labels is not None
+        names, options = split_names(arguments.outputs), arguments.options
+        targets = Targets(labels, None, None)
+        may_be_left_out = arguments.max_valid_tokens is not None and chunk_size < labels.shape[0]
+        rows = TokenRows.allocate(
+            targets, options, dict.fromkeys([*names, "lse", "lse_error"]),
+            torch.promote_types(input.dtype, torch.float32), arguments.temperature, shard, are_unknown=may_be_left_out,
+        )  # fmt: skip
         kept = labels != arguments.ignore_index
-        all_losses = torch.zeros_like(scorer.buffers.lse)
-        if arguments.max_valid_tokens is not None and chunk_size < labels.shape[0]:
+        all_losses = torch.zeros_like(rows.buffers["lse"])
+        if may_be_left_out:
             all_losses.masked_fill_(kept, torch.nan)
         positions = torch.arange(labels.shape[0], device=labels.device)
 
         def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-            scorer.score(logits, index)
+            rows.write(logits, index)
             tokens = positions if index is None else index
-            scores = scorer.buffers.scores(names, tokens)
+            scores = TokenScores(**{name: rows.values(name, tokens) for name in names})
             # With a copy of the indices, since those of the loop are not the caller's to write to.
-            losses, coefficients = _losses_and_coefficients(
-                token_loss, scores, tokens.clone(), kept[tokens], differentiable
-            )
+            losses, upstream = _losses_and_gradients(token_loss, scores, tokens.clone(), kept[tokens], differentiable)
             all_losses.index_copy_(0, tokens, losses.to(all_losses.dtype))
             if any(needs_gradient):
-                scorer.to_gradient(logits, index, coefficients)
+                rows.to_gradient(logits, index, upstream)
 
         if units is not None:
             visited = plan_units(units, kept, chunk_size)
         else:
-            visited = plan_visits(labels, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
+            visited, _ = visit_tokens(targets, 1, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
+        adapter = (arguments.adapter_input, arguments.adapter_weight)
         gradients = chunked_linear_loss(
             input,
             arguments.weight,
@@ -128,28 +130,23 @@ class _LinearTokenLossFunction(torch.autograd.Function):
             visited,
             chunk_loss,
             chunk_size=chunk_size,
-            accumulate_dtype=choose_accumulate_dtype(input.dtype, -(-labels.shape[0] // chunk_size)),
+            accumulate_dtype=arguments.accumulate_dtype,
             needs_gradient=needs_gradient,
-            adapter=arguments.adapter,
+            adapter=None if adapter[0] is None else adapter,  # type: ignore[arg-type]
         )
         if shard is not None:
             shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
-        scores = [score for score in scorer.buffers.scores(names) if score is not None]
+        scores = [rows.values(name) for name in names]
         ctx.save_for_backward(*gradients)
-        ctx.needs_gradient = needs_gradient
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in values[:NUM_GRADIENTS]]
+        ctx.needs_gradient, ctx.dtypes = needs_gradient, dtypes_of_gradients(values)
         ctx.mark_non_differentiable(*scores)
         return reduce_losses(all_losses, None), *scores
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        in_place = backend.graph_ends()
-        scaled = [
-            scale_gradient(gradient, grad_loss, dtype, in_place=in_place) if needed else None
-            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_gradient, strict=True)
-        ]
-        return None, None, None, None, None, *scaled, *[None] * (len(ScoreArguments._fields) - NUM_GRADIENTS)
+        scaled = scale_gradients(ctx.saved_tensors, grad_loss, ctx.dtypes, ctx.needs_gradient)
+        return None, None, None, None, None, *scaled, *[None] * (NUM_ARGUMENTS - len(GRADIENTS))
 
 
 @torch.compiler.disable

@@ -22,7 +22,6 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import (
     check_floating,
-    check_integer,
     check_number,
     check_same_device,
     check_shape,
@@ -88,18 +87,6 @@ def check_temperature(temperature: Any, target: Tensor, ignore_index: int) -> No
         wrong = temperature[~(temperature > 0) & (target != ignore_index)]
         if wrong.numel():
             raise ValueError(f"temperature must be positive at each token, got {wrong[0].item()}")
-
-
-def check_transform(softcap: Any, logit_scale: Any, ignore_index: Any) -> None:
-    """Raises unless these are options that a head takes."""
-    if isinstance(logit_scale, Tensor):
-        raise TypeError(
-            f"logit_scale must be a number, got {shown(logit_scale)}: its gradient would be lost; multiply the hidden"
-            " states by the tensor instead"
-        )
-    check_integer("ignore_index", ignore_index)
-    check_number("softcap", softcap, above=0, optional=True)
-    check_number("logit_scale", logit_scale)
 
 
 def scores_reference(z: Tensor, labels: Tensor, ignore_index: int, outputs: Sequence[str]) -> TokenScores:

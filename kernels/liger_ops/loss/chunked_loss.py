@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_ops.loss.options import Targets
+from liger_ops.loss.token_plan import plan_tokens
+
 CPU_CHUNK_BYTES = 8 * 2**20
 """Default chunk on a CPU: about the size of its cache, and few new memory pages."""
 
@@ -119,17 +122,22 @@ class KeptTokens:
             None for one chunk. The scalar is copied to the host in the background: :meth:`count` waits for it, which
             the loop does only once the first chunk's work is queued, so that the device is never idle.
         chunks: Where chunks of the order start and end, in place of chunks of one size.
+        in_order: Whether ``order`` is 0, 1, ..., so that no rows need to be gathered.
     """
 
     def __init__(
-        self, order: Tensor | None, count: Tensor | int | None, chunks: Sequence[tuple[int, int]] | None = None
+        self,
+        order: Tensor | None,
+        count: Tensor | int | None,
+        chunks: Sequence[tuple[int, int]] | None = None,
+        *,
+        in_order: bool = False,
     ) -> None:
         self.order = order
+        self.in_order = in_order or order is None
         self._chunks = chunks
         self._ready: torch.cuda.Event | None = None
         self._count = count
-        self.is_exact = isinstance(count, Tensor)
-        """Whether :meth:`count` is the number of tokens that are not ignored, no bound of it."""
         if isinstance(self._count, Tensor) and self._count.is_cuda:
             on_device, self._count = self._count, torch.empty((), dtype=torch.int64, pin_memory=True)
             self._count.copy_(on_device, non_blocking=True)
@@ -170,30 +178,52 @@ order); overwrites the logits with their gradient, or returns the gradient, in t
 class SavedLogits:
     """Logits of the first chunks, which forward saves so that backward need not compute them again."""
 
-    max_chunks: int
-    """How many chunks forward may save."""
+    max_chunks: int = 0
+    """How many chunks forward may save; 0 in backward."""
     chunks: list[Tensor] = field(default_factory=list)
     """``[rows of the chunk, vocab_size]`` each."""
-    to_gradient: ChunkLoss | None = None
-    """In backward, what overwrites saved logits with their gradient; None in forward."""
     are_needed_again: bool = False
     """Whether backward must leave the saved logits as they are; it copies one chunk at a time then."""
 
-    def saves(self, number: int) -> bool:
-        """Whether forward saves the chunk of that number."""
-        return self.to_gradient is None and number < self.max_chunks
-
-    def keep(self, logits: Tensor) -> Tensor:
-        """Saves the next chunk's logits, which it returns."""
-        self.chunks.append(logits)
-        return logits
+    def allocate(self, number: int, like: Tensor, num_rows: int, num_columns: int) -> Tensor | None:
+        """Memory for the logits of the chunk of that number, if forward saves it."""
+        if number >= self.max_chunks:
+            return None
+        self.chunks.append(aligned_rows(like, num_rows, num_columns))
+        return self.chunks[-1]
 
     def logits(self, number: int) -> Tensor | None:
         """A saved chunk that may be overwritten, in backward; None for others."""
-        if self.to_gradient is None or number >= len(self.chunks):
+        if self.max_chunks or number >= len(self.chunks):
             return None
         logits = self.chunks[number]
         return aligned_rows(logits, *logits.shape).copy_(logits) if self.are_needed_again else logits
+
+
+def visit_tokens(
+    targets: Targets,
+    vocab_size: int,
+    ignore_index: int,
+    like: Tensor,
+    chunk_size: int,
+    max_valid_tokens: int | None = None,
+    *,
+    are_all_kept: bool = False,
+) -> tuple[KeptTokens, Tensor]:
+    """The tokens that are not ignored, for chunks of a size, and the factor of their mean.
+
+    Without a bound the host waits for their number after the first of several chunks, but not if ``are_all_kept``, and
+    not in a CUDA graph, which visits all.
+    """
+    num_tokens = targets.labels.shape[0]
+    in_order = chunk_size >= num_tokens
+    plan = plan_tokens(targets, vocab_size, ignore_index, like, with_order=not (in_order or are_all_kept))
+    if are_all_kept and not in_order:
+        order = torch.arange(num_tokens, device=like.device)
+        return KeptTokens(order, num_tokens, in_order=True), plan.mean_scale
+    if in_order or (max_valid_tokens is None and like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        max_valid_tokens = num_tokens
+    return KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens), plan.mean_scale
 
 
 @dataclass
@@ -204,11 +234,6 @@ class OtherGradient:
     """Called after the first loss, with a copy of the logits."""
     gradients: list[Tensor] = field(default_factory=list)
     """Of the hidden states, and of the adapter's input if there is one; filled by the loop."""
-
-
-def adapter_pair(input: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """The adapter of :func:`chunked_linear_loss` from an op's arguments, which are both None without one."""
-    return None if input is None or weight is None else (input, weight)
 
 
 def chunked_linear_loss(
@@ -248,9 +273,9 @@ def chunked_linear_loss(
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
     rows = tokens.max_rows(num_tokens, chunk_size)
-    factors = [_Factor(hidden_states, weight, tokens, rows, accumulate_dtype, needs_hidden, needs_weight)]
+    factors = [_Factor(hidden_states, weight, tokens.in_order, rows, accumulate_dtype, needs_hidden, needs_weight)]
     if adapter is not None:
-        factors.append(_Factor(*adapter, tokens, rows, accumulate_dtype, *needs_adapter))
+        factors.append(_Factor(*adapter, tokens.in_order, rows, accumulate_dtype, *needs_adapter))
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
     other_gradients = [] if other is None else [torch.zeros_like(factor.input) for factor in factors]
     buffer = copy = None
@@ -258,30 +283,28 @@ def chunked_linear_loss(
 
     for number, (start, stop) in enumerate(tokens.chunks(num_tokens, chunk_size)):
         index = None if tokens.order is None else tokens.order[start:stop]
+        place = index if index is not None and not tokens.in_order else slice(start, stop)
         for factor in factors:
-            factor.gather(index)
+            factor.gather(place)
         logits = None if saved is None else saved.logits(number)
         if logits is None:
-            if saved is not None and saved.saves(number):
-                logits = saved.keep(aligned_rows(hidden_states, stop - start, vocab_size))
-            else:
+            logits = None if saved is None else saved.allocate(number, hidden_states, stop - start, vocab_size)
+            if logits is None:
                 buffer = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if buffer is None else buffer
                 logits = buffer[: stop - start]
             for part in parts:
                 _project(factors, bias, logits, part)
-            if other is not None:
-                copy = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if copy is None else copy
-                copy[: stop - start].copy_(logits)
-            grad_logits = chunk_loss(logits, index)
-            logits = logits if grad_logits is None else grad_logits
-        elif saved is not None and saved.to_gradient is not None:
-            saved.to_gradient(logits, index)
+        if other is not None:
+            copy = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if copy is None else copy
+            copy[: stop - start].copy_(logits)
+        grad_logits = chunk_loss(logits, index)
+        logits = logits if grad_logits is None else grad_logits
         for factor in factors:
-            factor.collect(logits, parts, index, is_first=start == 0)
+            factor.collect(logits, parts, place, is_first=start == 0)
         if other is not None and copy is not None:
             other.to_gradient(copy[: stop - start], index)
             for factor, total in zip(factors, other_gradients, strict=True):
-                factor.collect_input(copy[: stop - start], parts, index, total)
+                factor.collect_input(copy[: stop - start], parts, place, total)
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
     if other is not None:
@@ -299,19 +322,18 @@ class _Factor:
         self,
         input: Tensor,
         weight: Tensor,
-        tokens: KeptTokens,
+        in_order: bool,
         rows: int,
         accumulate_dtype: torch.dtype,
         needs_input: bool,
         needs_weight: bool,
     ) -> None:
         self.size = input.shape[1]
-        padding = _product_padding(input)
+        padding = -self.size % _product_multiple(input)
         if padding:  # cheaper than products at a quarter of their speed, from some 30 tokens on
             input, weight = F.pad(input, (0, padding)), F.pad(weight, (0, padding))
         self.input, self.weight = input, weight
         self.needs_input, self.needs_weight = needs_input, needs_weight
-        in_order = tokens.order is None
         allocate_input = torch.empty_like if in_order else torch.zeros_like
         self.grad_input = allocate_input(input) if needs_input else input.new_empty(0)
         # The first chunk writes the weight's gradient, the others add to it.
@@ -320,30 +342,32 @@ class _Factor:
         self.chunk = input
         self._buffer = input.new_empty(0 if in_order else rows, input.shape[1])
 
-    def gather(self, index: Tensor | None) -> None:
-        """Makes ``chunk`` the tokens of ``index``, or all."""
-        if index is not None:
-            self.chunk = torch.index_select(self.input, 0, index, out=self._buffer[: len(index)])
+    def gather(self, place: Tensor | slice) -> None:
+        """Makes ``chunk`` the tokens of these indices."""
+        if isinstance(place, slice):
+            self.chunk = self.input[place]
+        else:
+            self.chunk = torch.index_select(self.input, 0, place, out=self._buffer[: len(place)])
 
-    def collect(self, grad_logits: Tensor, parts: list[slice], index: Tensor | None, *, is_first: bool) -> None:
+    def collect(self, grad_logits: Tensor, parts: list[slice], place: Tensor | slice, *, is_first: bool) -> None:
         """Adds the chunk's share to the gradients; overwrites the chunk if it is a copy."""
         if self.needs_weight:
             for part in parts:
                 _accumulate_product(self.grad_weight[part], grad_logits[:, part].t(), self.chunk, keep=not is_first)
         if self.needs_input:
-            self.collect_input(grad_logits, parts, index, self.grad_input)
+            self.collect_input(grad_logits, parts, place, self.grad_input)
 
-    def collect_input(self, grad_logits: Tensor, parts: list[slice], index: Tensor | None, total: Tensor) -> None:
+    def collect_input(self, grad_logits: Tensor, parts: list[slice], place: Tensor | slice, total: Tensor) -> None:
         """Writes the chunk's gradient of the input to its rows of ``total``; overwrites the chunk if it is a copy."""
-        grad = total if index is None else self.chunk
+        grad = total[place] if isinstance(place, slice) else self.chunk
         # cuBLAS rounds a product before it adds it to what is there, and what few columns add would be lost in that.
         summed = grad if len(parts) == 1 else grad.new_empty(grad.shape, dtype=_wide(grad.dtype))
-        for place, part in enumerate(parts):
-            _accumulate_product(summed, grad_logits[:, part], self.weight[part], keep=place > 0)
+        for number, part in enumerate(parts):
+            _accumulate_product(summed, grad_logits[:, part], self.weight[part], keep=number > 0)
         if summed is not grad:
             grad.copy_(summed)
-        if index is not None:
-            total.index_copy_(0, index, grad)
+        if not isinstance(place, slice):
+            total.index_copy_(0, place, grad)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Of the input and the weight, without padding; can be called once."""
@@ -377,7 +401,8 @@ class Projection:
     ) -> None:
         rows = min(chunk_size, hidden_states.shape[0])
         pairs = [(hidden_states, weight), *([] if adapter is None else [adapter])]
-        self._factors = [_Factor(*pair, tokens, rows, weight.dtype, False, False) for pair in pairs]
+        gathers = tokens.order is not None
+        self._factors = [_Factor(*pair, not gathers, rows, weight.dtype, False, False) for pair in pairs]
         self._bias = bias
         self._parts = _fast_parts(weight, weight.shape[0])
         self._buffer = aligned_rows(hidden_states, rows, weight.shape[0], logits_dtype)
@@ -385,7 +410,7 @@ class Projection:
     def logits(self, index: Tensor | None) -> Tensor:
         """The logits of the tokens of ``index``, or of all, until the next call."""
         for factor in self._factors:
-            factor.gather(index)
+            factor.gather(slice(None) if index is None else index)
         logits = self._buffer[: len(self._factors[0].chunk)]
         for part in self._parts:
             _project(self._factors, self._bias, logits, part)
@@ -412,10 +437,6 @@ def _project(factors: Sequence[_Factor], bias: Tensor | None, logits: Tensor, pa
 def _product_multiple(like: Tensor) -> int:
     """The number that divides the sizes of matrices that are multiplied fast: as many elements as fill 16 bytes."""
     return max(1, 16 // like.element_size()) if like.is_cuda else 1
-
-
-def _product_padding(input: Tensor) -> int:
-    return -input.shape[1] % _product_multiple(input)
 
 
 def _fast_parts(like: Tensor, num_columns: int) -> list[slice]:

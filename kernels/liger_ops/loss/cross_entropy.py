@@ -25,9 +25,7 @@ Labels outside [0, V) other than ``ignore_index`` raise on the CPU and give a Na
 checking them would make the host wait for the device.
 """
 
-import itertools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,11 +34,9 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_bool, check_floating, check_shape
-from liger_ops.loss.column_launch import launch_column_loss
 from liger_ops.loss.launch import launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
-    REDUCTIONS,
     Targets,
     TokenLossOptions,
     TokenStats,
@@ -50,16 +46,9 @@ from liger_ops.loss.options import (
     check_weights,
     flat_targets,
 )
+from liger_ops.loss.rows import dtype_of, transform_logits
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import balance_class_weight, plan_tokens, reduce_losses, unbalance_losses
-
-
-def transform_logits(logits: Tensor, options: TokenLossOptions, temperature: Tensor | None = None) -> Tensor:
-    """Scales and soft-caps logits of any shape, in at least float32; divides them by each row's temperature."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    z = z if options.logit_scale == 1.0 else z * options.logit_scale
-    z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
-    return z if temperature is None else z / temperature[..., None]
 
 
 def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLossOptions) -> TokenStats:
@@ -96,203 +85,40 @@ def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLoss
     )
 
 
-def _gradient_reference(
-    logits: Tensor, targets: Targets, lse: Tensor, grad_scale: Tensor | None, options: TokenLossOptions
-) -> Tensor:
-    """The gradient of :func:`cross_entropy_reference`'s losses written out, in at least float32."""
-    labels, class_weight, token_weight = targets
-    vocab_size = logits.shape[-1]
-    z = transform_logits(logits, options)
-    kept = labels != options.ignore_index
-    in_range = (labels >= 0) & (labels < vocab_size)
-    safe_labels = labels.where(in_range, 0)
-    weight = z.new_ones(vocab_size) if class_weight is None else class_weight.to(z.dtype)
-    label_weight = ((1 - options.label_smoothing) * weight[safe_labels]).where(in_range, torch.nan)
-    smoothing = options.label_smoothing / vocab_size
-
-    grad = torch.softmax(z, dim=-1)
-    grad *= (label_weight + smoothing * weight.sum() + 2 * options.z_loss_weight * lse)[:, None]
-    if smoothing:
-        grad -= smoothing * weight
-    grad.scatter_add_(-1, safe_labels[:, None], -label_weight[:, None])
-    if options.logit_scale != 1.0:
-        grad *= options.logit_scale
-    if options.softcap is not None:
-        grad *= 1 - (z / options.softcap) ** 2
-    for factor in (grad_scale, token_weight):
-        if factor is not None:
-            grad *= factor.to(grad.dtype).expand(labels.shape)[:, None]
-    return grad.masked_fill_(~kept[:, None], 0.0)
-
-
-def loss_and_gradient_in_place(
-    logits: Tensor,
-    targets: Targets,
-    grad_scale: Tensor | None,
-    options: TokenLossOptions,
-    *,
-    token_index: Tensor | None,
-    with_gradient: bool,
-    losses: Tensor,
-    stats: TokenStats | None,
-    lse: Tensor | None = None,
-    lse_error: Tensor | None = None,
-) -> None:
-    """Writes losses and stats of some tokens, and overwrites their logits, which the caller owns, with the gradient.
-
-    Args:
-        logits: ``[num_rows, vocab_size]``, unit stride in the last dimension; or in the first, then without ``lse``.
-        targets: Labels and weights of all tokens, ``[num_tokens]``.
-        grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
-        options: Of the loss.
-        token_index: The token of each row, ``[num_rows]``; None if rows are all tokens in order.
-        with_gradient: Whether to overwrite ``logits`` with the gradient of ``sum(losses * grad_scale)``.
-        losses: ``[num_tokens]``, written at these tokens.
-        stats: The same, or None; its ``losses`` and ``lse`` are the arguments of those names.
-        lse, lse_error: ``[num_tokens]``, log-sum-exp and its rounding error, written at these tokens; or None.
-    """
-    if backend.use_triton(logits):
-        grad_logits = logits if with_gradient else None
-        if logits.stride(1) > 1:
-            assert lse is None
-            assert lse_error is None
-            launch_column_loss(
-                logits, targets, grad_scale, options, losses=losses, stats=stats, grad_logits=grad_logits,
-                token_index=token_index,
-            )  # fmt: skip
-            return
-        launch_loss(
-            logits, targets, grad_scale, options, losses=losses, lse=lse, lse_error=lse_error, stats=stats,
-            grad_logits=grad_logits, token_index=token_index,
-        )  # fmt: skip
-        return
-    some, token_index = _targets_of(token_index, targets)
-    known = cross_entropy_reference(logits, some, options)
-    losses.index_copy_(0, token_index, known.losses)
-    if lse is not None and lse_error is not None:
-        lse.index_copy_(0, token_index, known.lse)
-        lse_error.index_fill_(0, token_index, 0.0)
-    if stats is not None:
-        for whole, part in zip(stats[1:], known[1:], strict=True):
-            whole.index_copy_(0, token_index, part)
-    if with_gradient:
-        scale = grad_scale[token_index] if grad_scale is not None and grad_scale.dim() else grad_scale
-        logits.copy_(_gradient_reference(logits, some, known.lse, scale, options))
-
-
-def gradient_in_place(
-    logits: Tensor,
-    targets: Targets,
-    grad_scale: Tensor,
-    options: TokenLossOptions,
-    *,
-    token_index: Tensor | None,
-    lse: Tensor,
-    lse_error: Tensor,
-) -> None:
-    """Overwrites some tokens' logits with their gradient, as :func:`loss_and_gradient_in_place` does, given their lse.
-
-    Args:
-        logits, targets, options, token_index: As there.
-        grad_scale: Factor of the gradient, ``[num_tokens]``.
-        lse, lse_error: ``[num_tokens]``, as it wrote them.
-    """
-    if backend.use_triton(logits):
-        launch_gradient(
-            logits, targets, grad_scale, options,
-            lse=lse, lse_error=lse_error, grad_logits=logits, token_index=token_index,
-        )  # fmt: skip
-        return
-    some, token_index = _targets_of(token_index, targets)
-    logits.copy_(_gradient_reference(logits, some, lse[token_index], grad_scale[token_index], options))
-
-
-def _targets_of(token_index: Tensor | None, targets: Targets) -> tuple[Targets, Tensor]:
-    """The targets of some tokens, and the tokens; of all if there is no index."""
-    labels, class_weight, token_weight = targets
-    if token_index is None:
-        token_index = torch.arange(labels.shape[0], device=labels.device)
-    weight = None if token_weight is None else token_weight[token_index]
-    return Targets(labels[token_index], class_weight, weight), token_index
-
-
-def _list_outputs(reduction: str, gradient: str, with_stats: bool) -> tuple[str, ...]:
-    names = ["losses"]
-    if reduction != "none":
-        names.append("loss")
-    if reduction == "mean":
-        names.append("mean_scale")
-    if gradient == "now":
-        names.append("grad_logits")
-    if gradient == "later":
-        names += ["lse", "lse_error"]
-    if with_stats:
-        names += ["log_probs", "lse", "entropy", "predictions", "correct"]
-    return tuple(dict.fromkeys(names))
-
-
-# Names of the op's outputs, in order, by its reduction, gradient and with_stats.
-_OUTPUTS = {key: _list_outputs(*key) for key in itertools.product(REDUCTIONS, ("now", "later", "never"), (False, True))}
-_NOT_FLOAT = {"predictions": torch.int64, "correct": torch.bool}
-
-
 def _allocate(name: str, logits: Tensor) -> Tensor:
     if name == "grad_logits":
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
     shape = () if name in ("loss", "mean_scale") else logits.shape[:1]
-    return logits.new_empty(shape, dtype=_NOT_FLOAT.get(name, torch.float32))
-
-
-def _fake_forward(
-    logits: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    reduction: str,
-    gradient: str,
-    with_stats: bool,
-    *scalars: float,
-) -> list[Tensor]:
-    return [_allocate(name, logits) for name in _OUTPUTS[reduction, gradient, with_stats]]
+    return logits.new_empty(shape, dtype=dtype_of(name, torch.float32))
 
 
 @backend.register_op(
-    "cross_entropy_forward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, str reduction,"
-    " str gradient, bool with_stats, int ignore_index, float label_smoothing, float softcap, float logit_scale,"
-    " float z_loss_weight) -> Tensor[]",
-    fake=_fake_forward,
+    "cross_entropy_forward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, str outputs,"
+    " int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    fake=lambda logits, labels, class_weight, token_weight, outputs, *_: [
+        _allocate(name, logits) for name in outputs.split(",")
+    ],
 )
 def _cross_entropy_forward(
     logits: Tensor,
     labels: Tensor,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
-    reduction: str,
-    gradient: str,
-    with_stats: bool,
+    outputs: str,
     *scalars: float,
 ) -> list[Tensor]:
-    """The tensors of ``_OUTPUTS``; ``gradient`` is "now", "later" (saves what that needs) or "never"."""
-    options = TokenLossOptions.from_scalars(*scalars)
-    targets = Targets(labels, class_weight, token_weight)
-    names = _OUTPUTS[reduction, gradient, with_stats]
-    outputs = {name: _allocate(name, logits) for name in names if name != "loss"}
-    mean_scale = outputs.get("mean_scale")
+    """The tensors that ``outputs`` names: the reduced ``loss``, ``mean_scale`` if it is the mean, ``grad_logits`` of
+    it, and ``ROW_OUTPUTS``."""
+    names = outputs.split(",")
+    buffers = {name: _allocate(name, logits) for name in names if name != "loss"}
+    mean_scale = buffers.get("mean_scale")
     launch_loss(
-        logits,
-        targets,
-        None,
-        options,
-        losses=outputs["losses"],
-        mean_scale=mean_scale,
-        lse=outputs.get("lse"),
-        lse_error=outputs.get("lse_error"),
-        stats=TokenStats(*(outputs[field] for field in TokenStats._fields)) if with_stats else None,
-        grad_logits=outputs.get("grad_logits"),
-    )
-    if reduction != "none":
-        outputs["loss"] = reduce_losses(outputs["losses"], mean_scale)
-    return [outputs[name] for name in names]
+        logits, Targets(labels, class_weight, token_weight), TokenLossOptions.from_scalars(*scalars), buffers,
+        mean_scale=mean_scale, grad_logits=buffers.get("grad_logits"),
+    )  # fmt: skip
+    if "loss" in names:
+        buffers["loss"] = reduce_losses(buffers["losses"], mean_scale)
+    return [buffers[name] for name in names]
 
 
 @backend.register_op(
@@ -301,8 +127,15 @@ def _cross_entropy_forward(
     " float z_loss_weight) -> Tensor",
     fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
-def _cross_entropy_backward(
+def _cross_entropy_backward(logits: Tensor, *values: Any) -> Tensor:
+    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _write_gradient(logits, grad_logits, *values)
+    return grad_logits
+
+
+def _write_gradient(
     logits: Tensor,
+    grad_logits: Tensor,
     labels: Tensor,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
@@ -310,11 +143,18 @@ def _cross_entropy_backward(
     lse_error: Tensor,
     grad_scale: Tensor,
     *scalars: float,
-) -> Tensor:
-    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    targets, options = Targets(labels, class_weight, token_weight), TokenLossOptions.from_scalars(*scalars)
-    launch_gradient(logits, targets, grad_scale, options, lse=lse, lse_error=lse_error, grad_logits=grad_logits)
-    return grad_logits
+) -> None:
+    launch_gradient(
+        logits, grad_logits, TokenLossOptions.from_scalars(*scalars), class_weight=class_weight,
+        token_weight=token_weight, grad_scale=grad_scale, labels=labels, lse=lse, lse_error=lse_error,
+    )  # fmt: skip
+
+
+def _output_names(reduction: str, gradient: str, with_stats: bool) -> tuple[str, ...]:
+    """What forward computes; ``gradient`` is "now", "later" (with what that needs) or "never"."""
+    names = {"none": ["losses"], "sum": ["loss", "losses"], "mean": ["loss", "losses", "mean_scale"]}[reduction]
+    names += {"now": ["grad_logits"], "later": ["lse", "lse_error"], "never": []}[gradient]
+    return tuple(dict.fromkeys([*names, *(TokenStats._fields if with_stats else ())]))
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
@@ -322,52 +162,38 @@ class _CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, class_weight, token_weight, settings):
-        options, reduction, with_stats, inplace_backward = settings
+        scalars, reduction, with_stats, inplace_backward = settings
         targets = (labels, class_weight, token_weight)
         one_factor = reduction != "none" and logits.dtype != torch.float16 and not inplace_backward
-        gradient = "now" if one_factor else "later"
-        values = _cross_entropy_forward(logits, *targets, reduction, gradient, with_stats, *options.as_scalars())
-        outputs = dict(zip(_OUTPUTS[reduction, gradient, with_stats], values, strict=True))
-        ctx.inplace_backward = inplace_backward
-        ctx.options = options
-        ctx.gradient = gradient
-        if gradient == "now":
+        names = _output_names(reduction, "now" if one_factor else "later", with_stats)
+        values = _cross_entropy_forward(logits, *targets, ",".join(names), *scalars)
+        outputs = dict(zip(names, values, strict=True))
+        ctx.inplace_backward, ctx.one_factor, ctx.scalars = inplace_backward, one_factor, scalars
+        if one_factor:
             ctx.save_for_backward(outputs["grad_logits"])
         else:
             saved = (logits, *targets, outputs["lse"], outputs["lse_error"], outputs.get("mean_scale"))
             ctx.save_for_backward(*saved)
-        loss = outputs["losses" if reduction == "none" else "loss"]
-        if not with_stats:
-            return loss
         # Without a reduction the losses are the loss, whose gradient they must not lose.
-        fields = [field for field in TokenStats._fields if reduction != "none" or field != "losses"]
-        stats = [outputs[field] for field in fields]
+        stats = [outputs[name] for name in TokenStats._fields[reduction == "none" :]] if with_stats else []
         ctx.mark_non_differentiable(*stats)
-        return loss, *stats
+        return outputs[names[0]], *stats
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx, grad_loss, *_):
-        if ctx.gradient == "now":
+        others = (None,) * 4
+        if ctx.one_factor:
             (gradient,) = ctx.saved_tensors
-            return (
-                scale_gradient(gradient, grad_loss, gradient.dtype, in_place=backend.graph_ends()),
-                None,
-                None,
-                None,
-                None,
-            )
-        logits, *targets, lse, lse_error, mean_scale = ctx.saved_tensors
-        grad_scale = grad_loss if mean_scale is None else grad_loss * mean_scale
+            return scale_gradient(gradient, grad_loss, gradient.dtype, in_place=backend.graph_ends()), *others
+        logits, *values, mean_scale = ctx.saved_tensors
+        values += [grad_loss if mean_scale is None else grad_loss * mean_scale, *ctx.scalars]
         if ctx.inplace_backward and not backend.is_traced():
-            launch_gradient(
-                logits, Targets(*targets), grad_scale, ctx.options, lse=lse, lse_error=lse_error, grad_logits=logits
-            )
+            _write_gradient(logits, logits, *values)
             # Any other use of the logits, as in a second backward pass, now raises.
             torch.autograd.graph.increment_version(logits)
-            return logits.detach(), None, None, None, None
-        scalars = ctx.options.as_scalars()
-        return _cross_entropy_backward(logits, *targets, lse, lse_error, grad_scale, *scalars), None, None, None, None
+            return logits.detach(), *others
+        return _cross_entropy_backward(logits, *values), *others
 
 
 def cross_entropy(
@@ -457,12 +283,8 @@ def cross_entropy(
     factor = None
     if reduction == "mean" and options.z_loss_weight:
         targets, factor = balance_class_weight(targets, vocab_size, ignore_index, input.dtype)
-    stats: Sequence[Tensor]
-    if backend.use_triton(input):
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        inplace_backward = inplace_backward and logits.stride(0) >= vocab_size  # rows that share no memory
-        loss, *stats = _run_kernels(logits, targets, options, reduction, return_stats, inplace_backward)
-    else:
+    stats: Any
+    if not backend.use_triton(input):
         stats = cross_entropy_reference(logits, targets, options)
         loss = stats[0]
         if reduction != "none":
@@ -470,26 +292,23 @@ def cross_entropy(
             if reduction == "mean":
                 mean_scale = plan_tokens(targets, vocab_size, ignore_index, logits, with_order=False).mean_scale
             loss = reduce_losses(loss, mean_scale)
+    else:
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        inplace_backward = inplace_backward and logits.stride(0) >= vocab_size  # rows that share no memory
+        scalars = options.as_scalars()
+        if backend.needs_graph(logits):
+            settings = scalars, reduction, return_stats, inplace_backward
+            loss, *stats = _CrossEntropyFunction.apply(logits, *targets, settings)
+            stats = [loss, *stats] if reduction == "none" else stats
+        else:
+            names = _output_names(reduction, "never", return_stats)
+            found = dict(zip(names, _cross_entropy_forward(logits, *targets, ",".join(names), *scalars), strict=True))
+            loss, stats = found[names[0]], [found[name] for name in TokenStats._fields if return_stats]
     if reduction == "none":
         loss = loss.view(target.shape)
     if not return_stats:
         return loss
-    found = TokenStats(*(stat.detach() for stat in stats))
+    all_stats = TokenStats(*(stat.detach() for stat in stats))
     if factor is not None:
-        found = unbalance_losses(found, targets.token_weight, z_loss_weight, factor)
-    return loss, TokenStats(*(stat.view(target.shape) for stat in found))
-
-
-def _run_kernels(
-    logits: Tensor, targets: Targets, options: TokenLossOptions, reduction: str, with_stats: bool, inplace: bool
-) -> tuple[Tensor, ...]:
-    """The loss, then the stats if they are wanted."""
-    if backend.needs_graph(logits):
-        results = _CrossEntropyFunction.apply(logits, *targets, (options, reduction, with_stats, inplace))
-        if not with_stats:
-            return (results,)
-        return (results[0], *results) if reduction == "none" else results
-    values = _cross_entropy_forward(logits, *targets, reduction, "never", with_stats, *options.as_scalars())
-    outputs: dict[str, Any] = dict(zip(_OUTPUTS[reduction, "never", with_stats], values, strict=True))
-    loss = outputs["losses" if reduction == "none" else "loss"]
-    return loss, *([outputs[field] for field in TokenStats._fields] if with_stats else [])
+        all_stats = unbalance_losses(all_stats, targets.token_weight, z_loss_weight, factor)
+    return loss, TokenStats(*(stat.view(target.shape) for stat in all_stats))

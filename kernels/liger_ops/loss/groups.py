@@ -50,16 +50,13 @@ def join_groups(input: Sequence[Tensor], target: Any, adapter: Any) -> tuple[Gro
     _check_sequence("target", target, len(input))
     hidden_size = input[0].shape[-1:]
     for number, (states, labels) in enumerate(zip(input, target, strict=True)):
-        if states.dim() == 0 or states.shape != (*labels.shape, *hidden_size) or states.dtype != input[0].dtype:
+        kind = states.dtype, states.device, labels.dtype, labels.device
+        expected = input[0].dtype, input[0].device, target[0].dtype, input[0].device
+        if states.dim() == 0 or states.shape != (*labels.shape, *hidden_size) or kind != expected:
             raise ValueError(
                 f"input[{number}] must hold hidden states of target[{number}]'s {tuple(labels.shape)} tokens, of"
-                f" input[0]'s hidden_size {tuple(hidden_size)} and dtype {input[0].dtype}, got shape"
-                f" {tuple(states.shape)}, {states.dtype}"
-            )
-        if labels.dtype != target[0].dtype or labels.device != states.device or states.device != input[0].device:
-            raise ValueError(
-                f"target[{number}] must be of target[0]'s dtype {target[0].dtype} on input's device"
-                f" {input[0].device}, got {labels.dtype} on {labels.device}"
+                f" input[0]'s hidden_size {tuple(hidden_size)}, dtypes and device {expected[:3]}, got shape"
+                f" {tuple(states.shape)}, {kind}"
             )
     groups = Groups([labels.shape for labels in target])
     if adapter is not None:

@@ -1,6 +1,7 @@
 """The host side of the loss kernels: launch choices and launches."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import triton
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.loss.gradient_kernels import gradient_kernel, shard_gradient_kernel
-from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
+from liger_ops.loss.gradient_kernels import gradient_kernel
+from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.row_kernels import loss_kernel
 
 
@@ -125,93 +126,92 @@ def choose_gradient_launch(vocab_size: int) -> CrossEntropyLaunch:
 
 
 class GradientRows(NamedTuple):
-    """Labels, lse and factors of the gradient of some rows of logits; see ``row_math.gradient_factors``.
+    """What the gradient of tokens' logits is made of: ``A * p + B * p * log(p) - C * [label] - D * class weight``.
 
-    ``[num_rows]`` each, contiguous.
+    ``[num_tokens]`` each, contiguous, with p the probabilities and factors that include the logits' scale.
     """
 
     labels: Tensor
-    """int64, the column of the label, -1 if it is no column of this row."""
-    kept: Tensor
-    """bool, False for rows whose gradient is zero."""
+    """int64, the column of the label, -1 if it is no column of these logits."""
     lse: Tensor
-    """At least float32, as are the rest."""
+    """At least float32, as are the following."""
     lse_error: Tensor
     probability_factor: Tensor
-    """Factor of the probabilities."""
+    """A."""
     label_term: Tensor
-    """Subtracted at the label."""
-    smoothing_term: Tensor
-    """Subtracted at every class, times the class's weight."""
+    """C."""
+    smoothing_term: Tensor | None = None
+    """D, None for 0."""
     entropy_factor: Tensor | None = None
-    """Factor of the probabilities times their logarithms."""
+    """B, None for 0."""
     temperature: Tensor | None = None
     """Divides ``logit_scale`` and ``softcap``."""
+    kept: Tensor | None = None
+    """bool, False where the gradient is zero; None for all tokens."""
 
 
-def transform_arguments(options: TokenLossOptions) -> dict[str, float | None]:
+ROW_OUTPUTS = (
+    "losses", "lse", "lse_error", "log_probs", "entropy", "predictions", "correct", "mean_logit", "log_sum_sq_probs",
+)  # fmt: skip
+"""What :func:`launch_loss` computes of each token."""
+
+
+def _transform_arguments(options: TokenLossOptions) -> dict[str, float | None]:
     """What kernels transform logits by, None for what they leave out."""
     return {"softcap": options.softcap, "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale}
 
 
 def _shared_arguments(
-    logits: Tensor, grad_logits: Tensor | None, targets: Targets, grad_scale: Tensor | None, options: TokenLossOptions
+    logits: Tensor,
+    grad_logits: Tensor | None,
+    class_weight: Tensor | None,
+    grad_scale: Tensor | None,
+    options: TokenLossOptions,
 ) -> dict[str, Any]:
-    """Arguments of both the loss and the gradient kernel."""
-    labels, class_weight, token_weight = targets
+    """Arguments of both kernels."""
     return {
         "logits_ptr": logits,
         "grad_logits_ptr": grad_logits,
-        "labels_ptr": labels,
         "class_weight_ptr": class_weight,
-        "class_weight_sum_ptr": None if class_weight is None else class_weight.sum(dtype=torch.float32),
-        "token_weight_ptr": token_weight,
         "grad_scale_ptr": grad_scale,
         "GROUP": _GROUP,
         "GROUPED": _grouping(logits, grad_logits),
         "logits_row_stride": logits.stride(0),
         "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
         "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
-        "vocab_size": logits.shape[1],
         "ignore_index": options.ignore_index,
-        "label_smoothing": options.label_smoothing or None,
-        **transform_arguments(options),
+        **_transform_arguments(options),
         "z_loss_weight": options.z_loss_weight,
     }
+
+
+def _sum_of(class_weight: Tensor | None) -> Tensor | None:
+    return None if class_weight is None else class_weight.sum(dtype=torch.float32)
 
 
 def launch_loss(
     logits: Tensor,
     targets: Targets,
-    grad_scale: Tensor | None,
     options: TokenLossOptions,
+    outputs: Mapping[str, Tensor],
     *,
-    losses: Tensor,
+    grad_scale: Tensor | None = None,
     mean_scale: Tensor | None = None,
-    lse: Tensor | None = None,
-    lse_error: Tensor | None = None,
-    stats: TokenStats | None = None,
-    mean_logit: Tensor | None = None,
-    log_sum_sq_probs: Tensor | None = None,
     temperature: Tensor | None = None,
     grad_logits: Tensor | None = None,
     token_index: Tensor | None = None,
 ) -> None:
-    """Computes each row's loss, and everything else that an output buffer is given for.
+    """Computes what output buffers are given for.
 
     Args:
         logits: ``[num_rows, vocab_size]``, unit stride in the last dimension.
         targets: Labels and weights, ``[num_tokens]``, contiguous.
-        grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
         options: Of the loss.
-        losses: Output buffer for the losses, ``[num_tokens]``, float32.
-        mean_scale: Output buffer for the factor that makes their sum a mean, ``[]``, float32; the gradient then has
-            that factor too. Only if rows are all tokens.
-        lse: Output buffer for log-sum-exp, float32; with ``stats``, theirs is used.
-        lse_error: Output buffer for the rounding error of ``lse``, float32.
-        stats: Output buffers for the other stats.
-        mean_logit: Output buffer for the mean of the scaled and capped logits, float32; not with class weights.
-        log_sum_sq_probs: Output buffer for the logarithm of the summed squares of the probabilities, float32.
+        outputs: Buffers by names of ``ROW_OUTPUTS``, ``[num_tokens]``; float32, int64 (predictions) or bool (correct).
+            ``mean_logit`` is the mean of the scaled and capped logits, times the class weights if there are any.
+        grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
+        mean_scale: Output buffer for the factor that makes the losses' sum a mean, ``[]``, float32; the gradient then
+            has that factor too. Only if rows are all tokens.
         temperature: Divides ``logit_scale`` and ``softcap`` of each token, ``[num_tokens]``, float32.
         grad_logits: Output buffer for the gradient of ``sum(losses * grad_scale)``; may be ``logits`` itself.
         token_index: The token of each row, ``[num_rows]``, int64; None if rows are all tokens in order.
@@ -221,28 +221,14 @@ def launch_loss(
         if mean_scale is not None:
             mean_scale.zero_()
         return
+    labels, class_weight, token_weight = targets
     num_multiprocessors = backend.num_multiprocessors(logits.device)
-    arguments = {
-        **_shared_arguments(logits, grad_logits, targets, grad_scale, options),
-        "token_index_ptr": token_index,
-        "mean_scale_ptr": mean_scale,
-        "losses_ptr": losses,
-        "lse_ptr": lse if stats is None else stats.lse,
-        "lse_error_ptr": lse_error,
-        "log_probs_ptr": None if stats is None else stats.log_probs,
-        "entropy_ptr": None if stats is None else stats.entropy,
-        "predictions_ptr": None if stats is None else stats.predictions,
-        "correct_ptr": None if stats is None else stats.correct,
-        "mean_logit_ptr": mean_logit,
-        "log_sum_sq_ptr": log_sum_sq_probs,
-        "temperature_ptr": temperature,
-        "num_rows": num_rows,
-    }
+    arguments = _shared_arguments(logits, grad_logits, class_weight, grad_scale, options)
     row_size = max(1, vocab_size - (vocab_size % _GROUP if arguments["GROUPED"] else 0))  # edges are apart
     row_bytes = row_size * logits.element_size()
     whole_row = grad_logits is not None and row_bytes <= MAX_ROW_IN_REGISTERS
     shared_bytes = backend.shared_memory(logits.device)
-    weight_bytes = 0 if targets.class_weight is None else targets.class_weight.element_size()
+    weight_bytes = 0 if class_weight is None else class_weight.element_size()
     if whole_row:
         block_bytes = triton.next_power_of_2(row_bytes) + 2 * triton.next_power_of_2(vocab_size) * weight_bytes
         launch = choose_whole_row_launch(row_size, num_multiprocessors, block_bytes, shared_bytes)
@@ -252,6 +238,16 @@ def launch_loss(
     loss_kernel.launch(
         launch.num_programs(num_rows),
         **arguments,
+        **{f"{name}_ptr": outputs.get(name) for name in ROW_OUTPUTS},
+        labels_ptr=labels,
+        class_weight_sum_ptr=_sum_of(class_weight),
+        token_weight_ptr=token_weight,
+        token_index_ptr=token_index,
+        mean_scale_ptr=mean_scale,
+        temperature_ptr=temperature,
+        num_rows=num_rows,
+        vocab_size=vocab_size,
+        label_smoothing=options.label_smoothing or None,
         WHOLE_ROW=whole_row,
         EVEN=whole_row and vocab_size == launch.block_size and arguments["GROUPED"] < 2,  # without edges
         BLOCK_SIZE=launch.block_size,
@@ -262,58 +258,38 @@ def launch_loss(
 
 def launch_gradient(
     logits: Tensor,
-    targets: Targets,
-    grad_scale: Tensor,
+    grad_logits: Tensor,
     options: TokenLossOptions,
     *,
-    lse: Tensor,
-    lse_error: Tensor,
-    grad_logits: Tensor,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    grad_scale: Tensor | None = None,
     token_index: Tensor | None = None,
+    **tokens: Tensor | None,
 ) -> None:
-    """Writes the gradient of ``sum(losses * grad_scale)`` to ``grad_logits``; arguments as in :func:`launch_loss`."""
-    num_rows, vocab_size = logits.shape
-    if num_rows == 0:
-        return
-    launch = choose_gradient_launch(vocab_size)
-    gradient_kernel.launch(
-        launch.num_programs(num_rows),
-        **_shared_arguments(logits, grad_logits, targets, grad_scale, options),
-        token_index_ptr=token_index,
-        lse_ptr=lse,
-        lse_error_ptr=lse_error,
-        BLOCK_SIZE=launch.block_size,
-        NUM_STAGES=launch.num_stages,
-        num_warps=launch.num_warps,
-    )
-
-
-def launch_shard_gradient(
-    logits: Tensor, rows: GradientRows, class_weight: Tensor | None, options: TokenLossOptions
-) -> None:
-    """Overwrites a shard of the logits with its gradient.
+    """Writes the gradient of logits whose lse is known to ``grad_logits``, which may be ``logits`` itself.
 
     Args:
-        logits: ``[num_rows, num_columns]``, unit stride in the last dimension.
-        rows: Labels, lse and factors of the rows.
-        class_weight: Of these columns, ``[num_columns]``, or None.
-        options: Of the loss.
+        class_weight: Of the columns.
+        tokens: The fields of :class:`GradientRows`; or labels, lse and its error, of whole rows: the gradient is that
+            of ``sum(losses * grad_scale)`` then, with ``token_weight``.
+        logits, grad_logits, options, grad_scale, token_index: As for :func:`launch_loss`.
     """
     num_rows, num_columns = logits.shape
     if logits.numel() == 0:
         return
     launch = choose_gradient_launch(num_columns)
-    shard_gradient_kernel.launch(
+    with_factors = tokens.get("probability_factor") is not None
+    with_smoothing = tokens.get("smoothing_term") is not None if with_factors else options.label_smoothing > 0
+    gradient_kernel.launch(
         launch.num_programs(num_rows),
-        logits_ptr=logits,
-        **{f"{name}_ptr": tensor for name, tensor in rows._asdict().items()},
-        class_weight_ptr=class_weight,
-        logits_row_stride=logits.stride(0),
+        **_shared_arguments(logits, grad_logits, class_weight, grad_scale, options),
+        **{f"{name}_ptr": tokens.get(name) for name in GradientRows._fields},
+        class_weight_sum_ptr=None if with_factors else _sum_of(class_weight),
+        token_weight_ptr=token_weight,
+        token_index_ptr=token_index,
         num_columns=num_columns,
-        label_smoothing=options.label_smoothing or None,
-        **transform_arguments(options),
-        GROUP=_GROUP,
-        GROUPED=_grouping(logits, None),
+        label_smoothing=float(options.label_smoothing) if with_smoothing else None,
         BLOCK_SIZE=launch.block_size,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,

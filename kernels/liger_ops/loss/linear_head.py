@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import check_floating, check_same_device, wrong_type
 from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
-from liger_ops.loss.gradient_memory import holds_logits
 from liger_ops.loss.vocab_parallel import VocabShard
 
 NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
@@ -49,13 +48,6 @@ class LinearHead(NamedTuple):
             return choose_chunk_size(*sizes, chunk_bytes)
         return default_chunk_size(*sizes, self.input.device, self.input.shape[1] if self.needs_gradient[1] else 0)
 
-    def gradient_holds_logits(self, accumulate_dtype: torch.dtype | None) -> bool:
-        """Whether the head's gradient is wanted and :func:`~liger_ops.loss.gradient_memory.holds_logits`."""
-        beside = self.bias, self.adapter_input
-        return self.needs_gradient[1] and holds_logits(
-            self.input.shape[0], self.weight, self.dtype, beside=beside, accumulate_dtype=accumulate_dtype
-        )
-
     def saved_chunks(self, saved_logits_bytes: int, chunk_size: int) -> int:
         """How many chunks of logits fit the budget; none are saved where a tracer must see what an op saves."""
         if not any(self.needs_gradient) or not backend.runs_directly(*self.tensors):
@@ -65,7 +57,7 @@ class LinearHead(NamedTuple):
 
     def products_dtype(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which products keep ``dtype``."""
-        return torch.autocast(self.input.device.type, enabled=False) if self.is_autocast else contextlib.nullcontext()
+        return backend.without_autocast(self.input.device.type) if self.is_autocast else contextlib.nullcontext()
 
 
 class HeadNames(NamedTuple):
@@ -81,14 +73,6 @@ def is_trained(needs_gradient: list[bool]) -> bool:
     """Whether a head's own tensors need a gradient, not only those that have a row for each token."""
     _, of_weight, of_bias, _, of_adapter_weight = needs_gradient
     return of_weight or of_bias or of_adapter_weight
-
-
-def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """The dtype that a linear layer would compute in under autocast, which leaves float64 alone; None without it."""
-    device_type = input.device.type
-    if input.is_meta or input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 def check_head(
@@ -136,7 +120,8 @@ def check_head(
         low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     tensors: list[Any] = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
-    dtype = autocast_dtype(input)
+    # Which a linear layer would compute in; it leaves float64 alone.
+    dtype = None if input.dtype == torch.float64 else backend.autocast_dtype(input.device.type)
     if dtype is not None:
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     else:

@@ -92,12 +92,6 @@ class TokenStats(NamedTuple):
     correct: Tensor
     """``[num_tokens]``, bool: whether the prediction is the label."""
 
-    @classmethod
-    def zeros_like(cls, labels: Tensor, dtype: torch.dtype) -> "TokenStats":
-        """The stats of ignored tokens, as an output buffer for those of ``labels``."""
-        losses, log_probs, lse, entropy = (torch.zeros_like(labels, dtype=dtype) for _ in range(4))
-        return cls(losses, log_probs, lse, entropy, labels.clone(), torch.zeros_like(labels, dtype=torch.bool))
-
 
 def check_tensors(input: Tensor, target: Any, weight: Any, token_weight: Any, **others: Any) -> None:
     """Raises for targets and weights that are no tensors, of dtypes that no loss takes, or not on input's device.

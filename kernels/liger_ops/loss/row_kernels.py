@@ -33,16 +33,16 @@ from liger_ops.loss.token_plan import count_tokens
 
 
 @triton.jit
-def store_token(
-    losses_ptr,  # [num_tokens], float32, as are lse, lse_error, log_probs and entropy
+def _store_token(
+    losses_ptr,  # [num_tokens], float32, or None for what is not wanted, as all outputs
     lse_ptr,
     lse_error_ptr,
-    log_probs_ptr,  # or None, as the next three
+    log_probs_ptr,
     entropy_ptr,
-    predictions_ptr,  # [num_tokens], int64
-    correct_ptr,  # [num_tokens], bool
-    mean_logit_ptr,  # [num_tokens], float32, or None, as the next
-    log_sum_sq_ptr,
+    predictions_ptr,  # int64
+    correct_ptr,  # bool
+    mean_logit_ptr,  # the mean by class weight, if there are any
+    log_sum_sq_probs_ptr,
     token,
     label,
     kept,
@@ -74,44 +74,26 @@ def store_token(
         spread = class_weight_sum * lse - weighted_sum
         loss = (1.0 - label_smoothing) * loss + label_smoothing / vocab_size * spread
     loss = (loss + z_loss_weight * lse * lse) * token_weight
-    tl.store(losses_ptr + token, tl.where(kept, loss, 0.0))
+    if losses_ptr is not None:
+        tl.store(losses_ptr + token, tl.where(kept, loss, 0.0))
     if lse_ptr is not None:
         tl.store(lse_ptr + token, tl.where(kept, lse, 0.0))
     if lse_error_ptr is not None:
         tl.store(lse_error_ptr + token, tl.where(kept, lse_error, 0.0))
-    if predictions_ptr is not None:
+    if log_probs_ptr is not None:
         nan_unless_class = tl.where((label >= 0) & (label < vocab_size), 0.0, float("nan"))
         tl.store(log_probs_ptr + token, tl.where(kept, log_probability + nan_unless_class, 0.0))
+    if entropy_ptr is not None:
         tl.store(entropy_ptr + token, tl.where(kept, log_normaliser - expected_excess / normaliser, 0.0))
+    if predictions_ptr is not None:
         tl.store(predictions_ptr + token, tl.where(kept, prediction.to(tl.int64), label))
+    if correct_ptr is not None:
         tl.store(correct_ptr + token, kept & (prediction == label))
     if mean_logit_ptr is not None:
         tl.store(mean_logit_ptr + token, tl.where(kept, weighted_sum / vocab_size, 0.0))
-    if log_sum_sq_ptr is not None:
-        tl.store(log_sum_sq_ptr + token, tl.where(kept, tl.log(squares) - 2.0 * tl.log(normaliser), 0.0))
+    if log_sum_sq_probs_ptr is not None:
+        tl.store(log_sum_sq_probs_ptr + token, tl.where(kept, tl.log(squares) - 2.0 * tl.log(normaliser), 0.0))
     return lse, lse_error
-
-
-@triton.jit
-def _mean_scale(
-    labels_ptr,
-    class_weight_ptr,
-    token_weight_ptr,
-    mean_scale_ptr,
-    num_tokens,
-    vocab_size,
-    ignore_index,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """1 / the summed weight of all tokens, which the first program stores; 1 without ``mean_scale_ptr``."""
-    mean_scale = 1.0
-    if mean_scale_ptr is not None:
-        _, mean_scale = count_tokens(
-            labels_ptr, class_weight_ptr, token_weight_ptr, num_tokens, vocab_size, ignore_index, BLOCK_SIZE
-        )
-        if tl.program_id(0) == 0:
-            tl.store(mean_scale_ptr, mean_scale)
-    return mean_scale
 
 
 @triton.jit
@@ -120,28 +102,35 @@ def _sum(values):
 
 
 @triton.jit
-def _reduce_edges(
+def _add_edges(
     columns,  # [2 * GROUP], see load_edges, as the next two
     in_row,
     z,
-    maximum,  # of the row, as are the next two
+    maximum,  # of the row, as are the following
     shift,
     exponent,
+    normaliser,
+    weighted_sum,
+    expected_excess,
+    squares,
+    prediction,
     class_weight_ptr,
     vocab_size,
     HALF: tl.constexpr,
     WITH_SUM: tl.constexpr,
+    WITH_STATS: tl.constexpr,
 ):
-    """What a row's edges add to the sums of ``_reduce_row``, and the first column of the maximum."""
+    """Adds a row's edges to its sums, and to the search for the first column of the maximum."""
     numerator = shifted_exp(z, exponent, HALF)
-    weighted_sum = 0.0
     if WITH_SUM:
         weight = load_class_weight(class_weight_ptr, columns, in_row)
-        weighted_sum = tl.sum(tl.where(in_row, weight * z, 0.0), axis=0)
-    excess = tl.sum(tl.where(numerator > 0.0, numerator * (z - shift), 0.0), axis=0)
-    prediction = tl.min(tl.where(in_row & (z == maximum), columns, vocab_size - 1), axis=0)
-    squares = tl.sum(numerator * numerator, axis=0)
-    return tl.sum(numerator, axis=0), weighted_sum, excess, squares, prediction
+        weighted_sum += tl.sum(tl.where(in_row, weight * z, 0.0), axis=0)
+    if WITH_STATS:
+        expected_excess += tl.sum(tl.where(numerator > 0.0, numerator * (z - shift), 0.0), axis=0)
+        found = tl.min(tl.where(in_row & (z == maximum), columns, vocab_size - 1), axis=0)
+        prediction = tl.minimum(prediction, found)
+    squares += tl.sum(numerator * numerator, axis=0)
+    return normaliser + tl.sum(numerator, axis=0), weighted_sum, expected_excess, squares, prediction
 
 
 @triton.jit
@@ -184,49 +173,16 @@ def _reduce_row(
     if WITH_SQUARES:
         squares = _sum(numerator * numerator)
     if edge_z is not None:
-        of_edges, weighted_of_edges, excess_of_edges, squares_of_edges, first_of_edges = _reduce_edges(
-            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, class_weight_ptr, vocab_size, HALF, WITH_SUM,
+        normaliser, weighted_sum, expected_excess, squares, prediction = _add_edges(
+            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normaliser, weighted_sum, expected_excess,
+            squares, prediction, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS,
         )  # fmt: skip
-        normaliser += of_edges
-        weighted_sum += weighted_of_edges
-        squares += squares_of_edges
-        if WITH_STATS:
-            expected_excess += excess_of_edges
-            prediction = tl.minimum(prediction, first_of_edges)
     rounding = rounding_of(shift, exponent, HALF)
     return z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction
 
 
 @triton.jit
-def _whole_row_gradient(
-    numerator,  # [num_groups, GROUP], exp(z - maximum)
-    normaliser,  # the sum of numerator
-    z,  # like numerator
-    columns,  # like numerator
-    in_row,  # like numerator
-    numbers,  # [num_groups], of the groups
-    lanes,  # [GROUP]
-    class_weight_ptr,
-    label_place,
-    probability_factor,
-    label_term,
-    smoothing_term,
-    label_smoothing,
-    softcap,
-    GROUP: tl.constexpr,
-):
-    """d loss / d logits of a row that is held whole."""
-    # One multiplication where comparing each column with the label would take two instructions.
-    is_label_group = (numbers == label_place // GROUP).to(tl.float32)
-    label_terms = is_label_group[:, None] * tl.where(lanes == label_place % GROUP, label_term, 0.0)[None, :]
-    return gradient(
-        numerator, z, columns, in_row, class_weight_ptr, probability_factor / normaliser, label_terms, smoothing_term,
-        None, 0.0, label_smoothing, softcap,
-    )  # fmt: skip
-
-
-@triton.jit
-def absorb_block(
+def _absorb_block(
     z,  # [num_groups, GROUP], -inf past the row's end
     columns,  # like z
     mask,  # like z
@@ -268,29 +224,6 @@ def absorb_block(
 
 
 @triton.jit
-def merge_sums(
-    maxima,  # [num_parts, ...], each part's maximum, which its other sums are relative to, as are the next four
-    normalisers,
-    weighted_sums,
-    expected_excesses,
-    squares,
-    shift,  # [...], the maximum of all parts, 0 where that is -inf
-    HALF: tl.constexpr,
-    WITH_STATS: tl.constexpr,
-    WITH_SQUARES: tl.constexpr,
-):
-    """The sums of parts of a row, as ``absorb_block`` returns them, relative to ``shift``."""
-    decay = decay_of(maxima, to_exponent(shift, HALF), HALF)
-    expected_excess, sum_of_squares = 0.0, 0.0
-    if WITH_STATS:
-        excess = move_excess(expected_excesses, normalisers, maxima, shift)
-        expected_excess = tl.sum(excess * decay, axis=0)
-    if WITH_SQUARES:
-        sum_of_squares = tl.sum(squares * decay * decay, axis=0)
-    return tl.sum(normalisers * decay, axis=0), tl.sum(weighted_sums, axis=0), expected_excess, sum_of_squares
-
-
-@triton.jit
 def _reduce_blocks(
     row_ptr,  # to the first whole group of the row
     head,  # see start_of_row
@@ -314,7 +247,7 @@ def _reduce_blocks(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Reduces a row block by block to what :func:`store_token` takes: maximum, normaliser, rounding and the rest."""
+    """Reduces a row block by block to what :func:`_store_token` takes: maximum, normaliser, rounding and the rest."""
     num_groups: tl.constexpr = BLOCK_SIZE // GROUP
     maxima = tl.full([num_groups], -float("inf"), dtype=tl.float32)
     normalisers = tl.zeros([num_groups], dtype=tl.float32)
@@ -328,13 +261,13 @@ def _reduce_blocks(
     rest = tl.load(row_ptr + full_size + places, mask=rest_mask & kept, other=0.0, eviction_policy="evict_last")
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         logits = tl.load(row_ptr + start + places, eviction_policy="evict_last")
-        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = absorb_block(
+        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
             transform(logits, logit_scale, softcap), start + places + head, places >= 0, start, class_weight_ptr,
             maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
             WITH_SQUARES,
         )  # fmt: skip
     if kept & (full_size < size):
-        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = absorb_block(
+        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
             tl.where(rest_mask, transform(rest, logit_scale, softcap), -float("inf")),
             full_size + places + head, rest_mask, full_size, class_weight_ptr,
             maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
@@ -343,13 +276,16 @@ def _reduce_blocks(
     maximum = tl.max(maxima, axis=0)
     if edge_z is not None:
         maximum = tl.maximum(maximum, tl.max(edge_z, axis=0))
-    subtracted = tl.where(maximum == -float("inf"), 0.0, maximum)
-    exponent = to_exponent(subtracted, HALF)
-    normaliser, weighted_sum, expected_excess, squares = merge_sums(
-        maxima, normalisers, weighted_sums, expected, squares_of_groups, subtracted, HALF, WITH_STATS, WITH_SQUARES
-    )
+    shift = tl.where(maximum == -float("inf"), 0.0, maximum)
+    exponent = to_exponent(shift, HALF)
+    decay = decay_of(maxima, exponent, HALF)
+    normaliser = tl.sum(normalisers * decay, axis=0)
+    weighted_sum = tl.sum(weighted_sums, axis=0)
+    squares = tl.sum(squares_of_groups * decay * decay, axis=0)
+    expected_excess = 0.0
     prediction = 0
     if WITH_STATS:
+        expected_excess = tl.sum(move_excess(expected, normalisers, maxima, shift) * decay, axis=0)
         # Searching for the largest logit once, within the block that each group noted, is cheaper than in every block.
         best_places = best_starts[:, None] + places
         mask = kept & (best_places < size) & (maxima == maximum)[:, None]
@@ -357,17 +293,11 @@ def _reduce_blocks(
         candidates = tl.where(mask & (z == maximum), best_places + head, vocab_size - 1)
         prediction = tl.min(tl.min(candidates, axis=1), axis=0)
     if edge_z is not None:
-        of_edges, weighted_of_edges, excess_of_edges, squares_of_edges, first_of_edges = _reduce_edges(
-            edge_columns, edge_in_row, edge_z, maximum, subtracted, exponent, class_weight_ptr, vocab_size, HALF,
-            WITH_SUM,
+        normaliser, weighted_sum, expected_excess, squares, prediction = _add_edges(
+            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normaliser, weighted_sum, expected_excess,
+            squares, prediction, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS,
         )  # fmt: skip
-        normaliser += of_edges
-        weighted_sum += weighted_of_edges
-        squares += squares_of_edges
-        if WITH_STATS:
-            expected_excess += excess_of_edges
-            prediction = tl.minimum(prediction, first_of_edges)
-    rounding = rounding_of(subtracted, exponent, HALF)
+    rounding = rounding_of(shift, exponent, HALF)
     return maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction
 
 
@@ -382,15 +312,15 @@ def loss_kernel(
     token_weight_ptr,  # [num_tokens] or None
     grad_scale_ptr,  # [] or [num_tokens], or None
     mean_scale_ptr,  # [], float32, or None; written, and a factor of the gradient
-    losses_ptr,  # [num_tokens], as are the rest; see store_token
+    losses_ptr,  # [num_tokens], as are the rest; see _store_token
     lse_ptr,
     lse_error_ptr,
     log_probs_ptr,
     entropy_ptr,
     predictions_ptr,
     correct_ptr,
-    mean_logit_ptr,  # or None; not with class weights
-    log_sum_sq_ptr,  # or None
+    mean_logit_ptr,
+    log_sum_sq_probs_ptr,
     temperature_ptr,  # [num_tokens], float32, or None
     logits_row_stride,
     grad_logits_row_stride,
@@ -411,13 +341,17 @@ def loss_kernel(
 ):
     """One program computes the loss of every num_programs-th row and, on request, its gradient."""
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
-    WITH_STATS: tl.constexpr = predictions_ptr is not None
-    WITH_SQUARES: tl.constexpr = log_sum_sq_ptr is not None
+    WITH_STATS: tl.constexpr = (entropy_ptr is not None) or (predictions_ptr is not None) or (correct_ptr is not None)
+    WITH_SQUARES: tl.constexpr = log_sum_sq_probs_ptr is not None
     WITH_SUM: tl.constexpr = (label_smoothing is not None) or (mean_logit_ptr is not None)
-    mean_scale = _mean_scale(
-        labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_rows, vocab_size, ignore_index,
-        1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
-    )  # fmt: skip
+    mean_scale = 1.0
+    if mean_scale_ptr is not None:
+        _num_kept, mean_scale = count_tokens(
+            labels_ptr, class_weight_ptr, token_weight_ptr, num_rows, vocab_size, ignore_index,
+            1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
+        )  # fmt: skip
+        if tl.program_id(0) == 0:
+            tl.store(mean_scale_ptr, mean_scale)
     numbers, lanes = tl.arange(0, BLOCK_SIZE // GROUP), tl.arange(0, GROUP)
     groups = numbers * GROUP
     places = groups[:, None] + lanes[None, :]
@@ -467,11 +401,11 @@ def loss_kernel(
                 vocab_size, row_softcap, row_scale, HALF, WITH_SUM, WITH_STATS, WITH_SQUARES, GROUP, GROUPED,
                 BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
-        lse, lse_error = store_token(
+        lse, lse_error = _store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr,
-            mean_logit_ptr, log_sum_sq_ptr, token, label, kept, label_z, maximum, normaliser, rounding, weighted_sum,
-            expected_excess, squares, prediction, label_weight, class_weight_sum, token_weight, vocab_size,
-            label_smoothing, z_loss_weight,
+            mean_logit_ptr, log_sum_sq_probs_ptr, token, label, kept, label_z, maximum, normaliser, rounding,
+            weighted_sum, expected_excess, squares, prediction, label_weight, class_weight_sum, token_weight,
+            vocab_size, label_smoothing, z_loss_weight,
         )  # fmt: skip
         if grad_logits_ptr is not None:
             probability_factor, label_term, smoothing_term = gradient_factors(
@@ -482,9 +416,13 @@ def loss_kernel(
             grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
             grad_row_ptr = grad_logits_ptr + grad_start
             if WHOLE_ROW:
-                grad = _whole_row_gradient(
-                    numerator, normaliser, z, places + head, in_row, numbers, lanes, class_weight_ptr, label - head,
-                    probability_factor, label_term, smoothing_term, label_smoothing, row_softcap, GROUP,
+                # One multiplication where comparing each column with the label would take two instructions.
+                is_label_group = (numbers == (label - head) // GROUP).to(tl.float32)
+                of_lanes = tl.where(lanes == (label - head) % GROUP, label_term, 0.0)
+                grad = gradient(
+                    numerator, z, places + head, in_row, class_weight_ptr, probability_factor / normaliser,
+                    is_label_group[:, None] * of_lanes[None, :], smoothing_term, None, 0.0, label_smoothing,
+                    row_softcap,
                 )  # fmt: skip
                 grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)
                 if EVEN:
@@ -494,7 +432,7 @@ def loss_kernel(
             else:
                 store_groups_gradient(
                     row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
-                    label_term, smoothing_term, None, vocab_size, label_smoothing, row_softcap, row_scale, GROUP,
+                    label_term, smoothing_term, None, label_smoothing, row_softcap, row_scale, GROUP,
                     GROUPED, BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip
             if GROUPED == 2:

@@ -1,4 +1,4 @@
-"""GroupNorm: each sample's channels are normalised in groups, y = (x - mean) * rstd * weight + bias.
+"""GroupNorm: each sample's channels are normalized in groups, y = (x - mean) * rstd * weight + bias.
 
 Mean and rstd = 1 / sqrt(mean((x - mean)**2) + eps) go over a group: its channels and all their positions, adjacent in
 memory. Weight and bias belong to channels. Arithmetic is float32 for every half-precision input, and y is rounded once.
@@ -262,12 +262,7 @@ def _backward_kernel(
                 tl.store(grad_x_ptr + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch_on(x: Tensor, num_rows: int, channels_per_group: int, num_positions: int) -> GroupLaunch:
-    multiprocessors, shared_memory = backend.num_multiprocessors(x.device), backend.shared_memory(x.device)
-    return choose_launch(num_rows, channels_per_group, num_positions, x.element_size(), multiprocessors, shared_memory)
-
-
-def _group_norm_forward_fake(
+def _forward_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape)
@@ -275,73 +270,67 @@ def _group_norm_forward_fake(
     return y, statistics
 
 
-@backend.register_op(
-    "group_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps) -> (Tensor, Tensor)",
-    fake=_group_norm_forward_fake,
-)
+def _shared_arguments(
+    x: Tensor, weight: Tensor | None, statistics: Tensor, num_groups: int
+) -> tuple[dict[str, Any], GroupLaunch]:
+    """Arguments of both kernels, and how they are launched."""
+    num_rows = statistics.shape[1]
+    channels_per_group, num_positions = x.shape[1] // num_groups, math.prod(x.shape[2:])
+    launch = choose_launch(
+        num_rows,
+        channels_per_group,
+        num_positions,
+        x.element_size(),
+        backend.num_multiprocessors(x.device),
+        backend.shared_memory(x.device),
+    )
+    return {
+        "x_ptr": x.contiguous(),
+        "weight_ptr": None if weight is None else weight.contiguous(),
+        "statistics_ptr": statistics,
+        "num_rows": num_rows,
+        "num_groups": num_groups,
+        "channels_per_group": channels_per_group,
+        "num_positions": num_positions,
+        "num_slices": launch.num_slices,
+        "WIDE": x.numel() > _MAX_INT32_ELEMENTS,
+        "BLOCK_CHANNELS": launch.block_channels,
+        "BLOCK_POSITIONS": launch.block_positions,
+        "NUM_STAGES": launch.num_stages,
+        "num_warps": launch.num_warps,
+    }, launch
+
+
+@backend.register_op("group_norm_forward", fake=_forward_fake)
 def _group_norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Returns y of x's shape, and rstd and mean of each sample's groups."""
-    y, statistics = _group_norm_forward_fake(x, weight, bias, num_groups, eps)
+    y, statistics = _forward_fake(x, weight, bias, num_groups, eps)
     if y.numel() == 0:
         return y, statistics
-    num_rows = statistics.shape[1]
-    channels_per_group, num_positions = x.shape[1] // num_groups, math.prod(x.shape[2:])
-    launch = _launch_on(x, num_rows, channels_per_group, num_positions)
-    x = x.contiguous()
-    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
-    shared = launch.num_slices > 1
-    slices = statistics.new_empty(num_rows, launch.num_slices, 3) if shared else None
-    for step in ("statistics", "normalize") if shared else ("both",):
+    arguments, launch = _shared_arguments(x, weight, statistics, num_groups)
+    num_rows, num_slices = statistics.shape[1], launch.num_slices
+    slices = statistics.new_empty(num_rows, num_slices, 3) if num_slices > 1 else None
+    for step in ("statistics", "normalize") if num_slices > 1 else ("both",):
         _forward_kernel.launch(
-            num_rows * launch.num_slices,
-            x_ptr=x,
-            weight_ptr=weight,
-            bias_ptr=bias,
+            num_rows * num_slices,
+            bias_ptr=None if bias is None else bias.contiguous(),
             y_ptr=y,
-            statistics_ptr=statistics,
             slices_ptr=slices,
-            num_rows=num_rows,
-            num_groups=num_groups,
-            channels_per_group=channels_per_group,
-            num_positions=num_positions,
-            num_slices=launch.num_slices,
             eps=eps,
-            WIDE=x.numel() > _MAX_INT32_ELEMENTS,
             STATISTICS=step != "normalize",
             NORMALIZE=step != "statistics",
-            BLOCK_CHANNELS=launch.block_channels,
-            BLOCK_POSITIONS=launch.block_positions,
             BLOCK_SIZE=launch.block_size,
-            BLOCK_SLICES=triton.next_power_of_2(launch.num_slices),
-            NUM_STAGES=launch.num_stages,
-            num_warps=launch.num_warps,
+            BLOCK_SLICES=triton.next_power_of_2(num_slices),
+            **arguments,
         )
     return y, statistics
 
 
-def _group_norm_backward_fake(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    num_groups: int,
-    needs_grad_x: bool,
-    needs_grad_weight: bool,
-    needs_grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x = x.new_empty(x.shape if needs_grad_x else 0)
-    grad_weight = x.new_empty(0) if weight is None or not needs_grad_weight else weight.new_empty(weight.shape)
-    grad_bias = x.new_empty(0) if bias is None or not needs_grad_bias else bias.new_empty(bias.shape)
-    return grad_x, grad_weight, grad_bias
-
-
 @backend.register_op(
-    "group_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, int num_groups,"
-    " bool needs_grad_x, bool needs_grad_weight, bool needs_grad_bias) -> (Tensor, Tensor, Tensor)",
-    fake=_group_norm_backward_fake,
+    "group_norm_backward",
+    fake=lambda grad_y, x, weight, bias, *others: backend.empty_gradients((x, weight, bias), others[-1]),
 )
 def _group_norm_backward(
     grad_y: Tensor,
@@ -350,51 +339,32 @@ def _group_norm_backward(
     bias: Tensor | None,
     statistics: Tensor,
     num_groups: int,
-    needs_grad_x: bool,
-    needs_grad_weight: bool,
-    needs_grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight and bias; one that is not needed comes back empty."""
-    grad_x, grad_weight, grad_bias = _group_norm_backward_fake(
-        grad_y, x, weight, bias, statistics, num_groups, needs_grad_x, needs_grad_weight, needs_grad_bias
-    )
+    needs: list[bool],
+) -> list[Tensor]:
+    """Returns those gradients of x, weight and bias that are needed."""
+    gradients = backend.empty_gradients((x, weight, bias), needs)
     if x.numel() == 0:
-        return grad_x, grad_weight.zero_(), grad_bias.zero_()
-    num_samples, num_channels = x.shape[:2]
-    num_rows, num_positions = statistics.shape[1], math.prod(x.shape[2:])
-    channels_per_group = num_channels // num_groups
-    launch = _launch_on(x, num_rows, channels_per_group, num_positions)
-    needs_sums, shared = needs_grad_weight or needs_grad_bias, launch.num_slices > 1
-    parts = None
-    if needs_sums or shared:
-        parts = statistics.new_empty(2, num_samples * launch.num_slices, num_channels)
-    x, grad_y = x.contiguous(), grad_y.contiguous()
-    for step in ("sums", "grad_x") if shared and needs_grad_x else ("both",):
+        return [gradient.zero_() for gradient in gradients]
+    grad_x, grad_weight, grad_bias = backend.spread(gradients, needs)
+    arguments, launch = _shared_arguments(x, weight, statistics, num_groups)
+    num_rows, num_slices = statistics.shape[1], launch.num_slices
+    needs_sums, shared = grad_weight is not None or grad_bias is not None, num_slices > 1
+    parts = statistics.new_empty(2, x.shape[0] * num_slices, x.shape[1]) if needs_sums or shared else None
+    grad_y = grad_y.contiguous()
+    for step in ("sums", "grad_x") if shared and grad_x is not None else ("both",):
         _backward_kernel.launch(
-            num_rows * launch.num_slices,
-            x_ptr=x,
+            num_rows * num_slices,
             grad_y_ptr=grad_y,
-            weight_ptr=None if weight is None else weight.contiguous(),
-            statistics_ptr=statistics,
-            grad_x_ptr=grad_x if needs_grad_x and step != "sums" else None,
+            grad_x_ptr=None if step == "sums" else grad_x,
             parts_ptr=parts,
-            num_rows=num_rows,
-            num_groups=num_groups,
-            channels_per_group=channels_per_group,
-            num_positions=num_positions,
-            num_slices=launch.num_slices,
-            WIDE=x.numel() > _MAX_INT32_ELEMENTS,
             SUMS=step != "grad_x",
-            BLOCK_CHANNELS=launch.block_channels,
-            BLOCK_POSITIONS=launch.block_positions,
-            NUM_STAGES=launch.num_stages,
-            num_warps=launch.num_warps,
+            **arguments,
         )
     if needs_sums and parts is not None:
         # The weight's parts come first; of one gradient alone, take only its own.
-        wanted = parts if needs_grad_weight and needs_grad_bias else parts[:1] if needs_grad_weight else parts[1:]
-        sum_parts(wanted, grad_weight if needs_grad_weight else None, grad_bias if needs_grad_bias else None)
-    return grad_x, grad_weight, grad_bias
+        wanted = parts[:1] if grad_bias is None else parts[1:] if grad_weight is None else parts
+        sum_parts(wanted, grad_weight, grad_bias)
+    return gradients
 
 
 class GroupNormFunction(torch.autograd.Function):
@@ -410,10 +380,9 @@ class GroupNormFunction(torch.autograd.Function):
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:3]
-        gradients = _group_norm_backward(grad_y, *ctx.saved_tensors, ctx.num_groups, *needs)
-        wanted = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
-        return *wanted, None, None
+        needs = list(ctx.needs_input_grad[:3])
+        gradients = _group_norm_backward(grad_y, *ctx.saved_tensors, ctx.num_groups, needs)
+        return *backend.spread(gradients, needs), None, None
 
 
 def group_norm(
@@ -423,7 +392,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalises each sample's channels in groups, as ``F.group_norm`` does.
+    """Normalizes each sample's channels in groups, as ``F.group_norm`` does.
 
     Args:
         input: ``[batch_size, num_channels, *]``.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_liger.patching.verify import random_like
+from lightning_liger.subclasses import made_subclass
 
 NUM_PROBE_TOKENS = 5
 HOOKS = (
@@ -22,20 +22,10 @@ HOOKS = (
 
 
 class Patched:
-    """Base of the classes that replacements create; their instances pickle by replacement and original class."""
+    """Base of the classes that replacements create."""
 
     liger_replacement: ClassVar["Replacement"]
     liger_original: ClassVar[type[nn.Module]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        assert isinstance(reduced, tuple)
-        return _new_patched, (self.liger_replacement, self.liger_original), *reduced[2:]
-
-
-def _new_patched(replacement: "Replacement", original: type[nn.Module]) -> nn.Module:
-    patched = replacement.patched_class(original)
-    return patched.__new__(patched)
 
 
 class Replacement(ABC):
@@ -65,13 +55,20 @@ class Replacement(ABC):
 
     def patched_class(self, original: type[nn.Module]) -> type[nn.Module]:
         """The subclass of ``original`` that becomes the module's class."""
-        return _patched_class(self, original)  # type: ignore[arg-type]  # mypy takes module classes for unhashable
-
-    def patched_copy(self, module: nn.Module) -> nn.Module:
-        """A shallow copy of ``module`` with this replacement."""
-        patched = probe_of(module)
-        patched.__class__ = self.patched_class(type(module))
+        patched: type[nn.Module] = _patched_class(self, original)
         return patched
+
+
+@made_subclass
+def _patched_class(replacement: Replacement, original: type[nn.Module]) -> type[nn.Module]:
+    namespace = {
+        "liger_replacement": replacement,
+        "liger_original": original,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+        **replacement.namespace(original),
+    }
+    return type(f"Liger{original.__name__}", (Patched, original), namespace)
 
 
 class Rule(ABC):
@@ -91,18 +88,6 @@ class Rule(ABC):
             tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors),
             settings_of(module),
         )
-
-
-@functools.cache
-def _patched_class(replacement: Replacement, original: type[nn.Module]) -> type[nn.Module]:
-    namespace = {
-        "liger_replacement": replacement,
-        "liger_original": original,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-        **replacement.namespace(original),
-    }
-    return type(f"Liger{original.__name__}", (Patched, original), namespace)
 
 
 def settings_of(module: nn.Module) -> Hashable:
@@ -160,20 +145,25 @@ def without_hooks(module: nn.Module) -> nn.Module:
     return bare
 
 
-def probe_device(module: nn.Module) -> torch.device:
-    """The device of ``module``'s parameters, the CPU if they have none yet."""
-    # A module that was wrapped in FSDP before has no parameters: the wrapper has them.
-    parameter = next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None or parameter.device.type == "meta" else parameter.device
+def own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype of ``module``'s first floating-point parameter."""
+    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), default)
 
 
 class Randoms:
-    """Random tensors that require a gradient, the same in every run."""
+    """Random tensors that require a gradient, the same in every run; the global random state does not change.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        module: They are on the device of its parameters, on the CPU if it has none yet.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        # A module that was wrapped in FSDP before has no parameters: the wrapper has them.
+        parameter = None if module is None else next(module.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
         self.generator = torch.Generator().manual_seed(0)
-        self.device = device
 
     def __call__(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-        values = random_like(torch.empty(shape, device="meta"), self.generator, dtype, self.device)
-        return (values.detach() * scale).requires_grad_()
+        # On the CPU, where the generator is, also inside a torch.device context such as configure_model's.
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu") * scale
+        return values.to(dtype=dtype, device=self.device).requires_grad_()

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_ops import backend, gelu_mul, relu_squared, relu_squared_mul, silu_mul
-from liger_ops.shared_linear import shared_linear
+from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from lightning_liger.activations.tiles import has_hooks, run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
@@ -28,7 +27,7 @@ from lightning_liger.patching.rules.base import (
     Rule,
     forward_of_one_tensor,
     holds_buffers,
-    probe_device,
+    own_dtype,
     probe_of,
     settings_of,
     takes_one_tensor,
@@ -42,21 +41,9 @@ _GATES: dict[str, Callable[..., Tensor]] = {
     "gelu_mul (tanh)": partial(gelu_mul, approximate="tanh"),
     "relu_squared_mul": relu_squared_mul,
 }
-
-
-def _kernel_of(gate: str) -> str:
-    return gate.partition(" ")[0].removesuffix("_mul") if gate.startswith("relu") else gate.partition(" ")[0]
-
-
-_LARGE = 1e3
-
-
-_PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (torch.float32, _LARGE), (None, 1.0))
+_KERNELS = ("silu_mul", "gelu_mul", "relu_squared")
+_PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (torch.float32, 1e3), (None, 1.0))
 """Dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own come last."""
-
-
-def _own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
-    return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), default)
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ class MLPReplacement(Replacement):
 
     @property
     def kernel(self) -> str:
-        return _kernel_of(self.activation)
+        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
 
     @property
     def description(self) -> str:
@@ -103,7 +90,7 @@ class MLPReplacement(Replacement):
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
         if self.up is not None:
-            hidden = _GATES[self.activation](*_project(x, getattr(module, self.gate), getattr(module, self.up)))
+            hidden = _GATES[self.activation](getattr(module, self.gate)(x), getattr(module, self.up)(x))
         elif self.activation == "relu_squared":
             hidden = relu_squared(getattr(module, self.gate)(x))
         elif self.up_first:
@@ -118,49 +105,24 @@ class MLPReplacement(Replacement):
 
     def verify(self, module: nn.Module) -> float:
         error = 0.0  # that of the last probe, in the module's own dtype
-        own_dtype = _own_dtype(module)
+        default = own_dtype(module)
         for dtype, size in _PROBES:
-            random = Randoms(probe_device(module))
+            random = Randoms(module)
             # named_children() would leave out the second name of a child that has two.
             own = {name: child for name, child in module._modules.items() if child is not None}
             children = {
-                name: _stand_in(child, dtype or _own_dtype(child, own_dtype), random) for name, child in own.items()
+                name: _stand_in(child, dtype or own_dtype(child, default), random) for name, child in own.items()
             }
             probe = probe_of(module, _modules=children)
-            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or own_dtype, scale=size)
+            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or default, scale=size)
             error = compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
         return error
 
 
 def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
     """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
-    if not torch.compiler.is_compiling() and nn.modules.module._has_any_global_hook():
-        return True
     skipped = (child for name, child in module._modules.items() if name not in called and child is not None)
     return any(has_hooks(child) or "forward" in vars(child) for child in skipped)
-
-
-def _project(x: Tensor, *projections: nn.Module) -> Sequence[Tensor]:
-    """The output of each projection of ``x``, in one op if they are linear layers as PyTorch has them."""
-    if torch.compiler.is_compiling() or not backend.use_triton(x) or not all(map(_is_plain_linear, projections)):
-        return [projection(x) for projection in projections]
-    weights: list[Any] = [projection.weight for projection in projections]
-    plain = {Tensor, nn.Parameter}.issuperset(map(type, (x, *weights)))
-    dtypes = {x.dtype, backend.autocast_dtype(x.device.type) or x.dtype, *(weight.dtype for weight in weights)}
-    if not plain or len(dtypes) > 1:
-        return [projection(x) for projection in projections]
-    return shared_linear(x, weights)
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling ``module`` does no more than ``F.linear`` without a bias."""
-    return (
-        type(module) is nn.Linear
-        and module.bias is None
-        and "forward" not in vars(module)
-        and not has_hooks(module)
-        and not nn.modules.module._has_any_global_hook()
-    )
 
 
 def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> Any:
@@ -207,7 +169,7 @@ def _sizes(child: Any) -> tuple[int, int] | None:
 class MLPRule(Rule):
     """Modules of two or three projections, from the hidden size and back to it, that take one tensor."""
 
-    kernels = ("silu_mul", "gelu_mul", "relu_squared")
+    kernels = _KERNELS
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         children = dict(module.named_children())
@@ -309,7 +271,7 @@ class ExpertsReplacement(Replacement):
 
     @property
     def kernel(self) -> str:
-        return _kernel_of(self.activation)
+        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
 
     @property
     def description(self) -> str:
@@ -332,7 +294,7 @@ class ExpertsReplacement(Replacement):
         experts: Any = probe_of(module, _modules=children)
         width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
         for dtype, size in _PROBES:
-            x = Randoms(probe_device(module))(NUM_PROBE_TOKENS, width, dtype=dtype or _own_dtype(module), scale=size)
+            x = Randoms(module)(NUM_PROBE_TOKENS, width, dtype=dtype or own_dtype(module), scale=size)
             error = compare(partial(experts._apply_gate, x), partial(_GATES[self.activation], x), (x,))
         return error
 
@@ -340,7 +302,7 @@ class ExpertsReplacement(Replacement):
 class ExpertsRule(Rule):
     """Experts of transformers, with a ``gate_up_proj`` of three dimensions and a method ``_apply_gate``."""
 
-    kernels = ("silu_mul", "gelu_mul", "relu_squared")
+    kernels = _KERNELS
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         gate_up = getattr(module, "gate_up_proj", None)

@@ -1,7 +1,6 @@
 """RMSNorm and LayerNorm under any name: rounding, offset and eps are found by comparing outputs and gradients."""
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from lightning_liger.patching.rules.base import (
     Rule,
     forward_of_one_tensor,
     holds_buffers,
-    probe_device,
+    own_dtype,
     probe_of,
 )
 from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
@@ -24,65 +23,68 @@ from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 _LARGEST_EPS = 1e-2
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 _WIDTH_OF_WEIGHTLESS = 37  # a prime: a norm of groups rejects it
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
 
 
 @dataclass(frozen=True)
 class NormReplacement(Replacement):
-    """A norm over the last dimension.
+    """``x / rms(x) * (offset + weight)``, or ``(x - mean(x)) / std(x) * (offset + weight) + bias``.
 
     Attributes:
         eps: The name of the module's attribute, or the value if it has none.
         weight: The name of the weight parameter, or None.
         bias: The name of the bias parameter, or None.
         offset: Added to the weight.
+        casting: Of :func:`liger_ops.rms_norm`, None for :func:`liger_ops.layer_norm`.
     """
 
     eps: str | float
     weight: str | None
     bias: str | None
     offset: float
+    casting: Literal["gemma", "llama", "none"] | None
 
-    def parameters(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None, float | None]:
-        """The weight, the bias and eps of ``module``."""
-        weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
-        return weight, bias, getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+    @property
+    def kernel(self) -> str:
+        return "layer_norm" if self.casting is None else "rms_norm"
 
-    @abstractmethod
+    @property
+    def description(self) -> str:
+        details = [f"{self.casting} casting"] if self.casting is not None else []
+        details += [f"offset {self.offset:g}"] if self.offset else []
+        return self.kernel + (f" ({', '.join(details)})" if details else "")
+
     def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
         """The fused forward of ``module``."""
+        weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
+        eps: Any = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        shape = x.shape[-1:] if weight is None else weight.shape
+        if self.casting is not None:
+            return rms_norm(x, shape, weight, eps, casting=self.casting, offset=self.offset)
+        return layer_norm(x, shape, weight if weight is None or not self.offset else weight + self.offset, bias, eps)
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         return {"forward": forward_of_one_tensor(original, self.normalize)}
 
     def verify(self, module: nn.Module) -> float:
-        own = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+        own = own_dtype(module)
         self._compare(module, torch.float32, torch.float32)
         # The output's dtype tells castings apart. Not every norm takes an input whose dtype is not its weight's.
         self._compare(module, torch.bfloat16, torch.float32)
         return self._compare(module, own, own)
 
     def _compare(self, module: nn.Module, input_dtype: torch.dtype, dtype: torch.dtype) -> float:
-        random = Randoms(probe_device(module))
+        random = Randoms(module)
         parameters = {
             name: None if parameter is None else nn.Parameter(random(*parameter.shape, dtype=dtype).detach())
             for name, parameter in module._parameters.items()
         }
         weights = [parameter for parameter in parameters.values() if parameter is not None]
         probe = probe_of(module, _parameters=parameters)
-        patched = self.patched_copy(probe)
         (width,) = weights[0].shape if weights else getattr(module, "normalized_shape", (_WIDTH_OF_WEIGHTLESS,))
         x = _rows(width, random).to(input_dtype).requires_grad_()
         if input_dtype != dtype and not _runs(probe, x):
             return 0.0
-        error = compare(lambda: probe.forward(x), lambda: patched.forward(x), (x, *weights))
+        error = compare(lambda: probe.forward(x), lambda: self.normalize(probe, x), (x, *weights))
         if weights and _runs(probe, _rows(2 * width, random).to(input_dtype)):
             raise Mismatch("it takes rows that are wider than its weights")
         return error
@@ -102,42 +104,6 @@ def _rows(width: int, random: Randoms) -> Tensor:
     scales = torch.tensor([1.0, 1e-3, 30.0, 1.0, 0.1], device=random.device).view(5, 1)
     means = torch.tensor([0.0, 0.0, 0.0, 2.0, -0.1], device=random.device).view(5, 1)
     return (random(5, width).detach() * scales + means).view(1, 5, width)
-
-
-@dataclass(frozen=True)
-class RMSNormReplacement(NormReplacement):
-    """``x / rms(x) * (offset + weight)`` with one of the castings of :func:`liger_ops.rms_norm`."""
-
-    casting: Literal["gemma", "llama", "none"]
-    kernel = "rms_norm"
-
-    @property
-    def description(self) -> str:
-        return f"rms_norm ({self.casting} casting" + (f", offset {self.offset:g})" if self.offset else ")")
-
-    def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
-        weight, _, eps = self.parameters(module)
-        shape = x.shape[-1:] if weight is None else weight.shape
-        return rms_norm(x, shape, weight, eps, casting=self.casting, offset=self.offset)
-
-
-@dataclass(frozen=True)
-class LayerNormReplacement(NormReplacement):
-    """``(x - mean(x)) / std(x) * (offset + weight) + bias``."""
-
-    kernel = "layer_norm"
-
-    @property
-    def description(self) -> str:
-        return "layer_norm" + (f" (offset {self.offset:g})" if self.offset else "")
-
-    def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
-        weight, bias, eps = self.parameters(module)
-        assert eps is not None
-        shape = x.shape[-1:] if weight is None else weight.shape
-        if weight is not None and self.offset:
-            weight = weight + self.offset
-        return layer_norm(x, shape, weight, bias, eps)
 
 
 class NormRule(Rule):
@@ -161,26 +127,24 @@ class NormRule(Rule):
 
 
 def _eps_names(module: nn.Module) -> list[str]:
-    own = vars(module)
     if isinstance(module, nn.RMSNorm | nn.LayerNorm):
         return ["eps"]
-    if isinstance(module, _DROPOUTS):  # p may be as small as an eps
-        return []
-    return [name for name, value in own.items() if isinstance(value, float) and 0 < value < _LARGEST_EPS]
+    # p of a dropout may be as small as an eps.
+    small = [name for name, value in vars(module).items() if isinstance(value, float) and 0 < value < _LARGEST_EPS]
+    return [name for name in small if name != "p"]
 
 
 def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> Iterator[Replacement]:
     """All norms of these parameters, the most common first."""
+    offsets = (0.0,) if weight is None else (0.0, 1.0)
     for each in eps:
         if bias is None:
-            yield RMSNormReplacement(each, weight, None, 0.0, "llama")
+            yield NormReplacement(each, weight, None, 0.0, "llama")
             if weight is not None:
-                yield RMSNormReplacement(each, weight, None, 1.0, "gemma")
-                yield RMSNormReplacement(each, weight, None, 0.0, "gemma")
-                yield RMSNormReplacement(each, weight, None, 1.0, "llama")
-            yield RMSNormReplacement(each, weight, None, 0.0, "none")
+                yield NormReplacement(each, weight, None, 1.0, "gemma")
+                yield NormReplacement(each, weight, None, 0.0, "gemma")
+                yield NormReplacement(each, weight, None, 1.0, "llama")
+            yield NormReplacement(each, weight, None, 0.0, "none")
         # Either of the two vectors may be the bias.
         for order in dict.fromkeys([(weight, bias), (weight, bias) if bias is None else (bias, weight)]):
-            yield LayerNormReplacement(each, *order, 0.0)
-            if weight is not None:
-                yield LayerNormReplacement(each, *order, 1.0)
+            yield from (NormReplacement(each, *order, offset, None) for offset in offsets)

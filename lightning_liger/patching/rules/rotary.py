@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ops import apply_rotary
-from lightning_liger.patching.rules.base import NUM_PROBE_TOKENS, Randoms, Replacement, Rule, probe_device
+from lightning_liger.patching.rules.base import NUM_PROBE_TOKENS, Randoms, Replacement, Rule, own_dtype
 from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 
 _TABLES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -123,10 +123,10 @@ def _compare(
     head_dim: int,
     dtype: torch.dtype,
     table_dtype: torch.dtype,
-    device: torch.device,
+    module: nn.Module | None = None,
     rotary_dim: int | None = None,
 ) -> float:
-    random = Randoms(device)
+    random = Randoms(module)
     names = list(inspect.signature(function).parameters)
     heads_dim = form.heads_dim
     arguments: dict[str, Any] = {}
@@ -150,8 +150,8 @@ def _form_of(function: Callable[..., Any]) -> RotaryForm | str:
         try:
             with trial():
                 for table_dtype in (torch.float32, torch.bfloat16):
-                    _compare(function, form, _PROBE_DIM, torch.float32, table_dtype, torch.device("cpu"))
-                _compare(function, form, _PROBE_DIM, torch.bfloat16, torch.float32, torch.device("cpu"))
+                    _compare(function, form, _PROBE_DIM, torch.float32, table_dtype)
+                _compare(function, form, _PROBE_DIM, torch.bfloat16, torch.float32)
             return replace(form, partial=_is_partial(function, form))
         except Rejected as error:
             reason = reason or str(error)
@@ -164,7 +164,7 @@ def _is_partial(function: Callable[..., Any], form: RotaryForm) -> bool:
     """Whether ``function`` takes narrower tables; raises Mismatch if it then computes another form."""
     try:
         with trial():
-            _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, torch.device("cpu"), _PROBE_DIM // 2)
+            _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, rotary_dim=_PROBE_DIM // 2)
     except Rejected:
         return False
     return True
@@ -221,9 +221,9 @@ class RotaryReplacement(Replacement):
         functions = _functions(type(module))
         head_dim = getattr(module, "head_dim", None)
         head_dim = head_dim if isinstance(head_dim, int) and head_dim % 2 == 0 else _PROBE_DIM
-        dtypes = dict.fromkeys([torch.float32, next((p.dtype for p in module.parameters()), torch.float32)])
+        dtypes = dict.fromkeys([torch.float32, own_dtype(module)])
         return max(
-            _compare(functions[name], form, head_dim, dtype, dtype, probe_device(module))
+            _compare(functions[name], form, head_dim, dtype, dtype, module)
             for name, form in self.forms
             for dtype in dtypes
         )
@@ -283,5 +283,4 @@ class RotaryRule(Rule):
         return [RotaryReplacement(known)]
 
     def signature(self, module: nn.Module) -> Hashable:
-        dtype = next((parameter.dtype for parameter in module.parameters()), None)
-        return getattr(module, "head_dim", None), dtype, probe_device(module)
+        return getattr(module, "head_dim", None), own_dtype(module), Randoms(module).device

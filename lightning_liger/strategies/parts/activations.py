@@ -1,34 +1,25 @@
 """``activation_checkpointing`` and ``memory_budget``: how strategies run the layers of models."""
 
+import numbers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies import Strategy as FabricStrategy
-from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
-from torch.optim import Optimizer
 
-from liger_ops.arguments import shown
+from liger_ops.arguments import check_number, shown, wrong_type, wrong_value
 from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers, find_layers
 from lightning_liger.activations.plan import Plan
 from lightning_liger.activations.planner import Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
 from lightning_liger.activations.ranks import AllRanks
-from lightning_liger.strategies.parts.policies import LayerPolicy, resolve_policy, select_modules
-
-if TYPE_CHECKING:
-    _Strategy = Any
-    _TrainerStrategy = Strategy
-    _FabricStrategy = FabricStrategy
-else:
-    _Strategy = _TrainerStrategy = _FabricStrategy = object
+from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy, select_modules
 
 ActivationCheckpointing = Literal["none", "full"] | int | list[str] | set[type[Module]] | type[Module]
 """The layers that are recomputed: none, all, the first ones, or those of the classes."""
@@ -43,6 +34,10 @@ class ActivationControl:
         checkpointing: The value of ``activation_checkpointing``.
         budget: The value of ``memory_budget``.
         policy: The value of ``activation_checkpointing_policy``.
+
+    Raises:
+        TypeError: For a value of a wrong type.
+        ValueError: For a value that is not among those that the argument takes, and for more than one argument.
     """
 
     def __init__(
@@ -51,15 +46,30 @@ class ActivationControl:
         budget: MemoryBudget | None = None,
         policy: LayerPolicy | None = None,
     ) -> None:
+        _check_checkpointing(checkpointing)
+        _check_budget(budget)
         self.checkpointing = checkpointing
         self.budget = budget
-        self.policy = policy
+        self.take_policy(policy)
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
         self._memory: CudaMemory | None = None
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
         return type(self), (self.checkpointing, self.budget, self.policy)
+
+    def take_policy(self, policy: LayerPolicy | None) -> None:
+        """Takes the value of ``activation_checkpointing_policy``, in strategies that have it.
+
+        Raises:
+            ValueError: If another argument was given.
+        """
+        check_policy("activation_checkpointing_policy", policy)
+        self.policy = policy
+        given = [(name, value) for name, value in self._arguments.items() if value is not None]
+        if len(given) > 1:
+            (name, value), (other, _) = given[:2]
+            raise ValueError(f"{name}={shown(value)} must be None if {other} is given: both choose layers")
 
     def control(
         self,
@@ -137,19 +147,28 @@ class ActivationControl:
         return controlled
 
     @property
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "activation_checkpointing": self.checkpointing,
+            "activation_checkpointing_policy": self.policy,
+            "memory_budget": self.budget,
+        }
+
+    @property
     def is_asked_for(self) -> bool:
         """Whether one of the arguments was given."""
-        return any(value is not None for value in (self.checkpointing, self.budget, self.policy))
+        return any(value is not None for value in self._arguments.values())
 
     @property
     def recomputes(self) -> str:
         """The argument that may have layers recomputed and its value, empty if none was given."""
-        values = {
-            "activation_checkpointing": None if self.checkpointing == "none" else self.checkpointing,
-            "activation_checkpointing_policy": self.policy,
-            "memory_budget": self.budget,
-        }
-        return "".join(f"{name}={shown(value)}" for name, value in values.items() if value is not None)
+        given = (item for item in self._arguments.items() if item[1] not in (None, "none"))
+        return "".join(f"{name}={shown(value)}" for name, value in given)
+
+    @property
+    def plan(self) -> str:
+        """The plan for the budget in words, empty without one."""
+        return "; ".join(planner.line for planner in self.planners if planner.line)
 
     @property
     def planners(self) -> list[Planner]:
@@ -170,6 +189,45 @@ class ActivationControl:
                 f"{self.recomputes} has no effect: no layer of the model ran, or only inside of torch.compile, which"
                 " decides by itself what it keeps: leave out one of the two"
             )
+
+    @contextmanager
+    def advice_on_memory(self) -> Iterator[None]:
+        """Says in the error of a step that runs out of memory under a budget what its plan was."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if not self.planners or "memory_budget=" in str(error):
+                raise
+            raise torch.OutOfMemoryError(
+                f"with memory_budget={self.budget} and this plan:"
+                f" {self.plan or 'no plan yet, all layers are recomputed'}. Set a smaller memory_budget, which leaves"
+                " more to fragmentation and to what else is on the GPU, or use fewer or shorter rows in a batch."
+                f" {error}"
+            ) from error
+
+
+def _check_checkpointing(layers: Any) -> None:
+    name = "activation_checkpointing"
+    expected = "'none', 'full', a number of layers, or a list or set of layer classes or their names"
+    if layers is None or (isinstance(layers, type) and issubclass(layers, Module)):
+        return
+    if isinstance(layers, list | tuple | set | frozenset):
+        check_policy(name, layers, takes_functions=False)
+    elif isinstance(layers, bool) or not isinstance(layers, str | numbers.Integral):
+        raise wrong_type(name, f"{expected}, or None", layers)
+    elif layers not in ("none", "full") if isinstance(layers, str) else layers < 0:
+        raise wrong_value(name, f"{expected}, or None", layers)
+
+
+def _check_budget(budget: Any) -> None:
+    try:
+        if budget != "auto":
+            check_number("memory_budget", budget, above=0, optional=True)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            "memory_budget must be 'auto', a share of the GPU's memory up to 1, or a number of GiB above 1, got"
+            f" {shown(budget)}"
+        ) from error
 
 
 def memory_of(device: torch.device) -> CudaMemory | None:
@@ -198,117 +256,3 @@ def _run_together(controlled: ControlledLayers, always: bool) -> bool:
 def announce_plan(line: str, plan: Plan, fits: bool) -> None:
     """Prints a line about a plan, once for all ranks."""
     (rank_zero_info if fits else rank_zero_warn)(line)
-
-
-class _Activations(_Strategy):
-    """Controls the layers of models. A mixin for strategies of Trainer and Fabric, to list before their kernels.
-
-    Args:
-        activation_checkpointing: The layers to recompute in backward: ``"none"`` (the default), ``"full"``, the number
-            of the first ones, or a list or set of layer classes or their names; see docs/training.md.
-        memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``: as many layers are recomputed as
-            needed to stay within it.
-    """
-
-    _layers_to_checkpoint: Any = None
-    """The value of ``activation_checkpointing_policy``, in strategies that have it."""
-
-    def __init__(
-        self,
-        *args: Any,
-        activation_checkpointing: ActivationCheckpointing | None = None,
-        memory_budget: MemoryBudget | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._activations = ActivationControl(activation_checkpointing, memory_budget, self._layers_to_checkpoint)
-        super().__init__(*args, **kwargs)
-
-    def _precision_settings(self) -> dict[str, Any]:
-        return {**super()._precision_settings(), "control_activations": self._control_activations}
-
-    def _control_activations(self, model: Module) -> None:
-        if self.kernels == "none" and not self._activations.is_asked_for:
-            return  # the model stays as it is
-        # Without a budget the device does not matter, and may not be known yet.
-        device = torch.device("cpu") if self._activations.budget is None else self.root_device
-        self._activations.control(model, device, self._runs_layers_together, self._announce_plan)
-
-    @property
-    def _runs_layers_together(self) -> bool:
-        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
-        return getattr(self, "_tensor_parallel_size", 1) != 1 or getattr(self, "context_parallel_size", 1) != 1
-
-    def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
-        announce_plan(line, plan, fits)
-
-    @property
-    def activation_plan(self) -> str:
-        """The plan for ``memory_budget`` in words, empty without one."""
-        return "; ".join(planner.line for planner in self._activations.planners if planner.line)
-
-    @property
-    def peak_before_resets(self) -> int:
-        """The highest of the peaks of allocated memory, in bytes, that measurements have reset."""
-        return self._activations.peak_bytes
-
-
-class TrainerActivations(_Activations, _TrainerStrategy):
-    """Controls the layers of models. A mixin for the Trainer's strategies, to list before their kernels.
-
-    Args:
-        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
-        memory_budget: The memory that a plan for the layers may take.
-        **kwargs: For the next class.
-    """
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._advice_on_memory():
-            return super().training_step(*args, **kwargs)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        is_step = not (self.handles_gradient_accumulation and self.should_accumulate())
-        with self._advice_on_memory():
-            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        if is_step:
-            self._activations.step_ends()
-        return result
-
-    @contextmanager
-    def _advice_on_memory(self) -> Iterator[None]:
-        """Says in the error of a step that runs out of memory under a budget what its plan was."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if not self._activations.planners or "memory_budget=" in str(error):
-                raise
-            plan = self.activation_plan or "no plan yet, all layers are recomputed"
-            raise torch.OutOfMemoryError(
-                f"with memory_budget={self._activations.budget} and this plan: {plan}. Set a smaller memory_budget,"
-                " which leaves more to fragmentation and to what else is on the GPU, or use fewer or shorter rows in a"
-                f" batch. {error}"
-            ) from error
-
-    def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
-        super()._announce_plan(line, plan, fits)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        for logger in trainer.loggers:
-            logger.log_metrics(plan.metrics(), step=trainer.global_step)
-
-
-class FabricActivations(_Activations, _FabricStrategy):
-    """Controls the layers of models. A mixin for Fabric's strategies, to list before their kernels.
-
-    Args:
-        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
-        memory_budget: The memory that a plan for the layers may take.
-        **kwargs: For the next class.
-    """
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        # DeepSpeed's engine accumulates by itself.
-        is_step = getattr(optimizer, "is_gradient_accumulation_boundary", lambda: True)()
-        result = super().optimizer_step(optimizer, **kwargs)
-        if is_step:
-            self._activations.step_ends()
-        return result

@@ -13,53 +13,28 @@ from torch.nn import Module
 
 
 @torch.no_grad()
-def clip_whole_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scales the gradients of ``parameters`` so that their norm is at most ``max_norm``.
-
-    Args:
-        parameters: Their gradients are the same on every rank, or ``DTensor`` on any device meshes.
-        max_norm: The largest norm; ``math.inf`` changes nothing.
-        norm_type: The p of the p-norm.
-
-    Returns:
-        The norm before clipping, a plain tensor, the same on every rank; 0 without any gradient.
-    """
-    on_meshes: dict[object, list[Tensor]] = {}  # PyTorch computes no norm over several meshes at once
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        on_meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(parameter)
-    norms = [
-        torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
-        for group in on_meshes.values()
-    ]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = torch.nn.utils.get_total_norm(norms, norm_type)
-    for group in on_meshes.values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
-    return norm
-
-
-@torch.no_grad()
-def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_gradient_norm(
+    model: Module | None, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
     """Scales the gradients of ``parameters`` so that their norm over all ranks is at most ``max_norm``.
 
     Args:
-        model: An FSDP root, or a module with one or several of them inside.
-        parameters: Those of an optimizer; gradients of other parameters neither count nor change.
+        model: An FSDP root, or a module with one or several of them inside; None without FSDP.
+        parameters: Those of an optimizer; gradients of other parameters neither count nor change. Outside of FSDP units
+            they are the same on every rank, or ``DTensor`` on any device meshes.
         max_norm: The largest norm; ``math.inf`` changes nothing.
         norm_type: The p of the p-norm.
 
     Returns:
-        The norm before clipping, the same on every rank. Under FSDP it has the dtype of the gradients.
+        The norm before clipping, a plain tensor, the same on every rank; 0 without any gradient. Under FSDP it has the
+        dtype of the gradients.
 
     Raises:
-        ValueError: If a parameter is in no FSDP unit, so that ranks do not average its gradient.
+        ValueError: If a parameter is in no FSDP unit of ``model``, so that ranks do not average its gradient.
     """
     parameters = list(parameters)
-    if dist.get_world_size() == 1:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    if model is None or dist.get_world_size() == 1:
+        return _clip_whole_norm(parameters, max_norm, norm_type)
     roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
     units: set[Tensor] = {parameter for root in roots for parameter in root.parameters()}
     _check_inside(model, parameters, units)
@@ -69,6 +44,24 @@ def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: fl
         norms = [root.clip_grad_norm_(math.inf, norm_type).float() for root in roots]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _clip_whole_norm(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    on_meshes: dict[object, list[Tensor]] = {}  # PyTorch computes no norm over several meshes at once
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            on_meshes.setdefault(mesh, []).append(parameter)
+    norms = [
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
+        for group in on_meshes.values()
+    ]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = torch.nn.utils.get_total_norm(norms, norm_type)
+    for group in on_meshes.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -11,15 +11,6 @@ from torch.nn import Module
 from lightning_liger.lazy.head import FusionCounters
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.patching.rules import Patched
-
-
-@runtime_checkable
-class _HasEmbeddings(Protocol):
-    """A Hugging Face model with an LM head."""
-
-    def get_input_embeddings(self) -> Module: ...
-
-    def get_output_embeddings(self) -> Module: ...
 
 
 def patched_heads(model: Module) -> list[Module]:
@@ -42,8 +33,9 @@ def gather_heads(model: Module) -> list[Module]:
 def tied_pairs(model: Module) -> list[tuple[Module, Module]]:
     """Input and output embeddings of each Hugging Face model in ``model`` that share their weight."""
     pairs = []
-    for module in model.modules():
-        if isinstance(module, _HasEmbeddings):
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
             embeddings, head = module.get_input_embeddings(), module.get_output_embeddings()
             weights = [getattr(each, "weight", None) for each in (embeddings, head)]
             if weights[0] is not None and weights[0] is weights[1]:

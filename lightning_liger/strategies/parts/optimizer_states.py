@@ -5,15 +5,13 @@ such an optimizer under FSDP and FSDP2. PyTorch, asked for its state under FSDP2
 gradients, which Adam counts. The learning-rate finder saves before the first step, and loads that after some steps.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.strategies import Strategy as FabricStrategy
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
@@ -31,60 +29,59 @@ from torch.optim import Optimizer
 
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed
 
-if TYPE_CHECKING:
-    _TrainerStrategy = Strategy
-    _FabricStrategy = FabricStrategy
-else:
-    _TrainerStrategy = _FabricStrategy = object
 
+def load_in_trainer(strategy: Any, path: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A checkpoint that a strategy of the Trainer reads, which has loaded model and optimizers.
 
-class TrainerOptimizerStates(_TrainerStrategy):
-    """Loads optimizer states of sharded models. A mixin for the Trainer's strategies, right before Lightning's."""
+    Args:
+        strategy: Of a sharded model.
+        path: The checkpoint, the same on all ranks.
+        read: Lets Lightning's strategy read it.
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        assert self.model is not None
-        state, optimizers = self.lightning_module.trainer.state, self.optimizers
-        if state.fn != TrainerFn.FITTING:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        # Lightning loads no optimizers for evaluation (FSDP), and none if there are none (FSDP2).
-        state.fn, self.optimizers = TrainerFn.VALIDATING, []
-        try:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        finally:
-            state.fn, self.optimizers = TrainerFn.FITTING, optimizers
-        path = Path(self.broadcast(checkpoint_path))
-        states = checkpoint.get("optimizer_states")
-        if path.is_file() and states is None:  # only weights were saved
-            return checkpoint
-        if states is not None and len(states) != len(optimizers):
-            raise ValueError(
-                f"the checkpoint {path} has the states of {len(states)} optimizers, but configure_optimizers returns"
-                f" {len(optimizers)}"
-            )
-        for index, optimizer in enumerate(optimizers):
-            load_optimizer_state(self.model, optimizer, path, f"optimizer_{index}", states and states[index])
+    Raises:
+        ValueError: For the states of another number of optimizers.
+    """
+    state, optimizers = strategy.lightning_module.trainer.state, strategy.optimizers
+    if state.fn != TrainerFn.FITTING:
+        return read()
+    # Lightning loads no optimizers for evaluation (FSDP), and none if there are none (FSDP2).
+    state.fn, strategy.optimizers = TrainerFn.VALIDATING, []
+    try:
+        checkpoint = read()
+    finally:
+        state.fn, strategy.optimizers = TrainerFn.FITTING, optimizers
+    states = checkpoint.get("optimizer_states")
+    if path.is_file() and states is None:  # only weights were saved
         return checkpoint
+    if states is not None and len(states) != len(optimizers):
+        raise ValueError(
+            f"the checkpoint {path} has the states of {len(states)} optimizers, but configure_optimizers returns"
+            f" {len(optimizers)}"
+        )
+    for index, optimizer in enumerate(optimizers):
+        load_optimizer_state(strategy.model, optimizer, path, f"optimizer_{index}", states and states[index])
+    return checkpoint
 
 
-class FabricOptimizerStates(_FabricStrategy):
-    """Loads optimizer states of sharded models. A mixin for Fabric's strategies, right before Lightning's."""
+def load_in_fabric(path: Path, state: Any, read: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """What :meth:`fabric.load` returns of a checkpoint, after it has loaded what is in ``state``.
 
-    def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        parts = state if isinstance(state, dict) else {}
-        optimizers = {key: part for key, part in parts.items() if isinstance(part, Optimizer)}
-        if not optimizers:
-            return super().load_checkpoint(path, state, strict, weights_only)
-        others = {key: part for key, part in parts.items() if key not in optimizers}
-        rest = super().load_checkpoint(path, others, strict, weights_only)  # refuses all but one sharded model
-        parts.update(others)
-        path = Path(self.broadcast(path))
-        model = next(part for part in others.values() if isinstance(part, Module) and _is_sharded(part))
-        for key, optimizer in optimizers.items():
-            load_optimizer_state(model, optimizer, path, key, rest.pop(key, None))
-        return rest
+    Args:
+        path: The checkpoint, the same on all ranks.
+        state: As for :meth:`fabric.load`.
+        read: Lets Lightning's strategy read it into a state.
+    """
+    parts = state if isinstance(state, dict) else {}
+    optimizers = {key: part for key, part in parts.items() if isinstance(part, Optimizer)}
+    if not optimizers:
+        return read(state)
+    others = {key: part for key, part in parts.items() if key not in optimizers}
+    rest = read(others)  # refuses all but one sharded model
+    parts.update(others)
+    model = next(part for part in others.values() if isinstance(part, Module) and _is_sharded(part))
+    for key, optimizer in optimizers.items():
+        load_optimizer_state(model, optimizer, Path(path), key, rest.pop(key, None))
+    return rest
 
 
 def load_optimizer_state(

@@ -26,14 +26,6 @@ def check_policy(argument: str, policy: Any, takes_functions: bool = True) -> No
             _import_class(argument, name)
 
 
-def decoder_layer_classes(model: Module) -> set[type[Module]]:
-    """The classes of the layers that a Hugging Face model in ``model`` says must not be split."""
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return {type(module) for module in model.modules() if _class_names(module) & names}
-
-
 def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> Any:
     """The policy in Lightning's form: names become the classes of ``model``'s layers, everything else stays.
 
@@ -64,17 +56,12 @@ def select_modules(policy: Any, model: Module) -> set[Module]:
     """The modules below ``model`` that a policy in Lightning's form chooses."""
     if isinstance(policy, set):
         return {module for module in model.modules() if isinstance(module, tuple(policy))}
-    # FSDP's policies are applied by what PyTorch wraps layers with: here nothing is wrapped.
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    modules = (module for module in model.modules() if module is not model)
+    return {each for each in modules if policy(module=each, recurse=False, nonwrapped_numel=_num_parameters(each))}
 
-    chosen: list[Module] = []
 
-    def choose(module: Module, **options: Any) -> Module:
-        chosen.append(module)
-        return module
-
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=choose, auto_wrap_policy=policy)
-    return set(chosen)
+def _num_parameters(module: Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _names(policy: Any) -> list[str]:

@@ -6,7 +6,7 @@ optimizers and FSDP2 then find all parameters on the same device mesh, and broad
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from lightning_liger.sequences.context_parallel import outermost_models
 from lightning_liger.strategies.parts.head_units import tied_pairs
 
 
@@ -104,7 +105,7 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
             number of ranks. The model is then unchanged.
     """
     styles: dict[nn.Module, str] = {}
-    for owner in _owners(model):
+    for owner in outermost_models(model):
         styles |= _planned(owner, device_mesh.size())
     if not styles:
         raise ValueError(
@@ -122,18 +123,9 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
         _replicate_rest(module, device_mesh, replicas)
 
 
-def _owners(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules with a plan, which has those of the modules inside."""
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module not in inside and isinstance(getattr(module, "_tp_plan", None), dict):
-            inside.update(module.modules())
-            yield module
-
-
 def _planned(owner: Any, num_ranks: int) -> dict[nn.Module, str]:
     """The style of each module that the plan of a Hugging Face model names, checked."""
-    plan = owner._tp_plan
+    plan = owner._tp_plan or {}  # with those of the models inside
     for name, _ in owner.named_parameters():
         if _generic(name) in plan:
             raise ValueError(_unsupported(num_ranks, owner, name, plan[_generic(name)]))

@@ -189,7 +189,7 @@ def test_monitor_is_measured_next_to_fits_without_it(tmp_path: Path, capsys: pyt
 def test_dropped_tensors_are_not_counted() -> None:
     model = torch.nn.Linear(4, 4, bias=False)
     ids = torch.ones(2, 4)
-    layers = SimpleNamespace(layers=[model], modes=["store"], dropped_bytes=[12])
+    layers = SimpleNamespace(layers=[model], modes=["store"], sizes=[SimpleNamespace(cheap=12)])
 
     def forward() -> torch.Tensor:
         return model(ids * 2).exp()

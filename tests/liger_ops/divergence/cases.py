@@ -1,4 +1,4 @@
-"""Kinds, options and formulas of the divergences, as tests write them: straight from their definitions."""
+"""Kinds, options and the definition of the divergences, as tests write them: straight from log-softmaxes."""
 
 from typing import Any
 
@@ -25,6 +25,7 @@ KINDS = [
     ("cosine", 0.5),
 ]
 """Each kind with a beta, and with those at which it is a simpler one."""
+OF_DISTRIBUTIONS = [kind for kind in dict(KINDS) if kind not in ("mse", "cosine")]
 
 EVERYTHING: dict[str, Any] = {
     "temperature": 0.7, "t_squared": True, "softcap": 3.0, "logit_scale": 0.8, "teacher_softcap": 2.0,
@@ -33,54 +34,64 @@ EVERYTHING: dict[str, Any] = {
 OPTIONS: list[dict[str, Any]] = [{}, {"temperature": 1.3}, EVERYTHING]
 
 
-def temper(logits: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0) -> Tensor:
-    z = logits * scale
-    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-
-
-def plain_divergence(
+def reference(
     student: Tensor,
     teacher: Tensor,
-    kind: str,
-    beta: float = 0.5,
     *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
     temperature: float = 1.0,
     t_squared: bool = False,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
 ) -> Tensor:
-    """The divergence of each row from its definition, with probabilities and logarithms of them."""
-    z_s = temper(student, logit_scale, softcap, temperature)
-    z_t = temper(teacher, teacher_logit_scale, teacher_softcap, temperature)
-    q, p = z_s.softmax(-1), z_t.softmax(-1)
+    """``liger_ops.divergence`` of finite logits, which autograd differentiates."""
+
+    def temper(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+        z = logits * scale
+        return (z if cap is None else cap * torch.tanh(z / cap)) / temperature
 
     def kl(left: Tensor, right: Tensor) -> Tensor:
-        return (torch.xlogy(left, left) - torch.xlogy(left, right)).sum(-1)
+        return (left.exp() * (left - right)).sum(-1)
 
-    m = (1 - beta) * q + beta * p
+    z_s, z_t = temper(student, logit_scale, softcap), temper(teacher, teacher_logit_scale, teacher_softcap)
+    s, t = z_s.log_softmax(-1), z_t.log_softmax(-1)
+    shares = s.new_tensor([1.0 - beta, beta]).log()
+    m = torch.logaddexp(shares[0] + s, shares[1] + t)
     if kind == "jsd" and beta in (0, 1):
         kind = "reverse_kl" if beta else "forward_kl"
     losses = {
-        "forward_kl": lambda: kl(p, q),
-        "reverse_kl": lambda: kl(q, p),
-        "mixed": lambda: beta * kl(p, q) + (1 - beta) * kl(q, p),
-        "jsd": lambda: beta * kl(p, m) + (1 - beta) * kl(q, m),
-        "skew_kl": lambda: kl(p, m),
-        "skew_reverse_kl": lambda: kl(q, m),
-        "total_variation": lambda: (q - p).abs().sum(-1) / 2,
+        "forward_kl": lambda: kl(t, s),
+        "reverse_kl": lambda: kl(s, t),
+        "mixed": lambda: beta * kl(t, s) + (1 - beta) * kl(s, t),
+        "jsd": lambda: beta * kl(t, m) + (1 - beta) * kl(s, m),
+        "skew_kl": lambda: kl(t, m),
+        "skew_reverse_kl": lambda: kl(s, m),
+        "total_variation": lambda: (s.exp() - t.exp()).abs().sum(-1) / 2,
         "mse": lambda: (z_s - z_t).pow(2).mean(-1),
         "cosine": lambda: 1 - (z_s * z_t).sum(-1) / (z_s.norm(dim=-1) * z_t.norm(dim=-1)),
     }[kind]()
-    return losses * temperature**2 if t_squared else losses
+    losses = losses * temperature**2 if t_squared else losses
+    weight = torch.ones_like(losses) if token_weight is None else token_weight.to(losses)
+    if mask is not None:
+        losses, weight = losses.where(mask, 0), weight.where(mask, 0)
+    losses = losses * weight
+    return losses if reduction == "none" else losses.sum() / (weight.sum() if reduction == "mean" else 1)
 
 
-def divergence_and_gradient(
-    student: Tensor, teacher: Tensor, upstream: Tensor, kind: str, beta: float, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Of each row, and the gradient of their sum by ``upstream``."""
-    student = student.detach().requires_grad_()
-    losses = plain_divergence(student, teacher, kind, beta, **options)
-    (gradient,) = torch.autograd.grad(losses, student, upstream.to(losses.dtype))
-    return losses.detach(), gradient
+def with_gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """A loss and the gradients of its product with an upstream gradient."""
+    upstream = torch.linspace(-1, 2, loss.numel()) if loss.dim() else torch.tensor(1.7)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream.to(loss).view(loss.shape))]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], what: Any, tolerance: float = 2e-5) -> None:
+    """Fails if a tensor differs by more than so much of the largest number, or of 1."""
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        error = (one.double() - other.double()).abs().max().item()
+        assert error <= tolerance * max(1.0, other.abs().max().item()), (what, place, error)

@@ -7,21 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from liger_ops import TokenScores, linear_log_probs, linear_token_loss
-from liger_ops.log_probs.reference import linear_token_loss_reference
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
     ALL,
     CASES,
-    DIFFERENTIABLE,
     ROWS,
     TOKENS,
     Case,
     call,
     chunk_of,
     leaves_of,
+    linear_token_loss_reference,
     loss_and_gradients,
     make,
     make_loss,
@@ -52,24 +50,6 @@ def test_loss_and_gradients_are_as_accurate_as_plain_pytorch(
     assert_as_accurate("loss", actual[0], eager[0], truth[0], factor=4.0, magnitude=of_logits)
     for number, values in enumerate(zip(actual[2], eager[2], truth[2], strict=True)):
         assert_as_accurate(f"gradient {number}", *values, factor=4.0, magnitude=4.0)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_are_those_of_the_same_loss_of_linear_log_probs(frozen: bool, device: torch.device) -> None:
-    head = make(Case(DIFFERENTIABLE, frozen), device=device)
-    leaves = leaves_of(head, frozen)
-    advantages = torch.randn(head.target.numel(), device=device)
-    token_loss = make_loss(advantages)
-    kept = (head.target.reshape(-1) != -100).nonzero()[:, 0]
-    loss, scores = call(linear_token_loss, leaves, head, token_loss, **chunk_of(ROWS, head))
-    later = call(linear_log_probs, leaves, head, **chunk_of(ROWS, head))
-    flat = TokenScores(*(None if score is None else score.reshape(-1)[kept] for score in later))
-    expected = token_loss(flat, kept).sum()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(scores[:4], tuple(score.detach() for score in later[:4]))
-    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    actual, truth = (torch.autograd.grad(each, wanted) for each in (loss, expected))
-    torch.testing.assert_close(actual, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_loss_is_called_with_each_token_once() -> None:
@@ -132,38 +112,12 @@ def test_nothing_is_called_under_autograd_without_gradients() -> None:
     assert not loss.requires_grad
 
 
-def test_detached_scores_have_no_gradient() -> None:
-    head = make(Case(("log_probs", "entropy"), detach=("entropy",)), torch.float64)
-    leaves = leaves_of(head, False)
-
-    def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
-        assert not scores.entropy.requires_grad
-        return -scores.log_probs * scores.entropy
-
-    loss, _ = call(linear_token_loss, leaves, head, token_loss, **chunk_of(ROWS, head))
-    expected, _ = call(linear_token_loss_reference, leaves, head, token_loss)
-    wanted = list(leaves.values())
-    torch.testing.assert_close(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))
-
-
-def test_kept_graph_gives_the_same_gradients_again() -> None:
-    head = make(Case())
-    leaves = leaves_of(head, False)
-    loss, _ = call(linear_token_loss, leaves, head, make_loss(torch.randn(TOKENS)))
-    wanted = list(leaves.values())
-    first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(2 * loss, wanted), first)
-
-
 LEARNED = torch.ones(TOKENS, requires_grad=True)
 
 
 @pytest.mark.parametrize(
     ("token_loss", "error", "message"),
     [
-        (lambda scores, index: 1.0, TypeError, "token_loss must be a function that returns a floating-point tensor"),
-        (lambda scores, index: scores.correct, TypeError, "token_loss must be a function that returns a floating"),
-        (lambda scores, index: scores.log_probs.sum(), ValueError, r"one loss for each of its 3 tokens, of shape"),
         (lambda scores, index: scores.log_probs.detach(), ValueError, "losses that depend on differentiable scores"),
         (lambda scores, index: scores.log_probs * LEARNED[index], ValueError, "no tensor that requires a gradient but"),
     ],
@@ -172,16 +126,6 @@ def test_losses_that_are_none_are_refused(token_loss: Any, error: type[Exception
     head = make(Case(("log_probs", "correct")))
     with pytest.raises(error, match=message):
         call(linear_token_loss, leaves_of(head, False), head, token_loss, **chunk_of(ROWS, head))
-
-
-def test_errors_of_the_loss_are_raised_as_they_are() -> None:
-    head = make(Case())
-
-    def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        call(linear_token_loss, head.tensors, head, token_loss)
 
 
 def test_graph_breaks_around_it_under_the_compiler() -> None:
@@ -197,20 +141,6 @@ def test_graph_breaks_around_it_under_the_compiler() -> None:
     compiled = torch.compile(step, backend="aot_eager")
     wanted = list(leaves.values())
     torch.testing.assert_close(torch.autograd.grad(compiled(), wanted), torch.autograd.grad(step(), wanted))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
-    head = make(Case())
-    leaves = leaves_of(head, False)
-    token_loss = make_loss(torch.randn(TOKENS))
-
-    def run(*_: Tensor) -> Tensor:
-        return call(linear_token_loss, leaves, head, token_loss, **chunk_of(ROWS, head))[0]
-
-    expected = torch.autograd.grad(run(), list(leaves.values()))
-    checkpoint(run, *leaves.values(), use_reentrant=use_reentrant).backward()
-    torch.testing.assert_close(tuple(leaf.grad for leaf in leaves.values()), expected)
 
 
 def test_chunk_of_ignored_tokens_alone_needs_no_gradient() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from liger_ops import TokenScores, linear_log_probs, linear_token_loss
-from liger_ops.log_probs.reference import linear_log_probs_reference, linear_token_loss_reference
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.log_probs.cases import (
     ALL,
@@ -19,12 +18,15 @@ from tests.liger_ops.log_probs.cases import (
     call,
     chunk_of,
     leaves_of,
+    linear_log_probs_reference,
+    linear_token_loss_reference,
     loss_and_gradients,
     make,
     make_loss,
     make_upstream,
     scores_and_gradients,
 )
+from tests.liger_ops.loss.cases import capture, no_waits
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -88,17 +90,10 @@ def steps(frozen: bool, max_valid_tokens: int | None, saved: int) -> Any:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_replay_of_a_cuda_graph_computes_new_data(frozen: bool, saved: int) -> None:
     step, fill = steps(frozen, 512, saved)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    replay = capture(step)
     for _ in range(3):
         fill()
-        graph.replay()
+        results = replay()
         torch.testing.assert_close(results, step())
         assert not any(result.isnan().any() for result in results)
 
@@ -108,11 +103,8 @@ def test_replay_of_a_cuda_graph_computes_new_data(frozen: bool, saved: int) -> N
 def test_host_never_waits_for_the_device(frozen: bool, saved: int) -> None:
     step, _ = steps(frozen, 512, saved)
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         results = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not any(result.isnan().any() for result in results)
 
 

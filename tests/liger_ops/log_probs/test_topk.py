@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops import linear_topk_log_probs
-from liger_ops.log_probs import topk as module
-from liger_ops.log_probs.topk import linear_topk_log_probs_reference
+from liger_ops import backend, linear_topk_log_probs
+from liger_ops.loss import head_passes as module
+from tests.liger_ops.loss.cases import no_waits
+from tests.liger_ops.loss.head_cases import OperatorLog
 from tests.liger_ops.memory import new_memory_is_nan
 
 TOKENS, CLASSES, HIDDEN, RANK, GIVEN = 9, 37, 7, 2, 5
@@ -114,18 +115,6 @@ def test_log_probs_and_gradients_are_those_of_whole_logits(
             assert_same(with_gradients(found, head), with_gradients(expected, truth), what)
 
 
-def test_reference_is_the_same() -> None:
-    ids = make_ids()
-    for renormalize in (False, True):
-        head = make_head()
-        adapter = head["adapter_x"], head["adapter_weight"]
-        options = {"mask": torch.arange(TOKENS) > 2, "renormalize": renormalize, **OPTIONS[2]}
-        found = linear_topk_log_probs_reference(
-            head["x"], head["weight"], ids, linear_bias=head["bias"], adapter=adapter, with_lse=True, **options
-        )
-        assert_same(list(found), list(plain(double(head), ids, **options)), renormalize)
-
-
 def test_chunks_and_saved_logits_change_no_result(device: torch.device) -> None:
     head, ids = make_head(device=device), make_ids(device)
     expected = with_gradients(run(head, ids), head)
@@ -165,6 +154,27 @@ def test_a_frozen_head_takes_two_products(
     calls.clear()
     linear_topk_log_probs(head["x"], head["weight"], make_ids(), renormalize=True)
     assert not calls
+
+
+@pytest.mark.parametrize("trained", [("x",), ("x", "weight")])
+def test_without_a_mask_no_token_is_sorted_or_gathered(
+    trained: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "is_traced", lambda: False)
+    head, ids = make_head(trained), make_ids().clamp(min=0)
+    for options, is_sorted in (({}, False), ({"mask": torch.ones(TOKENS, dtype=torch.bool)}, True)):
+        with OperatorLog() as log:
+            run(head, ids, **options)[1].sum().backward()
+        aten = torch.ops.aten
+        assert bool(log.operators & {aten.argsort, aten.index_select}) == is_sorted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [("x",), NAMES])
+def test_without_a_mask_the_host_never_waits(trained: tuple[str, ...]) -> None:
+    head, ids = make_head(trained, "cuda"), make_ids("cuda").clamp(min=0)
+    with no_waits():
+        run(head, ids)[0].sum().backward()
 
 
 def test_backward_can_run_twice() -> None:
@@ -232,15 +242,6 @@ def test_half_precision_is_close_to_the_truth(dtype: torch.dtype, device: torch.
             assert [each.dtype for each in found] == [torch.float32, torch.float32, *[dtype] * len(trained)]
             expected = with_gradients(plain(truth, ids, renormalize=renormalize), truth)
             assert_same(found, expected, (renormalize, trained), 4 * torch.finfo(dtype).eps)
-
-
-def test_shape_of_tokens_and_options_of_results() -> None:
-    head, ids = make_head(()), make_ids()
-    flat = linear_topk_log_probs(head["x"], head["weight"], ids)
-    shaped = linear_topk_log_probs(head["x"].view(3, 3, -1), head["weight"], ids.view(3, 3, -1))
-    assert torch.equal(shaped, flat.view(3, 3, -1))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear_topk_log_probs(head["x"], head["weight"], ids).dtype == torch.float32
 
 
 @pytest.mark.gpu

@@ -11,9 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import TokenScores, linear_token_loss
-from liger_ops.log_probs.reference import linear_log_probs_reference
 from liger_ops.log_probs.units import plan_units
-from tests.liger_ops.log_probs.cases import CASES, HIDDEN, VOCAB, Case, call, chunk_of, leaves_of, make
+from tests.liger_ops.log_probs.cases import (
+    CASES,
+    HIDDEN,
+    VOCAB,
+    Case,
+    call,
+    chunk_of,
+    leaves_of,
+    linear_log_probs_reference,
+    make,
+)
 
 NUM_UNITS = 3
 
@@ -63,16 +72,6 @@ def test_losses_of_units_are_those_of_whole_logits_in_float64(case: Case) -> Non
         in_chunks = [set(units.reshape(-1)[chunk].tolist()) for chunk in seen]
         assert sum(map(len, in_chunks)) == NUM_UNITS, "a unit was in two chunks"
         assert torch.cat(seen).sort().values.equal(index)
-
-
-def test_kernels_take_units(device: torch.device) -> None:
-    head = make(Case(), device=device)
-    units = units_of(head.target)
-    expected = chunks_seen(head, units, **chunk_of(100, head))
-    actual = chunks_seen(head, units, **chunk_of(4, head))
-    assert len(actual[1]) == NUM_UNITS
-    torch.testing.assert_close(actual[0], expected[0])
-    torch.testing.assert_close(actual[2], expected[2], rtol=1e-4, atol=1e-5)
 
 
 def test_groups_have_a_sequence_of_units() -> None:

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from liger_ops.log_probs.reference import linear_log_probs_reference, linear_token_loss_reference
-from tests.liger_ops.log_probs.cases import loss_and_gradients, scores_and_gradients
+from tests.liger_ops.log_probs.cases import (
+    linear_log_probs_reference,
+    linear_token_loss_reference,
+    loss_and_gradients,
+    scores_and_gradients,
+)
 from tests.liger_ops.log_probs.workers.vocab_parallel import RUNS, make_head, whole
 from tests.lightning_liger.strategies.workers.distributed import launch
 

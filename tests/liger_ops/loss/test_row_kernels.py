@@ -1,18 +1,23 @@
-"""The kernels of cross_entropy alone, with blocks so small that short rows cross their borders.
+"""The row kernels alone, with blocks so small that short rows cross their borders.
 
 The loss kernel takes every test twice: with the row in registers, and block by block.
 """
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from liger_ops.log_probs.scores import DIFFERENTIABLE, scores_reference
 from liger_ops.loss import launch as launch_module
 from liger_ops.loss.launch import (
+    ROW_OUTPUTS,
     CrossEntropyLaunch,
     choose_block_launch,
     choose_gradient_launch,
@@ -20,10 +25,14 @@ from liger_ops.loss.launch import (
     launch_gradient,
     launch_loss,
 )
-from liger_ops.loss.options import Targets, TokenLossOptions, TokenStats
+from liger_ops.loss.options import Targets, TokenLossOptions
+from liger_ops.loss.rows import TokenRows, gradient_in_place, gradient_rows, transform_logits
 from tests.liger_ops.accuracy import assert_as_accurate
-from tests.liger_ops.loss.test_cross_entropy import (
-    assert_stats_match_plain,
+from tests.liger_ops.loss.cases import (
+    LOSS_OPTIONS,
+    draw_labels,
+    draw_weights,
+    few,
     loss_and_gradient,
     make_case,
     plain_cross_entropy,
@@ -32,11 +41,8 @@ from tests.liger_ops.loss.test_cross_entropy import (
 BLOCK = 32
 PROGRAMS = 2  # fewer than rows, so that each takes several
 ROWS, CLASSES = 4, 75  # one row is ignored; two blocks and some
-
-
-def choose_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes ``launch_loss`` take the named kernel for rows of any size."""
-    monkeypatch.setattr(launch_module, "MAX_ROW_IN_REGISTERS", 2**20 if name == "whole_row" else 0)
+# One class, one block but for a class, one block, one more, several, several and some, a power of two past the blocks.
+SIZES = st.sampled_from([1, 2, 31, 32, 33, 64, 75, 128])
 
 
 @pytest.fixture
@@ -61,216 +67,206 @@ def device(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torc
 
 @pytest.fixture(params=["whole_row", "blockwise"])
 def loss_kernel(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
-    choose_kernel(request.param, monkeypatch)
+    """Which way the loss kernel takes for rows of any size."""
+    monkeypatch.setattr(launch_module, "MAX_ROW_IN_REGISTERS", 2**20 if request.param == "whole_row" else 0)
     return request.param
 
 
-def split_options(options: dict[str, Any], labels: Tensor) -> tuple[Targets, TokenLossOptions]:
-    """cross_entropy's keyword arguments as the kernels take them."""
-    others = {name: value for name, value in options.items() if name not in ("weight", "token_weight")}
-    return Targets(labels, options.get("weight"), options.get("token_weight")), TokenLossOptions(**others)
+def unwritten(labels: Tensor) -> dict[str, Tensor]:
+    """Output buffers for everything, of 77 (or True) where nothing is written."""
+    dtypes = {"predictions": torch.int64, "correct": torch.bool}
+    return {name: torch.full_like(labels, 77, dtype=dtypes.get(name, torch.float32)) for name in ROW_OUTPUTS}
 
 
-def unwritten_stats(labels: Tensor) -> TokenStats:
-    """Output buffers, of 77 where nothing is written."""
-    buffer = torch.full(labels.shape, 77.0, device=labels.device)
-    buffers = (buffer.clone() for _ in range(4))
-    return TokenStats(*buffers, torch.full_like(labels, 77), torch.ones_like(labels, dtype=torch.bool))
+def padded(logits: Tensor, padding: int, value: float) -> tuple[Tensor, Tensor]:
+    """A buffer of ``value``, and a view of it with the logits, whose rows are ``padding`` columns apart."""
+    buffer = torch.full((len(logits) + 2, logits.shape[1] + padding), value, dtype=logits.dtype, device=logits.device)
+    rows = buffer[1:-1, padding // 2 : logits.shape[1] + padding // 2]
+    return buffer, rows.copy_(logits)
 
 
-def run_loss(
-    logits: Tensor,
-    labels: Tensor,
-    options: dict[str, Any],
-    grad_scale: Tensor | None = None,
-    *,
-    grad_logits: Tensor | None = None,
-    with_stats: bool = True,
-    token_index: Tensor | None = None,
-    mean_scale: Tensor | None = None,
-) -> tuple[TokenStats, Tensor]:
-    """The stats (meaningless but for the losses without ``with_stats``) and the error of lse."""
-    stats = unwritten_stats(labels)
-    lse_error = stats.lse.clone()
-    targets, token_options = split_options(options, labels)
-    launch_loss(
-        logits, targets, grad_scale, token_options, losses=stats.losses, lse_error=lse_error,
-        stats=stats if with_stats else None, grad_logits=grad_logits, token_index=token_index, mean_scale=mean_scale,
+def plain(
+    logits: Tensor, labels: Tensor, options: TokenLossOptions, temperature: Tensor | None, weights: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """All outputs in plain PyTorch, in float64 for float64 logits."""
+    z = transform_logits(logits, options, None if temperature is None else temperature.to(logits.dtype))
+    found = scores_reference(z, labels, options.ignore_index, [*ROW_OUTPUTS])._asdict()
+    found["losses"] = plain_cross_entropy(
+        z, labels, reduction="none", ignore_index=options.ignore_index, label_smoothing=options.label_smoothing,
+        z_loss_weight=options.z_loss_weight, **weights,
     )  # fmt: skip
-    return stats, lse_error
+    if "weight" in weights:
+        weighted = (z * weights["weight"].to(z.dtype)).mean(-1)
+        found["mean_logit"] = weighted.where(labels != options.ignore_index, 0.0)
+    return found
 
 
-def assert_run_matches_plain(logits: Tensor, labels: Tensor, options: dict[str, Any]) -> tuple[TokenStats, Tensor]:
-    """Returns the stats and the gradient for more assertions."""
-    grad_scale = torch.linspace(-1, 2, len(labels), device=labels.device)
-    grad_logits = torch.full_like(logits, torch.nan)
-    stats, _ = run_loss(logits, labels, options, grad_scale, grad_logits=grad_logits)
-    assert_stats_match_plain(stats, logits, labels, **options)
-    eager, truth = (
-        loss_and_gradient(plain_cross_entropy, some, labels, grad_scale, reduction="none", **options)[1]
-        for some in (logits, logits.double())
+@given(
+    draw=st.builds(
+        SimpleNamespace,
+        vocab_size=SIZES,
+        spread=st.sampled_from([0.1, 4.0, 100.0]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        padding=st.sampled_from([0, 3, 5, 16]),
+        weights=st.sampled_from(["", "class", "class and token"]),
+        options=LOSS_OPTIONS,
+        is_tempered=st.booleans(),
+        is_indexed=st.booleans(),
+        in_place=st.booleans(),
+        seed=st.integers(0, 2**16),
     )
-    assert_as_accurate("gradient", grad_logits, eager, truth)
-    return stats, grad_logits
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["plain", "class_weight+smoothing", "softcap", "everything"])
-def test_stats_and_gradient_match_plain_pytorch(
-    name: str, dtype: torch.dtype, loss_kernel: str, device: torch.device
-) -> None:
-    assert_run_matches_plain(*make_case(name, ROWS, CLASSES, device, dtype))
-
-
-# One class, one block but for a class, one block, one more, several, several and some, a power of two past the blocks.
-@pytest.mark.parametrize(
-    ("vocab_size", "name"),
-    [(1, "plain"), *((vocab_size, "everything") for vocab_size in (31, 32, 33, 64, 75, 128))],
-    ids=str,
 )
-def test_every_border_matches_plain_pytorch(vocab_size: int, name: str, loss_kernel: str, device: torch.device) -> None:
-    assert_run_matches_plain(*make_case(name, 3, vocab_size, device))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_both_kernels_agree(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, labels, options = make_case("everything", ROWS, CLASSES, device, dtype)
+@few(50)
+def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, device: torch.device) -> None:
+    spread = draw.spread
+    torch.manual_seed(draw.seed)
+    token_options = TokenLossOptions(**draw.options)
+    spread = min(spread, 4.0) if draw.options["softcap"] else spread
+    labels = draw_labels(7, draw.vocab_size, "some", token_options.ignore_index).to(device)
+    drawn = draw_weights(7, draw.vocab_size, draw.weights, device)
+    temperature = (0.5 + torch.rand(7)).to(device) if draw.is_tempered else None
+    index = torch.tensor([6, 0, 3, 2], device=device) if draw.is_indexed else torch.arange(7, device=device)
+    grad_scale = torch.linspace(-1, 2, 7, device=device)
+    logits = (spread * torch.randn(len(index), draw.vocab_size)).to(device, draw.dtype)
+    of_rows = {name: x[index] if name == "token_weight" else x for name, x in drawn.items()}
+    rows_temperature = None if temperature is None else temperature[index]
     results = []
-    for kernel in ("whole_row", "blockwise"):
-        choose_kernel(kernel, monkeypatch)
-        gradient = torch.empty_like(logits)
-        stats, _ = run_loss(logits, labels, options, grad_logits=gradient)
-        results.append((*stats, gradient))
-    torch.testing.assert_close(*results)
+    for some in (logits, logits.double()):
+        leaf = some.clone().requires_grad_()
+        found = plain(leaf, labels[index], token_options, rows_temperature, of_rows)
+        found["gradient"] = torch.autograd.grad((found["losses"] * grad_scale[index]).sum(), leaf)[0]
+        results.append(found)
+    eager, truth = results
+
+    buffer, rows = padded(logits, draw.padding, 7.0)
+    gradient_buffer, gradient = (buffer, rows) if draw.in_place else padded(logits, draw.padding, 7.0)
+    outputs, targets = unwritten(labels), Targets(labels, drawn.get("weight"), drawn.get("token_weight"))
+    launch_loss(
+        rows, targets, token_options, outputs, grad_scale=grad_scale, temperature=temperature, grad_logits=gradient,
+        token_index=index if draw.is_indexed else None,
+    )  # fmt: skip
+    size = truth["lse"].abs().max().item()
+    for name, output in outputs.items():
+        if name in ("predictions", "correct"):
+            assert torch.equal(output[index], truth[name])
+        elif name != "lse_error":
+            assert_as_accurate(name, output[index], eager[name], truth[name], factor=4.0, magnitude=2.0 + size)
+        untouched = torch.ones(7, dtype=torch.bool, device=device).index_fill(0, index, False)
+        assert (output[untouched] == (1 if name == "correct" else 77)).all(), name
+    exact = outputs["lse"].double() + outputs["lse_error"].double()
+    if temperature is None and not token_options.softcap:  # whose own rounding is larger
+        # Sums and logarithms of normalisers are rounded at their size, not at that of lse.
+        assert ((exact[index] - truth["lse"]).abs() <= 16 * torch.finfo(torch.float32).eps * (1 + spread / 16)).all()
+    # Where a cap saturates, its derivative is a difference of numbers near 1.
+    close = {"magnitude": 2.0 if draw.options["softcap"] else 1.0}
+    assert_as_accurate("gradient", gradient, eager["gradient"], truth["gradient"], **close)
+    gradient_of_loss = gradient.clone()
+    for part, whole in ((rows, buffer), (gradient, gradient_buffer)):
+        part.fill_(7.0)
+        assert (whole == 7.0).all()
+
+    # The gradient of logits whose lse is known, by weights and by factors.
+    known = outputs["lse"], outputs["lse_error"]
+    if temperature is None:
+        _, rows = padded(logits, draw.padding, 7.0)
+        launch_gradient(
+            rows, rows, token_options, class_weight=targets.class_weight, token_weight=targets.token_weight,
+            grad_scale=grad_scale, token_index=index if draw.is_indexed else None, labels=labels, lse=known[0],
+            lse_error=known[1],
+        )  # fmt: skip
+        assert_as_accurate("gradient by weights", rows, eager["gradient"], truth["gradient"], **close)
+    factors = gradient_rows(
+        targets, token_options, *known, {"losses": grad_scale}, temperature=temperature, num_columns=draw.vocab_size
+    )
+    _, rows = padded(logits, draw.padding, 7.0)
+    gradient_in_place(rows, factors, token_options, targets.class_weight, index)
+    assert_as_accurate("gradient by factors", rows, eager["gradient"], truth["gradient"], **close)
+    torch.testing.assert_close(rows, gradient_of_loss, rtol=0.02, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_what_else_is_wanted_does_not_change_a_result(name: str, loss_kernel: str, device: torch.device) -> None:
-    logits, labels, options = make_case(name, ROWS, CLASSES, device)
-    gradients = torch.empty_like(logits), torch.empty_like(logits)
-    everything, lse_error = run_loss(logits, labels, options, grad_logits=gradients[0])
-    without_stats, same_lse_error = run_loss(logits, labels, options, grad_logits=gradients[1], with_stats=False)
-    assert torch.equal(without_stats.losses, everything.losses)
-    assert torch.equal(same_lse_error, lse_error)
-    assert torch.equal(gradients[1], gradients[0])
-    assert (without_stats.entropy == 77).all()
-    without_gradient, _ = run_loss(logits, labels, options)  # always block by block
-    for actual, expected in zip(without_gradient, everything, strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize(
-    "padding",
-    [
-        pytest.param((2, 3, 1, 1), id="anywhere"),
-        pytest.param((0, 3, 0, 1), id="from_multiples_of_2"),
-        pytest.param((0, 5, 0, 1), id="from_multiples_of_8"),
-        pytest.param((8, 8, 8, 1), id="a_multiple_of_8_apart"),
-    ],
+@given(
+    draw=st.builds(
+        SimpleNamespace,
+        vocab_size=SIZES,
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        padding=st.sampled_from([0, 3, 16]),
+        softcap=st.sampled_from([None, 5.0]),
+        is_tempered=st.booleans(),
+        wanted=st.sets(st.sampled_from(DIFFERENTIABLE), min_size=1),
+        seed=st.integers(0, 2**16),
+    )
 )
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, torch.nan), (torch.bfloat16, 7.0)], ids=str)
-def test_gradient_may_overwrite_the_logits_and_nothing_else(
-    dtype: torch.dtype, value: float, padding: tuple[int, ...], loss_kernel: str, device: torch.device
-) -> None:
-    logits, labels, options = make_case("everything", ROWS, CLASSES, device, dtype)
-    left, right, above, below = padding
+@few(40)
+def test_gradient_of_every_score_matches_plain_pytorch(draw: Any, device: torch.device) -> None:
+    wanted = draw.wanted
+    torch.manual_seed(draw.seed)
+    options = TokenLossOptions(softcap=draw.softcap, logit_scale=0.7)
+    _, logits = padded((3 * torch.randn(5, draw.vocab_size)).to(device, draw.dtype), draw.padding, torch.nan)
+    if draw.vocab_size > 2 and draw.softcap is None:
+        logits[1, 1::2] = -torch.inf
+    labels = torch.randint(draw.vocab_size, (5,), device=device)
+    labels[1], labels[2] = 0, -100
+    temperature = (0.5 + torch.rand(5)).to(device) if draw.is_tempered else None
+    leaf = logits.double().requires_grad_()
+    z = transform_logits(leaf, options, None if temperature is None else temperature.double())
+    expected = scores_reference(z, labels, -100, DIFFERENTIABLE)
+    wanted -= {"mean_logit"} if not z.isfinite().all() else set()
+    upstream = {name: torch.randn(5, device=device).index_fill(0, torch.tensor(4), 0.0) for name in sorted(wanted)}
+    if not upstream:
+        return
+    outputs = [getattr(expected, name) for name in upstream]
+    (gradient,) = torch.autograd.grad(outputs, leaf, [each.double() for each in upstream.values()])
+    rows = TokenRows.allocate(
+        Targets(labels, None, None), options, ["lse", "lse_error", "entropy"], torch.float32, temperature
+    )
+    rows.write(logits, None)
+    rows.to_gradient(logits, None, upstream)
+    eps = max(torch.finfo(draw.dtype).eps, 1e-4)
+    torch.testing.assert_close(logits.double(), gradient.nan_to_num(0.0), rtol=eps, atol=1e-4)
 
-    def pad() -> tuple[Tensor, Tensor]:
-        buffer = F.pad(logits, padding, value=value)
-        return buffer, buffer[above : len(buffer) - below, left : buffer.shape[1] - right]
 
-    buffer, rows = pad()
-    (gradient_buffer, gradient), (_, source) = pad(), pad()
-    expected, _ = run_loss(source, labels, options, grad_logits=gradient)
-    actual, _ = run_loss(rows, labels, options, grad_logits=rows)
-    assert all(torch.equal(one, two) for one, two in zip(actual, expected, strict=True))
-    assert torch.equal(rows, gradient)
-    assert torch.equal(source, logits)
-    truth_gradient = torch.empty_like(logits)
-    truth, _ = run_loss(logits, labels, options, grad_logits=truth_gradient)
-    torch.testing.assert_close((*actual, rows), (*truth, truth_gradient))
-    for whole, part in ((buffer, rows), (gradient_buffer, gradient)):
-        part.fill_(value)
-        assert torch.equal(whole, torch.full_like(whole, value)) or whole.isnan().all()
+def run(logits: Tensor, labels: Tensor, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
+    outputs, gradient = unwritten(labels), torch.full_like(logits, torch.nan)
+    launch_loss(logits, Targets(labels, None, None), TokenLossOptions(), outputs, grad_logits=gradient, **options)
+    return outputs, gradient
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_mean_scale_is_written_down_and_scales_the_gradient(name: str, loss_kernel: str, device: torch.device) -> None:
     logits, labels, options = make_case(name, ROWS, CLASSES, device)
-    kept = labels != options.get("ignore_index", -100)
-    ones = torch.ones(max(ROWS, CLASSES), device=device)
-    weights = options.get("weight", ones)[labels.where(kept, 0)] * options.get("token_weight", ones[:ROWS])
+    targets = Targets(labels, options.pop("weight", None), options.pop("token_weight", None))
+    token_options, grad_scale = TokenLossOptions(**options), torch.tensor(-0.7, device=device)
+    weights = torch.ones(ROWS, device=device) if targets.token_weight is None else targets.token_weight.clone()
+    kept = labels != token_options.ignore_index
+    if targets.class_weight is not None:
+        weights *= targets.class_weight[labels.where(kept, 0)]
     gradients = torch.empty_like(logits), torch.empty_like(logits)
-    grad_scale = torch.tensor(-0.7, device=device)
-    expected, _ = run_loss(logits, labels, options, grad_scale, grad_logits=gradients[0])
     mean_scale = torch.full((), torch.nan, device=device)
-    stats, _ = run_loss(logits, labels, options, grad_scale, grad_logits=gradients[1], mean_scale=mean_scale)
+    for gradient, mean in zip(gradients, (None, mean_scale), strict=True):
+        launch_loss(
+            logits, targets, token_options, {"losses": torch.empty(ROWS, device=device)}, grad_scale=grad_scale,
+            mean_scale=mean, grad_logits=gradient,
+        )  # fmt: skip
     torch.testing.assert_close(mean_scale, 1 / weights[kept].sum())
     torch.testing.assert_close(gradients[1], gradients[0] * mean_scale)
-    assert all(torch.equal(one, two) for one, two in zip(stats, expected, strict=True))
-    mean_scale.fill_(torch.nan)
-    run_loss(logits, torch.full_like(labels, options.get("ignore_index", -100)), options, mean_scale=mean_scale)
-    assert mean_scale == 0
-
-
-def test_rows_are_the_tokens_that_the_index_names(loss_kernel: str, device: torch.device) -> None:
-    logits, labels, options = make_case("everything", 7, CLASSES, device)
-    padded = F.pad(logits, (0, -CLASSES % 8))  # rows that all start alike are reduced in the same order
-    logits = padded[:, :CLASSES]
-    index, others = torch.tensor([6, 0, 3, 2], device=device), torch.tensor([1, 4, 5], device=device)
-    grad_scale = torch.linspace(-1, 2, 7, device=device)
-    some, gradients = padded[index][:, :CLASSES], (torch.empty_like(padded), torch.empty_like(padded[index]))
-    of_all, of_some = (gradient[:, :CLASSES] for gradient in gradients)
-    expected, lse_error = run_loss(logits, labels, options, grad_scale, grad_logits=of_all)
-    stats, _ = run_loss(some, labels, options, grad_scale, grad_logits=of_some, token_index=index)
-    assert torch.equal(of_some, of_all[index])
-    for field, actual, whole in zip(TokenStats._fields, stats, expected, strict=True):
-        assert torch.equal(actual[index], whole[index]), field
-        assert (actual[others] == (1 if field == "correct" else 77)).all(), field
-    targets, token_options = split_options(options, labels)
-    launch_gradient(
-        some, targets, grad_scale, token_options, lse=stats.lse, lse_error=lse_error, grad_logits=of_some,
-        token_index=index,
-    )  # fmt: skip
-    torch.testing.assert_close(of_some, of_all[index])
-
-
-@pytest.mark.parametrize(
-    ("grad_scale", "in_place"),
-    [
-        pytest.param(torch.tensor(-0.7), False, id="scalar"),
-        pytest.param(torch.linspace(-1, 2, ROWS), True, id="per_token_in_place"),
-        pytest.param(torch.linspace(-1, 2, 2 * ROWS)[::2], False, id="strided"),
-        pytest.param(torch.tensor(0.3).expand(ROWS), True, id="expanded_in_place"),
-    ],
-)
-@pytest.mark.parametrize(("name", "dtype"), [("plain", torch.bfloat16), ("everything", torch.float32)], ids=str)
-def test_separate_gradient_matches_the_one_that_comes_with_the_loss(
-    name: str, dtype: torch.dtype, grad_scale: Tensor, in_place: bool, device: torch.device
-) -> None:
-    logits, labels, options = make_case(name, ROWS, CLASSES, device, dtype)
-    grad_scale = grad_scale.to(device)
-    expected = torch.empty_like(logits)
-    stats, lse_error = run_loss(logits, labels, options, grad_scale, grad_logits=expected)
-    gradient = logits if in_place else torch.full_like(logits, torch.nan)
-    targets, token_options = split_options(options, labels)
-    launch_gradient(
-        logits, targets, grad_scale, token_options, lse=stats.lse, lse_error=lse_error, grad_logits=gradient
-    )
-    torch.testing.assert_close(gradient, expected)
+    for num_rows in (0, ROWS):
+        mean_scale.fill_(torch.nan)
+        ignored = Targets(torch.full_like(labels[:num_rows], token_options.ignore_index), targets.class_weight, None)
+        launch_loss(logits[:num_rows], ignored, token_options, {}, mean_scale=mean_scale)
+        assert mean_scale == 0
 
 
 @pytest.mark.parametrize("offset", [0.0, 4096.0, -4096.0])
 def test_error_of_lse_is_what_rounding_took_from_it(offset: float, loss_kernel: str, device: torch.device) -> None:
-    logits, labels, options = make_case("plain", ROWS, CLASSES, device)
+    logits, labels, _ = make_case("plain", ROWS, CLASSES, device)
     logits += offset
-    stats, lse_error = run_loss(logits, labels, options, grad_logits=torch.empty_like(logits))
+    outputs, _ = run(logits, labels)
     kept = labels >= 0
-    exact = stats.lse.double() + lse_error.double()
+    exact = outputs["lse"].double() + outputs["lse_error"].double()
     # The normaliser is between 1 and 75: its sum and its logarithm are rounded at that size, not the offset's.
     allowed = 16 * torch.finfo(torch.float32).eps
     assert ((exact - logits.double().logsumexp(-1))[kept].abs() <= allowed).all()
-    assert not lse_error[~kept].any()
+    assert not outputs["lse_error"][~kept].any()
 
 
 # Neighbours of one thread, of two threads, the same place of two blocks, a border, the last and incomplete block.
@@ -282,83 +278,77 @@ def test_prediction_is_the_first_of_equal_logits(
     logits[0, list(columns)] = 2.0
     logits[1] = -torch.inf
     logits[1, list(columns)] = -5.0
-    labels = torch.tensor(columns, device=device)
-    stats, _ = run_loss(logits, labels, {}, grad_logits=torch.empty_like(logits))
-    assert stats.predictions.tolist() == [columns[0]] * 2
-    assert stats.correct.tolist() == [True, False]
+    outputs, _ = run(logits, torch.tensor(columns, device=device))
+    assert outputs["predictions"].tolist() == [columns[0]] * 2
+    assert outputs["correct"].tolist() == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("allowed", "dtype"),
-    [
-        pytest.param(slice(0, 20), torch.float32, id="start_of_first_block"),
-        pytest.param(slice(32, 64), torch.bfloat16, id="second_block"),
-        pytest.param(slice(40, None), torch.float32, id="all_but_first_block"),
-        pytest.param(slice(70, None), torch.bfloat16, id="end_of_last_block"),
-        pytest.param(slice(50, 51), torch.float32, id="one_class"),
-    ],
-)
+# The start of the first block, the second, all but the first, the end of the last, one class.
+@pytest.mark.parametrize("allowed", [slice(0, 20), slice(32, 64), slice(40, None), slice(70, None), slice(50, 51)])
 def test_classes_masked_with_minus_infinity_take_no_part(
-    allowed: slice, dtype: torch.dtype, loss_kernel: str, device: torch.device
+    allowed: slice, loss_kernel: str, device: torch.device
 ) -> None:
-    logits, labels, _ = make_case("plain", 3, CLASSES, device, dtype)
-    is_masked = torch.ones(CLASSES, dtype=torch.bool, device=device)
-    is_masked[allowed] = False
-    logits[:, is_masked] = -torch.inf
-    labels.copy_((~is_masked).nonzero()[:, 0][torch.tensor([0, -1, 0], device=device)])
-    stats, gradient = assert_run_matches_plain(logits, labels, {})
-    assert stats.entropy.isfinite().all()
-    assert not gradient[:, is_masked].any()
+    for dtype in (torch.float32, torch.bfloat16):
+        logits, labels, _ = make_case("plain", 3, CLASSES, device, dtype)
+        is_masked = torch.ones(CLASSES, dtype=torch.bool, device=device).index_fill(0, torch.arange(75)[allowed], False)
+        logits[:, is_masked] = -torch.inf
+        labels.copy_((~is_masked).nonzero()[:, 0][torch.tensor([0, -1, 0], device=device)])
+        outputs, gradient = run(logits, labels)
+        truth = plain(logits.double(), labels, TokenLossOptions(), None, {})
+        for name in ("losses", "lse", "entropy", "log_sum_sq_probs"):
+            torch.testing.assert_close(outputs[name].double(), truth[name], rtol=1e-5, atol=1e-5)
+        expected = loss_and_gradient(F.cross_entropy, logits.double(), labels, reduction="sum")[1]
+        torch.testing.assert_close(gradient.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        assert not gradient[:, is_masked].any()
 
 
-def test_label_that_is_masked_costs_infinity_and_is_pushed_up(loss_kernel: str, device: torch.device) -> None:
-    logits, labels, _ = make_case("plain", 3, CLASSES, device)
-    logits[torch.arange(3), labels] = -torch.inf
-    gradient = torch.empty_like(logits)
-    stats, _ = run_loss(logits, labels, {}, grad_logits=gradient)
-    assert (stats.losses == torch.inf).all()
-    assert (stats.log_probs == -torch.inf).all()
-    _, expected = loss_and_gradient(F.cross_entropy, logits, labels, reduction="sum")
-    torch.testing.assert_close(gradient, expected)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, "all -inf"], ids=str)
-def test_logits_that_say_nothing_give_nan_in_their_rows_unless_ignored(
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, "all -inf", "label"], ids=str)
+def test_logits_that_say_nothing_show_in_their_rows_unless_ignored(
     value: float | str, loss_kernel: str, device: torch.device
 ) -> None:
-    logits, labels, options = make_case("plain", ROWS, CLASSES, device)
-    expected_gradient = torch.empty_like(logits)
-    expected, _ = run_loss(logits, labels, options, grad_logits=expected_gradient)
+    logits, labels, _ = make_case("plain", ROWS, CLASSES, device)
+    expected, expected_gradient = run(logits, labels)
     for row in (1, 3):  # kept, ignored
         if value == "all -inf":
             logits[row] = -torch.inf
         else:
-            logits[row, 40] = value
-    gradient = torch.empty_like(logits)
-    stats, lse_error = run_loss(logits, labels, options, grad_logits=gradient)
-    assert stats.losses[1].isnan()
-    assert gradient[1].isnan().all()
+            logits[row, labels[1] if value == "label" else 40] = -torch.inf if value == "label" else value
+    outputs, gradient = run(logits, labels)
     others = [0, 2, 3]
     assert torch.equal(gradient[others], expected_gradient[others])
-    for actual, whole in zip(stats, expected, strict=True):
-        assert torch.equal(actual[others], whole[others])
-    targets, token_options = split_options(options, labels)
+    for name, output in outputs.items():
+        assert torch.equal(output[others], expected[name][others])
+    if value == "label":  # an impossible one, which is pushed up
+        assert outputs["losses"][1] == torch.inf
+        assert gradient[1].isfinite().all()
+        return
+    assert outputs["losses"][1].isnan()
+    assert gradient[1].isnan().all()
     launch_gradient(
-        logits, targets, torch.ones(ROWS, device=device), token_options, lse=stats.lse, lse_error=lse_error,
-        grad_logits=gradient,
+        logits, gradient, TokenLossOptions(), labels=labels, lse=outputs["lse"], lse_error=outputs["lse_error"],
+        grad_scale=torch.ones(ROWS, device=device),
     )  # fmt: skip
     assert gradient[1].isnan().all()
     torch.testing.assert_close(gradient[others], expected_gradient[others])
 
 
-def test_no_rows_are_no_work(loss_kernel: str, device: torch.device) -> None:
-    logits, labels, options = make_case("everything", 0, CLASSES, device)
-    mean_scale = torch.full((), torch.nan, device=device)
-    stats, _ = run_loss(logits, labels, options, grad_logits=torch.empty_like(logits), mean_scale=mean_scale)
-    assert stats.losses.shape == (0,)
-    assert mean_scale == 0
-    targets, token_options = split_options(options, labels)
-    launch_gradient(
-        logits, targets, torch.ones((), device=device), token_options,
-        lse=stats.lse, lse_error=stats.lse, grad_logits=torch.empty_like(logits),
-    )  # fmt: skip
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+@pytest.mark.parametrize("vocab_size", [1, 123, 128, 4096, 4097, 32768, 50257, 262144, 2**20])
+def test_launches_fit_rows_and_kernels(vocab_size: int) -> None:
+    row_size = min(vocab_size, launch_module.MAX_ROW_IN_REGISTERS // 2)
+    whole_row = choose_whole_row_launch(row_size, 132, 2 * row_size, 80 * 1024)
+    blockwise = choose_block_launch(vocab_size, 132, 2, 80 * 1024)
+    gradient = choose_gradient_launch(vocab_size)
+    for launch in (whole_row, blockwise, gradient):
+        assert is_power_of_two(launch.block_size)
+        assert is_power_of_two(launch.num_warps)
+        assert launch.num_warps <= 32
+        assert launch.num_stages >= 1
+        assert all(1 <= launch.num_programs(num_rows) <= num_rows for num_rows in (1, 131, 10_000))
+    assert whole_row.block_size >= row_size
+    assert (whole_row.num_stages - 1) * 2 * row_size <= 80 * 1024 or row_size <= 8192  # rows loaded ahead fit
+    assert 2 * (blockwise.num_stages - 1) * 2 * blockwise.block_size <= 80 * 1024  # of two programs
+    assert gradient.num_programs(1000) == 1000  # each program takes one

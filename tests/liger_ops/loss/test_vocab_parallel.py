@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_ops import TokenStats, VocabShard, linear_cross_entropy
 from tests.liger_ops.accuracy import assert_as_accurate
-from tests.liger_ops.loss.test_cross_entropy import assert_stats_match_plain, plain_cross_entropy
+from tests.liger_ops.loss.cases import assert_stats_match_plain, plain_cross_entropy
 from tests.liger_ops.loss.workers.vocab_parallel import CASES, gradients_of, make_inputs
 from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, launch
 
@@ -79,16 +79,6 @@ def test_hidden_states_gradient_can_be_summed_by_the_caller(ranks):
 
 
 ONE_RANK = dist.ProcessGroup(0, 1)  # it can do nothing: arguments are refused before any rank speaks
-
-
-@pytest.mark.parametrize(
-    ("start", "vocab_size", "message"),
-    [(-1, 10, "vocab_shard must lie within its vocab_size = 10, got 5 rows"), (6, 10, "from start = 6 on")],
-)
-def test_shard_outside_its_vocabulary_is_refused(start, vocab_size, message):
-    with pytest.raises(ValueError, match=message):
-        shard = VocabShard(ONE_RANK, start, vocab_size)
-        linear_cross_entropy(torch.randn(2, 4), torch.randn(5, 4), torch.tensor([0, 1]), vocab_shard=shard)
 
 
 def test_labels_and_class_weights_are_those_of_the_whole_vocabulary():

@@ -54,7 +54,6 @@ class Layer:
     inputs: int = 2
     stored: int = 20
     cheap: int = 10
-    remade: int = 6  # of the cheap ones, at once in backward
     in_forward: int = 6
     in_backward: int = 8
     parameters: int = 40
@@ -95,7 +94,7 @@ class SimulatedModel:
         observer: Any = control.observer
         ran: list[str] = []
         for index, layer in enumerate(self.layers):
-            control.input_bytes[index] = layer.inputs * num_tokens
+            control.sizes[index].inputs = layer.inputs * num_tokens
             observer.forward_starts(index, num_tokens)
             mode = control.modes[index]
             ran.append(mode)
@@ -103,28 +102,26 @@ class SimulatedModel:
             memory.transient((layer.in_forward + layer.stored + layer.cheap) * num_tokens)
             memory.add(self._kept(layer, mode) * num_tokens)
             if mode == "cheap":
-                control.dropped_bytes[index] = layer.cheap * num_tokens
+                control.sizes[index].cheap = layer.cheap * num_tokens
             if mode == "offload":
                 memory.add(-layer.inputs * num_tokens)
             observer.forward_ends(index)
         memory.transient(self.logits * num_tokens)
         for index, layer in reversed(list(enumerate(self.layers))):
-            mode, kept, in_backward = ran[index], self._kept(layer, ran[index]), layer.in_backward
+            mode, kept = ran[index], self._kept(layer, ran[index])
             if mode in ("recompute", "offload"):
                 observer.recompute_starts(index)
                 self.num_recomputed += 1
                 memory.time += layer.seconds
-                kept = layer.stored + (0 if mode == "offload" else layer.cheap)
+                kept = layer.stored + layer.cheap
                 memory.add(kept * num_tokens)
-                control.dropped_bytes[index] = layer.cheap * num_tokens
-                control.remade_bytes[index] = layer.remade * num_tokens
+                control.sizes[index].cheap = layer.cheap * num_tokens
                 observer.recompute_ends(index)
                 if mode == "offload":
                     memory.add(layer.inputs * num_tokens)
-                    in_backward += layer.remade
             if not self.has_gradients:
                 memory.add(layer.parameters)
-            memory.transient(in_backward * num_tokens)
+            memory.transient(layer.in_backward * num_tokens)
             memory.add(-(kept + layer.inputs) * num_tokens)
         self.has_gradients = True
 

@@ -6,12 +6,10 @@ import random
 import pytest
 
 from lightning_liger.activations.plan import Plan, choose
-from lightning_liger.activations.profile import Profile, Segment, merge
+from lightning_liger.activations.profile import LayerCosts, Profile, Segment, merge
 
 
-def make_profile(
-    layers: list[tuple[int, float]], seed: int = 0, inputs: int = 2, cheap: int = 3, remade: int = 2
-) -> Profile:
+def make_profile(layers: list[tuple[int, float]], seed: int = 0) -> Profile:
     """A step of layers with these stored bytes and seconds, executed in order, with random peaks."""
     generator = random.Random(seed)
     num_layers = len(layers)
@@ -21,22 +19,17 @@ def make_profile(
         peaks[Segment(live, None)] = generator.randint(20, 60)
         if length < num_layers:
             peaks[Segment(live, length)] = generator.randint(20, 60)
-    stored, seconds = zip(*layers, strict=True)
-    none = (0,) * num_layers
-    of_layers = (cheap,) * num_layers, none, none, (inputs,) * num_layers, seconds, (remade,) * num_layers
-    return Profile(100, 10, peaks, stored, *of_layers)
+    costs = (LayerCosts(stored, cheap=3, inputs=2, seconds=seconds) for stored, seconds in layers)
+    return Profile(100, 10, peaks, tuple(costs))
 
 
 def peak_of(profile: Profile, modes: tuple[str, ...]) -> int:
     """The expected peak, written out anew."""
     peaks = []
-    for (live, recomputed), peak in profile.peaks.items():
-        for index, mode in enumerate(modes):
-            kept = {"store": profile.stored_bytes[index] + profile.cheap_bytes[index], "recompute": 0}
-            kept |= {"cheap": profile.stored_bytes[index], "offload": -profile.input_bytes[index]}
-            peak += live[index] * kept[mode]
-            spared = profile.cheap_bytes[index] - profile.remade_bytes[index]
-            peak -= spared * (mode == "offload" and recomputed == index)
+    for (live, _), peak in profile.peaks.items():
+        for num_live, mode, layer in zip(live, modes, profile.layers, strict=True):
+            kept = {"store": layer.stored + layer.cheap, "recompute": 0, "cheap": layer.stored}
+            peak += num_live * (kept | {"offload": -layer.inputs})[mode]
         peaks.append(peak)
     return max(peaks)
 
@@ -72,7 +65,9 @@ def test_different_layers_fit_and_save_nearly_as_much_time_as_any_choice(seed):
     plan = choose(profile, limit)
 
     def saved(modes):
-        return sum(seconds for mode, seconds in zip(modes, profile.seconds, strict=True) if mode in ("cheap", "store"))
+        return sum(
+            layer.seconds for mode, layer in zip(modes, profile.layers, strict=True) if mode in ("cheap", "store")
+        )
 
     best = max(
         saved(modes)
@@ -100,18 +95,18 @@ def test_different_layers_fit_and_save_nearly_as_much_time_as_any_choice(seed):
 )
 def test_modes_follow_the_budget(limit, modes):
     live = (1, 1, 1, 1)
-    sizes = (10,) * 4, (5,) * 4, (0,) * 4, (0,) * 4, (2,) * 4
-    profile = Profile(7, 0, {Segment(live, None): 100}, *sizes, (1.0, 1.1, 0.9, 1.0), (0,) * 4)
+    layers = tuple(LayerCosts(10, cheap=5, inputs=2, seconds=seconds) for seconds in (1.0, 1.1, 0.9, 1.0))
+    profile = Profile(7, 0, {Segment(live, None): 100}, layers)
     plan = choose(profile, limit)
     assert list(plan.modes) == modes
     assert (plan.predicted_peak <= limit) == (limit > 91)
 
 
 def test_only_layers_that_stand_in_the_way_are_offloaded_and_others_still_stored():
-    segments = {Segment((1, 1, 1), None): 60, Segment((1, 0, 0), 1): 70, Segment((0, 0, 0), 0): 100}
-    profile = Profile(7, 0, segments, (10,) * 3, (5,) * 3, (0,) * 3, (0,) * 3, (2,) * 3, (1.0,) * 3, (1,) * 3)
-    plan = choose(profile, 96)
-    assert plan == Plan(("offload", "cheap", "cheap"), 96)
+    segments = {Segment((1, 1, 1), None): 60, Segment((1, 0, 0), 1): 100, Segment((0, 0, 0), 0): 70}
+    profile = Profile(7, 0, segments, 3 * (LayerCosts(10, cheap=5, inputs=2, seconds=1.0),))
+    plan = choose(profile, 98)
+    assert plan == Plan(("offload", "cheap", "cheap"), 98)
     assert choose(profile, 90) == plan  # nothing lowers the peak any more
 
 
@@ -145,10 +140,10 @@ def test_plan_is_told_in_words(modes, text):
 def test_layers_that_are_not_recomputed_keep_what_tiles_do_not() -> None:
     live, before = (1, 1), (1, 0)
     segments = {Segment(live, None): 100, Segment(before, 1): 100}
-    profile = Profile(7, 0, segments, (10, 10), (5, 5), (40, 0), (20, 0), (2, 2), (1.0, 1.0), (4, 4))
-    added = profile.added_bytes
+    layers = LayerCosts(10, 5, tiled=40, tiled_cheap=20, inputs=2, seconds=1.0), LayerCosts(10, 5, inputs=2)
+    added = Profile(7, 0, segments, layers).added_bytes
     for mode, kept in (("recompute", 0), ("offload", -2), ("cheap", 50), ("store", 75)):
-        assert added(Segment(live, None), 0, mode) == kept  # type: ignore[arg-type]
+        assert added(Segment(live, None), 0, mode) == kept
     # Its backward computes the gradients of these tensors next to them, where tiles did of a few tokens at a time.
-    for mode, kept in (("recompute", 0), ("offload", -1), ("cheap", 120), ("store", 120)):
-        assert added(Segment((0, 0), 0), 0, mode) == kept  # type: ignore[arg-type]
+    for mode, kept in (("recompute", 0), ("offload", 0), ("cheap", 120), ("store", 120)):
+        assert added(Segment((0, 0), 0), 0, mode) == kept

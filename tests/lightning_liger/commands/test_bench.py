@@ -8,17 +8,19 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
+from jsonargparse import Namespace
 
-from lightning_liger.cli import bench_arm, main
+from lightning_liger.cli import main
 from lightning_liger.commands import bench
-from lightning_liger.commands.bench import _SETTINGS, Arm, Row, compare_losses, draw, merge, parse_arms, run_bench
+from lightning_liger.commands.bench import compare_losses, measure, run_bench
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny.yaml"
 CONFIG = {
     **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32},
 }
+OFF, ON = {"name": "kernels off", "kernels": False}, {"name": "kernels on", "kernels": True}
+HALF = {**ON, "memory_budget": 0.5}
 
 
 class UsersCallback(L.Callback):
@@ -33,6 +35,7 @@ def options(tmp_path: Path) -> list[str]:
     callbacks = [
         {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "ckpt")}},
         {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val_loss"}},
+        {"class_path": "lightning_liger.LigerMonitor"},
         {"class_path": f"{__name__}.UsersCallback"},
     ]
     return [
@@ -44,96 +47,69 @@ def options(tmp_path: Path) -> list[str]:
     ]
 
 
-def run_arm(options: list[str], output: Path, kernels: bool, **bench_options: str) -> tuple[Any, dict[str, Any]]:
-    """The command of an arm in this process, which has 1 + 2 steps; what it measured."""
-    settings = _SETTINGS | {"trainer.max_steps": "3", "bench.warm_up": "1", "bench.output": str(output)}
-    settings |= {"bench.kernels": str(kernels).lower()} | {f"bench.{key}": each for key, each in bench_options.items()}
-    cli = bench_arm._BenchCLI(["fit", *options, *(f"--{key}={each}" for key, each in settings.items())])
-    return cli, json.loads(Path(f"{output}.0.json").read_text())
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_arms_train_the_same_steps_with_and_without_kernels(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+    monkeypatch.chdir(tmp_path)
     losses = []
-    for kernels in (False, True):
-        cli, result = run_arm(options, tmp_path / "arm", kernels)
-        assert (cli.trainer.global_step, len(result["step_seconds"]), result["status"]) == (3, 2, "ok")
-        assert cli.trainer.strategy.kernels == ("auto" if kernels else "none")
-        assert (cli.trainer.strategy.patch_report.num_replaced > 0) == kernels
+    for arm in (OFF, ON):
+        output = tmp_path / "arm.json"
+        arm = {**arm, "output": str(output), "warm_up": 1}
+        cli = bench._ArmCLI(arm, ["fit", *options, *bench._SETTINGS, "--trainer.max_steps=3"])
+        result = json.loads(output.read_text())
+        assert (cli.trainer.global_step, len(result["step_seconds"]), len(result["losses"])) == (3, 2, 3)
+        assert cli.trainer.strategy.kernels == ("auto" if arm["kernels"] else "none")
+        assert (cli.trainer.strategy.patch_report.num_replaced > 0) == arm["kernels"]
         kinds = {type(callback).__name__ for callback in cli.trainer.callbacks}
-        assert {"UsersCallback", "Meter"} <= kinds
-        assert kinds.isdisjoint({"ModelCheckpoint", "EarlyStopping", "TrainingSummary", "SaveConfigCallback"})
-        assert result["tokens_per_step"] == 2 * 2 * 16
-        assert min(result["step_seconds"]) > 0
+        assert {"UsersCallback", "_Meter"} <= kinds
+        assert kinds.isdisjoint({"ModelCheckpoint", "EarlyStopping", "LigerMonitor", "_Summary", "SaveConfigCallback"})
+        assert result["tokens_per_second"] * result["seconds_per_step"] == pytest.approx(2 * 2 * 16)
+        assert (result["processes"], result["precision"], min(result["step_seconds"]) > 0) == (1, "32-true", True)
         losses.append(result["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert not (tmp_path / "ckpt").exists()
 
 
+def fsdp(**options: Any) -> Namespace:
+    return Namespace(class_path="lightning_liger.LigerFSDPStrategy", init_args=Namespace(**options))
+
+
 @pytest.mark.parametrize(
-    ("strategy", "kernels", "budget", "expected"),
+    ("strategy", "arm", "expected"),
     [
-        ("liger_fsdp_cpu_offload", False, None, {"cpu_offload": True, "kernels": "none", "memory_budget": None}),
-        ("liger_fsdp_cpu_offload", True, None, {"cpu_offload": True}),
+        ("liger_fsdp_cpu_offload", OFF, {"cpu_offload": True, "kernels": "none", "memory_budget": None}),
+        ("liger_fsdp_cpu_offload", ON, {"cpu_offload": True}),
+        (fsdp(memory_budget=0.9, stage=3), OFF, {"memory_budget": None, "kernels": "none", "stage": 3}),
+        (fsdp(memory_budget=0.9), HALF, {"memory_budget": 0.5, "activation_checkpointing": None}),
         (
-            {"memory_budget": 0.9, "activation_checkpointing": None, "stage": 3},
-            False,
-            None,
-            {"memory_budget": None, "kernels": "none", "stage": 3},
+            fsdp(activation_checkpointing_policy=["Layer"]),
+            {**ON, "memory_budget": "auto"},
+            {"memory_budget": "auto", "activation_checkpointing": None, "activation_checkpointing_policy": None},
         ),
-        ({"memory_budget": 0.9, "kernels": ["rope"]}, True, 0.5, {"memory_budget": 0.5, "kernels": ["rope"]}),
-        (
-            {"activation_checkpointing_policy": ["Layer"]},
-            True,
-            "auto",
-            {"memory_budget": "auto", "activation_checkpointing_policy": None},
-        ),
+        ("ddp", OFF, None),
+        ("ddp", HALF, {"memory_budget": 0.5, "activation_checkpointing": None}),
     ],
-)
-def test_settings_of_a_strategy(strategy: Any, kernels: bool, budget: Any, expected: dict[str, Any]) -> None:
-    if isinstance(strategy, dict):
-        path = "lightning_liger.LigerFSDPStrategy"
-        strategy = bench_arm.Namespace(class_path=path, init_args=bench_arm.Namespace(**strategy))
-    changed = bench_arm.choose(strategy, kernels, budget)
-    assert changed.class_path.endswith("LigerFSDPStrategy")
-    given = vars(changed.init_args)
-    assert {name: given.get(name) for name in expected} == expected
-    assert given.get("activation_checkpointing") is None
-
-
-@pytest.mark.parametrize("kernels", [False, True])
-def test_kernels_of_another_strategy_are_those_of_the_callback(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = bench_arm.Namespace(
-        fit=bench_arm.Namespace(
-            trainer=bench_arm.Namespace(strategy="ddp", callbacks=None),
-            bench=bench_arm.Namespace(kernels=kernels, memory_budget="0.5" if kernels else None),
-        )
-    )
-    monkeypatch.setattr(bench_arm.LigerCLI, "before_instantiate_classes", lambda self: None)
-    cli = object.__new__(bench_arm._BenchCLI)
-    cli.config = config
+)  # fmt: skip
+def test_settings_of_a_strategy(
+    strategy: Any, arm: dict[str, Any], expected: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another strategy than ours are the callback's."""
+    trainer = Namespace(strategy=strategy, callbacks=Namespace(class_path="lightning_liger.LigerCallback"))
+    trainer.callbacks.init_args = Namespace()
+    monkeypatch.setattr(bench.LigerCLI, "before_instantiate_classes", lambda self: None)
+    cli = object.__new__(bench._ArmCLI)
+    cli.arm, cli.config = arm, Namespace(fit=Namespace(trainer=trainer))
     cli.before_instantiate_classes()
-    callbacks = config.fit.trainer.callbacks
-    assert config.fit.trainer.strategy == "ddp"
-    assert [each.class_path.rpartition(".")[2] for each in callbacks] == ["LigerCallback"] * kernels
-    assert not kernels or callbacks[0].init_args.memory_budget == 0.5
-
-
-def test_tokens_of_batches() -> None:
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    assert bench_arm.count_tokens({"input_ids": ids, "labels": ids, "prompt_ids": ids}) == 6
-    assert bench_arm.count_tokens({"prompt_ids": ids, "completion_ids": ids}) == 12
-    assert bench_arm.count_tokens(ids) == bench_arm.count_tokens({"x": ids}) == 0
-
-
-# The command.
+    changed = trainer.callbacks if strategy == "ddp" else [trainer.strategy]
+    assert [vars(each.init_args) for each in changed] == ([] if expected is None else [expected])
+    assert strategy == "ddp" or changed[0].class_path.endswith(".LigerFSDPStrategy")
+    assert strategy == "ddp" or trainer.callbacks == []
 
 
 def test_command_runs_an_arm_in_another_process(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An arm that fails: memory budgets need a GPU."""
     out = tmp_path / "out"
@@ -156,110 +132,64 @@ def test_what_fit_refuses_ends_the_command(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"),
+    ("program", "status", "reason"),
     [
-        ("import time; time.sleep(60)", "not done within 0.5 seconds"),
-        ("raise SystemError('no such GPU')", "SystemError: no such GPU"),
+        ("import time; time.sleep(60)", "failed", "not done within 0.5 seconds"),
+        ("raise SystemError('no such GPU')", "failed", "SystemError: no such GPU"),
+        ("print('OutOfMemoryError: CUDA out of memory.'); exit('closed')", "out of memory", "OutOfMemoryError: CUDA"),
     ],
-)
+)  # fmt: skip
 def test_processes_that_end_without_a_result_are_rows(
-    program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "_WORKER", (sys.executable, "-c", program))
-    row = bench.measure(Arm("on", True), [], tmp_path, steps=1, warm_up=0, time_limit=0.5 if "time" in program else 60)
-    assert (row.status, row.error) == ("failed", reason)
+    row = measure(ON, [], tmp_path, 0.5 if "time" in program else 60)
+    assert (row["status"], row["error"].startswith(reason)) == (status, True)
 
 
-# Rows.
-
-
-def test_arms_of_options() -> None:
-    off, on = Arm("kernels off", False), Arm("kernels on", True)
-    assert parse_arms("off,on", "") == [off, on]
-    assert parse_arms("on", "auto, 0.5") == [on, Arm("budget auto", True, "auto"), Arm("budget 0.5", True, "0.5")]
-
-
-def measured(loss: float, peak: int = 100, **changes: Any) -> dict[str, Any]:
-    given = {"status": "ok", "processes": 2, "device": "CPU", "precision": "32-true", "step_seconds": [2.0]}
-    return {
-        **given,
-        **{
-            "seconds_per_step": 2.0,
-            "tokens_per_step": 64,
-            "first_loss": 2.0,
-            "loss": loss,
-            "plan": "",
-            "peak_bytes": peak,
-        },
-        **changes,
-    }
-
-
-def test_processes_are_merged() -> None:
-    row = merge("on", [measured(1.0), measured(1.0, 300)], "")
-    assert (row.status, row.tokens_per_second, row.peak_bytes, row.reserved_bytes) == ("ok", 32.0, 300, None)
-    assert merge("on", [measured(1.0)], "killed") == Row("on", "failed", "killed")
-    failed = {"status": "failed", "error": "ConnectionError: closed"}
-    ran_out = {"status": "out of memory", "error": "OutOfMemoryError: 8 GiB"}
-    assert merge("on", [failed, ran_out], "") == Row("on", "out of memory", "OutOfMemoryError: 8 GiB")
+def measured(*losses: float, **changes: Any) -> dict[str, Any]:
+    given = {"status": "ok", "processes": 2, "device": "CPU", "precision": "32-true", "step_seconds": [2.0], "plan": ""}
+    given |= {"seconds_per_step": 2.0, "tokens_per_second": 32.0, "peak_bytes": 2**30, "reserved_bytes": 2**31}
+    return {**given, "losses": list(losses), "loss": losses[-1], **changes}
 
 
 @pytest.mark.parametrize(
-    ("loss", "precision", "agrees"),
-    [(1.0005, "32-true", True), (1.01, "32-true", False), (1.01, "bf16-true", True), (math.nan, "bf16-true", False)],
+    ("first", "second", "precision", "agrees", "step"),
+    [
+        ([2.0, 1.0], [2.0, 1.0005], "32-true", True, 2),
+        ([2.0, 1.0], [2.0, 1.01], "32-true", False, 2),
+        ([2.0, 1.0], [2.0, 1.01], "bf16-true", True, 2),
+        ([2.0, 1.0], [2.0, math.nan], "bf16-true", False, 2),
+        # Of a training that diverges those of the best step count, and none may be infinite.
+        ([0.5, 1.0], [0.5, 1.5], "32-true", True, 1),
+        ([0.5, 1.0], [0.6, 1.5], "32-true", False, 1),
+        ([0.5, 1.0], [0.5, math.nan], "32-true", False, 1),
+    ],
 )
-def test_losses_agree_within_the_precision(loss: float, precision: str, agrees: bool) -> None:
-    rows = [merge("off", 2 * [measured(1.0, precision=precision)], ""), Row("auto", "out of memory", "8 GiB")]
-    rows.append(merge("on", 2 * [measured(loss, precision=precision)], ""))
-    sentence, found = compare_losses(rows)
+def test_losses_agree_within_the_precision(
+    first: list[float], second: list[float], precision: str, agrees: bool, step: int
+) -> None:
+    rows = [measured(*losses, precision=precision) for losses in (first, second)]
+    sentence, found = compare_losses([rows[0], {"status": "out of memory"}, rows[1]])
     assert found == agrees
-    assert ("agree" if agrees else "DIFFER") in sentence
+    assert sentence.startswith(f"The losses of step {step} {'agree' if agrees else 'DIFFER'}: ")
+    assert compare_losses(rows[:1]) == ("", True)
 
 
-def test_training_that_diverges_is_judged_by_its_first_losses() -> None:
-    def row(first_loss: float, loss: float) -> Row:
-        return merge("off", 2 * [measured(loss, first_loss=first_loss)], "")
-
-    sentence, found = compare_losses([row(0.5, 1.0), row(0.5, 1.5)])
-    assert found
-    assert "that of 'off' rises, from 0.5 to 1, and" in sentence
-    assert "Those of the first step agree: 0 relative" in sentence
-    sentence, found = compare_losses([row(0.5, 1.0), row(0.6, 1.5)])
-    assert not found
-    assert "Those of the first step DIFFER: 0.2 relative" in sentence
-    for first, second in (
-        ((0.5, 1.0), (0.5, math.nan)),
-        ((0.5, 0.54), (0.5, 0.6)),  # noise of a short training
-        ((-1.0, -0.95), (-1.0, -0.5)),
-    ):
-        assert not compare_losses([row(*first), row(*second)])[1]
-
-
-def test_table_at_two_widths_without_matplotlib(
+def test_table_at_two_widths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = iter(
-        [
-            Row("kernels off", "out of memory", "OutOfMemoryError: 15.66 GiB"),
-            merge("kernels on", 2 * [measured(9.8765, reserved_bytes=2**31)], ""),
-            merge("budget auto", 2 * [measured(9.8765, reserved_bytes=2**31, plan="12 of 32 layers")], ""),
-        ]
-        * 2
-    )
-    monkeypatch.setattr(bench, "measure", lambda *args, **options: next(rows))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rows = [
+        {"status": "out of memory", "error": "OutOfMemoryError: 15.66 GiB"},
+        measured(9.8765),
+        measured(9.8765, plan="12 of 32 layers", seconds_per_step=1.0),
+    ]
     for columns in ("80", "160"):
+        answers = iter(rows)
+        monkeypatch.setattr(bench, "measure", lambda *_, answers=answers: dict(next(answers)))
         monkeypatch.setenv("COLUMNS", columns)
         assert run_bench("--config=x", memory_budget="auto", output=str(tmp_path)) == 0
         table = capsys.readouterr().out
         assert max(map(len, table.splitlines())) <= int(columns)
-        for part in ("2,000.0", "9.8765", "2.00", "15.66 GiB", "12 of 32 layers", "lightning-liger[plots]"):
+        for part in ("2,000.0", "9.8765", "2.00", "15.66 GiB", "12 of 32 layers", "2 x CPU, 32-true", "budget auto"):
             assert part in table
-
-
-def test_plot_has_the_arms_that_were_measured(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [Row("kernels off", "failed", "x"), merge("kernels on", 2 * [measured(1.0)], "")]
-    assert draw(rows, tmp_path / "bench.png") == f"Plot: {tmp_path / 'bench.png'}"
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert "no arm was measured" in draw(rows[:1], tmp_path / "none.png")

@@ -4,8 +4,9 @@ import itertools
 import pickle
 
 import numpy as np
-import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_liger.data import (
     FeedbackCollator,
@@ -43,49 +44,46 @@ def test_pairs_are_first_all_chosen_then_all_rejected():
     assert {value.dtype for value in batch.values()} == {torch.int64}
 
 
-def test_packed_pairs_hold_the_same_sequences_as_padded_ones():
-    padded = PreferenceCollator(Layout())(PAIRS)
-    packed = PreferenceCollator(Layout(packing=True))(PAIRS)
-    keys = ("input_ids", "completion_mask")
-    assert documents(packed, *keys) == documents(padded, *keys)
-    assert set(packed) == {*keys, "sequence_ids", "num_sequences"} | PACKED
-    assert packed["num_sequences"] == 4
-    assert packed["sequence_ids"].tolist() == [[0] * 5 + [1] * 3 + [2] * 4 + [3] * 4]
-    assert packed["position_ids"].tolist() == [[*range(5), *range(3), *range(4), *range(4)]]
-    assert packed["cu_seq_lens_q"].tolist() == packed["cu_seq_lens_k"].tolist() == [0, 5, 8, 12, 16]
-    assert (packed["max_length_q"], packed["max_length_k"]) == (5, 5)
-    assert packed["cu_seq_lens_q"].dtype == packed["seq_idx"].dtype == torch.int32
-
-
-def test_padding_to_a_multiple():
-    padded = PreferenceCollator(Layout(pad_to_multiple_of=8))(PAIRS)
-    assert padded["input_ids"].shape == (4, 8)
-    packed = PreferenceCollator(Layout(packing=True, pad_to_multiple_of=7, pad_token_id=50))(PAIRS)
-    assert packed["input_ids"].shape == (1, 21)
-    assert packed["input_ids"][0, 16:].tolist() == [50] * 5
-    assert packed["completion_mask"][0, 16:].tolist() == packed["position_ids"][0, 16:].tolist() == [0] * 5
-    assert packed["sequence_ids"][0, 15:].tolist() == [3] + [-1] * 5
-    assert packed["seq_idx"][0, 15:].tolist() == [3] * 6
-    assert packed["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 21]
-    assert packed["max_length_q"] == 9
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_truncation_keeps_the_asked_end(packing):
-    start = PreferenceCollator(Layout(max_length=4, packing=packing))(PAIRS)
-    assert documents(start, "input_ids", "completion_mask") == [
-        ([1, 2, 3, 4], [0, 0, 0, 1]),
-        ([7, 8, 9], [0, 0, 1]),
-        ([1, 2, 3, 6], [0, 0, 0, 1]),
-        ([7, 8, 10, 11], [0, 0, 1, 1]),
+@settings(derandomize=True, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=4),
+    max_length=st.none() | st.integers(2, 12),
+    truncation=st.sampled_from(["keep_start", "keep_end"]),
+    multiple=st.sampled_from([1, 7, 16]),
+    packing=st.booleans(),
+)
+def test_batches_hold_the_sequences_that_truncation_leaves(lengths, max_length, truncation, multiple, packing):
+    tokens = itertools.count(1)
+    keys = ("prompt_ids", "chosen_ids", "rejected_ids")
+    pairs = [{key: [*itertools.islice(tokens, n)] for key, n in zip(keys, each, strict=True)} for each in lengths]
+    batch = PreferenceCollator(Layout(500, max_length, truncation, multiple, packing))(pairs)
+    kept = slice(max_length) if truncation == "keep_start" else slice(-(max_length or 0), None)
+    expected = [
+        ((each["prompt_ids"] + each[key])[kept], ([0] * len(each["prompt_ids"]) + [1] * len(each[key]))[kept])
+        for key in keys[1:]
+        for each in pairs
     ]
-    end = PreferenceCollator(Layout(max_length=3, truncation="keep_end", packing=packing))(PAIRS)
-    assert documents(end, "input_ids", "completion_mask") == [
-        ([3, 4, 5], [0, 1, 1]),
-        ([7, 8, 9], [0, 0, 1]),
-        ([2, 3, 6], [0, 0, 1]),
-        ([8, 10, 11], [0, 1, 1]),
-    ]
+    sizes = [len(ids) for ids, _ in expected]
+    width = batch["input_ids"].shape[1]
+    assert width % multiple == 0
+    assert width - (sum(sizes) if packing else max(sizes)) < multiple
+    assert (batch["completion_mask"][batch["input_ids"] == 500] == 0).all()
+    if not packing:
+        assert documents(batch, "input_ids", "completion_mask") == expected
+        return
+    assert set(batch) == {"input_ids", "completion_mask", "sequence_ids", "num_sequences"} | PACKED
+    assert batch["num_sequences"] == len(sizes)
+    ends, padding = np.cumsum(sizes), width - sum(sizes)
+    starts = [0, *ends[:-1]]
+    for key, values in (("input_ids", 0), ("completion_mask", 1)):
+        assert [batch[key][0, a:b].tolist() for a, b in zip(starts, ends, strict=True)] == [e[values] for e in expected]
+    numbers = [index for index, size in enumerate(sizes) for _ in range(size)]
+    assert batch["sequence_ids"].tolist() == [numbers + [-1] * padding]
+    assert batch["seq_idx"].tolist() == [numbers + [len(sizes) - 1] * padding]
+    assert batch["position_ids"].tolist() == [[*itertools.chain(*map(range, sizes)), *[0] * padding]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [*starts, width]
+    assert batch["max_length_q"] == batch["max_length_k"] == max([*sizes[:-1], sizes[-1] + padding])
+    assert batch["cu_seq_lens_q"].dtype == batch["seq_idx"].dtype == torch.int32
 
 
 def test_triples_and_reference_log_probabilities():

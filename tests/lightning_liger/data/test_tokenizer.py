@@ -2,20 +2,20 @@
 
 import json
 
-import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from lightning_liger.data import tokenizer as tokenizer_module
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import (
     END_OF_TEXT,
     MIN_VOCAB_SIZE,
-    atomic_folder,
-    load_or_train_tokenizer,
+    keep_tokenizer,
     load_tokenizer,
+    token_blocks,
     tokenizer_files,
     train_bpe_tokenizer,
-    write_tokens,
 )
 
 DOCUMENTS = ["def add(a, b):\n    return a + b\n" * 3, "class Adder:\n    def add(self, a):\n        return a\n"]
@@ -33,83 +33,57 @@ def test_vocabulary_has_the_asked_size_and_one_special_token():
     assert tokenizer.eos_token == tokenizer.pad_token == END_OF_TEXT
     assert tokenizer.eos_token_id == 0
     assert len(tokenizer("import argparse")["input_ids"]) < len("import argparse") / 2
-
-
-def test_vocabulary_is_smaller_when_there_is_nothing_left_to_merge():
     assert MIN_VOCAB_SIZE < len(train_bpe_tokenizer(["ab ab"], vocab_size=5000)) < MIN_VOCAB_SIZE + 10
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(" leading,  double and trailing  ", id="spaces"),
-        pytest.param("\t\r\n\n \x00\x7f\u00a0\u200b\u2028\ufeff", id="controls"),
-        pytest.param("cafe\u0301 ﬁ Å Å ﷺ", id="no normalisation"),
-        pytest.param("日本語 עברית हिन्दी 👩‍👩‍👧‍👦🏳️‍🌈", id="scripts and joined emoji"),
-        pytest.param("\U0010ffff\ufffe\ue000", id="unassigned"),
-        pytest.param(f"a {END_OF_TEXT} b", id="special token"),
-        pytest.param("don't  . , ! ?  it 's", id="clean-up"),
-    ],
-)
-@pytest.mark.parametrize("split_special_tokens", [False, True])
+@settings(derandomize=True, deadline=None)
+@given(text=st.text(), split_special_tokens=st.booleans())
+@example(text=f"a {END_OF_TEXT} b  don't , ! it 's ", split_special_tokens=False)
+@example(text="\u00a0\u200b\u2028\ufeff cafe\u0301 ﬁ Å 👩‍👩‍👧‍👦 \U0010ffff\ufffe\ue000", split_special_tokens=True)
 def test_decoding_gives_back_any_text(tokenizer, text, split_special_tokens):
     ids = tokenizer(text, split_special_tokens=split_special_tokens)["input_ids"]
     assert tokenizer.decode(ids) == text
 
 
-def test_training_is_deterministic(tokenizer):
+def test_training_is_deterministic_and_reads_a_bounded_part_spread_over_the_documents(tokenizer, monkeypatch):
     again = train_bpe_tokenizer(iter(DOCUMENTS), vocab_size=300)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-
-
-def test_training_reads_a_bounded_part_spread_over_the_documents(monkeypatch):
     documents = [chr(ord("a") + index) * 10 for index in range(16)]
     spread = tokenizer_module._evenly_spaced(iter(documents), max_bytes=45)
     assert spread == documents[::4]
     assert tokenizer_module._evenly_spaced(documents, max_bytes=160) == documents
     assert tokenizer_module._evenly_spaced(["é" * 10], max_bytes=5) == ["éé"]
     monkeypatch.setattr(tokenizer_module, "MAX_TRAINING_BYTES", 45)
-    assert (
-        train_bpe_tokenizer(documents, 300).backend_tokenizer.to_str()
-        == train_bpe_tokenizer(spread, 300).backend_tokenizer.to_str()
-    )
+    found, expected = (train_bpe_tokenizer(each, 300).backend_tokenizer.to_str() for each in (documents, spread))
+    assert found == expected
 
 
-def test_too_small_vocabulary_is_an_error():
-    with pytest.raises(ValueError, match=r"vocab_size must be an integer of at least 257 .*, got 256"):
-        train_bpe_tokenizer(DOCUMENTS, vocab_size=256)
+def test_tokenizer_is_kept_whole_or_not_at_all(tokenizer, tmp_path):
+    def fails():
+        raise KeyboardInterrupt
+
+    def is_slow():
+        keep_tokenizer(tmp_path / "sub" / "kept", lambda: tokenizer)  # another process finishes first
+        return train_bpe_tokenizer(["other"], 260)
+
+    with pytest.raises(KeyboardInterrupt):
+        keep_tokenizer(tmp_path / "sub" / "kept", fails)
+    assert not list((tmp_path / "sub").iterdir())
+    for make in (is_slow, lambda: pytest.fail("made again")):
+        keep_tokenizer(tmp_path / "sub" / "kept", make)
+        assert load_tokenizer(tmp_path / "sub" / "kept").get_vocab() == tokenizer.get_vocab()
+        assert [path.name for path in (tmp_path / "sub").iterdir()] == ["kept"]
 
 
-def test_trained_tokenizer_is_kept_and_not_trained_again(tmp_path):
-    first = load_or_train_tokenizer(None, lambda: DOCUMENTS, 300, tmp_path / "kept")
-    again = load_or_train_tokenizer(None, lambda: pytest.fail("trained again"), 300, tmp_path / "kept")
-    assert again.get_vocab() == first.get_vocab()
-    assert (again.eos_token_id, again.pad_token_id) == (0, 0)
-
-
-def test_given_tokenizer_is_loaded_and_nothing_is_trained_or_kept(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "given")
-    loaded = load_or_train_tokenizer(tmp_path / "given", lambda: pytest.fail("trained"), 300, tmp_path / "kept")
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert not (tmp_path / "kept").exists()
-
-
-def test_tokenizer_folder_is_checked(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer='.*absent': expected a folder.*tokenizer\.json"):
-        tokenizer_files(tmp_path / "absent")
+def test_folders_that_hold_no_usable_tokenizer_are_named(tokenizer, tmp_path):
     (tmp_path / "weights.bin").touch()
-    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer='.*': expected a folder.*tokenizer\.json"):
-        tokenizer_files(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{}", "not json"])
-def test_broken_tokenizer_is_reported_with_its_path(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data\.tokenizer='.*' could not be loaded by AutoTokenizer"):
-        load_tokenizer(tmp_path)
-
-
-def test_tokenizer_without_end_of_sequence_token_is_refused(tokenizer, tmp_path):
+    for folder in (tmp_path / "absent", tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"data\.tokenizer='.*': expected a folder.*tokenizer\.json"):
+            tokenizer_files(folder)
+    for content in ("{}", "not json"):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match=r"data\.tokenizer='.*' could not be loaded by AutoTokenizer"):
+            load_tokenizer(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": None}))
@@ -117,40 +91,20 @@ def test_tokenizer_without_end_of_sequence_token_is_refused(tokenizer, tmp_path)
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("piece_characters", [7, 1000])  # documents below, at and above a piece; each in one piece
-def test_written_tokens_are_the_documents_each_with_one_end_token(tokenizer, tmp_path, monkeypatch, piece_characters):
-    monkeypatch.setattr(tokenizer_module, "_PIECE_CHARACTERS", piece_characters)
-    monkeypatch.setattr(tokenizer_module, "_PIECES_PER_BATCH", 3)
-    documents = ["short", "exactly", "twice as long:", "日本語" * 20, f"spells {END_OF_TEXT} out"]
-    num_tokens = write_tokens(tmp_path / "tokens.bin", documents, tokenizer, "uint16")
-    tokens = np.fromfile(tmp_path / "tokens.bin", dtype="uint16")
-    assert len(tokens) == num_tokens
-    ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
-    assert ends[-1] == num_tokens - 1
-    assert [tokenizer.decode(part) for part in np.split(tokens, ends + 1)[:-1]] == [
-        document + END_OF_TEXT for document in documents
-    ]
-
-
-def test_atomic_folder_appears_only_when_complete(tmp_path):
-    with atomic_folder(tmp_path / "sub" / "done") as folder:
-        (folder / "file").write_text("content")
-        assert not (tmp_path / "sub" / "done").exists()
-    assert (tmp_path / "sub" / "done" / "file").read_text() == "content"
-    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["done"]
-
-
-def test_atomic_folder_leaves_nothing_after_an_error(tmp_path):
-    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "sub" / "done") as folder:
-        (folder / "file").write_text("half")
-        raise KeyboardInterrupt
-    assert list((tmp_path / "sub").iterdir()) == []
-
-
-def test_atomic_folder_keeps_what_another_process_finished_first(tmp_path):
-    with atomic_folder(tmp_path / "done") as slow:
-        (slow / "file").write_text("slow")
-        with atomic_folder(tmp_path / "done") as fast:
-            (fast / "file").write_text("fast")
-    assert (tmp_path / "done" / "file").read_text() == "fast"
-    assert [path.name for path in tmp_path.iterdir()] == ["done"]
+@settings(derandomize=True, deadline=None)
+@given(
+    documents=st.lists(st.text(min_size=1, max_size=30) | st.just(f"spells {END_OF_TEXT} out"), max_size=9),
+    block_size=st.integers(1, 7),
+    piece=st.integers(1, 8),
+    pieces=st.integers(1, 4),
+)
+def test_blocks_are_the_documents_end_to_end_each_with_one_end_token(tokenizer, documents, block_size, piece, pieces):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_PIECE_CHARACTERS", piece)
+        patch.setattr(tokenizer_module, "_PIECES_PER_BATCH", pieces)
+        blocks = [row["input_ids"].tolist() for row in token_blocks(documents, tokenizer, block_size)]
+        whole = [int(row["input_ids"][0]) for row in token_blocks(documents, tokenizer, 1)]
+    assert {len(block) for block in blocks} <= {block_size}
+    assert [token for block in blocks for token in block] == whole[: len(whole) // block_size * block_size]
+    assert tokenizer.decode(whole) == "".join(document + END_OF_TEXT for document in documents)
+    assert whole.count(0) == len(documents)

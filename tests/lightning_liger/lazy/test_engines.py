@@ -89,7 +89,6 @@ def _policy_step(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
     scores = token_scores(logits[:, :-1], IDS[:, 1:], outputs=("log_probs", "entropy"))
     loss = torch.exp(scores.log_probs - before).mean() - scores.entropy.mean()
     loss = loss + divergence(logits, reference, kind="jsd") + topk_log_probs(logits, IDS[..., None]).mean()
-    loss = loss + F.kl_div(logits.log_softmax(-1), reference.softmax(-1), reduction="batchmean")
     loss.backward()
     return loss.detach(), [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
 

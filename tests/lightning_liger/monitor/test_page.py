@@ -4,7 +4,7 @@ import math
 from xml.etree import ElementTree
 
 from lightning_liger.monitor.batches import LENGTH_EDGES
-from lightning_liger.monitor.page import _number, _ticks, page
+from lightning_liger.monitor.page import _ticks, page, short
 
 
 def _parse(text):
@@ -50,4 +50,4 @@ def test_ticks_are_round_and_cover_the_values():
         ticks = _ticks(low, high)
         assert ticks == expected or all(abs(a - b) < 1e-12 for a, b in zip(ticks, expected, strict=True)), (low, high)
     for value, text in ((0.5, "0.5"), (1500, "1500"), (15000, "15k"), (2.5e6, "2.5M"), (3e9, "3G")):
-        assert _number(value) == text
+        assert short(value) == text

@@ -1,42 +1,26 @@
 """``liger_fsdp`` trains as the stock model does, and what it saves is the stock model's."""
 
-from functools import partial
-
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
-from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_liger import (
-    FabricLigerPrecisionPlugin,
-    FabricLigerStrategy,
-    LazyLogits,
-    LigerPrecisionPlugin,
     LigerStrategy,
 )
-from lightning_liger.patching import KERNELS
-from lightning_liger.strategies import register_strategies
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
     NUM_STEPS,
-    KindsOfLogits,
     Losses,
     build_model,
     launch,
-    logit_counts,
     make_batches,
     make_loader,
     make_optimizer,
     make_trainer,
-    make_uneven_batches,
     reference_training,
-    regularized,
     wrapped_units,
 )
 
@@ -84,29 +68,6 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, w
         for name, parameter in run["whole"].items():
             # Twenty steps moved them by about 0.06.
             torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
-
-
-def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
-    device, _, results = ranks
-    runs = [result["uneven"] for result in results]
-    losses, squared_norms, parameters = reference_training(False, device, True, make_uneven_batches, 2, regularized)
-    assert losses[1][0] == 0.0  # a rank without any label
-    found = [sum(parts) for parts in zip(*(run["squared_norms"] for run in runs), strict=True)]
-    torch.testing.assert_close(found, squared_norms, rtol=10 * RELATIVE_TOLERANCE[device], atol=0.0)
-    for rank, run in enumerate(runs):
-        # Lightning divides what it shows by the number of micro-batches.
-        found = [2 * loss for loss in run["losses"]]
-        torch.testing.assert_close(found, losses[rank], rtol=RELATIVE_TOLERANCE[device], atol=1e-7)
-        for name, parameter in run["whole"].items():
-            torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_two_ranks_have_the_losses_of_fsdp_without_kernels(ranks, head):
-    device, _, results = ranks
-    for run in results:
-        plain = run[f"no-kernels-{head}"]["losses"]
-        torch.testing.assert_close(run[f"trainer-{head}"]["losses"], plain, rtol=RELATIVE_TOLERANCE[device], atol=0.0)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -179,67 +140,6 @@ def test_sharded_checkpoint_of_two_ranks_is_a_folder_that_training_resumes_from(
 # One process
 
 
-def test_one_process_trains_as_the_stock_model_with_every_loss_fused(tmp_path):
-    recorder = Losses()
-    trainer = make_trainer(recorder, root=tmp_path, strategy="liger_fsdp")
-    trainer.fit(LM(), make_loader(0))
-    stock = build_model()
-    optimizer = make_optimizer(stock.parameters())
-    expected = []
-    for batch in make_batches(0):
-        loss = stock(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    torch.testing.assert_close(recorder.losses, expected, rtol=1e-5, atol=0.0)
-    assert logit_counts(trainer.strategy.model) == (NUM_STEPS, 0)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_checkpoint_of_one_process_loads_into_stock_model_and_resumes(tmp_path, head):
-    tied = HEADS[head]
-    uninterrupted, first, second = Losses(), Losses(), Losses()
-    fit = partial(make_trainer, root=tmp_path, strategy="liger_fsdp")
-    fit(uninterrupted, max_epochs=2).fit(LM(tied), make_loader(0, 2))
-    trainer = fit(first)
-    trainer.fit(LM(tied), make_loader(0, 2))
-    trainer.save_checkpoint(tmp_path / "full.ckpt")
-    saved = torch.load(tmp_path / "full.ckpt", weights_only=False)["state_dict"]
-    stock = build_model(tied)
-    assert {name.removeprefix("model.") for name in saved} == stock.state_dict().keys()
-    stock.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
-    resumed = fit(second, max_epochs=2)
-    resumed.fit(LM(tied), make_loader(0, 2), ckpt_path=tmp_path / "full.ckpt")
-    assert resumed.global_step == 4
-    assert first.losses + second.losses == pytest.approx(uninterrupted.losses, rel=1e-6)
-    # The stock model goes on from where ours was saved.
-    with torch.no_grad():
-        assert stock(**next(iter(make_loader(0)))).loss.item() == pytest.approx(second.losses[0], rel=1e-5)
-
-
-@pytest.mark.parametrize(("kernels", "kind"), [("auto", LazyLogits), ("none", torch.Tensor)])
-def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(tmp_path, kernels, kind):
-    module = KindsOfLogits()
-    trainer = make_trainer(root=tmp_path, strategy=LigerStrategy(kernels=kernels))
-    trainer.fit(module, make_loader(0, 1), make_loader(1, 1))
-    trainer.test(module, make_loader(1, 1), verbose=False)
-    trainer.predict(module, make_loader(1, 1))
-    assert module.kinds == {"train": kind, "val": kind, "test": kind, "predict": torch.Tensor}
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_lower_precisions_train_fused(tmp_path, precision):
-    recorder = Losses()
-    trainer = make_trainer(recorder, root=tmp_path, strategy="liger_fsdp", precision=precision)
-    trainer.fit(LM(), make_loader(0))
-    assert logit_counts(trainer.strategy.model) == (NUM_STEPS, 0)
-    assert recorder.losses[-1] < recorder.losses[0] - 0.5
-
-
-# The head's unit
-
-
 @pytest.mark.parametrize(
     ("tied", "policy", "kernels", "message"),
     [
@@ -262,82 +162,6 @@ def test_policy_that_leaves_the_head_its_weight_trains(tmp_path, kernels, tied, 
     make_trainer(recorder, root=tmp_path, strategy=strategy).fit(LM(tied), make_loader(0, 2))
     reference = reference_training(tied, "cpu", True, lambda rank: make_batches(0, 2))
     torch.testing.assert_close(recorder.losses, reference.losses[0], rtol=1e-5, atol=0.0)
-
-
-# Names, arguments and plugins
-
-
-@pytest.mark.parametrize(
-    ("registry", "strategy"), [(StrategyRegistry, LigerStrategy), (STRATEGY_REGISTRY, FabricLigerStrategy)]
-)
-def test_strategy_is_registered_by_name(registry, strategy):
-    assert type(registry.get("liger_fsdp")) is strategy
-    register_strategies()  # the second time nothing happens
-    assert registry.available_strategies().count("liger_fsdp") == 1
-
-
-def test_trainer_and_fabric_take_the_strategy_by_name():
-    options = {"strategy": "liger_fsdp", "accelerator": "cpu", "devices": 2}
-    assert type(L.Trainer(logger=False, **options).strategy) is LigerStrategy
-    assert type(L.Fabric(**options).strategy) is FabricLigerStrategy
-
-
-@pytest.mark.parametrize("strategy", [LigerStrategy, FabricLigerStrategy])
-@pytest.mark.parametrize("kernels", [["foo"], ["rope", "foo"], "foo"])
-def test_unknown_kernel_is_refused_with_the_known_ones(strategy, kernels):
-    with pytest.raises(ValueError, match=r"unknown .*'foo'") as refused:
-        strategy(kernels=kernels)
-    assert all(name in str(refused.value) for name in KERNELS)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "attribute", "lightning_plugin", "our_plugin"),
-    [
-        (LigerStrategy, "precision_plugin", FSDPPrecision, LigerPrecisionPlugin),
-        (FabricLigerStrategy, "precision", FabricFSDPPrecision, FabricLigerPrecisionPlugin),
-    ],
-    ids=["trainer", "fabric"],
-)
-def test_lightnings_precision_plugin_is_exchanged_and_a_users_own_is_kept(
-    strategy, attribute, lightning_plugin, our_plugin
-):
-    ours = strategy(kernels=["rope"])
-    assert type(getattr(ours, attribute)) is our_plugin
-    assert getattr(ours, attribute).kernels == ["rope"]
-    given = lightning_plugin("16-mixed")
-    setattr(ours, attribute, given)
-    exchanged = getattr(ours, attribute)
-    assert type(exchanged) is our_plugin
-    assert (exchanged.precision, exchanged.kernels) == ("16-mixed", ["rope"])
-    assert exchanged.scaler is given.scaler
-    own = our_plugin("bf16-true", kernels="none")
-    setattr(ours, attribute, own)
-    assert getattr(ours, attribute) is own
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_trainers_precision_reaches_the_plugin(precision):
-    trainer = L.Trainer(strategy="liger_fsdp", accelerator="cpu", devices=1, precision=precision, logger=False)
-    assert type(trainer.strategy.precision_plugin) is LigerPrecisionPlugin
-    assert trainer.strategy.precision_plugin.precision == precision
-
-
-def test_trainer_keeps_a_users_own_precision_plugin():
-    plugin = LigerPrecisionPlugin("bf16-true", kernels="none")
-    trainer = L.Trainer(strategy="liger_fsdp", accelerator="cpu", devices=1, plugins=[plugin], logger=False)
-    assert trainer.strategy.precision_plugin is plugin
-
-
-@pytest.mark.parametrize(("kernels", "replaced"), [("auto", 10), (["silu_mul"], 2), ("none", 0)])
-def test_patch_report_is_there_once_the_model_is_set_up(kernels, replaced):
-    strategy = FabricLigerStrategy(kernels=kernels)
-    assert strategy.patch_report is None
-    fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
-    fabric.launch()
-    model = fabric.setup_module(build_model())
-    assert strategy.patch_report.num_replaced == replaced
-    patched = [module for module in model.modules() if type(module).__name__.startswith("Liger")]
-    assert len(patched) == replaced
 
 
 def test_module_that_the_user_wrapped_is_not_wrapped_again():

@@ -15,8 +15,8 @@ NAMES = [registration.name for registration in REGISTRATIONS]
 @pytest.mark.parametrize("registration", REGISTRATIONS, ids=NAMES)
 def test_name_is_registered_with_its_class_and_options(registration):
     for registry, strategy in (
-        (StrategyRegistry, registration.of_trainer),
-        (STRATEGY_REGISTRY, registration.of_fabric),
+        (StrategyRegistry, registration.trainer),
+        (STRATEGY_REGISTRY, registration.fabric),
     ):
         assert registry[registration.name]["strategy"] is strategy
         assert registry[registration.name]["init_params"] == registration.options

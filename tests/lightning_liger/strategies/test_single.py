@@ -4,12 +4,9 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_liger import FabricLigerSingleDeviceStrategy, LigerSingleDeviceStrategy
 from lightning_liger.cli import LigerCLI
-from lightning_liger.strategies import register_strategies
 from tests.lightning_liger.strategies.workers.distributed import LM, Losses, logit_counts, make_loader, make_trainer
 
 ENGINES = {
@@ -18,16 +15,6 @@ ENGINES = {
 }
 
 in_both = pytest.mark.parametrize(("engine", "strategy"), ENGINES.values(), ids=ENGINES)
-
-
-@pytest.mark.parametrize(
-    ("registry", "strategy"),
-    [(StrategyRegistry, LigerSingleDeviceStrategy), (STRATEGY_REGISTRY, FabricLigerSingleDeviceStrategy)],
-)
-def test_strategy_is_registered_by_name(registry, strategy):
-    assert type(registry.get("liger")) is strategy
-    register_strategies()  # the second time nothing happens
-    assert registry.available_strategies().count("liger") == 1
 
 
 @in_both

@@ -44,10 +44,12 @@ RUNS = {
     **{f"{kind} {beta}": Run(of_kind(kind, beta, place)) for place, (kind, beta) in enumerate(KINDS) if 0 < beta < 1},
     **{
         f"{kind}, kernel": Run({"kind": kind, "beta": 0.3, "mask": make_tokens()["mask"]}, by_kernels=True)
-        for kind in ("mixed", "jsd", "total_variation", "mse", "cosine")
+        for kind in dict(KINDS)
     },
     "fewer classes than ranks": Run({"kind": "jsd"}, classes=1),
+    "fewer classes than ranks, kernel": Run({"kind": "mixed"}, by_kernels=True, classes=1),
     "impossible": Run({"kind": "jsd"}, excluded=19),
+    "impossible KL": Run({"kind": "mixed"}, excluded=19),
     "impossible, kernel": Run({"kind": "forward_kl"}, by_kernels=True, excluded=19),
     "frozen": Run({"kind": "skew_kl", "reduction": "none"}, trained=("x", "adapter_x")),
     "ignored": Run({"kind": "mixed", "mask": torch.zeros(11, dtype=torch.bool)}),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_ops import VocabShard, backend, linear_cross_entropy
 from tests.liger_ops.interpreter import begin_rank
-from tests.liger_ops.loss.test_cross_entropy import OPTIONS, make_options
+from tests.liger_ops.loss.cases import OPTIONS, make_options
 
 HIDDEN = 16
 NUM_TOKENS = 9

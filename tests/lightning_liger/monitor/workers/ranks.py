@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerDDPStrategy, LigerModelParallelStrategy, LigerMonitor, LigerStrategy
-from lightning_liger.monitor.gradients import gradient_norm, sharded_units
+from lightning_liger.monitor.gradients import gradient_norm
 from tests.lightning_liger.strategies.workers.distributed import LM, make_trainer
 from tests.lightning_liger.tiny import tiny_llama
 
@@ -37,8 +37,7 @@ class Norms(L.Callback):
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        units = sharded_units(trainer.strategy.model)
-        norm = gradient_norm(units, pl_module.parameters(), trainer.strategy.root_device)
+        norm = gradient_norm(trainer.strategy.model, pl_module.parameters(), trainer.strategy.root_device)
         self.norms.append(float(norm))
 
 
@@ -68,9 +67,9 @@ def _fit(name: str, rank: int, folder: Path) -> dict[str, Any]:
     trainer.fit(module, DataLoader([_batch(length) for length in lengths], batch_size=None))
     return {
         "results": monitor.results,
-        "points": monitor._points,
+        "points": monitor.points,
         "norms": norms.norms,
-        "lengths": monitor._totals.batches.lengths,
+        "lengths": monitor._totals.lengths,
         "flops": monitor._totals.flops,
         "traced": monitor._flops,
         "page": (folder / name / "monitor.html").is_file(),

@@ -1,7 +1,6 @@
 """Every plan for the layers trains alike, on Trainer and Fabric; budgets are planned and kept to."""
 
 import logging
-import pickle
 from functools import partial
 
 import lightning as L
@@ -20,7 +19,6 @@ from lightning_liger import (
     LigerPrecisionPlugin,
     LigerSingleDeviceStrategy,
 )
-from lightning_liger.cli import LigerCLI
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -42,13 +40,11 @@ FABRIC = {
 }
 PLANS = {
     "default": (None, ["cheap", "cheap"]),
-    "none": ("none", ["cheap", "cheap"]),
     "full": ("full", ["recompute", "recompute"]),
     "number": (1, ["recompute", "cheap"]),
     "zero": (0, ["cheap", "cheap"]),
     "classes": ({LlamaDecoderLayer}, ["recompute", "recompute"]),
     "class": (LlamaDecoderLayer, ["recompute", "recompute"]),
-    "names": (["LlamaDecoderLayer"], ["recompute", "recompute"]),
     "parts of layers": (["LlamaMLP"], ["recompute", "recompute"]),
 }
 by_plan = pytest.mark.parametrize(("value", "modes"), PLANS.values(), ids=PLANS)
@@ -136,12 +132,6 @@ def test_every_plan_trains_alike_with_fabric(name):
         assert modes[0] == "recompute"
 
 
-def test_model_without_kernels_is_left_alone_unless_it_is_asked_for(tmp_path):
-    module, _, trainer = fit(tmp_path, LigerSingleDeviceStrategy(kernels="none"), 1)
-    assert not trainer.strategy._activations.controlled
-    assert type(module.model.model.layers[0]) is LlamaDecoderLayer
-
-
 def test_later_stages_and_models_keep_the_plan(tmp_path):
     strategy = LigerFSDPStrategy(activation_checkpointing=1)
     module, _, trainer = fit(tmp_path, strategy, 2)
@@ -152,10 +142,26 @@ def test_later_stages_and_models_keep_the_plan(tmp_path):
     trainer.fit(module, make_loader(0, 2))
     assert set(strategy._activations.controlled) == {before}
     assert module.num_runs[0] > module.num_runs[1]
+    plain = LigerSingleDeviceStrategy(kernels="none")
+    left_alone, _, _ = fit(tmp_path, plain, 1)
+    assert not plain._activations.controlled
+    assert type(left_alone.model.model.layers[0]) is LlamaDecoderLayer
     second = DroppingLM()
     trainer.fit_loop.max_epochs = 3
     trainer.fit(second, make_loader(0, 2))
     assert second.num_runs == [4, 2]
+
+
+class WithoutLayers(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(torch.ones(2)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,8 @@ def test_later_stages_and_models_keep_the_plan(tmp_path):
         ({"activation_checkpointing": ["NoLayer"]}, LM, ["NoLayer", "LlamaDecoderLayer"]),
         ({"activation_checkpointing": {nn.Conv2d}}, LM, ["Conv2d", "no layer", "LM"]),
         ({"memory_budget": 0.5}, LM, ["memory_budget=0.5", "GPU", "cpu"]),
-        ({"memory_budget": 20}, LM, ["memory_budget=20", "GPU", "cpu"]),
+        ({"activation_checkpointing": "full"}, WithoutLayers, ["activation_checkpointing='full' needs a model with"]),
+        ({"activation_checkpointing": 2}, WithoutLayers, ["activation_checkpointing=2 needs a model with repeated"]),
     ],
     ids=str,
 )
@@ -213,36 +220,9 @@ def test_precision_plugin_of_the_user_controls_layers_too(tmp_path):
     assert module.num_runs == [2, 1]
 
 
-def test_strategy_is_pickled_with_its_arguments():
-    strategy = pickle.loads(pickle.dumps(LigerDDPStrategy(activation_checkpointing=["LlamaMLP"])))
-    assert strategy._activations.checkpointing == ["LlamaMLP"]
-
-
-class WithoutLayers(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2, 2)
-
-    def training_step(self, batch, batch_idx):
-        return self.head(torch.ones(2)).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("value", ["full", 2])
-def test_model_without_layers_is_refused_where_some_are_to_be_recomputed(tmp_path, value):
-    with pytest.raises(ValueError, match=f"activation_checkpointing={value!r} needs a model with repeated layers"):
-        fit(tmp_path, LigerSingleDeviceStrategy(kernels="none", activation_checkpointing=value), module=WithoutLayers())
-
-
-@pytest.mark.parametrize("options", [{"activation_checkpointing": "none"}, {"memory_budget": "auto"}, {}])
-def test_model_without_layers_trains_where_none_need_be_recomputed(tmp_path, options):
-    module = WithoutLayers()
-    make_trainer(root=tmp_path, strategy=LigerSingleDeviceStrategy(kernels="none", **options)).fit(
-        module, make_loader(0, 1)
-    )
-    assert module.head.weight.grad is not None
+def test_model_without_layers_trains_where_none_need_be_recomputed(tmp_path):
+    for options in ({"activation_checkpointing": "none"}, {"memory_budget": "auto"}, {}):
+        fit(tmp_path, LigerSingleDeviceStrategy(kernels="none", **options), 1, module=WithoutLayers())
 
 
 # Budgets
@@ -322,30 +302,3 @@ def test_step_that_runs_out_of_memory_fails_with_the_plan(tmp_path, memory, wher
     assert message.startswith("with memory_budget=0.5 and this plan: all 2 layers stored")
     assert all(text in message for text in ("fewer", "Tried to allocate"))
     assert message.count("plan:") == 1
-
-
-# Yaml
-
-
-@pytest.mark.parametrize(
-    ("strategy", "name", "text", "value"),
-    [
-        ("SingleDevice", "activation_checkpointing", "full", "full"),
-        ("SingleDevice", "memory_budget", "auto", "auto"),
-        ("DDP", "activation_checkpointing", "3", 3),
-        ("FSDP", "activation_checkpointing", "[LlamaDecoderLayer]", ["LlamaDecoderLayer"]),
-        ("ModelParallel", "memory_budget", "0.9", 0.9),
-        ("DeepSpeed", "memory_budget", "61.3", 61.3),
-    ],
-)
-def test_yaml_has_both_arguments(tmp_path, monkeypatch, strategy, name, text, value):
-    monkeypatch.setattr("sys.argv", ["lightning-liger"])
-    (tmp_path / "config.yaml").write_text(
-        f"trainer:\n  strategy:\n    class_path: lightning_liger.Liger{strategy}Strategy\n    init_args:\n"
-        f"      {name}: {text}\n  devices: 1\n  accelerator: cpu\n  logger: false\n"
-        "model: lightning.pytorch.demos.boring_classes.BoringModel\n"
-        "data: lightning.pytorch.demos.boring_classes.BoringDataModule\n",
-        encoding="utf-8",
-    )
-    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer.strategy._activations
-    assert {"activation_checkpointing": made.checkpointing, "memory_budget": made.budget}[name] == value

@@ -7,12 +7,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerDDPStrategy, LigerPrecisionPlugin, LigerSingleDeviceStrategy, LigerStrategy
+from lightning_liger import LigerPrecisionPlugin, LigerSingleDeviceStrategy, LigerStrategy
 from tests.lightning_liger.strategies.workers.clipping import (
     BROKEN_BATCH,
     CLIPPING,
@@ -293,48 +292,6 @@ def test_fabric_clips_on_one_process(clipping):
         assert largest == pytest.approx(MAX_VALUE)
 
 
-# Arguments
-
-
-@pytest.mark.parametrize("made", [LigerStrategy, *ENGINES.values(), LigerSingleDeviceStrategy, LigerPrecisionPlugin])
-def test_unknown_on_nonfinite_grad_is_refused_with_the_known_ones(made):
-    with pytest.raises(ValueError, match=r"on_nonfinite_grad must be one of .*'skip'.*, got 'stop'"):
-        made(on_nonfinite_grad="stop")
-
-
-def test_strategy_hands_its_choice_to_the_plugin_it_makes():
-    strategy = LigerStrategy(on_nonfinite_grad="skip")
-    assert strategy.precision_plugin.on_nonfinite_grad == "skip"
-    strategy.precision_plugin = FSDPPrecision("bf16-mixed")
-    assert strategy.precision_plugin.on_nonfinite_grad == "skip"
-
-
-@pytest.mark.parametrize(
-    ("engine", "plugin"),
-    [
-        (LigerStrategy, lambda: FSDPPrecision("16-mixed")),
-        (LigerDDPStrategy, lambda: MixedPrecision("16-mixed", "cpu")),
-        (LigerSingleDeviceStrategy, lambda: MixedPrecision("16-mixed", "cpu")),
-    ],
-)
-def test_raising_is_refused_where_a_scaler_needs_overflows(engine, plugin):
-    strategy = engine(on_nonfinite_grad="raise")
-    with pytest.raises(ValueError, match="on_nonfinite_grad='raise' would end training with precision='16-mixed'"):
-        strategy.precision_plugin = plugin()
-
-
-def test_plugin_with_a_way_of_its_own_to_clip_keeps_it_or_is_refused():
-    class Own(Precision):
-        def clip_grad_by_norm(self, optimizer, clip_val):
-            raise NotImplementedError
-
-    plugin = Own()
-    assert LigerDDPStrategy(precision_plugin=plugin).precision_plugin is plugin
-    assert type(plugin).clip_grad_by_norm is Own.clip_grad_by_norm
-    with pytest.raises(ValueError, match=r"on_nonfinite_grad='skip' needs a precision plugin .* got Own, which"):
-        LigerDDPStrategy(precision_plugin=plugin, on_nonfinite_grad="skip")
-
-
 def test_fused_optimizer_is_clipped_in_mixed_precision_without_a_scaler():
     class Fused(ClippedLM):
         def configure_optimizers(self):
@@ -354,11 +311,3 @@ def test_fused_optimizer_is_refused_where_gradients_would_be_clipped_scaled(algo
     optimizer = torch.optim.AdamW(build_model().parameters(), fused=True)
     with pytest.raises(RuntimeError, match=r"gradient_clip_val=0.5 with precision='16-mixed'.*AdamW with fused=True"):
         LigerPrecisionPlugin("16-mixed").clip_gradients(optimizer, MAX_NORM, algorithm)
-
-
-@pytest.mark.parametrize("engine", [LigerStrategy, *ENGINES.values(), LigerSingleDeviceStrategy])
-def test_yaml_gives_the_strategy_its_choice(made_by_yaml, engine):
-    strategy = {"class_path": f"lightning_liger.{engine.__name__}", "init_args": {"on_nonfinite_grad": "skip"}}
-    made = made_by_yaml(strategy)
-    assert type(made) is engine
-    assert made.precision_plugin.on_nonfinite_grad == "skip"

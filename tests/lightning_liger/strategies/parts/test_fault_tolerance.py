@@ -28,7 +28,6 @@ from tests.lightning_liger.resuming.workers.resume import NUM_BATCHES, NUM_EPOCH
 from tests.lightning_liger.strategies.workers.distributed import build_model, make_optimizer
 
 MIDDLE = ("batch", 1, 3)
-ALL = [name for name in lightning_liger.__all__ if name.endswith("Strategy")]
 
 
 def off(**options: Any) -> LigerSingleDeviceStrategy:
@@ -41,18 +40,6 @@ class Inspects(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.loaders = (type(trainer.train_dataloader), type(trainer.val_dataloaders))
         self.replaced = "_sigterm_notifier_fn" in vars(trainer._signal_connector)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_strategy_takes_a_bool_and_refuses_the_rest(name):
-    strategy = getattr(lightning_liger, name)
-    if "DeepSpeed" in name:
-        pytest.importorskip("deepspeed")
-    assert strategy().fault_tolerance is True
-    assert strategy(fault_tolerance=False).fault_tolerance is False
-    for value in (1, None, "false"):
-        with pytest.raises(ValueError, match=f"fault_tolerance must be True or False, got {value!r}"):
-            strategy(fault_tolerance=value)
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -1,0 +1,180 @@
+"""Autograd of a linear head's losses and scores, of which no logits are materialized.
+
+A sum or a mean has its gradients from forward (three products of ``num_tokens * hidden_size * vocab_size``) and scales
+them in backward. Values of single tokens wait for backward to bring each token's factor: the logits are computed again
+then, but for chunks that a budget lets forward save.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.loss.chunked_loss import SavedLogits
+from liger_ops.loss.given_classes import GivenIds
+from liger_ops.loss.head_passes import (
+    GRADIENTS,
+    NUM_TENSORS,
+    ForwardArguments,
+    run_backward,
+    run_forward,
+    scale_gradients,
+    split_names,
+)
+from liger_ops.loss.linear_head import LinearHead
+from liger_ops.loss.options import Targets, TokenLossOptions
+from liger_ops.loss.rows import gradient_rows, own_classes
+from liger_ops.loss.vocab_parallel import VocabShard
+
+NUM_ARGUMENTS = len(ForwardArguments._fields)
+
+
+def dtypes_of_gradients(values: Sequence[Any]) -> list[torch.dtype | None]:
+    """The dtypes of the tensors that may get a gradient."""
+    return [None if tensor is None else tensor.dtype for tensor in values[: len(GRADIENTS)]]
+
+
+def token_values(
+    head: LinearHead,
+    arguments: ForwardArguments,
+    differentiable: Sequence[str],
+    saved_logits_bytes: int,
+    shard: VocabShard | None = None,
+) -> Sequence[Tensor]:
+    """The outputs of the arguments, of which these are differentiable if a tensor of the head needs a gradient."""
+    if not differentiable or not any(head.needs_gradient):
+        with torch.no_grad():
+            found = run_forward(arguments, shard)
+        return [found[name] for name in split_names(arguments.outputs)]
+    max_saved = 0 if shard is not None else head.saved_chunks(saved_logits_bytes, arguments.chunk_size)
+    return TokenValuesFunction.apply(shard, max_saved, head.needs_gradient, differentiable, *arguments)
+
+
+class ReducedLossFunction(torch.autograd.Function):
+    """A sum or a mean of losses, then the outputs, which are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: VocabShard | None, *values: Any) -> tuple[Tensor, ...]:
+        arguments = ForwardArguments(*values)
+        found = run_forward(values, shard)
+        outputs = [found[name] for name in split_names(arguments.outputs)]
+        # Float16 gradients of a mean could underflow before they meet the loss scale: those are of the sum.
+        is_sum_of_mean = arguments.reduction == "mean" and arguments.gradients == "losses"
+        ctx.save_for_backward(found["mean_scale"] if is_sum_of_mean else None, *(found[name] for name in GRADIENTS))
+        ctx.dtypes, ctx.needs_gradient = dtypes_of_gradients(values), arguments.needs_gradient
+        ctx.mark_non_differentiable(*outputs)
+        return found["loss"], *outputs
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        mean_scale, *gradients = ctx.saved_tensors
+        factor = grad_loss if mean_scale is None else grad_loss * mean_scale
+        scaled = scale_gradients(gradients, factor, ctx.dtypes, ctx.needs_gradient)
+        return None, *scaled, *[None] * (NUM_ARGUMENTS - len(GRADIENTS))
+
+
+class TokenValuesFunction(torch.autograd.Function):
+    """Outputs of tokens, some of which are differentiable; backward computes or reads the logits again.
+
+    Tokens whose scores' upstream gradients are all zero are left out, unless their logits are saved.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shard: VocabShard | None,
+        max_saved: int,
+        needs_gradient: list[bool],
+        differentiable: Sequence[str],
+        *values: Any,
+    ) -> tuple[Tensor, ...]:
+        """``max_saved`` chunks of logits may be saved."""
+        arguments = ForwardArguments(*values)
+        names = split_names(arguments.outputs)
+        needed = ["lse", "lse_error", *(["entropy"] if "entropy" in differentiable else [])]
+        all_names = ",".join(dict.fromkeys([*names, *needed]))
+        saved = SavedLogits(max_saved) if max_saved else None
+        found = run_forward(arguments._replace(outputs=all_names), shard, saved)
+        # Copies of those that the caller may write to.
+        mine = [found[name].clone() if name in names else found[name] for name in needed]
+        given = None if arguments.ids is None else found["given_log_probs"].clone()
+        chunks = [] if saved is None else saved.chunks
+        ctx.save_for_backward(*values[:NUM_TENSORS], given, *mine, *chunks)
+        ctx.num_mine = len(mine)
+        ctx.shard, ctx.names, ctx.differentiable, ctx.needs_gradient = shard, names, differentiable, needs_gradient
+        ctx.dtypes, ctx.settings = dtypes_of_gradients(values), values[NUM_TENSORS:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(found[name] for name in names if name not in differentiable))
+        return tuple(found[name] for name in names)
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved_tensors = ctx.saved_tensors  # once: checkpointing lets no tensor be read twice
+        values = (*saved_tensors[:NUM_TENSORS], *ctx.settings)
+        given, lse, lse_error, *others = saved_tensors[NUM_TENSORS:]
+        num_others = ctx.num_mine - 2
+        entropy, chunks = others[0] if num_others else None, others[num_others:]
+        a, shard = ForwardArguments(*values), ctx.shard
+        options = a.options
+        upstream = {name: grad_outputs[ctx.names.index(name)] for name in ctx.differentiable}
+        labels = torch.zeros(lse.shape, dtype=torch.int64, device=lse.device) if a.labels is None else a.labels
+        num_columns = a.weight.shape[0]
+        ids = grad_given = None
+        if given is not None:
+            some = GivenIds.of(a.ids, num_columns, labels != options.ignore_index)  # type: ignore[arg-type]
+            ids, (grad_given, factor, _) = some.safe, given_gradient(some, given, lse, upstream, options)
+            upstream = {"lse": factor}
+        rows = gradient_rows(
+            Targets(labels, a.class_weight, a.token_weight), options, lse, lse_error, upstream, entropy=entropy,
+            temperature=a.temperature, num_columns=num_columns, shard=shard,
+            skips_zeros=given is None and "losses" not in upstream,
+        )  # fmt: skip
+        if a.labels is None:
+            rows = rows._replace(kept=None)
+        saved = visited = None
+        if chunks:
+            saved = SavedLogits(0, chunks, are_needed_again=not backend.graph_ends())
+            visited = _with_saved(rows.kept, labels != options.ignore_index, sum(map(len, chunks)), a.chunk_size)
+        gradients = run_backward(
+            (
+                *values[: len(GRADIENTS)], *rows, own_classes(a.class_weight, num_columns, shard), ids, grad_given,
+                a.chunk_size, a.accumulate_dtype, a.max_valid_tokens, ctx.needs_gradient, options.softcap or 0.0,
+                options.logit_scale,
+            ),
+            shard, saved, visited,
+        )  # fmt: skip
+        triples = zip(gradients, ctx.needs_gradient, ctx.dtypes, strict=True)
+        found = [gradient.to(dtype) if needed and dtype is not None else None for gradient, needed, dtype in triples]
+        return None, None, None, None, *found, *[None] * (NUM_ARGUMENTS - len(found))
+
+
+def _with_saved(alive: Tensor | None, kept: Tensor, num_saved: int, chunk_size: int) -> Tensor | None:
+    """Which tokens to visit: those that are alive, and all whose logits are saved, in the order of forward."""
+    if alive is None or chunk_size >= len(kept):
+        return alive if alive is None else kept
+    order = torch.argsort(kept, descending=True, stable=True)
+    return alive.index_fill(0, order[:num_saved], True) & kept
+
+
+def given_gradient(
+    ids: GivenIds, log_probs: Tensor, lse: Tensor, upstream: dict[str, Tensor | None], options: TokenLossOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the upstream gradients of given classes' log-probabilities and of lse to those of logits.
+
+    Returns:
+        What the gradient has at the given classes, ``[num_tokens, K]``; the factor of the gradient of lse,
+        ``[num_tokens]``; and each class's probability times its logit's derivative, ``[num_tokens, K]``.
+    """
+    counts = ids.is_class & ids.kept[:, None]
+    of_log_probs, of_lse = upstream["given_log_probs"], upstream.get("lse")
+    given = torch.zeros_like(log_probs) if of_log_probs is None else of_log_probs.where(counts, 0.0)
+    factor = (torch.zeros_like(lse) if of_lse is None else of_lse.where(ids.kept, 0.0)) - given.sum(1)
+    slope = torch.full_like(log_probs, options.logit_scale)
+    if options.softcap is not None:
+        z = (log_probs + lse[:, None]).where(counts, 0.0)
+        slope = slope * (1.0 - (z / options.softcap) ** 2)
+    return given * slope, factor, log_probs.exp().where(counts, 0.0) * slope

@@ -1,0 +1,321 @@
+"""Passes over the logits of a linear head, chunk by chunk: to statistics, losses and gradients of tokens.
+
+One op computes outputs of tokens, and at once those gradients whose factors are known: of the sum or the mean of the
+losses, or of each token's log-probability, entropy or lse. Another turns logits, computed again or saved, into their
+gradient once backward has brought each token's factors.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.loss.chunked_loss import (
+    Gradients,
+    OtherGradient,
+    SavedLogits,
+    chunked_linear_loss,
+    visit_tokens,
+)
+from liger_ops.loss.given_classes import GivenIds, add_at
+from liger_ops.loss.launch import ROW_OUTPUTS, GradientRows
+from liger_ops.loss.options import Targets, TokenLossOptions
+from liger_ops.loss.rows import TokenRows, at, dtype_of, gradient_in_place, transform_logits
+from liger_ops.loss.scale_gradient import scale_gradient
+from liger_ops.loss.token_plan import reduce_losses
+from liger_ops.loss.vocab_parallel import VocabShard
+
+
+class ForwardArguments(NamedTuple):
+    """The arguments of the op of forward, in its schema's order."""
+
+    input: Tensor
+    """``[num_tokens, hidden_size]``."""
+    weight: Tensor
+    """``[vocab_size, hidden_size]``."""
+    bias: Tensor | None
+    adapter_input: Tensor | None
+    """``[num_tokens, rank]``."""
+    adapter_weight: Tensor | None
+    labels: Tensor | None
+    """``[num_tokens]``; None if all tokens count and their labels have no part in what is computed."""
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    temperature: Tensor | None
+    """``[num_tokens]``, at least float32; None if it is in the options."""
+    ids: Tensor | None
+    """``[num_tokens, K]``: classes whose log-probabilities are an output; negative ones are padding."""
+    chunk_size: int
+    accumulate_dtype: torch.dtype
+    max_valid_tokens: int | None
+    needs_gradient: list[bool]
+    """Which gradients to take at once, for each of the first five tensors."""
+    reduction: str
+    """"none" or of the losses, which is an output then, before the mean's factor and all others."""
+    outputs: str
+    """Names of ``ROW_OUTPUTS`` and ``given_log_probs``, separated by commas."""
+    gradients: str
+    """What has its gradient taken at once: ``mean`` or ``losses`` (the sum), ``entropy``, ``lse``; separated by commas.
+    Entropies after losses have gradients of their own; those of lse are without the given classes' part."""
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    """0 for none; divided by the temperature, as the next, if it is one number."""
+    logit_scale: float
+    z_loss_weight: float
+
+    @property
+    def options(self) -> TokenLossOptions:
+        """The last fields."""
+        return TokenLossOptions(
+            self.ignore_index, self.label_smoothing, self.softcap or None, self.logit_scale, self.z_loss_weight
+        )
+
+
+GRADIENTS = tuple(f"grad_{name}" for name in ForwardArguments._fields[:5])
+OTHER_GRADIENTS = "entropy_grad_input", "entropy_grad_adapter_input"
+NUM_TENSORS = ForwardArguments._fields.index("chunk_size")
+_OF_HEAD = (1, 2, 4)  # whose gradients are sums over chunks
+
+
+def split_names(names: str) -> list[str]:
+    """The names of a list that is separated by commas."""
+    return names.split(",") if names else []
+
+
+def _result_names(reduction: str, outputs: str, gradients: str) -> list[str]:
+    of_all = [] if reduction == "none" else ["loss", "mean_scale"]
+    other = OTHER_GRADIENTS if "entropy" in split_names(gradients)[1:] else ()
+    return [*of_all, *split_names(outputs), *GRADIENTS, *other]
+
+
+def _fake_forward(*values: Any) -> list[Tensor]:
+    arguments = ForwardArguments(*values)
+    input, needed = arguments.input, arguments.needs_gradient
+    dtype = torch.promote_types(input.dtype, torch.float32)
+
+    def empty(name: str) -> Tensor:
+        if name in (*GRADIENTS, *OTHER_GRADIENTS):
+            place = GRADIENTS.index(name.removeprefix("entropy_"))
+            shape = values[place].shape if needed[place] else (0,)
+            return input.new_empty(shape, dtype=arguments.accumulate_dtype if place in _OF_HEAD else input.dtype)
+        if name == "given_log_probs":
+            return torch.empty_like(values[ForwardArguments._fields.index("ids")], dtype=dtype)
+        return input.new_empty(() if name in ("loss", "mean_scale") else input.shape[:1], dtype=dtype_of(name, dtype))
+
+    return [empty(name) for name in _result_names(arguments.reduction, arguments.outputs, arguments.gradients)]
+
+
+def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits | None = None) -> list[Tensor]:
+    """The results of the op of forward, over the vocabulary of the ranks of a ``shard``; saves logits on request."""
+    arguments = ForwardArguments(*values)
+    input, weight, ids, chunk_size = arguments.input, arguments.weight, arguments.ids, arguments.chunk_size
+    options = arguments.options
+    outputs, gradients = split_names(arguments.outputs), split_names(arguments.gradients)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    labels = arguments.labels
+    if labels is None:
+        labels = torch.zeros(input.shape[:1], dtype=torch.int64, device=input.device)
+    targets = Targets(labels, arguments.class_weight, arguments.token_weight)
+    tokens, mean_scale = visit_tokens(
+        targets, weight.shape[0] if shard is None else shard.vocab_size, options.ignore_index, input, chunk_size,
+        arguments.max_valid_tokens, are_all_kept=arguments.labels is None,
+    )  # fmt: skip
+    of_losses = bool({"losses", "mean"}.intersection(gradients))
+    of_scores = [name for name in gradients if name in ("entropy", "lse")]
+    wanted = dict.fromkeys(name for name in outputs if name in ROW_OUTPUTS)
+    wanted |= dict.fromkeys(["losses"] if arguments.reduction != "none" else [])
+    wanted |= dict.fromkeys(["lse", "lse_error"] if of_scores or ids is not None else [])
+    wanted |= dict.fromkeys(name for name in of_scores)
+    may_be_left_out = arguments.max_valid_tokens is not None and chunk_size < len(labels)
+    rows = TokenRows.allocate(
+        targets, options, wanted, dtype, arguments.temperature, shard, are_unknown=may_be_left_out
+    )
+    given = None if ids is None else torch.zeros_like(ids, dtype=dtype)
+    grad_scale = mean_scale if "mean" in gradients else None
+
+    def scores_gradient(logits: Tensor, index: Tensor | None) -> None:
+        ones = torch.ones(len(logits), dtype=dtype, device=logits.device)
+        rows.to_gradient(logits, index, dict.fromkeys(of_scores, ones))
+
+    def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
+        rows.write(logits, index, grad_scale, with_gradient=of_losses)
+        some = None
+        if given is not None:
+            some = GivenIds.of(at(ids, index), logits.shape[1], at(labels, index) != options.ignore_index)
+            z = transform_logits(logits.gather(1, some.safe), options)
+            values = some.show(
+                z - at(rows.buffers["lse"], index)[:, None] - at(rows.buffers["lse_error"], index)[:, None]
+            )
+            if index is None:
+                given.copy_(values)
+            else:
+                given.index_copy_(0, index, values)
+        if of_scores and not of_losses:
+            scores_gradient(logits, index)
+            if some is not None:  # all of a class's occurrences write the same
+                without = logits.gather(1, some.safe).masked_fill(some.has_class[:, None], 0.0)
+                logits.scatter_(1, some.safe, without)
+
+    other = OtherGradient(scores_gradient) if of_losses and of_scores else None
+    found = _run(arguments, tokens, chunk_loss, saved, other)
+    if shard is not None and arguments.reduction != "none":
+        shard.sum_input_gradients(found.hidden_states, found.adapter_input)
+    results: dict[str, Any] = dict(zip(GRADIENTS, found, strict=True))
+    results |= {"given_log_probs": given, "mean_scale": mean_scale}
+    if other is not None:
+        nothing = input.new_empty(0)
+        results |= dict(zip(OTHER_GRADIENTS, [*other.gradients, nothing][:2], strict=True))
+    if arguments.reduction != "none":
+        results["loss"] = reduce_losses(rows.buffers["losses"], mean_scale if arguments.reduction == "mean" else None)
+    results |= {name: rows.values(name) for name in outputs if name in ROW_OUTPUTS}
+    return [results[name] for name in _result_names(arguments.reduction, arguments.outputs, arguments.gradients)]
+
+
+def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None, other: Any = None) -> Gradients:
+    """The loop over chunks for the arguments of either op."""
+    has_adapter = arguments.adapter_input is not None
+    return chunked_linear_loss(
+        arguments.input,
+        arguments.weight,
+        arguments.bias,
+        tokens,
+        chunk_loss,
+        chunk_size=arguments.chunk_size,
+        accumulate_dtype=arguments.accumulate_dtype,
+        needs_gradient=arguments.needs_gradient,
+        adapter=(arguments.adapter_input, arguments.adapter_weight) if has_adapter else None,
+        saved=saved,
+        other=other,
+    )
+
+
+_HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight"
+
+
+@backend.register_op(
+    f"linear_head({_HEAD}, Tensor? labels, Tensor? class_weight, Tensor? token_weight, Tensor? temperature,"
+    " Tensor? ids, SymInt chunk_size, ScalarType accumulate_dtype, SymInt? max_valid_tokens,"
+    " bool[] needs_gradient, str reduction, str outputs, str gradients, int ignore_index, float label_smoothing,"
+    " float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    fake=_fake_forward,
+)
+def _forward_op(*values: Any) -> list[Tensor]:
+    return _compute(*values)
+
+
+def run_forward(
+    values: Sequence[Any], shard: VocabShard | None = None, saved: SavedLogits | None = None
+) -> dict[str, Tensor]:
+    """The results of the op of forward by their names; without the op for shards, and where logits are saved."""
+    arguments = ForwardArguments(*values)
+    is_op = shard is None and saved is None
+    found = _forward_op(*values) if is_op else _compute(*values, shard=shard, saved=saved)
+    names = _result_names(arguments.reduction, arguments.outputs, arguments.gradients)
+    return dict(zip(names, found, strict=True))
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments of the op of backward, in its schema's order."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    adapter_input: Tensor | None
+    adapter_weight: Tensor | None
+    labels: Tensor
+    """As the next eight, a field of :class:`~liger_ops.loss.launch.GradientRows`."""
+    lse: Tensor
+    lse_error: Tensor
+    probability_factor: Tensor
+    label_term: Tensor
+    smoothing_term: Tensor | None
+    entropy_factor: Tensor | None
+    temperature: Tensor | None
+    kept: Tensor | None
+    class_weight: Tensor | None
+    """Of the columns."""
+    ids: Tensor | None
+    """``[num_tokens, K]``, all of them classes."""
+    grad_given: Tensor | None
+    """``[num_tokens, K]``: what is added to the gradient of these classes' logits."""
+    chunk_size: int
+    accumulate_dtype: torch.dtype
+    max_valid_tokens: int | None
+    needs_gradient: list[bool]
+    softcap: float
+    logit_scale: float
+
+
+def _fake_backward(*values: Any) -> list[Tensor]:
+    arguments = BackwardArguments(*values)
+    dtypes = (arguments.accumulate_dtype if place in _OF_HEAD else arguments.input.dtype for place in range(5))
+    return [
+        arguments.input.new_empty(tensor.shape if needed else 0, dtype=dtype)
+        for tensor, needed, dtype in zip(values, arguments.needs_gradient, dtypes, strict=False)
+    ]
+
+
+def _compute_gradients(
+    *values: Any, shard: VocabShard | None = None, saved: SavedLogits | None = None, visited: Tensor | None = None
+) -> list[Tensor]:
+    """The gradients that ``needs_gradient`` names, empty tensors for others.
+
+    ``visited`` says which tokens to visit, if not those that are kept: as saved chunks hold others too.
+    """
+    arguments = BackwardArguments(*values)
+    rows = GradientRows(*values[5:14])
+    options = TokenLossOptions(softcap=arguments.softcap or None, logit_scale=arguments.logit_scale)
+    visited = rows.kept if visited is None else visited
+    labels = rows.labels if visited is None else visited.long() - 1
+    tokens, _ = visit_tokens(
+        Targets(labels, None, None), 1, -1, arguments.input, arguments.chunk_size, arguments.max_valid_tokens,
+        are_all_kept=visited is None,
+    )  # fmt: skip
+
+    def to_gradient(logits: Tensor, index: Tensor | None) -> None:
+        gradient_in_place(logits, rows, options, arguments.class_weight, index)
+        if arguments.grad_given is not None:
+            add_at(logits, at(arguments.ids, index), at(arguments.grad_given, index).to(logits.dtype))
+
+    gradients = _run(arguments, tokens, to_gradient, saved)
+    if shard is not None:
+        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
+    return list(gradients)
+
+
+@backend.register_op(
+    f"linear_head_backward({_HEAD}, Tensor labels, Tensor lse, Tensor lse_error, Tensor probability_factor,"
+    " Tensor label_term, Tensor? smoothing_term, Tensor? entropy_factor, Tensor? temperature, Tensor? kept,"
+    " Tensor? class_weight, Tensor? ids, Tensor? grad_given, SymInt chunk_size, ScalarType accumulate_dtype,"
+    " SymInt? max_valid_tokens, bool[] needs_gradient, float softcap, float logit_scale) -> Tensor[]",
+    fake=_fake_backward,
+)
+def _backward_op(*values: Any) -> list[Tensor]:
+    return _compute_gradients(*values)
+
+
+def run_backward(
+    values: Sequence[Any], shard: VocabShard | None, saved: SavedLogits | None, visited: Tensor | None
+) -> list[Tensor]:
+    """The op of backward, or the same without it for shards and saved logits; see :func:`_compute_gradients`."""
+    if shard is None and saved is None:
+        found: list[Tensor] = _backward_op(*values)
+        return found
+    return _compute_gradients(*values, shard=shard, saved=saved, visited=visited)
+
+
+def scale_gradients(
+    gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients times a scalar in these dtypes, None where not needed.
+
+    A graph that ends with this pass needs no second buffer of the head's size.
+    """
+    in_place = backend.graph_ends()
+    return [
+        scale_gradient(gradient, factor, dtype, in_place=in_place) if need and dtype is not None else None
+        for gradient, dtype, need in zip(gradients, dtypes, needed, strict=True)
+    ]

@@ -1,0 +1,168 @@
+"""What Fabric's strategies have in common."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import Strategy
+from torch.nn import Module
+
+from liger_ops.arguments import check_bool, check_path
+from lightning_liger.patching import PatchReport
+from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
+from lightning_liger.resuming.safe_loading import sharded_errors_explained
+from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
+from lightning_liger.strategies.parts.buffers import convert_as_pretrained
+from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.weights.materialize import materialize
+
+
+class FabricStrategy(Strategy):
+    """Kernels, activations and checkpoints. A mixin for strategies of Fabric.
+
+    Checkpoints are atomic, and an error on one rank while saving is an error on all.
+
+    Args:
+        kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
+        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
+        memory_budget: The memory that a plan for the layers may take.
+        fault_tolerance: With False checkpoints are saved as in Lightning.
+        **kwargs: As in Lightning's strategy.
+
+    Raises:
+        TypeError: For an argument of another type.
+        ValueError: For a value that is not among those that the argument takes.
+    """
+
+    writes_itself = False
+    """Whether the strategy writes and reads files and folders without its ``checkpoint_io``."""
+
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        *,
+        activation_checkpointing: ActivationCheckpointing | None = None,
+        memory_budget: MemoryBudget | None = None,
+        fault_tolerance: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        check_bool("fault_tolerance", fault_tolerance)
+        self.kernels = kernels
+        self.fault_tolerance = fault_tolerance
+        self._kernels = Kernels(kernels)
+        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        super().__init__(**kwargs)
+
+    # Set-up
+
+    @property
+    def precision(self) -> Any:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        # Lightning's setter comes first: it checks the type. The class that defines it differs between engines.
+        super(FabricStrategy, type(self)).precision.fset(self, precision)  # type: ignore[attr-defined]
+        if precision is not None:  # Fabric calls this right before it moves a module and calls setup_module
+            precision.convert_module = partial(convert_as_pretrained, precision)
+
+    def module_to_device(self, module: Module) -> None:
+        materialize(module, self.root_device)
+        super().module_to_device(module)  # type: ignore[safe-super]  # abstract in Lightning's base, not in its engines
+
+    def setup_module(self, module: Module) -> Module:
+        return super().setup_module(self._prepare(module))
+
+    def _prepare(self, module: Module) -> Module:
+        """``module`` as the engine gets it: with kernels, and layers in their modes."""
+        with self._final_parameters(module):
+            self._patching.apply(module)
+        if self.kernels != "none" or self._activations.is_asked_for:
+            self._activations.control(module, self.root_device, self._runs_layers_together)
+        return module
+
+    @property
+    def _patching(self) -> Kernels:
+        """A ``FabricLigerPrecisionPlugin`` has kernels of its own, which its user chose."""
+        return getattr(self.precision, "patching", self._kernels)
+
+    def _final_parameters(self, module: Module) -> AbstractContextManager[None]:
+        """A context in which the module's parameters look as the engine will have them."""
+        return nullcontext()
+
+    @property
+    def _runs_layers_together(self) -> bool:
+        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
+        return False
+
+    # Steps
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        # DeepSpeed's engine accumulates by itself.
+        is_step = getattr(optimizer, "is_gradient_accumulation_boundary", lambda: True)()
+        result = super().optimizer_step(optimizer, **kwargs)
+        if is_step:
+            self._activations.step_ends()
+        return result
+
+    # Checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, by default one that writes atomically."""
+        if not self.fault_tolerance:
+            return super().checkpoint_io
+        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.fault_tolerance:
+            self._checkpoint_io = io
+        else:  # Lightning's strategies for FSDP and FSDP2 refuse plugins
+            super(FabricStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+    def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        def save(to: Any) -> None:
+            super(FabricStrategy, self).save_checkpoint(to, *args, **kwargs)
+
+        if not self.fault_tolerance:
+            save(path)
+            return
+        path = self.broadcast(path)
+        if self.writes_itself:
+            save_on_all_ranks(Path(path), save)
+        else:
+            fail_together(path, lambda: save(path))
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint; :mod:`~lightning_liger.resuming.safe_loading` says what is refused."""
+        check_path("path", path)
+        path = self.broadcast(path)
+        with sharded_errors_explained(path):
+            return self._read(path, state, strict, weights_only)
+
+    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        return super().load_checkpoint(path, state, strict, weights_only)
+
+    # What callbacks read
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """The report of replaced modules, None before a model was set up."""
+        return self._patching.report
+
+    @property
+    def activation_plan(self) -> str:
+        """The plan for ``memory_budget`` in words, empty without one."""
+        return self._activations.plan
+
+    @property
+    def peak_before_resets(self) -> int:
+        """The highest of the peaks of allocated memory, in bytes, that measurements have reset."""
+        return self._activations.peak_bytes

@@ -1,0 +1,317 @@
+"""What the Trainer's strategies have in common."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import Strategy
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from liger_ops.arguments import check_bool, check_path, wrong_value
+from lightning_liger.activations.plan import Plan
+from lightning_liger.lazy.lineage import settle
+from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.patching import PatchReport
+from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
+from lightning_liger.resuming.rank_state import RankStates
+from lightning_liger.resuming.safe_loading import check_is_of_trainer, sharded_errors_explained
+from lightning_liger.resuming.sigterm import GracefulShutdown
+from lightning_liger.sequences.context_parallel import ContextParallel, check_size
+from lightning_liger.strategies.parts.activations import (
+    ActivationCheckpointing,
+    ActivationControl,
+    MemoryBudget,
+    announce_plan,
+)
+from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
+from lightning_liger.strategies.parts.early_release import EarlyRelease
+from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.strategies.precision import OnNonfiniteGrad, check_on_nonfinite_grad, control_gradients, settled
+from lightning_liger.training.protocol import Engine
+from lightning_liger.weights.materialize import materialize
+
+
+class TrainerStrategy(Strategy):
+    """Kernels, activations, checkpoints, context parallelism and gradients. A mixin for strategies of the Trainer.
+
+    Checkpoints are atomic, and an error on one rank while saving is an error on all. They also hold the state of each
+    rank (see :class:`~lightning_liger.resuming.rank_state.RankStates`), so that a resumed run reproduces the
+    uninterrupted run, on CPUs bit for bit; data loaders resume in the middle of an epoch, and validation leaves the
+    random states of training unchanged. On SIGTERM training stops gracefully (see
+    :class:`~lightning_liger.resuming.sigterm.GracefulShutdown`).
+
+    With ``context_parallel_size`` consecutive ranks get the same batches, and the steps of
+    :class:`~lightning_liger.LigerLMMixin` take each rank's shard of the rows. Parameters are still replicated or
+    sharded over all ranks. In ``predict`` rows stay whole.
+
+    Args:
+        kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
+        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
+        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
+        memory_budget: The memory that a plan for the layers may take.
+        fault_tolerance: False leaves checkpoints, data loaders and SIGTERM to Lightning. Checkpoints saved with True
+            load with False, and the other way round.
+        **kwargs: As in Lightning's strategy.
+
+    Raises:
+        TypeError: For an argument of another type.
+        ValueError: For a value that is not among those that the argument takes.
+    """
+
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        on_nonfinite_grad: OnNonfiniteGrad = "ignore",
+        *,
+        context_parallel_size: int = 1,
+        activation_checkpointing: ActivationCheckpointing | None = None,
+        memory_budget: MemoryBudget | None = None,
+        fault_tolerance: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        check_on_nonfinite_grad(on_nonfinite_grad)
+        check_size(context_parallel_size, context_parallel_size)
+        check_bool("fault_tolerance", fault_tolerance)
+        self.kernels = kernels
+        self.on_nonfinite_grad = on_nonfinite_grad
+        self.context_parallel_size = context_parallel_size
+        self.context_parallel: ContextParallel | None = None
+        self.fault_tolerance = fault_tolerance
+        self.engine = Engine(self)
+        """The strategy as the module sees it."""
+        self._kernels = Kernels(kernels)
+        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._early_release: EarlyRelease | None = EarlyRelease()
+        self._rank_states = RankStates()
+        self._shutdown = GracefulShutdown()
+        super().__init__(**kwargs)
+
+    # Set-up
+
+    def connect(self, model: L.LightningModule) -> None:
+        clip_val = model.trainer.gradient_clip_val
+        if clip_val is not None and not clip_val >= 0:
+            raise wrong_value("gradient_clip_val", "at least 0, or None", clip_val)
+        self.precision_plugin = self.precision_plugin  # without one Lightning makes a new one each time
+        self._control_plugin(self.precision_plugin)
+        super().connect(model)
+
+    def _control_plugin(self, plugin: Any) -> None:
+        """Lets the precision plugin clip; in each run, as several Trainers may share a plugin."""
+        control_gradients(plugin, self.on_nonfinite_grad)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Lightning's, with one replica for each group of ranks that share sequences."""
+        options: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]  # of ParallelStrategy
+        size = self.context_parallel_size
+        return {"num_replicas": options["num_replicas"] // size, "rank": options["rank"] // size}
+
+    def setup(self, trainer: L.Trainer) -> None:
+        self._share_sequences(trainer)
+        plugin: Any = self.precision_plugin
+        # Under every engine Lightning's set-up calls this before it wraps the model, and the dtypes are final then.
+        plugin.convert_module = partial(self._prepare, plugin.convert_module)
+        try:
+            super().setup(trainer)
+        finally:
+            del plugin.convert_module
+        if self.fault_tolerance:
+            self._shutdown.install(trainer)
+
+    def _share_sequences(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None
+        size = self.context_parallel_size
+        if size == 1 or trainer.predicting:
+            ContextParallel.undo(self.lightning_module)
+            return
+        check_size(size, trainer.world_size)
+        replicas = super().distributed_sampler_kwargs["num_replicas"]  # type: ignore[misc]
+        if replicas != trainer.world_size:
+            raise ValueError(
+                f"context_parallel_size={size} cannot be combined with tensor parallelism: {trainer.world_size}"
+                f" processes are {replicas} data-parallel ones"
+            )
+        self.context_parallel = self.context_parallel or ContextParallel(size)
+        self.context_parallel.apply(self.lightning_module)
+
+    def _prepare(self, convert: Callable[[Module], Module], model: Module) -> Module:
+        """``model`` as the engine gets it: in its dtypes, with kernels, and layers in their modes."""
+        with buffers_as_pretrained(model):
+            model = convert(model)
+        with self._final_parameters(model):
+            self._patching.apply(model)
+        if self.kernels != "none" or self._activations.is_asked_for:
+            self._activations.control(model, self.root_device, self._runs_layers_together, self._announce_plan)
+        return model
+
+    @property
+    def _patching(self) -> Kernels:
+        """A ``LigerPrecisionPlugin`` has kernels of its own, which its user chose."""
+        return getattr(self.precision_plugin, "patching", self._kernels)
+
+    def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
+        """A context in which the model's parameters look as the engine will have them."""
+        return nullcontext()
+
+    @property
+    def _runs_layers_together(self) -> bool:
+        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
+        return self.context_parallel_size > 1
+
+    def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
+        announce_plan(line, plan, fits)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for logger in trainer.loggers:
+            logger.log_metrics(plan.metrics(), step=trainer.global_step)
+
+    def model_to_device(self) -> None:
+        if self.model is not None:
+            materialize(self.model, self.root_device)
+        super().model_to_device()  # type: ignore[safe-super]  # abstract in Lightning's base, not in its engines
+
+    # Steps
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.fault_tolerance:
+            self._rank_states.on_train_start(self._trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.fault_tolerance:
+            self._rank_states.on_train_batch_start(batch_idx, self._trainer)
+            self._shutdown.agree(self._trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._early_release is not None:
+            self._early_release.before_forward(self.lightning_module)
+        with self._activations.advice_on_memory():
+            return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        module: Any = model or self.lightning_module
+        is_step = not (self.handles_gradient_accumulation and self.engine.should_accumulate())
+        with self._activations.advice_on_memory():
+            result = super().optimizer_step(optimizer, settled(closure, module), model, **kwargs)
+        if is_step:
+            self._activations.step_ends()
+        if self._early_release is not None:
+            self._early_release.used = optimizer
+        return result
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with lazy_logits():
+            output = super().validation_step(*args, **kwargs)
+        settle("the end of a validation step")
+        return output
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with lazy_logits():
+            output = super().test_step(*args, **kwargs)
+        settle("the end of a test step")
+        return output
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.fault_tolerance:
+            self._rank_states.on_validation_start(self._trainer)
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self.fault_tolerance:
+            self._rank_states.on_validation_end()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        loader = super().process_dataloader(dataloader)
+        return self._rank_states.process_dataloader(loader, self._trainer) if self.fault_tolerance else loader
+
+    # Checkpoints
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are folders that all ranks write to."""
+        return False
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, by default one that writes atomically."""
+        if not self.fault_tolerance:
+            return super().checkpoint_io
+        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        def save(to: Any) -> None:
+            super(TrainerStrategy, self).save_checkpoint(checkpoint, to, storage_options)
+
+        if not self.fault_tolerance:
+            save(filepath)
+            return
+        self._rank_states.add_to(checkpoint, self._trainer)
+        path = self.broadcast(filepath)
+        if self.saves_folders and storage_options is None:
+            save_on_all_ranks(Path(path), save)
+        else:
+            fail_together(path, lambda: save(path))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint; :mod:`~lightning_liger.resuming.safe_loading` says what is refused."""
+        check_path("ckpt_path", checkpoint_path)
+        path = self.broadcast(checkpoint_path)
+        with sharded_errors_explained(path):
+            checkpoint = self._read(path, weights_only)
+        check_is_of_trainer(checkpoint, path)
+        if self.fault_tolerance:
+            self._rank_states.take_from(checkpoint, self._trainer, path)
+        return checkpoint
+
+    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        return super().load_checkpoint(path, weights_only)
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.fault_tolerance:
+            self._shutdown.set_exit_code(exception)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
+        if self._early_release is not None:
+            self._early_release.used = None
+
+    # What callbacks read
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """The report of replaced modules, None before the model was set up."""
+        return self._patching.report
+
+    @property
+    def activation_plan(self) -> str:
+        """The plan for ``memory_budget`` in words, empty without one."""
+        return self._activations.plan
+
+    @property
+    def peak_before_resets(self) -> int:
+        """The highest of the peaks of allocated memory, in bytes, that measurements have reset."""
+        return self._activations.peak_bytes
+
+    @property
+    def _trainer(self) -> L.Trainer:
+        assert self.lightning_module is not None  # Lightning connects it before it calls any hook
+        return self.lightning_module.trainer

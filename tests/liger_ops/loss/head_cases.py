@@ -1,0 +1,105 @@
+"""A linear head's batches, and its loss in plain PyTorch."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tests.liger_ops.loss.cases import plain_cross_entropy
+
+HIDDEN = 16
+NAMES = ("input", "linear_weight", "linear_bias")
+WHOLE = 1000  # stands for as many rows as there are, in one chunk
+
+
+def make_batch(
+    num_tokens: int,
+    vocab_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    ignore_index: int = -100,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Hidden states, a head whose logits spread by about 2, its bias, and labels of which every fourth is ignored."""
+    shapes = ((num_tokens, HIDDEN), (vocab_size, HIDDEN), (vocab_size,))
+    tensors = tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
+    tensors[1].mul_(0.5)
+    labels = torch.randint(vocab_size, (num_tokens,))
+    labels[:1] = vocab_size - 1
+    labels[2:3] = 0
+    labels[3::4] = ignore_index
+    return tensors, labels.to(device)
+
+
+def plain_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    labels: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    adapter: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> Tensor:
+    logits = F.linear(input, linear_weight, linear_bias)
+    return plain_cross_entropy(logits if adapter is None else logits + F.linear(*adapter), labels, **options)
+
+
+def loss_and_gradients(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    labels: Tensor,
+    upstream: Tensor | None = None,
+    *,
+    needed: Sequence[bool] = (True, True, True),
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """The loss, and the gradients of the tensors that are needed: of the head, its bias, and perhaps its adapter."""
+    leaves = [
+        None if tensor is None else tensor.detach().requires_grad_(need)
+        for tensor, need in zip(tensors, needed, strict=True)
+    ]
+    if len(leaves) > 3:
+        options["adapter"] = tuple(leaves[3:])
+    result = function(leaves[0], leaves[1], labels, linear_bias=leaves[2], **options)
+    loss = result[0] if isinstance(result, tuple) else result
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    return loss, *torch.autograd.grad(loss, wanted, None if upstream is None else upstream.to(loss))
+
+
+def chunks_of(num_rows: int, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+    """The option that makes chunks hold ``num_rows`` rows at most, or one chunk hold all of them if they are WHOLE."""
+    if num_rows == WHOLE:
+        return {"options": SimpleNamespace(batch_chunk_size=WHOLE)}
+    return {"chunk_bytes": num_rows * tensors[1].shape[0] * tensors[1].element_size()}
+
+
+class OperatorLog(TorchDispatchMode):
+    """Records the operators, their largest output and the sizes of matrix products; and our own with their arguments.
+
+    It only watches: tests make ``backend.is_traced`` say so where the products inside of an op are to be seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.products: list[tuple[int, int, int]] = []
+        """Rows, inner size and columns of each."""
+        self.operators: set[Any] = set()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "liger_ops":
+            self.calls.append((func, tree_map_only(Tensor, Tensor.detach, args)))
+        result = func(*args, **(kwargs or {}))
+        self.operators.add(func.overloadpacket)
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        self.largest = max([self.largest, *(out.numel() for out in outputs if isinstance(out, Tensor))])
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            left, right = args[-2:]
+            self.products.append((*left.shape, right.shape[1]))
+        return result

@@ -1,0 +1,263 @@
+"""RMSNorm, RMSNorm of a sum and LayerNorm: kernels against plain PyTorch in float64 at all sizes and options."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_ops import add_rms_norm, layer_norm, rms_norm
+from liger_ops.norm.rms_norm import CASTINGS
+from liger_ops.norm.row_norm import RowNormOptions, row_norm_reference
+from tests.liger_ops.accuracy import assert_as_accurate
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-6
+# Where tiles, masks and blocks change; 17 rows of 1024 take three tiles on the interpreter's two programs.
+SHAPES = [
+    *((5, 4), (1, 6), (2, 3, 123), (200, 64), (17, 1024), (2, 3, 507), (7, 4096), (3, 5000)),
+    *((3, 9000), (3, 16384), (3, 16385), (2, 18432)),
+]
+
+
+class Call(NamedTuple):
+    """Options of a norm."""
+
+    casting: str | None  # None for LayerNorm
+    offset: float
+    weighted: bool
+    biased: bool
+    added: bool
+
+
+def plain(call: Call, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The formulas of Hugging Face's Gemma and Llama layers, of a layer without casts, and PyTorch's LayerNorm."""
+    rest = list(others)
+    total = x + rest.pop(0) if call.added else x
+    weight = rest.pop(0) if call.weighted else None
+    bias = rest.pop(0) if call.biased else None
+    sum_of_two = (total,) if call.added else ()
+    if call.casting is None:
+        wide = (None if each is None else each.to(total.dtype) for each in (weight, bias))
+        return (F.layer_norm(total, total.shape[-1:], *wide, EPS),)
+    wide = total if call.casting == "none" else total.to(torch.promote_types(total.dtype, torch.float32))
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    if call.casting != "gemma" or weight is None:
+        y = y.to(total.dtype)
+    if weight is not None:
+        y = y * (call.offset + (weight.to(wide.dtype) if call.casting == "gemma" else weight))
+    return (y.to(total.dtype) if call.casting == "gemma" else y), *sum_of_two
+
+
+def fused(call: Call, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    rest = list(others)
+    residual = rest.pop(0) if call.added else None
+    weight = rest.pop(0) if call.weighted else None
+    bias = rest.pop(0) if call.biased else None
+    if call.casting is None:
+        return (layer_norm(x, x.shape[-1:], weight, bias, EPS),)
+    options: Any = {"offset": call.offset, "casting": call.casting}
+    if residual is not None:
+        return add_rms_norm(x, residual, x.shape[-1:], weight, EPS, **options)
+    return (rms_norm(x, x.shape[-1:], weight, EPS, **options),)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    casting, weighted = draw(st.sampled_from([*CASTINGS, None])), draw(st.booleans())
+    if casting is None:
+        return Call(None, 0.0, weighted, draw(st.booleans()), False)
+    return Call(casting, draw(st.sampled_from([0.0, 1.0])) if weighted else 0.0, weighted, False, draw(st.booleans()))
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """The same values, in rows that are read in place or must be copied."""
+    if layout == "sliced":
+        return F.pad(x, (3, 5))[..., 3:-5]
+    return x.mT.contiguous().mT if layout == "transposed" else x
+
+
+@given(
+    call=calls(),
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(DTYPES),
+    parameter_dtype=st.sampled_from([None, torch.float32]),
+    residual_dtype=st.sampled_from([None, torch.float32]),
+    layouts=st.tuples(*2 * [st.sampled_from(["contiguous", "sliced", "transposed"])]),
+    wanted=st.integers(0, 31),
+    used=st.sampled_from([(True, True), (True, False), (False, True)]),
+    seed=st.integers(0, 2**16),
+)
+@settings(
+    derandomize=True,
+    max_examples=150,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_no_less_accurate_than_plain_pytorch(
+    call: Call,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    parameter_dtype: torch.dtype | None,
+    residual_dtype: torch.dtype | None,
+    layouts: tuple[str, str],
+    wanted: int,
+    used: tuple[bool, bool],
+    seed: int,
+    triton_device: torch.device,
+) -> None:
+    """With gradients of some inputs, of one output or both."""
+    torch.manual_seed(seed)
+    dtypes = [*([residual_dtype or dtype] if call.added else [])]
+    dtypes += [parameter_dtype or dtype] * (call.weighted + call.biased)
+    sizes = [shape] * call.added + [shape[-1:]] * (call.weighted + call.biased)
+    inputs = [lay_out((3 * torch.randn(shape)).to(triton_device, dtype), layouts[0])]
+    inputs += [torch.randn(size).to(triton_device, each) for size, each in zip(sizes, dtypes, strict=True)]
+    needs = [bool(wanted >> index & 1) for index in range(len(inputs))]
+    needs = needs if any(needs) else [True] * len(inputs)
+    upstream = [lay_out(torch.randn(shape, device=triton_device).to(dtype), layouts[1]) for _ in range(2)]
+
+    def run(function: Callable[..., tuple[Tensor, ...]], in_dtype: torch.dtype | None) -> list[Tensor | None]:
+        leaves = [each.detach().to(in_dtype or each.dtype) for each in inputs]
+        asked = [leaf.requires_grad_() for leaf, need in zip(leaves, needs, strict=True) if need]
+        outputs = function(call, *leaves)
+        chosen = [each for each in zip(outputs, upstream, used, strict=False) if each[2] and each[0].requires_grad]
+        if not chosen:
+            return [*outputs, *([None] * len(asked))]
+        ys, gradients = zip(*((y, gradient.to(y)) for y, gradient, _ in chosen), strict=True)
+        return [*outputs, *torch.autograd.grad(ys, asked, gradients, allow_unused=True)]
+
+    actual, eager, truth = run(fused, None), run(plain, None), run(plain, torch.float64)
+    # Triton's interpreter rounds to bfloat16 towards zero, which doubles the error that float32 results carry along.
+    factor = 4.0 if torch.bfloat16 in (dtype, *dtypes) and torch.float32 in dtypes else 2.0
+    for index, (ours, theirs, true) in enumerate(zip(actual, eager, truth, strict=True)):
+        assert (ours is None) == (true is None), index
+        if ours is not None and theirs is not None and true is not None:
+            assert ours.dtype == theirs.dtype
+            assert_as_accurate(f"result {index}", ours, theirs, true, factor=factor)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("casting", CASTINGS)
+def test_casting_says_where_values_are_rounded(
+    triton_device: torch.device, casting: str, weight_dtype: torch.dtype, offset: float
+) -> None:
+    # Not bfloat16, to which Triton's interpreter rounds towards zero.
+    x = torch.randn(64, 128, device=triton_device).mul(3).half()
+    weight = torch.randn(128, device=triton_device).to(weight_dtype)
+    equal = {}
+    for other in CASTINGS:
+        actual = rms_norm(x, (128,), weight, EPS, offset=offset, casting=casting)
+        expected = row_norm_reference(x, None, weight, None, (128,), RowNormOptions(128, EPS, offset, other, False))
+        equal[other] = actual.double().sub(expected.double()).abs().le(1e-5 * expected.abs()).double().mean().item()
+        assert other != casting or actual.dtype == expected.dtype
+    # Where rounding comes at another place, a good part of the elements differs by one unit in the last place.
+    assert equal.pop(casting) > 0.98
+    assert max(equal.values()) < 0.9
+
+
+@pytest.mark.parametrize("casting", CASTINGS)
+def test_norm_of_a_sum_is_that_of_the_rounded_sum(triton_device: torch.device, casting: str) -> None:
+    x, residual = torch.randn(2, 6, 123, device=triton_device).half()
+    weight, options = torch.randn(123, device=triton_device), {"offset": 1.0, "casting": casting}
+    y, total = add_rms_norm(x, residual, (123,), weight, EPS, **options)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, rms_norm(total, (123,), weight, EPS, **options))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("normalized_shape", [(6,), (5, 6)], ids=str)
+@pytest.mark.parametrize("num_parameters", [0, 1, 2])
+def test_call_compatible_with_torch(
+    triton_device: torch.device, dtype: torch.dtype, normalized_shape: tuple[int, ...], num_parameters: int
+) -> None:
+    # Inputs this small make eps visible: RMSNorm in half precision must use float32's epsilon, as torch does.
+    x = torch.randn(4, 5, 6, device=triton_device).mul(1e-3).to(dtype)
+    parameters = [torch.randn(normalized_shape, device=triton_device).to(dtype) for _ in range(num_parameters)]
+    for ours, theirs, options in [
+        *((layer_norm, F.layer_norm, options) for options in ({}, {"eps": 1e-3})),
+        *((rms_norm, F.rms_norm, options) for options in ({}, {"eps": 1e-5}) if num_parameters < 2),
+    ]:
+        actual, expected = (f(x, list(normalized_shape), *parameters, **options) for f in (ours, theirs))
+        if dtype == torch.float64:
+            torch.testing.assert_close(actual, expected)
+            torch.testing.assert_close(ours(x[..., :1], (1,)), theirs(x[..., :1], (1,)))
+        else:
+            defaults = {"eps": torch.finfo(torch.float32).eps} if ours is rms_norm else {}
+            wide = [each.double() for each in parameters]
+            truth = theirs(x.double(), normalized_shape, *wide, **(defaults | options))
+            assert_as_accurate("y", actual, expected, truth)
+
+
+@pytest.mark.parametrize("hidden_size", [507, 16411])
+def test_layer_norm_of_a_large_mean_stays_accurate(triton_device: torch.device, hidden_size: int) -> None:
+    x = torch.randn(3, hidden_size, device=triton_device) + 3e3
+    parameters, grad_output = torch.randn(2, hidden_size, device=triton_device), torch.randn_like(x)
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [each.detach().to(dtype).requires_grad_() for each in (x, *parameters)]
+        y = function(leaves[0], (hidden_size,), *leaves[1:])
+        return [y, *torch.autograd.grad(y, leaves, grad_output.to(dtype))]
+
+    # A mean's rounding, up to 2**-12 here; the mean square less the squared mean would be off by more than 0.1.
+    for actual, truth in zip(run(layer_norm, torch.float32), run(F.layer_norm, torch.float64), strict=True):
+        torch.testing.assert_close(actual.double(), truth, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("casting", ["gemma", None])
+@pytest.mark.parametrize("hidden_size", [123, 16411])
+def test_a_row_that_is_not_finite_spoils_no_other(
+    triton_device: torch.device, hidden_size: int, casting: str | None, value: float
+) -> None:
+    x, weight = torch.randn(4, hidden_size, device=triton_device), torch.rand(hidden_size, device=triton_device)
+    x[2, 5] = value
+    x.requires_grad_()
+    for function in (fused, plain):
+        (y,) = function(Call(casting, 0.0, True, False, False), x, weight)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        for result in (y, gradient):
+            assert result[2].isnan().any()
+            assert not result[[0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("casting", [*CASTINGS, None])
+def test_reference_gradients_are_right(casting: str | None, weighted: bool) -> None:
+    call = Call(casting, 1.0 if weighted and casting else 0.0, weighted, casting is None and weighted, bool(casting))
+    shapes = [(3, 4)] * (1 + call.added) + [(4,)] * (call.weighted + call.biased)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(lambda *tensors: fused(call, *tensors), inputs)
+
+
+@pytest.mark.parametrize("function", [rms_norm, layer_norm])
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        pytest.param(((5,),), {}, r"normalized_shape .* got \(5,\) for input of shape \(2, 4\)", id="trailing size"),
+        pytest.param(((),), {}, r"normalized_shape .* got \(\)", id="no dimension"),
+        pytest.param(((3, 2, 4),), {}, r"normalized_shape .* got \(3, 2, 4\)", id="too many dimensions"),
+        pytest.param(((4,), torch.ones(3)), {}, r"weight .* \(4,\) .* got .* \(3,\)", id="weight"),
+        pytest.param(((4,),), {"bias": torch.ones(1)}, r"bias .* \(4,\) .* got .* \(1,\)", id="bias"),
+        pytest.param(((4,),), {"offset": 1.0}, r"offset .* got 1\.0", id="offset without weight"),
+        pytest.param(((4,),), {"casting": "bert"}, r"casting must be one of 'gemma', 'llama', 'none'", id="casting"),
+    ],
+)
+def test_wrong_arguments_are_named(function: Any, arguments: tuple[Any, ...], options: Any, message: str) -> None:
+    if set(options) - set(inspect.signature(function).parameters):
+        pytest.skip("no such option")
+    with pytest.raises(ValueError, match=message):
+        function(torch.ones(2, 4), *arguments, **options)
+
+
+def test_a_residual_of_another_shape_is_named() -> None:
+    with pytest.raises(ValueError, match=r"residual must be .* shape \(2, 4\) \(input's\), got .* \(4,\)"):
+        add_rms_norm(torch.ones(2, 4), torch.ones(4), (4,))

@@ -1,0 +1,106 @@
+"""The tables of ``LigerMonitor``, and its counts of losses."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_liger import LigerCallback, LigerMonitor, LigerStrategy, TrainingSummary
+from lightning_liger.monitor.clock import peak_memory
+from lightning_liger.strategies.parts import activations
+from tests.lightning_liger.activations.simulated import FakeMemory
+from tests.lightning_liger.monitor.test_callback import TOKENS, clock  # noqa: F401  # a fixture
+from tests.lightning_liger.strategies.workers.distributed import LM, VOCAB_SIZE, make_loader, make_trainer
+
+NUM_BATCHES = 5
+
+
+@pytest.mark.parametrize("strategy", ["liger_fsdp", "auto"])
+def test_replacements_are_printed_before_training_and_the_summary_after(tmp_path, capsys, strategy):
+    printed = {}
+
+    class Peeking(Callback):
+        def on_train_start(self, trainer, pl_module):
+            printed["start"] = capsys.readouterr().out
+
+    callbacks = [LigerCallback()] if strategy == "auto" else []
+    monitor = LigerMonitor(skip_steps=0)
+    trainer = make_trainer(*callbacks, monitor, Peeking(), root=tmp_path, strategy=strategy)
+    trainer.fit(LM(), make_loader(0, NUM_BATCHES), make_loader(1, 2))
+    end = capsys.readouterr().out
+    assert all(name in printed["start"] for name in ("fused kernels", "LlamaRMSNorm", "LlamaMLP", "LazyLogits"))
+    assert "Training summary" not in printed["start"]
+    assert all(name in end for name in ("Training summary", "Tokens/s", "Training loss", "Logits never allocated"))
+    assert f"{NUM_BATCHES} on 1 cpu process " in end
+    results = monitor.results
+    assert (results["steps"], results["processes"]) == (NUM_BATCHES, 1)
+    assert (results["num_fused_losses"], results["whole_logits"]) == (NUM_BATCHES + 2, 0)
+    assert results["peak_memory_bytes"] == results["memory_peak_gib"] * 2**30 > 2**20
+    for name in ("train_loss", "train_perplexity", "train_accuracy", "val_loss", "val_perplexity", "val_accuracy"):
+        assert results[name] == pytest.approx(float(trainer.callback_metrics[name]))
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "row"), [(TOKENS, None), (8, "34.1 KiB in all, 6.8 KiB in each loss"), (1, "Logits never")]
+)
+def test_bytes_avoided_are_the_logits_minus_one_chunk_for_each_loss(tmp_path, monkeypatch, capsys, chunk_size, row):
+    # By name, as the package has a function of the module's name.
+    module = importlib.import_module("lightning_liger.lazy.head")
+    monkeypatch.setattr(module, "default_chunk_size", lambda *_: chunk_size)
+    monitor = LigerMonitor(page=None)
+    make_trainer(monitor, root=tmp_path, strategy="liger_fsdp").fit(LM(), make_loader(0, NUM_BATCHES))
+    assert monitor.results["logits_bytes_avoided"] == NUM_BATCHES * (TOKENS - chunk_size) * VOCAB_SIZE * 4
+    printed = capsys.readouterr().out
+    assert ("Logits never allocated" in printed) == (row is not None)
+    assert row is None or row in printed
+
+
+@pytest.mark.parametrize(("skip_steps", "accumulate", "timed"), [(0, 1, 5), (2, 1, 3), (2, 2, 1), (5, 1, 0), (9, 1, 0)])
+def test_speed_leaves_out_the_first_steps(tmp_path, clock, skip_steps, accumulate, timed, capsys):  # noqa: F811
+    monitor = LigerMonitor(skip_steps=skip_steps, page=None)
+    # The clock ticks first, so that the end of a batch is in the time of that batch.
+    trainer = make_trainer(clock, monitor, root=tmp_path, accumulate_grad_batches=accumulate)
+    trainer.fit(LM(), make_loader(0, NUM_BATCHES))
+    assert monitor.results["seconds"] == timed
+    assert monitor.results.get("tokens_per_second") == (TOKENS if timed else None)
+    assert ("too few steps to tell" in capsys.readouterr().out) == (not timed)
+
+
+def test_plan_of_a_budget_is_in_the_summary(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(activations, "memory_of", lambda device: FakeMemory(2**30))
+    strategy = LigerStrategy(memory_budget=0.5)
+    make_trainer(LigerMonitor(), root=tmp_path, strategy=strategy).fit(LM(), make_loader(0, 3))
+    assert "all 2 layers stored" in strategy.activation_plan
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Activations" in printed
+    assert "all 2 layers stored" in printed
+
+
+@pytest.mark.parametrize("later_peak", [3, 9])
+def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch, later_peak):
+    stats = {"allocated_bytes": {"all": {"peak": later_peak}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    strategy = SimpleNamespace(root_device=torch.device("cuda"), peak_before_resets=5)
+    assert peak_memory(strategy) == (max(5, later_peak), 0)
+
+
+def test_of_several_monitors_one_measures(tmp_path, capsys):
+    with pytest.warns(DeprecationWarning, match="TrainingSummary is deprecated: LigerMonitor"):
+        summary = TrainingSummary(skip_steps=0)
+    monitor = LigerMonitor(skip_steps=0)
+    make_trainer(summary, monitor, root=tmp_path).fit(LM(), make_loader(0, 3))
+    printed = capsys.readouterr().out
+    assert printed.count("Training summary") == printed.count("Peak memory") == printed.count("no kernels were") == 1
+    assert (monitor.results["tokens"], summary.results, summary.skip_steps) == (3 * TOKENS, {}, 0)
+    assert "Page" in monitor.rows()
+
+
+def test_a_rank_other_than_zero_prints_nothing(tmp_path, capsys, monkeypatch):
+    trainer = make_trainer(LigerMonitor(), root=tmp_path)
+    monkeypatch.setattr(type(trainer), "is_global_zero", False)
+    trainer.fit(LM(), make_loader(0, 1))
+    printed = capsys.readouterr().out
+    assert "Training summary" not in printed
+    assert "no kernels" not in printed
