@@ -233,6 +233,13 @@ def test_orpo(beta: float, seed: int) -> None:
     torch.testing.assert_close(got.metrics["log_odds_ratio"], torch.log(sig(log_odds)).detach())
 
 
+def test_log_of_one_minus_an_exponential_is_exact_near_zero_and_far_from_it() -> None:
+    x = -torch.logspace(-7, 1.9, 2000)
+    truth = torch.log(-torch.expm1(x.double())).where(x > -1, torch.log1p(-torch.exp(x.double())))
+    error = ((orpo.log1mexp(x).double() - truth) / truth).abs()
+    assert error.max() < torch.finfo(torch.float32).eps  # more if the two forms met elsewhere than at -log 2
+
+
 def test_orpo_of_certain_completions_is_finite() -> None:
     """log1p(-exp(x)) is -inf where x rounds to 0, and the loss NaN."""
     x = torch.tensor([0.0, -1e-12, -1e-3, -math.log(2), -20.0, -200.0], requires_grad=True)
