@@ -119,8 +119,8 @@ class Encoder:
     ) -> tuple[list[int], list[int]]:
         whole = self.render(record, messages)
         bounds = []
-        of_assistant = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        for index in of_assistant[-1:] if only_last else of_assistant:
+        assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for index in assistant_turns[-1:] if only_last else assistant_turns:
             before = self.render(record, messages[:index], add_generation_prompt=True) if index else ""
             after = self.render(record, messages[: index + 1])
             if not whole.startswith(before) or not whole.startswith(after):

@@ -92,7 +92,7 @@ class ExamplesDataModule(TokenizedDataModule):
         self.columns, self.max_records = dict(columns or {}), max_records
         self.max_length, self.truncation = max_length, truncation
         self.packing, self.pad_to_multiple_of = packing, pad_to_multiple_of
-        self._warned_of: set[str] = set()
+        self._has_warned: set[str] = set()
 
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
         """The examples of a record, not truncated; :func:`first_learned` gives two of their values.
@@ -198,8 +198,8 @@ class ExamplesDataModule(TokenizedDataModule):
             )
             if not len(places):
                 raise ValueError(f"{message}. Give a larger data.max_length.")
-            if split not in self._warned_of:
-                self._warned_of.add(split)
+            if split not in self._has_warned:
+                self._has_warned.add(split)
                 rank_zero_warn(f"{message}.")
             rows = rows.select(places)
         return rows

@@ -13,7 +13,7 @@ from lightning_liger.data.collate import FeedbackCollator
 from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.examples import ExamplesDataModule, first_learned, floats, ids, scored
 from lightning_liger.data.module import Split
-from lightning_liger.data.preference import pair_of
+from lightning_liger.data.preference import preference_pair
 from lightning_liger.data.records import Record
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
     @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
         if record.has("chosen") or record.has("rejected"):
-            prompt, *completions = pair_of(record)
+            prompt, *completions = preference_pair(record)
             labels, log_probs = [True, False], ["ref_chosen_logps", "ref_rejected_logps"]
         else:
             prompt, completions = record.text_or_messages("prompt"), [record.text_or_messages("completion")]

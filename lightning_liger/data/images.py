@@ -83,7 +83,7 @@ class ImageTextCollator:
             options["add_special_tokens"] = False
         encoded = self.processor(text=prompts, images=images, padding=True, return_tensors="pt", **options)
         mask = encoded["attention_mask"].bool()
-        of_prompts = {  # of each token, such as whether it stands for an image
+        prompt_columns = {  # of each token, such as whether it stands for an image
             key: [row[kept].numpy() for row, kept in zip(value, mask, strict=True)]
             for key, value in encoded.items()
             if isinstance(value, Tensor) and value.shape == mask.shape and key != "attention_mask"
@@ -93,21 +93,21 @@ class ImageTextCollator:
             np.array([*ids, tokenizer.eos_token_id]) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
         ]
         if self.max_length is not None:
-            lengths = [self.max_length - len(row) for row in of_prompts["input_ids"]]
+            lengths = [self.max_length - len(row) for row in prompt_columns["input_ids"]]
             if min(lengths) < 1:
                 found = self.max_length - min(lengths)
                 raise wrong_value("data.max_length", f"more than the {found} tokens of a prompt", self.max_length)
             completions = [row[:length] for row, length in zip(completions, lengths, strict=True)]
         columns: dict[str, list[np.ndarray]] = {
             key: [np.pad(row, (0, len(completion))) for row, completion in zip(rows, completions, strict=True)]
-            for key, rows in of_prompts.items()
+            for key, rows in prompt_columns.items()
         }
-        parts = list(zip(of_prompts["input_ids"], completions, strict=True))
+        parts = list(zip(prompt_columns["input_ids"], completions, strict=True))
         columns["input_ids"] = [np.concatenate(part) for part in parts]
         columns["labels"] = [np.concatenate((np.full(len(row), IGNORE_INDEX), rest)) for row, rest in parts]
         end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = Layout(end).batch(columns, {**dict.fromkeys(columns, 0), "input_ids": end, "labels": IGNORE_INDEX})
-        return {key: value for key, value in encoded.items() if key not in of_prompts} | batch
+        return {key: value for key, value in encoded.items() if key not in prompt_columns} | batch
 
     def _prompt(self, example: Mapping[str, Any]) -> str:
         """The prompt with its images first, unless it says where they are."""

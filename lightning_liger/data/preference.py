@@ -13,7 +13,7 @@ from lightning_liger.data.records import Record, Text
 _REFERENCE_LOG_PROBS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-def pair_of(record: Record) -> tuple[Text, Text, Text]:
+def preference_pair(record: Record) -> tuple[Text, Text, Text]:
     """Prompt, chosen and rejected of a record; the prompt may be the common beginning of the two.
 
     Raises:
@@ -53,7 +53,7 @@ class PreferenceDataModule(ExamplesDataModule):
 
     @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
-        prompt, *completions = pair_of(record)
+        prompt, *completions = preference_pair(record)
         names = ["chosen_ids", "rejected_ids"]
         if record.has("reference"):
             record.text_or_messages("prompt")  # raises if it is implicit: the reference does not begin with it

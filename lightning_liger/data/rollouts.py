@@ -65,7 +65,7 @@ class RolloutDataModule(ExamplesDataModule):
         if record.has("advantages"):
             is_per_token = any(isinstance(each, list) for each in record.items("advantages"))
             if is_per_token:
-                example["token_advantages"] = _of_tokens(record, "advantages", lengths)
+                example["token_advantages"] = _token_values(record, "advantages", lengths)
             else:
                 example["advantages"] = floats(record.numbers("advantages", len(completions)))
         else:
@@ -73,13 +73,13 @@ class RolloutDataModule(ExamplesDataModule):
             advantages = group_advantages(rewards, len(rewards), scale_rewards=self.scale_rewards)
             example["advantages"] = floats(advantages.tolist())
         if record.has("tool_mask"):
-            mask = _of_tokens(record, "tool_mask", lengths)
+            mask = _token_values(record, "tool_mask", lengths)
             if not np.isin(mask, (0, 1)).all():
                 raise record.error(f"the field 'tool_mask' must have 0 and 1 only, got {shown(mask.tolist())}")
             example["tool_mask"] = mask.astype(np.uint8)
         for key in PER_TOKEN_LOG_PROBS:
             if record.has(key):
-                example[key] = _of_tokens(record, key, lengths)
+                example[key] = _token_values(record, key, lengths)
         yield example
 
     @staticmethod
@@ -100,7 +100,7 @@ class RolloutDataModule(ExamplesDataModule):
         return RolloutCollator(self.layout)
 
 
-def _of_tokens(record: Record, key: str, lengths: list[int]) -> np.ndarray:
+def _token_values(record: Record, key: str, lengths: list[int]) -> np.ndarray:
     rows = record.items(key)
     if len(rows) != len(lengths):
         raise record.error(

@@ -31,7 +31,7 @@ def python_library_files() -> list[Path]:
         FileNotFoundError: If this Python is installed without its sources, as some embedded ones are.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, (".py",), _LIBRARY_SKIPPED) if not file.name.startswith("_sysconfigdata")]
+    files = [file for file in _walk(root, (".py",), _LIBRARY_SKIPPED) if "sysconfigdata" not in file.name]
     if not files:
         raise FileNotFoundError(
             f"data.path was not given, and this Python has no library sources at {root}. Give one of: {ACCEPTED}."

@@ -160,7 +160,7 @@ def fail_together(path: Any, action: Callable[[], None]) -> None:
         action()
     except _FAILURES as caught:
         error = caught
-    failures = of_all_ranks(None if error is None else (f"{type(error).__name__}: {error}", _full_disk_errno(error)))
+    failures = gather_objects(None if error is None else (f"{type(error).__name__}: {error}", _full_disk_errno(error)))
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
@@ -169,7 +169,7 @@ def fail_together(path: Any, action: Callable[[], None]) -> None:
             raise RuntimeError(message) if failure[1] is None else OSError(failure[1], message)
 
 
-def of_all_ranks(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """The picklable ``value`` of each rank, by rank; to be called on all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]

@@ -78,9 +78,9 @@ class ResumableDataLoader(DataLoader[Any]):
         state, self._loaded = self._loaded or {}, None
         is_resumed = self._is_in_its_epoch(state)
         now, at_start = random_state(), state.get("random_state") if is_resumed else None
-        of_generator = state.get("generator" if is_resumed else "generator_now")
-        if self._generator is not None and of_generator is not None:
-            self._generator.set_state(of_generator)
+        generator_state = state.get("generator" if is_resumed else "generator_now")
+        if self._generator is not None and generator_state is not None:
+            self._generator.set_state(generator_state)
         if at_start is not None:
             set_random_state(at_start)
         self._num_batches, self._epoch = state["num_batches"] if is_resumed else 0, self._sampler_epoch

@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_liger.resuming.atomic_io import of_all_ranks
+from lightning_liger.resuming.atomic_io import gather_objects
 from lightning_liger.resuming.dataloader import STATE_KEY, ResumableDataLoader, resumable
 from lightning_liger.resuming.random_state import check_random_state, random_state, set_random_state
 
@@ -73,7 +73,7 @@ class RankStates:
             "loaders": [{**loader, "num_batches": max(0, loader["num_batches"] - ahead)} for loader in ours],
             "other_loaders": others,
         }
-        checkpoint[CHECKPOINT_KEY] = {"ranks": of_all_ranks(move_data_to_device(state, "cpu"))}
+        checkpoint[CHECKPOINT_KEY] = {"ranks": gather_objects(move_data_to_device(state, "cpu"))}
 
     def on_train_batch_start(self, batch_idx: int, trainer: L.Trainer) -> None:
         """Keeps the state at the beginning of an optimizer step."""
@@ -173,8 +173,8 @@ def is_fitting(trainer: L.Trainer) -> bool:
 
 def _current_state(trainer: L.Trainer) -> dict[str, Any]:
     module = trainer.lightning_module
-    of_module = module.rank_state_dict() if isinstance(module, HasRankState) else None
-    return {"random_state": random_state(), "module": of_module}
+    module_state = module.rank_state_dict() if isinstance(module, HasRankState) else None
+    return {"random_state": random_state(), "module": module_state}
 
 
 def _random_state_before_fetch(trainer: L.Trainer) -> dict[str, Any]:

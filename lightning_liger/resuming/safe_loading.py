@@ -192,10 +192,8 @@ class _Inert:
         self.state: Any = arguments or {}
 
     def __setstate__(self, state: Any) -> None:
-        before = vars(self).get("state", {})
-        if isinstance(before, tuple):
-            raise TypeError(f"{type(self).__name__} with arguments and a state")
-        self.state = before | state if isinstance(state, dict) else state
+        # An error if there are arguments, a tuple.
+        self.state = vars(self).get("state", {}) | state if isinstance(state, dict) else state
 
     def __getitem__(self, name: str) -> Any:
         return self.state[name]

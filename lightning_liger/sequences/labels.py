@@ -12,7 +12,7 @@ from liger_ops.arguments import check_floating, check_integer, check_tensor, wro
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "seq_idx")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_OF_THE_WHOLE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_WHOLE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -72,10 +72,10 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
     tokens = whole.get("inputs_embeds", whole.get("input_ids"))
     if tokens is None:
         raise ValueError(f"batch must have 'input_ids' or 'inputs_embeds' to be split over ranks, got {list(batch)}")
-    if unknown := [key for key in whole if key not in _PER_TOKEN + _OF_THE_WHOLE_ROW]:
+    if unknown := [key for key in whole if key not in _PER_TOKEN + _WHOLE_ROW]:
         raise ValueError(
             f"the batch has {unknown}, which cannot be split over ranks; expected only"
-            f" {_PER_TOKEN + _OF_THE_WHOLE_ROW}. Padding on the right whose labels are -100 needs no 'attention_mask'"
+            f" {_PER_TOKEN + _WHOLE_ROW}. Padding on the right whose labels are -100 needs no 'attention_mask'"
         )
     for first, second in (("labels", "shift_labels"), ("input_ids", "inputs_embeds")):
         if first in whole and second in whole:

@@ -73,7 +73,7 @@ def export_pretrained(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{type(module).__name__}.model must be a Hugging Face model, got {type(model).__name__}")
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), model.dtype)
-    state_dict = _untied(model) if is_adapted else _of_model(weights, model, ckpt_path, model.all_tied_weights_keys)
+    state_dict = _untied(model) if is_adapted else _fitting(weights, model, ckpt_path, model.all_tied_weights_keys)
     # save_pretrained writes the dtype to config.json. The decorator of transformers' `to` loses its signature.
     model.to(dtype)  # type: ignore[arg-type]
     with replacing(output) as temporary:
@@ -138,7 +138,7 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in weights.items()}
 
 
-def _of_model(weights: dict[str, Tensor], model: nn.Module, ckpt_path: Any, tied: Collection[str]) -> dict[str, Tensor]:
+def _fitting(weights: dict[str, Tensor], model: nn.Module, ckpt_path: Any, tied: Collection[str]) -> dict[str, Tensor]:
     """The weights under the model's names, without those of ``tied``, the second names of tied tensors."""
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name.startswith(_PREFIX)}
     wanted = model.state_dict(keep_vars=True)
@@ -169,7 +169,7 @@ def _merged(weights: dict[str, Tensor], model: Any, ckpt_path: Any) -> Any:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if (first := first_names.setdefault(id(tensor), name)) != name
     }
-    found = _of_model(weights, model, ckpt_path, tied)
+    found = _fitting(weights, model, ckpt_path, tied)
     for name, first in tied.items():
         is_changed = any(_ADAPTED in each for each in (name, first))  # in place, which the other must not see
         found[name] = found[first].clone() if is_changed else found[first]

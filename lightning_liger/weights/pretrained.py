@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Index = tuple[slice, ...]
 Place = tuple[nn.Module, str]
 """A module, and the name of a parameter or buffer in it."""
-_ATTRIBUTE = "_pretrained_weights"
+_ATTRIBUTE = "liger_pretrained_weights"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NUM_NAMED = 5
 # Buffers of older checkpoints that models compute themselves.
@@ -320,7 +320,7 @@ def _sources(
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     found: dict[str, Source] = {}
     conversions: dict[str, _Conversion] = {}
@@ -336,7 +336,9 @@ def _sources(
         else:
             conversion = conversions.get(name)
             if conversion is None:
-                conversion = conversions[name] = _Conversion(model, name, of_pattern[pattern], wanted[name].dtype)
+                conversion = conversions[name] = _Conversion(
+                    model, name, converter_by_pattern[pattern], wanted[name].dtype
+                )
             conversion.parts.append((key, pattern, tensors[key]))
     for conversion in conversions.values():
         found |= dict.fromkeys(conversion.convert(_without_values), conversion)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
+import pyarrow
 import pytest
 import torch
 
@@ -200,6 +201,10 @@ def test_cache_that_is_damaged_is_an_error_that_names_it(make):
         file.write_bytes(content[:size])
         with pytest.raises(RuntimeError, match=rf"{data.cache_folder} cannot be used .*: remove it"):
             ready(make())
+    with pyarrow.ipc.open_stream(content) as reader, pyarrow.ipc.new_stream(file, reader.schema) as writer:
+        writer.write_table(reader.read_all().slice(0, 3))
+    with pytest.raises(RuntimeError, match=rf"\(expected {len(data.train_data)} rows, got 3\): remove it"):
+        ready(make())
 
 
 def test_max_documents_takes_the_first_ones(make):

@@ -220,25 +220,21 @@ def test_removed_folder_loses_its_name_first(tmp_path, monkeypatch, kind):
 
 @pytest.mark.parametrize("strategy", [LigerSingleDeviceStrategy, LigerDDPStrategy, LigerStrategy])
 def test_strategies_write_atomically_unless_told_otherwise(strategy):
-    assert type(strategy().checkpoint_io) is AtomicCheckpointIO
     own = TorchCheckpointIO()
-    assert strategy(checkpoint_io=own).checkpoint_io is own
-    wrapping = AsyncCheckpointIO()
-    assert strategy(checkpoint_io=wrapping).checkpoint_io is wrapping
-    assert type(wrapping.checkpoint_io) is AtomicCheckpointIO
-    around = AsyncCheckpointIO(own)
-    assert strategy(checkpoint_io=around).checkpoint_io.checkpoint_io is own
-    nested = AsyncCheckpointIO(AsyncCheckpointIO())
-    assert strategy(checkpoint_io=nested).checkpoint_io is nested
-    assert type(nested.checkpoint_io.checkpoint_io) is AtomicCheckpointIO
-
-
-def test_trainers_plugin_wins():
-    class Own(TorchCheckpointIO):
-        pass
-
-    trainer = make_trainer(root=None, strategy="liger_fsdp", plugins=[Own()])
-    assert type(trainer.strategy.checkpoint_io) is Own
+    for given, innermost in (
+        (None, AtomicCheckpointIO),
+        (own, TorchCheckpointIO),
+        (AsyncCheckpointIO(), AtomicCheckpointIO),
+        (AsyncCheckpointIO(own), TorchCheckpointIO),
+        (AsyncCheckpointIO(AsyncCheckpointIO()), AtomicCheckpointIO),
+    ):
+        found = strategy(checkpoint_io=given).checkpoint_io
+        assert given is None or found is given
+        while hasattr(found, "checkpoint_io"):
+            found = found.checkpoint_io
+        assert type(found) is innermost
+    trainer = make_trainer(root=None, strategy="liger_fsdp", plugins=[own])
+    assert trainer.strategy.checkpoint_io is own
 
 
 def test_asynchronous_saving_is_atomic_too(tmp_path):
