@@ -53,7 +53,7 @@ def tables() -> Iterator[tuple[str, BadInput]]:
     for path in sorted(ROOT.rglob("bad_inputs_*.py")):
         name = ".".join(("tests", *path.relative_to(ROOT).with_suffix("").parts))
         for number, bad_input in enumerate(importlib.import_module(name).BAD_INPUTS):
-            yield f"{name.rpartition('_')[2]}-{number}-{bad_input.mentions[0]}", bad_input
+            yield f"{name.partition('bad_inputs_')[2]}-{number}-{bad_input.mentions[0]}", bad_input
 
 
 def public_callables() -> dict[str, Callable[..., Any]]:

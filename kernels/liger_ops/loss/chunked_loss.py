@@ -401,16 +401,20 @@ class Projection:
     ) -> None:
         rows = min(chunk_size, hidden_states.shape[0])
         pairs = [(hidden_states, weight), *([] if adapter is None else [adapter])]
-        gathers = tokens.order is not None
-        self._factors = [_Factor(*pair, not gathers, rows, weight.dtype, False, False) for pair in pairs]
+        self._factors = [_Factor(*pair, tokens.in_order, rows, weight.dtype, False, False) for pair in pairs]
+        self._in_order, self._end = tokens.in_order, 0
         self._bias = bias
         self._parts = _fast_parts(weight, weight.shape[0])
         self._buffer = aligned_rows(hidden_states, rows, weight.shape[0], logits_dtype)
 
     def logits(self, index: Tensor | None) -> Tensor:
         """The logits of the tokens of ``index``, or of all, until the next call."""
+        place = slice(None) if index is None else index
+        if self._in_order and index is not None:  # chunks follow each other
+            place = slice(self._end, self._end + len(index))
+            self._end += len(index)
         for factor in self._factors:
-            factor.gather(slice(None) if index is None else index)
+            factor.gather(place)
         logits = self._buffer[: len(self._factors[0].chunk)]
         for part in self._parts:
             _project(self._factors, self._bias, logits, part)

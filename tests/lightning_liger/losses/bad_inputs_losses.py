@@ -60,8 +60,6 @@ def batch(options: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 # Calls, their keywords, and what messages say.
 WRONG: list[tuple[Any, ...]] = [
-    (DPOOptions, {"loss_type": ("sigmoid", "kto_pair")}, "loss_type", "'kto_pair'", "'sigmoid'"),
-    (DPOOptions, {"loss_type": ()}, "loss_type", "()", "a name or a list of names"),
     (DPOOptions, {"loss_weights": (1.0, 2.0)}, "loss_weights", "(1.0, 2.0)", "one weight"),
     (DPOOptions, {"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "f_divergence_type", "'forward_kl'"),
     (DPOOptions, {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing", "0.5", "below 0.5 for loss_type="),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import partial
 from typing import Any
 
@@ -26,18 +25,14 @@ CHOICES: dict[str, Any] = {LAYERS: "full", POLICY: ["Layer"], BUDGET: 0.5}
 WRONG: list[tuple[Any, ...]] = [
     ("kernels", ["rms_nrom"], "'rms_nrom'", "names out of"),
     ("kernels", {"rope": {"no": 1}}, "rope", "'no': 1"),
-    ("sharding_strategy", None, "None", "FULL_SHARD"),
     (LAYERS, "all", "all", "'none', 'full'"),
     (LAYERS, "LlamaDecoderLayer", "LlamaDecoderLayer", "a list or set of layer classes"),
     (LAYERS, {int}, "int", "a class or its name"),
     (LAYERS, ["no.Layer"], "no.Layer", "cannot be imported"),
-    (BUDGET, 0, "0", "a share of the GPU's memory"),
     (BUDGET, "80%", "80%", "'auto'"),
-    (BUDGET, math.nan, "nan", "a number of GiB above 1"),
     (WRAP, {int}, "int", "a class or its name"),
     (WRAP, ["no.Layer"], "no.Layer", "cannot be imported"),
     (WRAP, nn.Linear, "Linear", "a list or set"),
-    (POLICY, {int}, "int", "a class or its name"),
 ]
 
 
