@@ -186,8 +186,8 @@ class _CrossEntropyFunction(torch.autograd.Function):
         if ctx.one_factor:
             (gradient,) = ctx.saved_tensors
             return scale_gradient(gradient, grad_loss, gradient.dtype, in_place=backend.graph_ends()), *others
-        logits, *values, mean_scale = ctx.saved_tensors
-        values += [grad_loss if mean_scale is None else grad_loss * mean_scale, *ctx.scalars]
+        logits, *saved, mean_scale = ctx.saved_tensors
+        values = (*saved, grad_loss if mean_scale is None else grad_loss * mean_scale, *ctx.scalars)
         if ctx.inplace_backward and not backend.is_traced():
             _write_gradient(logits, logits, *values)
             # Any other use of the logits, as in a second backward pass, now raises.
