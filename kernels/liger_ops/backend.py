@@ -282,11 +282,13 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
 def empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Memory for the gradients that are needed, contiguous."""
-    return [x.new_empty(x.shape) for x, needed in zip(tensors, needs, strict=True) if needed and x is not None]
+    return [x.new_empty(x.shape) for x, needed in zip(tensors, needs, strict=False) if needed and x is not None]
 
 
 def spread(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """``gradients`` each in its place, None where none is needed."""
+    if len(gradients) == len(needs):
+        return tuple(gradients)
     rest = iter(gradients)
     return tuple([next(rest) if needed else None for needed in needs])  # a list, which is faster than a generator
 

@@ -44,5 +44,5 @@ def layer_norm(
     """
     shape = check_row_norm(input, normalized_shape, weight=weight, bias=bias)
     eps = as_number("eps", eps, at_least=0)
-    options = RowNormOptions(math.prod(shape), eps, offset=0.0, casting="gemma", centered=True)
+    options = RowNormOptions(math.prod(shape), eps, 0.0, "gemma", True)
     return run(input, None, weight, bias, shape, options)

@@ -50,7 +50,7 @@ def _run(
     eps, offset = check_options(eps, offset, casting, has_weight=weight is not None)
     if eps is None:
         eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
-    options = RowNormOptions(math.prod(shape), eps, offset, casting, centered=False)
+    options = RowNormOptions(math.prod(shape), eps, offset, casting, False)
     return run(input, residual, weight, None, shape, options)
 
 

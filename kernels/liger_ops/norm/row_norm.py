@@ -283,11 +283,11 @@ class RowNormFunction(torch.autograd.Function):
             grad_total, grad_weight, grad_bias = backend.spread(gradients, needs)
         if ctx.dtypes is None:
             return grad_total, None, grad_weight, grad_bias, None
-        grad_x, grad_residual = (
-            grad_total.to(dtype) if needed and grad_total is not None else None
-            for dtype, needed in zip(ctx.dtypes, (needs_x, needs_residual), strict=True)
-        )
-        return grad_x, grad_residual, grad_weight, grad_bias, None
+        if grad_total is None:
+            return None, None, grad_weight, grad_bias, None
+        x_dtype, residual_dtype = ctx.dtypes
+        grad_x = grad_total.to(x_dtype) if needs_x else None
+        return grad_x, grad_total.to(residual_dtype) if needs_residual else None, grad_weight, grad_bias, None
 
 
 def run(
