@@ -360,9 +360,9 @@ def _rotate(
     position_ids: Tensor | None,
     options: RotaryOptions,
 ) -> tuple[Tensor, Tensor]:
-    *settings, keep_dtype = options
-    dtypes = (_output_dtype(x, cos, sin, keep_dtype) for x in (q, k))
-    return _rotary(q, k, cos, sin, position_ids, *settings, False, *dtypes, None, None)
+    heads_dim, interleaved, sections, keep_dtype = options
+    q_dtype, k_dtype = _output_dtype(q, cos, sin, keep_dtype), _output_dtype(k, cos, sin, keep_dtype)
+    return _rotary(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, False, q_dtype, k_dtype, None, None)
 
 
 class RotaryFunction(torch.autograd.Function):
@@ -380,16 +380,15 @@ class RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     @backend.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:2]
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        needs_q, needs_k = ctx.needs_input_grad[:2]
         heads_dim = ctx.settings[0]
-        grad_q, grad_k = (
-            gradient if needed else gradient.narrow(heads_dim, 0, 0)
-            for gradient, needed in zip(grad_outputs, needs, strict=True)
-        )
-        gradients = _rotary(grad_q, grad_k, *ctx.saved_tensors, *ctx.settings, True, *ctx.dtypes, *ctx.strides)
-        wanted = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
-        return *wanted, None, None, None, None
+        if not needs_q:
+            grad_q = grad_q.narrow(heads_dim, 0, 0)
+        if not needs_k:
+            grad_k = grad_k.narrow(heads_dim, 0, 0)
+        grad_q, grad_k = _rotary(grad_q, grad_k, *ctx.saved_tensors, *ctx.settings, True, *ctx.dtypes, *ctx.strides)
+        return grad_q if needs_q else None, grad_k if needs_k else None, None, None, None, None
 
 
 def _check_shapes(
