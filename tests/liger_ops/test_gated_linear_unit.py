@@ -97,10 +97,14 @@ def test_no_less_accurate_than_plain_pytorch(
         y = function(*leaves)
         return [y, *torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], upstream.to(y.dtype))]
 
+    # Of a single element eager's error may be 0 by chance, and its slope a difference of larger numbers.
+    magnitude = 1.0
+    for each in (*inputs, upstream):
+        magnitude *= max(1.0, each.abs().max().item()) if gate.numel() == 1 else 0.0
     for index, results in enumerate(zip(run(function, None), run(plain, None), run(plain, torch.float64), strict=True)):
         assert results[0].dtype == results[1].dtype
         assert results[0].is_contiguous()
-        assert_as_accurate(f"result {index}", *results)
+        assert_as_accurate(f"result {index}", *results, magnitude=magnitude)
 
 
 def plain_of_halves(activation: Callable[[Tensor], Tensor], packed: Tensor) -> Tensor:

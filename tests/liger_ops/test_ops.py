@@ -57,7 +57,7 @@ class OpCase(NamedTuple):
 def plain_rms_norm(x: Tensor, weight: Tensor, casting: str) -> Tensor:
     wide = x if casting == "none" else x.to(torch.promote_types(x.dtype, torch.float32))
     normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
-    return normalized.to(x.dtype) * weight
+    return (normalized * weight.to(wide.dtype)).to(x.dtype) if casting == "gemma" else normalized.to(x.dtype) * weight
 
 
 def rms_norm_case(casting: str) -> Case:
@@ -98,6 +98,11 @@ def head_losses(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tens
 # see it as an op.
 VARIANTS = {
     **{(name, ""): case for name, case in CHECKS.items() if name != "linear_token_loss"},
+    # Not by F.rms_norm, which has NaN in other places on a GPU.
+    ("rms_norm", ""): rms_norm_case("gemma"),
+    ("add_rms_norm", ""): CHECKS["add_rms_norm"]._replace(
+        plain=lambda x, residual, weight: (plain_rms_norm(x + residual, weight, "gemma"), x + residual)
+    ),
     ("rms_norm", "llama"): rms_norm_case("llama"),
     ("rms_norm", "none"): rms_norm_case("none"),
     **{(name, "packed"): packed_case(CHECKS[name]) for name in ("silu_mul", "gelu_mul", "relu_squared_mul")},
