@@ -103,7 +103,12 @@ def _callers(error: BaseException) -> list[str]:
 def reasons(message: str) -> str:
     """A message of jsonargparse in one line: of a list of reasons, those that are not about another type."""
     first, *lines = (line.strip() for line in message.strip().split("\n"))
-    listed = [line[2:] for line in lines if line.startswith("- ")]
+    listed: list[str] = []
+    for line in lines:
+        if line.startswith("- "):
+            listed.append(line[2:])
+        elif listed and not line.startswith("Given value"):
+            listed[-1] += f" {line}"
     kept = [line for line in listed if not line.startswith(("Expected ", "Does not validate"))]
     if not kept:
         return " ".join(message.split())

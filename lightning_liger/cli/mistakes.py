@@ -101,9 +101,9 @@ class _Names:
                     yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
                 continue
             hints: dict[str, Any] = {}
-            for extended in reversed(found.__mro__):
+            for base in reversed(found.__mro__):  # a class may pass options on to its bases
                 with suppress(Exception):  # of annotations that cannot be read
-                    hints |= get_type_hints(extended.__init__)
+                    hints |= get_type_hints(base.__init__)
             added: list[Any] = ArgumentParser().add_class_arguments(found, "it", fail_untyped=False)
             names = [str(name).partition(".")[2] for name in added]
             for name, given in options.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,7 @@ class DistributedLazyLogits(LazyLogits):
                 return self.same(is_replicated=True)
             if isinstance(placement, Shard) and placement.dim % self.ndim == self.vocab_dim % self.ndim:
                 return self.same(is_replicated=False)
-        return _as_dtensor(self.real_values("redistribute")).redistribute(device_mesh, placements, **options)
+        return cast(DTensor, self.real_values("redistribute")).redistribute(device_mesh, placements, **options)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> LazyLogits | Tensor:
         """As DTensor's: lazy logits if replicated, this rank's real logits if sharded."""
@@ -134,7 +134,7 @@ class DistributedLazyLogits(LazyLogits):
             local = Recipe(recipe.hidden_states, recipe.head, recipe.transform, recipe.vocab_dim)
             return LazyLogits.of(local, self.twin)
         self.notice("to_local")
-        return _as_dtensor(recipe.compute("to_local")).to_local(grad_placements=grad_placements)
+        return cast(DTensor, recipe.compute("to_local")).to_local(grad_placements=grad_placements)
 
     def full_tensor(self) -> LazyLogits | Tensor:
         """As DTensor's, lazy."""
@@ -169,12 +169,6 @@ class DistributedLazyLogits(LazyLogits):
         )
 
 
-def _as_dtensor(tensor: Tensor) -> DTensor:
-    """``tensor`` with the type that torch's annotations lose in functions of DTensors."""
-    assert isinstance(tensor, DTensor)
-    return tensor
-
-
 def distributed_logits(
     module: nn.Linear, input: Tensor, dtype: torch.dtype, counters: FusionCounters, options: Mapping[str, Any]
 ) -> DistributedLazyLogits | None:
@@ -191,8 +185,8 @@ def distributed_logits(
         None for layouts other than tensor parallelism's: replicated hidden states, with a weight and a bias that are
         both sharded over the vocabulary or both replicated.
     """
-    weight = _as_dtensor(module.weight)
-    bias = None if module.bias is None else _as_dtensor(module.bias)
+    weight = cast(DTensor, module.weight)
+    bias = None if module.bias is None else cast(DTensor, module.bias)
     if not isinstance(input, DTensor) or input.device_mesh != weight.device_mesh or input.placements != (Replicate(),):
         return None
     if weight.device_mesh.ndim != 1 or weight.placements not in ((Shard(0),), (Replicate(),)):

@@ -83,6 +83,7 @@ class HeadParameters:
         return self.options
 
     def _replaced(self, **tensors: Tensor | None) -> Self:
+        """The same head with other tensors."""
         other = copy.copy(self)
         for name, tensor in tensors.items():
             setattr(other, name, tensor)
@@ -100,14 +101,6 @@ class HeadParameters:
         if all(tensor is None or tensor.dtype == dtype for tensor in (self.weight, self.bias, self.adapter)):
             return self
         return self.map(lambda parameter: parameter.to(dtype))
-
-    def with_adapter(self, weight: Tensor) -> Self:
-        """The same head with one more low-rank update, whose input follows all other columns of the hidden states."""
-        return self._replaced(adapter=weight if self.adapter is None else torch.cat((self.adapter, weight), dim=1))
-
-    def with_bias(self, bias: Tensor) -> Self:
-        """The same head with another bias, ``[vocab_size]``."""
-        return self._replaced(bias=bias)
 
     def factors(self, hidden_states: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs of an input in ``compute_dtype`` and its weight, whose products add up to the logits.

@@ -105,10 +105,12 @@ def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
     if dtype not in (x.dtype, *_RECORDED_DTYPES):
         return NotImplemented
     other.notice("add")
+    # The input of a low-rank update follows all other columns of the hidden states.
+    adapters = [each for each in (x.head.adapter, other.head.weight) if each is not None]
     return x.recorded(
         _like(x.twin, dtype) if x.twin.is_contiguous() else x.twin + other.twin,
         hidden_states=torch.cat((x.hidden_states, low_rank.to(x.hidden_states.dtype)), dim=-1),
-        head=x.head.with_adapter(other.head.weight),
+        head=x.head._replaced(adapter=adapters[0] if len(adapters) == 1 else torch.cat(adapters, dim=1)),
         transform=x.transform._replace(dtype=dtype),
     )
 
@@ -122,7 +124,7 @@ def _add_bias(x: LazyLogits, other: Tensor) -> Any:
     if other.dtype != x.dtype or x.head.compute_dtype != x.dtype or not x.is_local:
         return NotImplemented
     bias = other.reshape(-1)
-    head = x.head.with_bias(bias if x.head.bias is None else x.head.bias.to(x.dtype) + bias)
+    head = x.head._replaced(bias=bias if x.head.bias is None else x.head.bias.to(x.dtype) + bias)
     return x.recorded(_like(x.twin, x.dtype) if x.twin.is_contiguous() else x.twin + other.to("meta"), head=head)
 
 

@@ -27,7 +27,7 @@ OF_DATA = (
     *(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
     *(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
     "completions/clipped_ratio",
-    *(name.replace("_length", "_terminated_length") for name in _LENGTHS),
+    *("completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length"),
     *("kl", "reward", "reward_std", "frac_reward_zero_std"),
 )
 """The metrics of batches with rewards, with log-probabilities of the sampler or of a reference, of known ends."""

@@ -29,6 +29,10 @@ from lightning_liger.monitor.page import page, short, table
 
 _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
+_SPEEDS = {
+    "tokens": ("tokens_per_second", "tokens_per_second_per_device"),
+    "rows": ("rows_per_second", "rows_per_second_per_device"),
+}
 _PATIENCE = 1.0
 """Seconds for which the numbers of a training that was interrupted may arrive."""
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer-engine": torch.bfloat16}
@@ -350,8 +354,8 @@ class LigerMonitor(L.Callback):
         unit, number = ("tokens", totals.timed_tokens) if totals.tokens else ("rows", totals.timed_rows)
         flops = self._peak_flops if totals.tokens and totals.flops else 0
         shares = {  # numerator and denominator, without which a number is left out
-            f"{unit}_per_second": (number, totals.seconds),
-            f"{unit}_per_second_per_device": (number, totals.seconds * world_size),
+            _SPEEDS[unit][0]: (number, totals.seconds),
+            _SPEEDS[unit][1]: (number, totals.seconds * world_size),
             "step_seconds": (totals.seconds, totals.timed_steps),
             "model_flops_utilization": (totals.flops, totals.seconds * world_size * flops),
             "data_wait_share": (min(totals.seconds, totals.wait_seconds), totals.seconds),
@@ -440,8 +444,9 @@ class LigerMonitor(L.Callback):
         processes = f"{trainer.world_size} {device} process{'es' if trainer.world_size > 1 else ''}"
         yield "Steps", f"{results['steps']:,.0f} on {processes}"
         unit = "rows" if results["rows"] and not results["tokens"] else "tokens"
-        speed, each = (results.get(f"{unit}_per_second{end}") for end in ("", "_per_device"))
-        yield f"{unit.title()}/s", f"{speed:,.0f} ({each:,.0f} a device)" if speed else "too few steps to tell"
+        speed, each = map(results.get, _SPEEDS[unit])
+        of_each = f" ({each:,.0f} a device)" if trainer.world_size > 1 and each else ""
+        yield f"{unit.title()}/s", f"{speed:,.0f}{of_each}" if speed else "too few steps to tell"
         for name, value in results.items():
             stage, _, rest = name.partition("_")
             if stage in ("train", "val"):

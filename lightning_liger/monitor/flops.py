@@ -225,7 +225,11 @@ def _count_weights(model: nn.Module) -> ModelFlops:
 def _matrix_weights(model: nn.Module) -> Iterator[tuple[float, bool]]:
     """How many numbers of each weight a token is multiplied with, and whether the weight is trained."""
     config = getattr(model, "config", None)
-    configs = [config, *(value for key, value in vars(config).items() if key.endswith("_config"))] if config else []
+    configs = (
+        [config, *(value for key, value in vars(config).items() if key.rpartition("_")[2] == "config")]
+        if config
+        else []
+    )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue

@@ -218,7 +218,12 @@ def _cross_entropy(name: str, logits: LazyLogits, targets: Tensor) -> tuple[Tens
     loss, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
     kept = targets >= 0
     correct, count = ((stats.predictions == targets) & kept).sum(), kept.sum()
-    return loss, {f"{name}_loss": Mean(loss.detach(), count), f"{name}_accuracy": Mean(correct, count)}
+    return loss, _named(name, loss.detach(), correct, count)
+
+
+def _named(name: str, loss: Tensor, correct: Tensor, count: Tensor) -> dict[str, Mean]:
+    pairs = zip(("loss", "accuracy"), (loss, correct), strict=True)
+    return {f"{name}_{quantity}": Mean(total, count) for quantity, total in pairs}
 
 
 def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[float]) -> tuple[Tensor, dict[str, Mean]]:
@@ -229,8 +234,7 @@ def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[flo
     measured: dict[str, Mean] = {}
     for k in range(len(targets)):
         kept = (targets[k] >= 0).sum()
-        measured[f"medusa{k}_loss"] = Mean(-scores.log_probs[k].sum(), kept)
-        measured[f"medusa{k}_accuracy"] = Mean(scores.correct[k].sum(), kept)
+        measured |= _named(f"medusa{k}", -scores.log_probs[k].sum(), scores.correct[k].sum(), kept)
     return total, measured
 
 

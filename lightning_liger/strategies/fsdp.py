@@ -43,7 +43,7 @@ from lightning_liger.strategies.precision import control_gradients, keep_buffer_
 from lightning_liger.strategies.trainer import TrainerStrategy
 from lightning_liger.weights.materialize import Materializer, has_meta_tensors
 
-_ROOT = "_liger_fsdp_root"
+_ROOT = "liger_fsdp_root"
 
 
 class _Sharding:

@@ -310,9 +310,9 @@ def chunked_linear_loss(
     if other is not None:
         unpadded = (total[:, : each.size] for each, total in zip(factors, other_gradients, strict=True))
         other.gradients += [total.contiguous() for total in unpadded]
-    of_head, *of_adapter = (factor.gradients() for factor in factors)
+    head_gradients, *adapter_gradients = (factor.gradients() for factor in factors)
     nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
-    return Gradients(*of_head, grad_bias, *(of_adapter[0] if of_adapter else nothing))
+    return Gradients(*head_gradients, grad_bias, *(adapter_gradients[0] if adapter_gradients else nothing))
 
 
 class _Factor:

@@ -28,7 +28,7 @@ class Groups(NamedTuple):
     def split_fields(self, values: Any) -> tuple[Any, ...]:
         """A NamedTuple of such values, or None, as one of each group."""
         fields = [[None] * len(self.shapes) if value is None else self.split(value) for value in values]
-        return tuple(type(values)(*of_group) for of_group in zip(*fields, strict=True))
+        return tuple(type(values)(*values_of_one) for values_of_one in zip(*fields, strict=True))
 
 
 def is_grouped(input: Any) -> TypeGuard[Sequence[Tensor]]:
@@ -62,15 +62,14 @@ def join_groups(input: Sequence[Tensor], target: Any, adapter: Any) -> tuple[Gro
     if adapter is not None:
         if not isinstance(adapter, list | tuple) or len(adapter) != 2:
             raise wrong_type("adapter", "a pair of a sequence of tensors and a tensor, or None", adapter)
-        of_groups, weight = adapter
-        _check_sequence("adapter[0]", of_groups, len(input))
-        for number, (each, shape) in enumerate(zip(of_groups, groups.shapes, strict=True)):
-            if each.shape[:-1] != shape or each.shape[-1:] != of_groups[0].shape[-1:]:
+        inputs, weight = adapter
+        _check_sequence("adapter[0]", inputs, len(input))
+        for number, (each, shape) in enumerate(zip(inputs, groups.shapes, strict=True)):
+            if each.shape[:-1] != shape or each.shape[-1:] != inputs[0].shape[-1:]:
                 raise ValueError(
-                    f"adapter[0][{number}] must be of shape {(*shape, *of_groups[0].shape[-1:])}, got"
-                    f" {tuple(each.shape)}"
+                    f"adapter[0][{number}] must be of shape {(*shape, *inputs[0].shape[-1:])}, got {tuple(each.shape)}"
                 )
-        adapter = torch.cat([each.reshape(-1, each.shape[-1]) for each in of_groups]), weight
+        adapter = torch.cat([each.reshape(-1, each.shape[-1]) for each in inputs]), weight
     states = torch.cat([each.reshape(-1, each.shape[-1]) for each in input])
     return groups, states, torch.cat([labels.reshape(-1) for labels in target]), adapter
 

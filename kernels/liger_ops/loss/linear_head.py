@@ -71,8 +71,8 @@ class HeadNames(NamedTuple):
 
 def is_trained(needs_gradient: list[bool]) -> bool:
     """Whether a head's own tensors need a gradient, not only those that have a row for each token."""
-    _, of_weight, of_bias, _, of_adapter_weight = needs_gradient
-    return of_weight or of_bias or of_adapter_weight
+    _, weight, bias, _, adapter_weight = needs_gradient
+    return weight or bias or adapter_weight
 
 
 def check_head(

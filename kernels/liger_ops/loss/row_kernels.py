@@ -418,10 +418,10 @@ def loss_kernel(
             if WHOLE_ROW:
                 # One multiplication where comparing each column with the label would take two instructions.
                 is_label_group = (numbers == (label - head) // GROUP).to(tl.float32)
-                of_lanes = tl.where(lanes == (label - head) % GROUP, label_term, 0.0)
+                lane_terms = tl.where(lanes == (label - head) % GROUP, label_term, 0.0)
                 grad = gradient(
                     numerator, z, places + head, in_row, class_weight_ptr, probability_factor / normaliser,
-                    is_label_group[:, None] * of_lanes[None, :], smoothing_term, None, 0.0, label_smoothing,
+                    is_label_group[:, None] * lane_terms[None, :], smoothing_term, None, 0.0, label_smoothing,
                     row_softcap,
                 )  # fmt: skip
                 grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)

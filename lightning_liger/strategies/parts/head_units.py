@@ -53,8 +53,7 @@ def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
     Raises:
         ValueError: Naming the module and what to do.
     """
-    units = _units(model, lambda module: isinstance(module, FullyShardedDataParallel))
-    names = _names(model)
+    units, names = _units(model, lambda module: isinstance(module, FullyShardedDataParallel))
     _check_tied(units, names, pairs)
     for head in patched_heads(model):
         around = units[head]
@@ -72,7 +71,7 @@ def check_tied_units(model: Module, units: Collection[Module]) -> None:
     Raises:
         ValueError: Naming both modules and what to do.
     """
-    _check_tied(_units(model, units.__contains__), _names(model), tied_pairs(model))
+    _check_tied(*_units(model, units.__contains__), tied_pairs(model))
 
 
 def _check_tied(
@@ -86,26 +85,21 @@ def _check_tied(
             )
 
 
-def _names(model: Module) -> dict[Module, str]:
-    return {
-        module: ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
-        for name, module in model.named_modules()
-    }
+def _units(model: Module, is_unit: Callable[[Module], bool]) -> tuple[dict[Module, list[Module]], dict[Module, str]]:
+    """The FSDP units around each module, from the outermost to its own, and its name without FSDP's wrappers."""
+    units: dict[Module, list[Module]] = {}
+    names: dict[Module, str] = {}
 
-
-def _units(model: Module, is_unit: Callable[[Module], bool]) -> dict[Module, list[Module]]:
-    """The FSDP units around each module, from the outermost to its own."""
-    found: dict[Module, list[Module]] = {}
-
-    def walk(module: Module, around: list[Module]) -> None:
+    def walk(module: Module, around: list[Module], name: str) -> None:
+        is_wrapper = isinstance(module, FullyShardedDataParallel)
         inside = [*around, module] if is_unit(module) else around
-        # A wrapper of FSDP is not part of its own unit.
-        found[module] = around if isinstance(module, FullyShardedDataParallel) else inside
-        for child in module.children():
-            walk(child, inside)
+        units[module] = around if is_wrapper else inside  # a wrapper of FSDP is not part of its own unit
+        names[module] = name
+        for child_name, child in module.named_children():
+            walk(child, inside, name if is_wrapper else f"{name}.{child_name}".removeprefix("."))
 
-    walk(model, [])
-    return found
+    walk(model, [], "")
+    return units, names
 
 
 def detach_frozen_heads(model: Module) -> None:

@@ -431,6 +431,29 @@ def test_tiles_that_save_nothing_are_all_computed_again(uses_no_grad: bool) -> N
         torch.testing.assert_close(got, want)
 
 
+class Squashed(nn.Module):
+    """A layer that saves one more tensor after its MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(tiled(self.mlp, x))
+
+
+def test_layers_run_on_after_tiles_as_far_as_backward_needs() -> None:
+    model = nn.Sequential(Squashed(), Squashed())
+    x, found = tokens(torch.float32), []
+    for mode in ("store", "recompute"):
+        control = control_layers(model)
+        assert control is not None
+        control.modes[:] = [mode] * 2  # type: ignore[list-item]
+        found.append(torch.autograd.grad(model(x).sum(), [x, *model.parameters()]))
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("with_mask", [False, True])
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but the `self.trainer` reference")
 def test_no_tensor_of_a_step_grows_faster_than_the_hidden_states(

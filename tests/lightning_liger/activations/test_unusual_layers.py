@@ -183,6 +183,15 @@ def test_gradients_and_buffers_are_those_of_the_plain_layers(
     assert_same(train(model, autocast), expected)
 
 
+def test_buffers_are_the_same_in_every_backward_over_one_graph() -> None:
+    model = layers_of(buffer_that_grows)
+    set_mode(model, "recompute")
+    x = torch.ones(2, 3, HIDDEN_SIZE, requires_grad=True)
+    y = model(x * 1).sum()
+    first, second = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_writes_to_large_integer_buffers_are_an_error() -> None:
     model = layers_of(lambda layer, x: layer.q(x) / layer.large_counts.add_(1)[0])
     set_mode(model, "recompute")

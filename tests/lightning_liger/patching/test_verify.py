@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_liger import apply_liger_kernels
-from lightning_liger.patching.rules import Patched, gated_mlp, norm, rotary
+from lightning_liger.patching.rules import gated_mlp, norm, rotary
 from lightning_liger.patching.verify import Mismatch, compare
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama
 
@@ -24,14 +24,6 @@ class DoublingRMSNorm(modeling_llama.LlamaRMSNorm):
         return super().forward(hidden_states) * 2.0
 
 
-class DetachingRMSNorm(modeling_llama.LlamaRMSNorm):
-    """The right output with another gradient."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (hidden_states * scale.detach())
-
-
 class WideningRMSNorm(modeling_llama.LlamaRMSNorm):
     """The same numbers in another dtype for narrow activations."""
 
@@ -39,48 +31,12 @@ class WideningRMSNorm(modeling_llama.LlamaRMSNorm):
         return super().forward(hidden_states).float()
 
 
-class ShiftedMLP(modeling_llama.LlamaMLP):
-    """A gated MLP with something more."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x
-
-
-class SquaredMLP(modeling_llama.LlamaMLP):
-    """The activation on both factors."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
-
-
-def exchange(model: nn.Module, original: type[nn.Module], other: type[nn.Module]) -> None:
-    for module in model.modules():
-        if type(module) is original:
-            module.__class__ = other
-
-
-@pytest.mark.parametrize(
-    ("original", "other", "kernel", "reason"),
-    [
-        (modeling_llama.LlamaRMSNorm, DoublingRMSNorm, "rms_norm", "output differs by"),
-        (modeling_llama.LlamaRMSNorm, DetachingRMSNorm, "rms_norm", "gradient differs by"),
-        (modeling_llama.LlamaRMSNorm, WideningRMSNorm, "rms_norm", "output is torch.bfloat16"),
-        (modeling_llama.LlamaMLP, ShiftedMLP, "silu_mul", "output differs by"),
-        (modeling_llama.LlamaMLP, SquaredMLP, "silu_mul", "output differs by"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_module_that_computes_something_else_is_not_replaced(
-    original: type[nn.Module], other: type[nn.Module], kernel: str, reason: str
-) -> None:
-    model = tiny_llama().to(torch.bfloat16) if other is WideningRMSNorm else tiny_llama()
-    exchange(model, original, other)
-    entry = next(entry for entry in apply_liger_kernels(model).entries if entry.kernel == kernel)
+def test_module_of_another_dtype_is_not_replaced() -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    model.model.norm.__class__ = WideningRMSNorm
+    entry = next(entry for entry in apply_liger_kernels(model).entries if entry.structure == "WideningRMSNorm")
     assert entry.replacement is None
-    assert entry.structure == other.__name__
-    assert "is not the same" in entry.reason
-    assert reason in entry.reason
-    assert not any(isinstance(module, Patched) for module in model.modules() if isinstance(module, other))
+    assert "output is torch.bfloat16" in entry.reason
 
 
 def test_one_odd_module_does_not_keep_the_others_from_being_replaced() -> None:
@@ -136,14 +92,6 @@ def test_rotary_function_is_verified_again_for_a_models_own_sizes(monkeypatch: p
     monkeypatch.setattr(rotary, "apply_rotary", slightly_wrong(rotary.apply_rotary, 1e-4))
     with pytest.raises(ValueError, match=r"LlamaAttention: apply_rotary is not the same: output differs by 1\.0e-04"):
         apply_liger_kernels(tiny_llama(), ["rope"])
-
-
-def test_kernel_that_drops_a_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    silu_mul = gated_mlp._GATES["silu_mul"]
-    monkeypatch.setitem(gated_mlp._GATES, "silu_mul", lambda gate, up: silu_mul(gate, up.detach()) + 0 * up)
-    entry = next(e for e in apply_liger_kernels(tiny_llama()).entries if e.kernel == "silu_mul")
-    assert entry.replacement is None
-    assert "gradient differs by" in entry.reason
 
 
 def test_kernel_that_raises_on_the_probe_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +181,6 @@ def test_verification_works_inside_contexts_that_models_are_built_in(context: An
 
 def leaf(*values: float) -> Tensor:
     return torch.tensor(values, requires_grad=True)
-
-
-def test_compare_returns_the_largest_relative_error() -> None:
-    x = leaf(1.0, -4.0)
-    assert compare(lambda: x * 2, lambda: x * 2, [x]) == 0.0
-    error = compare(lambda: x * 2, lambda: x * (2 + 2e-6), [x])
-    assert error == pytest.approx(1e-6, rel=0.2)
 
 
 @pytest.mark.parametrize(

