@@ -61,8 +61,9 @@ launch_cache = functools.lru_cache(maxsize=1024)
 every step and are no argument: a choice says how many programs there are at most."""
 
 
-has_autocast = functools.lru_cache(maxsize=64)(torch.amp.is_autocast_available)
-"""Whether a kind of devices has autocast, which the meta device has not."""
+def has_autocast(device_type: str) -> bool:
+    """Whether a kind of devices has autocast; PyTorch's own function cannot be traced before 2.13."""
+    return device_type != "meta"
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

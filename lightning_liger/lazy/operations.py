@@ -284,9 +284,9 @@ def _to_sizes_of(function: Entry, x: LazyLogits, other: Tensor) -> Any:
     return _to_sizes(function, x, *other.shape)
 
 
-for _name in ("view", "reshape"):
+for _name, _name_of_other in (("view", "view_as"), ("reshape", "reshape_as")):
     implements(_name)(partial(_to_sizes, getattr(Tensor, _name)))
-    implements(f"{_name}_as")(partial(_to_sizes_of, getattr(Tensor, _name)))
+    implements(_name_of_other)(partial(_to_sizes_of, getattr(Tensor, _name)))
 
 
 def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:

@@ -401,7 +401,7 @@ def _remember_read(result: Any, func: Any, name: str, first: Any, rest: Any, kwa
         return
     is_rounded = values.requires_grad and values.is_floating_point()
     again = (weakref.ref(first.lineage), func, rest, kwargs) if is_rounded else None
-    vars(values)["_liger_read"] = version(values), again
+    vars(values)["liger_read"] = version(values), again
     if is_rounded and name in table.GATHERS:
         first.lineage.root.rounded_by = name
 
@@ -421,7 +421,7 @@ def _exact(value: Any, rounded_by: list[str | None], name: str) -> Any:
     """``value``, compared with lazy logits, as it is without gradients if it was read from them."""
     if not isinstance(value, Tensor) or isinstance(value, LazyTensor) or not value.is_floating_point():
         return value
-    written, read = getattr(value, "_liger_read", (None, None))
+    written, read = getattr(value, "liger_read", (None, None))
     if written == version(value):
         if read is None:
             return value

@@ -30,7 +30,7 @@ _ACCUMULATE_DTYPES = {
     "float64": torch.float64,
 }
 _EXPECTED = f"'auto', 'none', a name, or a list or dict of names out of {list(KERNELS)}"
-_LOSS_WANTED = "_liger_loss_wanted"
+_LOSS_WANTED = "liger_loss_wanted"
 _MAX_REASONS = 3
 _REASON_WIDTH = 120
 _warned_models: WeakSet[nn.Module] = WeakSet()

@@ -57,6 +57,7 @@ WRONG: list[tuple[Any, ...]] = [
     ("apply_rotary", {"cos": ONES(())}, "at most head_dim = 8", "()"),
     ("apply_rotary", {"cos": ONES(2, 5, 7)}, "even", "(2, 5, 7)"),
     ("apply_rotary", {"cos": ONES(2, 5, 10)}, "at most head_dim = 8", "(2, 5, 10)"),
+    ("apply_rotary", {"cos": ONES(2, 6, 8)}, "[batch_size or 1, seq_len, rotary_dim]", "(2, 6, 8)"),
     ("apply_rotary", {"cos": ONES(2, 11, 8), "position_ids": torch.arange(5)}, "[max_positions, rotary_dim]"),
     (
         "apply_rotary",
