@@ -14,6 +14,7 @@ import functools
 import re
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -23,6 +24,16 @@ _MEMORY_TOLERANCE = 0.1
 """By which share the memory of a device may differ from the table: more is a slice of a GPU, or another one."""
 _MATMUL_SIZE = {"cpu": 1024}
 _MATMUL_SECONDS = 0.2
+
+GpuName = Literal[
+    "h100-80gb", "h100-pcie-80gb", "h100-nvl-94gb", "h200-141gb", "h200-nvl-141gb", "h800-80gb", "h20-96gb",
+    "gh200-96gb", "gh200-144gb", "b200-180gb", "gb200-186gb", "b300-288gb", "a100-80gb", "a100-pcie-80gb",
+    "a100-40gb", "a800-80gb", "a40-48gb", "a30-24gb", "a10-24gb", "a10g-24gb", "l40s-48gb", "l40-48gb",
+    "l4-24gb", "t4-16gb", "v100-32gb", "v100-16gb", "v100-pcie-32gb", "v100-pcie-16gb", "rtx5090-32gb",
+    "rtx4090-24gb", "rtx3090-24gb", "rtxa6000-48gb", "rtx6000ada-48gb", "rtxpro6000-96gb", "mi250x-64gb",
+    "mi300x-192gb", "mi325x-256gb", "mi355x-288gb",
+]  # fmt: skip
+"""The keys of :data:`GPUS`."""
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,8 @@ MODULES = (
 
 
 class BadInput(NamedTuple):
-    """One wrong call that no signature tells, and what its error must say: rows of ``bad_inputs_*.py`` files."""
+    """One wrong call that no signature tells, and what its error must say."""
 
-    id: str
-    """Unique in its table: ``function-argument-what is wrong``."""
     call: Callable[..., Any]
     """Makes the call. If it has a parameter ``tmp_path``, it gets an empty folder."""
     mentions: tuple[str, ...]
@@ -45,12 +43,17 @@ class BadInput(NamedTuple):
     """Returns what the call must leave as it is (compared with ``==``), such as a model's modules."""
 
 
+def row(call: Callable[..., Any], *mentions: str, **others: Any) -> BadInput:
+    """A row of a table, ``BAD_INPUTS`` of a ``bad_inputs_*.py`` file next to the tests of what it calls."""
+    return BadInput(call, mentions, **others)
+
+
 def tables() -> Iterator[tuple[str, BadInput]]:
-    """The dotted name of each table's module with each of its rows."""
+    """A name for each row of each table, and the row."""
     for path in sorted(ROOT.rglob("bad_inputs_*.py")):
         name = ".".join(("tests", *path.relative_to(ROOT).with_suffix("").parts))
-        for bad_input in importlib.import_module(name).BAD_INPUTS:
-            yield name, bad_input
+        for number, bad_input in enumerate(importlib.import_module(name).BAD_INPUTS):
+            yield f"{name.rpartition('_')[2]}-{number}-{bad_input.mentions[0]}", bad_input
 
 
 def public_callables() -> dict[str, Callable[..., Any]]:

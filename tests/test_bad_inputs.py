@@ -1,7 +1,9 @@
 """Every bad input over the whole public surface raises an error that says what is wrong and what was expected."""
 
+import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,9 @@ import torch
 from torch import nn
 
 from liger_ops.arguments import shown
-from tests.bad_inputs import annotations_of, named, public_callables, tables, wrong_values
+from tests.bad_inputs import BadInput, annotations_of, named, public_callables, tables, wrong_values
 from tests.valid_calls import ALIASES, HINTS, RESULTS, VALID
 
-TABLES = list(tables())
 ARGUMENTS = [
     pytest.param(name, function, argument, annotation, id=f"{name.partition('.')[2]}-{argument}")
     for name, function in public_callables().items()
@@ -53,3 +54,25 @@ def test_wrong_values_of_every_argument_are_named(
         assert called in message or (is_resized and str(value.shape[0]) in message), (shown(value), message)
         assert any(text in message for text in texts) or is_resized, (shown(value), message)
         assert EXPECTED.search(message), message
+
+
+@pytest.mark.parametrize("bad_input", [pytest.param(bad_input, id=name) for name, bad_input in tables()])
+def test_message_names_the_argument_its_value_and_what_was_expected(
+    bad_input: BadInput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(bad_input.mentions) >= 2, "at least the argument and the value"
+    before = bad_input.unchanged and bad_input.unchanged()
+    try:
+        takes_path = "tmp_path" in inspect.signature(bad_input.call).parameters
+    except ValueError:  # of a partial call with wrong names
+        takes_path = False
+    with pytest.raises(bad_input.error) as raised:
+        bad_input.call(tmp_path) if takes_path else bad_input.call()
+    message = str(raised.value)
+    if isinstance(raised.value, SystemExit):
+        assert raised.value.code == 2
+        message = capsys.readouterr().err
+        assert "Traceback" not in message
+    missing = [text for text in bad_input.mentions if text.lower() not in message.lower()]
+    assert not missing, f"{missing} not in: {message}"
+    assert bad_input.unchanged is None or bad_input.unchanged() == before

@@ -168,11 +168,16 @@ HINTS = Hints(
     below={"validation_fraction": 1, "CPOOptions.label_smoothing": 0.5, "TPOOptions.label_smoothing": 0.5},
     text=frozenset(("attn_implementation", "device_name", "page", "prompt", "teacher", "text_field")),
     also={
+        "LigerDeepSpeedStrategy.context_parallel_size": (bool,),
         "eps": (torch.Tensor,),
         "offset": (torch.Tensor,),
         "normalized_shape": (bytes, dict),
         "out_features": (bytes, dict),
         **dict.fromkeys(("activation_checkpointing", "data_parallel_size", "device"), (int,)),  # of any size
+        **dict.fromkeys(  # of another device PyTorch speaks
+            ("teacher_log_probs", "old_log_probs", "support_mask", "universal_logit_divergence.teacher_logits"),
+            ("meta",),
+        ),
         "token_weight": (torch.int64, torch.bool, torch.float8_e4m3fn),
     },
     untried={
@@ -203,6 +208,8 @@ HINTS = Hints(
             "some types meet errors of Python or PyTorch; others are in tables",
         ),
         "medusa_pretrained": "a folder, of which messages speak",
+        "FabricLigerSingleDeviceStrategy.device": "Lightning checks it",
+        "LigerSingleDeviceStrategy.device": "Lightning checks it",
         "processor": "needs pillow",
         "ImageTextCollator.max_length": "needs pillow",
         "batches": "an iterator that is not begun",

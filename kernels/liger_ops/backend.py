@@ -1,6 +1,6 @@
 """Shared by all ops: the choice between Triton and PyTorch, launches of kernels, and registration of ops.
 
-Host time counts as much as kernel time: Triton's own launch binds and specialises every argument anew (about 25 us) and
+Host time counts as much as kernel time: Triton's own launch binds and specializes every argument anew (about 25 us) and
 a call through the dispatcher costs 20 us. ``Kernel`` caches compiled kernels under a short key, and an op goes through
 the dispatcher only when a tracer must see it: the compiler, or a dispatch mode such as selective checkpointing's.
 """
@@ -137,8 +137,8 @@ def _count_references(tensor: Tensor) -> tuple[int, ...]:
     """How many refer to a tensor and to its memory, each in Python and below it."""
     storage = tensor.untyped_storage()
     num_uses = tensor._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
-    of_memory = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
-    return sys.getrefcount(tensor), num_uses, *of_memory
+    storage_counts = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(tensor), num_uses, *storage_counts
 
 
 def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
@@ -216,7 +216,7 @@ class Kernel:
                 key.append(f"None if {name} is None else ({parts})")
             else:
                 values.append(name)
-                key.append(f"specialisation({name})")
+                key.append(f"specialization({name})")
         lines += [
             f"device = {names[0]}.get_device()",
             f"key = ({', '.join(key)})",
@@ -233,19 +233,19 @@ class Kernel:
             "current_device": torch.cuda.current_device,
             "current_stream": triton.runtime.driver.active.get_current_stream,
             "launch_first": self._launch_first,
-            "specialisation": _specialisation,
+            "specialization": _specialization,
         }
         exec(source, namespace)
         return namespace["launch"]
 
 
-def _specialisation(value: Any) -> Any:
-    """The properties that Triton specialises on: None, float, or an integer: 1, a multiple of 16, over 32 bits."""
+def _specialization(value: Any) -> Any:
+    """The properties that Triton specializes on: None, float, or an integer: 1, a multiple of 16, over 32 bits."""
     kind = value.__class__
     if kind is int:
         return -1 if value == 1 else (value & 15 == 0) + 2 * (not -2147483648 <= value <= 2147483647)
     if kind is tuple:
-        return tuple(map(_specialisation, value))
+        return tuple(map(_specialization, value))
     return kind
 
 

@@ -7,7 +7,7 @@ here cost a few reads and writes of memory, and their inputs are saved for backw
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,9 @@ from torch import Tensor
 _Outputs = TypeVar("_Outputs", bound=Tensor | tuple[Tensor, ...])
 
 
-class Listener(Protocol):
-    """Learns how outputs were made."""
-
-    def __call__(
-        self, outputs: tuple[Tensor, ...], function: Callable[..., Any], args: Sequence[Any], keeps_inputs: bool
-    ) -> None:
-        """``function(*args)`` returns ``outputs``; the inputs are saved for backward if ``keeps_inputs``."""
+Listener = Callable[[tuple[Tensor, ...], Callable[..., Any], Sequence[Any], bool], None]
+"""Learns how outputs were made: called with outputs, the function and the arguments that return them, and whether the
+inputs are saved for backward."""
 
 
 class _State(threading.local):

@@ -55,9 +55,9 @@ def _gather_table(table: Tensor, position_ids: Tensor | None, options: RotaryOpt
     if not options.sections:
         return table
     pairs = torch.arange(table.shape[-1] // 2, device=table.device)
-    of_pair = sum(((pairs >= section).long() for section in options.sections), torch.zeros_like(pairs))
-    of_column = of_pair.repeat_interleave(2) if options.interleaved else of_pair.repeat(2)
-    return table.gather(0, of_column.expand(1, *table.shape[1:]))[0]
+    table_of_pair = sum(((pairs >= section).long() for section in options.sections), torch.zeros_like(pairs))
+    table_of_column = table_of_pair.repeat_interleave(2) if options.interleaved else table_of_pair.repeat(2)
+    return table.gather(0, table_of_column.expand(1, *table.shape[1:]))[0]
 
 
 def apply_rotary_reference(

@@ -103,16 +103,15 @@ class Recomputed:
 class _Made:
     """An output of an op, as long as autograd may still save it."""
 
-    __slots__ = ("call", "index", "num_bytes", "num_writes", "storage", "writes")
+    __slots__ = ("call", "index", "is_counted", "num_writes", "storage", "writes")
 
     def __init__(self, call: _Call, index: int, output: Tensor) -> None:
         self.call = call
         self.index = index
-        storage = output.untyped_storage()
         # While it exists, no other storage has this one's address, even after this one's memory was freed.
-        self.storage = StorageWeakRef(storage)
+        self.storage = StorageWeakRef(output.untyped_storage())
         self.num_writes = output._version
-        self.num_bytes = storage.nbytes()
+        self.is_counted = False
         self.writes: Tensor | None = None
         """A tensor without memory that counts the same writes, if casts of the output are made again."""
 
@@ -132,7 +131,6 @@ class CheapTensors:
         # Under autocast also by autograd's node and its number among the node's outputs.
         self._by_node: dict[tuple[Any, int], _Made] = {}
         self._device_type = device_type
-        self._dropped: set[int] = set()
         self._drops = drops
 
     def listener(
@@ -194,15 +192,10 @@ class CheapTensors:
         made = self._find(tensor)
         if made is None:
             return keep(tensor)
-        if made.storage.cdata not in self._dropped:
-            self._dropped.add(made.storage.cdata)
-            self.dropped_bytes += made.num_bytes
+        if not made.is_counted:
+            made.is_counted = True
+            self.dropped_bytes += tensor.untyped_storage().nbytes()
         return Recomputed(made.call, made.index, _view(tensor)) if self._drops else keep(tensor)
-
-    def close(self) -> None:
-        """Forgets what was noted: the layer has run, what it saved is saved."""
-        self._made.clear()
-        self._by_node.clear()
 
 
 def unpack(packed: Kept | Recomputed) -> Tensor:

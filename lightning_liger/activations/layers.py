@@ -112,12 +112,9 @@ class ControlledLayers:
             outputs = run(*args, **kwargs)
         elif mode == "cheap":
             cheap = CheapTensors(first.device.type)
-            try:
-                with listening(cheap.listener), saved_tensors_hooks(cheap.pack, unpack):
-                    outputs = run(*args, **kwargs)
-            finally:
-                cheap.close()
-                run.sizes.cheap = cheap.dropped_bytes
+            with listening(cheap.listener), saved_tensors_hooks(cheap.pack, unpack):
+                outputs = run(*args, **kwargs)
+            run.sizes.cheap = cheap.dropped_bytes
         else:
             keep = self._offload if mode == "offload" and first.is_cuda else Kept
             outputs = Frame(layer, run, keep).run(args, kwargs)
@@ -167,7 +164,6 @@ class LayerRun:
 
     def recompute_ends(self, cheap: CheapTensors | None) -> None:
         if cheap is not None:
-            cheap.close()
             self.sizes.cheap = cheap.dropped_bytes
         if self.control.observer is not None:
             self.control.observer.recompute_ends(self.index)

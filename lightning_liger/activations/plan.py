@@ -30,14 +30,10 @@ class Plan:
             "recompute": "recomputed",
             "offload": "recomputed from inputs in host memory",
         }
-        counts = {mode: self.modes.count(mode) for mode in words}
-        parts = [f"{count} {words[mode]}" for mode, count in counts.items() if count]
-        num_layers = len(self.modes)
-        first, *rest = parts
-        if not rest:
-            return f"all {num_layers} layers {first.partition(' ')[2]}"
-        count, _, how = first.partition(" ")
-        return ", ".join([f"{count} of {num_layers} layers {how}", *rest])
+        counts = [(self.modes.count(mode), how) for mode, how in words.items() if mode in self.modes]
+        (first, how), num_layers = counts[0], len(self.modes)
+        start = f"all {num_layers}" if first == num_layers else f"{first} of {num_layers}"
+        return ", ".join([f"{start} layers {how}", *(f"{count} {other}" for count, other in counts[1:])])
 
 
 def choose(profile: Profile, limit: float) -> Plan:

@@ -14,32 +14,27 @@ from lightning_liger.cli.mistakes import refuse
 
 
 def run_function(name: str, target: str, args: Sequence[str]) -> int:
-    """Runs the function ``target``, ``module:function``, with its arguments parsed from ``args``."""
+    """Runs the function ``target``, ``module:function``, with its arguments parsed from ``args``.
+
+    A function with a parameter ``*options`` gets all options that it does not know, to pass them on.
+    """
     module, _, attribute = target.partition(":")
     function: Callable[..., int] = getattr(importlib.import_module(module), attribute)
-    own, others = _split(function, args)
+    parameters = inspect.signature(function).parameters.values()
+    own, others = list(args), list[str]()
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        known, own = {"-h", "--help", *(f"--{parameter.name}" for parameter in parameters)}, []
+        chosen = others
+        for arg in args:
+            if arg.startswith("-"):
+                chosen = own if arg.partition("=")[0] in known else others
+            chosen.append(arg)
     parser = parser_of(name, function)
     try:
         options = parser.parse_args(own).as_dict()
     except ArgumentError as error:
         refuse(parser, own, get_type_hints(function), error)
     return function(*others, **options)
-
-
-def _split(function: Callable[..., int], args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line of ``function``, and what it passes on to another command: it has a parameter ``*options``."""
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        return list(args), []
-    names = {"-h", "--help", *(f"--{parameter.name}" for parameter in parameters)}
-    own: list[str] = []
-    others: list[str] = []
-    chosen = others
-    for arg in args:
-        if arg.startswith("-"):
-            chosen = own if arg.partition("=")[0] in names else others
-        chosen.append(arg)
-    return own, others
 
 
 def parser_of(name: str, function: Callable[..., Any]) -> ArgumentParser:
@@ -52,16 +47,18 @@ def parser_of(name: str, function: Callable[..., Any]) -> ArgumentParser:
         prog=f"{PROGRAM} {name}", description=description, formatter_class=Formatter, exit_on_error=False
     )
     types = get_type_hints(function)
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
-        kind, default, text = types[parameter.name], parameter.default, helps.get(parameter.name)
-        if default is inspect.Parameter.empty:
-            parser.add_argument(parameter.name, type=kind, help=text)
-        elif default is False:
-            parser.add_argument(f"--{parameter.name}", action="store_true", help=text)
-        elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            parser.add_argument(parameter.name, type=kind, default=default, nargs="?", help=text)
+    for each in inspect.signature(function).parameters.values():
+        options: dict[str, Any] = {"help": helps.get(each.name)}
+        if each.default is False:
+            options["action"] = "store_true"
         else:
-            parser.add_argument(f"--{parameter.name}", type=kind, default=default, help=text)
+            options["type"] = types[each.name]
+            if each.default is not inspect.Parameter.empty:
+                options["default"] = each.default
+        if each.kind is inspect.Parameter.KEYWORD_ONLY or each.default is False:
+            parser.add_argument(f"--{each.name}", **options)
+        elif each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            if "default" in options:
+                options["nargs"] = "?"
+            parser.add_argument(each.name, **options)
     return parser

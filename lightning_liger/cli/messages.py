@@ -63,7 +63,8 @@ def end(message: str) -> NoReturn:
 def closest(name: str, names: Iterable[str]) -> str:
     """`` (did you mean ...?)`` with the most similar name, or nothing if none is similar."""
     known = list(names)
-    close = difflib.get_close_matches(name, known, n=1) or [each for each in known if each.lower() == name.lower()]
+    close = difflib.get_close_matches(name, known, n=1)
+    close = close or [each for each in known if len(name) > 2 and name.lower() in each.lower()]
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -60,7 +60,8 @@ def _given(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
         elif option.startswith("--"):
             text = value if has_value else after
             with suppress(yaml.YAMLError):
-                yield option[2:].removesuffix("+"), yaml.safe_load(text) if text[:1] in ("[", "{") else text
+                is_yaml = text[:1] in ("[", "{") or text == "null"
+                yield option[2:].removesuffix("+"), yaml.safe_load(text) if is_yaml else text
 
 
 class _Names:
@@ -99,9 +100,10 @@ class _Names:
                 if isinstance(options, dict) and path is None and key == "trainer.strategy":
                     yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
                 continue
-            hints = {}
-            with suppress(Exception):  # of annotations that cannot be read
-                hints = get_type_hints(found.__init__)
+            hints: dict[str, Any] = {}
+            for extended in reversed(found.__mro__):
+                with suppress(Exception):  # of annotations that cannot be read
+                    hints |= get_type_hints(extended.__init__)
             added: list[Any] = ArgumentParser().add_class_arguments(found, "it", fail_untyped=False)
             names = [str(name).partition(".")[2] for name in added]
             for name, given in options.items():
@@ -143,6 +145,8 @@ def _wrong_value(key: str, hint: Any, value: Any) -> Iterator[str]:
             repr(each) if isinstance(each, str | int) else getattr(each, "__name__", str(each)) for each in _flat(hint)
         ]
         expected = f"one of {', '.join(words)}" if choices else " or ".join(words)
+        if len(words) > 20:
+            expected = f"one of {len(words)} names that --help lists"
         yield f"{key} must be {expected}, got {value!r}{closest(str(value), choices)}"
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 from typing import Any, Literal, cast, get_type_hints
 
@@ -226,8 +225,6 @@ class LigerCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         if self.subcommand in _WITHOUT_TRAINER:  # needs no accelerator, whichever the model was trained on
             return self.trainer_class(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-        if _overwrites_checkpoints(self._get(self.config, "trainer")):  # as the shipped yaml files do
-            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         trainer = super().instantiate_trainer(**kwargs)
         cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
         return trainer
@@ -268,11 +265,12 @@ class LigerCLI(LightningCLI):
         _check_engine(trainer)
         if trainer.devices != "auto" or self.subcommand in _WITHOUT_TRAINER:
             return
-        if self.subcommand == "predict" or _is_for_one_device(trainer.strategy):
+        strategy = getattr(trainer.strategy, "class_path", trainer.strategy)
+        if self.subcommand == "predict" or strategy == "liger" or strategy.endswith(".LigerSingleDeviceStrategy"):
             trainer.devices = 1
             if trainer.strategy == "liger_fsdp":  # one process has nothing to shard
                 trainer.strategy = "auto"
-        elif trainer.accelerator in ("auto", "cpu") and not _has_gpu(trainer.accelerator):
+        elif trainer.accelerator == "cpu" or (trainer.accelerator == "auto" and not torch.cuda.is_available()):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
             rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
@@ -289,13 +287,6 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
         data.tokenizer = pretrained
 
 
-def _overwrites_checkpoints(trainer: Namespace) -> bool:
-    """Whether the settings say that checkpoints of an earlier run are written again."""
-    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
-    given = [each.get("init_args") or Namespace() for each in callbacks if isinstance(each, Namespace)]
-    return any(each.get("enable_version_counter") is False for each in given)
-
-
 def _check_engine(trainer: Namespace) -> None:
     """Refuses a strategy and an accelerator that are not there, before anything is made."""
     names = ["auto", *StrategyRegistry.available_strategies()]
@@ -310,14 +301,6 @@ def _check_engine(trainer: Namespace) -> None:
             f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "
             "and --trainer.accelerator=cpu does without one"
         )
-
-
-def _is_for_one_device(strategy: Any) -> bool:
-    return strategy == "liger" or getattr(strategy, "class_path", "").endswith(".LigerSingleDeviceStrategy")
-
-
-def _has_gpu(accelerator: str) -> bool:
-    return accelerator == "auto" and torch.cuda.is_available()
 
 
 def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,7 @@ _DISTRIBUTION = "lightning-liger"
 _GROUPS = ("Packages", "Hardware", "Triton", "Distributed", "Ops")
 _COLORS = {"ok": 32, "slow": 33, "wrong": 31, "missing": 36}
 _HIDDEN_EXTRAS = ("dev", "docs")  # not for users
+_NO_CULPRITS = ("importlib", "__main__")  # of imports that fail
 _MODULES = {"pillow": "PIL"}  # of packages with another name
 # As a script this file would put its folder, which has modules named as those of Python, before all others.
 _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -41,16 +43,7 @@ _interrupted = threading.Event()
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table.
-
-    Attributes:
-        group: A part of the table.
-        name: What is looked at.
-        status: ``"slow"``: it works, but something else would be faster.
-        detail: What was found.
-        hint: What to do about it; empty if nothing.
-        is_broken: Whether the exit status is 1 for it; what is optional may be missing, old or broken.
-    """
+    """One row of the table; what is optional may be missing or broken without making the exit status 1."""
 
     group: str
     name: str
@@ -96,7 +89,7 @@ def run_doctor(*, json: bool = False) -> int:
 def examine(end: float) -> list[Check]:
     """The rows of the table, as far as they are known at ``end`` in seconds of ``time.monotonic``."""
     with ThreadPoolExecutor() as threads:
-        parts = [threads.submit(probe, "packages", end), threads.submit(probe, "machine", end)]
+        parts = [threads.submit(probe, name, end) for name in ("packages", "machine")]
         parts.append(threads.submit(check_ops, end))
         try:
             checks = [check for part in parts for check in part.result()]
@@ -122,11 +115,7 @@ def probe(name: str, end: float) -> list[Check]:
 
 
 def run(command: Sequence[str], end: float) -> tuple[list[dict[str, Any]], str]:
-    """Runs a command that prints lines of JSON, until ``end``.
-
-    Returns:
-        The objects that it printed, and why it failed: its last words, or its signal; empty if it did not.
-    """
+    """The objects that a command prints as lines of JSON until ``end``, and why it failed; empty if it did not."""
     if _interrupted.is_set():
         return [], "interrupted"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # both packages are found
@@ -156,46 +145,39 @@ def packages(first: int) -> Iterator[Check]:
     except metadata.PackageNotFoundError:
         yield Check("Packages", _DISTRIBUTION, "missing", "not installed", f"pip install {_DISTRIBUTION}", True)
         return
+    if not first:
+        yield Check("Packages", "python", "ok", sys.version.split()[0])
     needed = [("", Requirement(_DISTRIBUTION))]
     for each in requirements:
         extra = str(each.marker).rpartition('extra == "')[2].partition('"')[0] if each.marker else ""
         if extra not in _HIDDEN_EXTRAS and each.name != _DISTRIBUTION:  # an extra that takes another
             needed.append((extra, each))
     installed = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
-    for extra, each in sorted(needed, key=lambda package: bool(package[0]))[first:]:
+    for extra, each in sorted(needed, key=lambda package: bool(package[0]))[max(0, first - 1) :]:
         title, use = (f"{each.name} (optional)", f"; extra {extra}") if extra else (each.name, "")
         hint = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install '{each.name}{each.specifier}'"
         version, module = installed.get(each.name, ""), _MODULES.get(each.name, each.name.replace("-", "_"))
-        if not version:
-            yield Check(
-                "Packages",
-                title,
-                "missing",
-                f"not installed; needs {each.specifier or 'any version'}{use}",
-                hint,
-                not extra,
-            )
-        elif not each.specifier.contains(version, prereleases=True):
-            yield Check("Packages", title, "wrong", f"{version}; needs {each.specifier}{use}", hint, not extra)
+        row = partial(Check, "Packages", title)
+        if not version or not each.specifier.contains(version, prereleases=True):
+            detail = f"{version or 'not installed'}; needs {each.specifier or 'any version'}{use}"
+            yield row("wrong" if version else "missing", detail, hint, not extra)
         else:
             hint = f"pip install --force-reinstall --no-deps '{each.name}{each.specifier}'"
             detail = f"{version}{use}{_DIED}"
-            yield Check("Packages", title, "wrong", detail, hint, not extra)
+            yield row("wrong", detail, hint, not extra)
             try:
                 importlib.import_module(module)
-                yield Check("Packages", title, "ok", f"{version}{use}")
+                yield row("ok", f"{version}{use}")
             except Exception as raised:  # whatever a broken package raises
                 names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(raised.__traceback__)]
-                culprit = [
-                    module,
-                    *(name.partition(".")[0] for name in names if name[:9] not in ("importlib", "__main__")),
-                ][-1]
+                others = (name.partition(".")[0] for name in reversed(names) if name[:9] not in _NO_CULPRITS)
+                culprit = next(others, module)
                 hint = hint if culprit == module else f"{culprit} is at fault"
-                yield Check("Packages", title, "wrong", f"{detail}{_one_line(raised)}", hint, not extra)
+                yield row("wrong", f"{detail}{_one_line(raised)}", hint, not extra)
 
 
-def gpus() -> Iterator[Check]:
-    """Shared memory, the driver, GPUs as torch sees them, NCCL, and copies from GPU to GPU."""
+def machine() -> Iterator[Check]:
+    """Shared memory, the driver, and what torch, NCCL, Triton and DeepSpeed see."""
     if (shared := Path("/dev/shm")).is_dir():
         total = shutil.disk_usage(shared).total / _GIB
         hint = "" if total >= 1 else "data loader workers and NCCL need more: docker run --shm-size=16g, or --ipc=host"
@@ -211,15 +193,14 @@ def gpus() -> Iterator[Check]:
     import torch.distributed as dist
 
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
-    if not torch.cuda.is_available():
-        detail = "none: ops run plain PyTorch. A GPU would run Triton kernels, with NCCL and memory budgets"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpu and not count:
+        detail = f"torch does not see the {gpu}: it is built for {built_for}, the driver is {driver}"
         hint = "install torch for your driver's CUDA version (pytorch.org/get-started), or a newer driver"
-        wrong = f"torch does not see the {gpu}: it is built for {built_for}, the driver is {driver}"
-        yield Check("Hardware", "GPU", *(("wrong", wrong, hint, True) if gpu else ("missing", detail)))
-        has_gloo = dist.is_available() and dist.is_gloo_available()
-        yield Check("Distributed", "NCCL", "missing", f"needs GPUs; on CPUs: {'gloo' if has_gloo else 'nothing'}")
-        return
-    count = torch.cuda.device_count()
+        yield Check("Hardware", "GPU", "wrong", detail, hint, is_broken=True)
+    elif not count:
+        detail = "none: ops run plain PyTorch. A GPU would run Triton kernels, with NCCL and memory budgets"
+        yield Check("Hardware", "GPU", "missing", detail)
     for index in range(count):
         found = torch.cuda.get_device_properties(index)
         free, total = (size / _GIB for size in torch.cuda.mem_get_info(index))
@@ -227,25 +208,19 @@ def gpus() -> Iterator[Check]:
         hint = "" if found.major >= 8 else "it has no bfloat16: use precision 16-mixed or 32-true"
         yield Check("Hardware", f"GPU {index}", "slow" if hint else "ok", detail, hint)
     yield Check("Hardware", "torch built for", "ok", built_for)
-    if not (dist.is_available() and dist.is_nccl_available()):
-        yield Check("Distributed", "NCCL", "missing", "this build of torch has none", is_broken=count > 1)
-        return
-    yield Check("Distributed", "NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and dist.is_nccl_available() else ""
+    detail = nccl or ("this build of torch has none" if count else "needs GPUs")
+    yield Check("Distributed", "NCCL", "ok" if nccl else "missing", detail, is_broken=count > 1 and not nccl)
     if count > 1:
         pairs = itertools.combinations(range(count), 2)
         apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         detail = f"not between GPUs {', '.join(apart[:6])}" if apart else f"between all {count} GPUs"
         yield Check("Distributed", "GPU to GPU", "slow" if apart else "ok", detail)
 
-
-def triton() -> Iterator[Check]:
-    """Whether Triton has what it needs to compile kernels, and on a GPU whether one runs."""
-    import torch
     import triton
 
     from liger_ops import silu_mul
 
-    has_gpu = torch.cuda.is_available()
     cache = Path(triton.knobs.cache.dir).expanduser().absolute()
     existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free, is_writable = shutil.disk_usage(existing).free / _GIB, os.access(existing, os.W_OK)
@@ -254,11 +229,11 @@ def triton() -> Iterator[Check]:
     yield Check("Triton", "kernel cache", "wrong" if hint else "ok", detail, hint, is_broken=bool(hint))
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
     hint = "" if shutil.which(compiler) else "launches need one: apt-get install gcc, or set CC to a compiler"
-    yield Check("Triton", "C compiler", "missing" if hint else "ok", compiler, hint, is_broken=bool(hint) and has_gpu)
+    yield Check("Triton", "C compiler", "missing" if hint else "ok", compiler, hint, is_broken=bool(hint and count))
     if triton.knobs.runtime.interpret:
         detail = "TRITON_INTERPRET is set: kernels run in NumPy"
-        yield Check("Triton", "interpreter", "slow", detail, "unset TRITON_INTERPRET", is_broken=has_gpu)
-    elif has_gpu:
+        yield Check("Triton", "interpreter", "slow", detail, "unset TRITON_INTERPRET", is_broken=count > 0)
+    elif count:
         problem = hint = ""
         try:
             silu_mul(torch.ones(1, 16, device="cuda"), torch.ones(1, 16, device="cuda")).sum().item()
@@ -268,16 +243,12 @@ def triton() -> Iterator[Check]:
         detail = problem or "a kernel compiled and ran"
         yield Check("Triton", "compiler", "wrong" if problem else "ok", detail, hint, is_broken=bool(problem))
 
-
-def deepspeed() -> Iterator[Check]:
-    """Whether DeepSpeed can build the optimizers of its strategies, which it does at their first use."""
     if find_spec("deepspeed") is None:
         return
-    from torch.cuda import is_available
     from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
 
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    tools = {"ninja": is_ninja_available(), "a C++ compiler": compiler, "nvcc": CUDA_HOME or not is_available()}
+    cxx = shutil.which(os.environ.get("CXX", "c++"))
+    tools = {"ninja": is_ninja_available(), "a C++ compiler": cxx, "nvcc": CUDA_HOME or not count}
     missing = [tool for tool, found in tools.items() if not found]
     hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version" if missing else ""
     detail = f"its optimizers need {', '.join(missing)}" if missing else "its optimizers can be built"
@@ -339,8 +310,7 @@ if __name__ == "__main__":  # prints a line of JSON for each row
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # packages that print when they are imported
     first = int(sys.argv[2])
-    machine = itertools.islice(itertools.chain(gpus(), triton(), deepspeed()), first, None)
-    for check in packages(first) if sys.argv[1] == "packages" else machine:
+    for check in packages(first) if sys.argv[1] == "packages" else itertools.islice(machine(), first, None):
         print(json_module.dumps(asdict(check)), file=lines, flush=True)
     sys.stderr.flush()
     os._exit(0)  # some packages take long to shut down

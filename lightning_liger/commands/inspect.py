@@ -8,13 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_liger.estimate.memory import OURS, Fit, Inspection, inspect_model
-from lightning_liger.estimate.states import STRATEGIES
+from lightning_liger.estimate.memory import OURS, Inspection, inspect_model
+from lightning_liger.estimate.states import STRATEGIES, OptimizerName, PrecisionName, StrategyName
+from lightning_liger.hardware import GpuName
 
 _GIB = 2**30
-_WIDTH = 80
-"""Of tables at least: narrower ones would lose digits."""
-_NOTES_OF_FIT = {None: None, True: "yes", False: "[red]no[/red]"}
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits")
 
 
@@ -26,11 +24,11 @@ def run_inspect(
     batch_size: int = 1,
     seq_len: int = 2048,
     num_gpus: int = 1,
-    strategy: str | None = None,
-    precision: str = "bf16-true",
-    optimizer: str = "adamw",
+    strategy: StrategyName | None = None,
+    precision: PrecisionName = "bf16-true",
+    optimizer: OptimizerName = "adamw",
     memory_budget: float | str | None = None,
-    gpu: str | None = None,
+    gpu: GpuName | None = None,
     json: bool = False,
 ) -> int:
     """Show what is replaced in a model, the memory of training it, and what fits a GPU.
@@ -44,19 +42,12 @@ def run_inspect(
         batch_size: Rows on each GPU.
         seq_len: Tokens of each row.
         num_gpus: How many GPUs train together.
-        strategy: single, ddp, fsdp, fsdp2, deepspeed_stage_1, deepspeed_stage_2 or deepspeed_stage_3; by default
-            single for one GPU and fsdp for more.
-        precision: As of Lightning's Trainer: bf16-true, 16-true, 32-true; bf16-mixed and 16-mixed with fsdp and
-            deepspeed_stage_*.
-        optimizer: adamw (with fused=True), adamw_foreach (PyTorch's default), sgd or sgd_momentum.
+        strategy: By default single for one GPU and fsdp for more.
+        precision: As of Lightning's Trainer; mixed ones with fsdp and deepspeed_stage_*.
+        optimizer: adamw is PyTorch's with fused=True, adamw_foreach its default.
         memory_budget: For the plan of layers, as strategies take it: GiB above 1, or a share of the GPU up to 1 or
             auto, which need --gpu.
-        gpu: What has to fit; also sets memory_budget to auto. One of h100-80gb, h100-pcie-80gb, h100-nvl-94gb,
-            h200-141gb, h200-nvl-141gb, h800-80gb, h20-96gb, gh200-96gb, gh200-144gb, b200-180gb, gb200-186gb,
-            b300-288gb, a100-80gb, a100-pcie-80gb, a100-40gb, a800-80gb, a40-48gb, a30-24gb, a10-24gb, a10g-24gb,
-            l40s-48gb, l40-48gb, l4-24gb, t4-16gb, v100-32gb, v100-16gb, v100-pcie-32gb, v100-pcie-16gb, rtx5090-32gb,
-            rtx4090-24gb, rtx3090-24gb, rtxa6000-48gb, rtx6000ada-48gb, rtxpro6000-96gb, mi250x-64gb, mi300x-192gb,
-            mi325x-256gb, mi355x-288gb.
+        gpu: What has to fit; also sets memory_budget to auto.
         json: Print JSON, with the keys that docs/inspect.md lists.
 
     Returns:
@@ -79,52 +70,51 @@ def run_inspect(
         print(json_format.dumps(found.as_dict(), indent=2))
     else:
         console = Console()
-        console.width = max(console.width, _WIDTH)
+        console.width = max(console.width, 80)  # narrower tables would lose digits
         show(found, console)
     return 0
 
 
 def show(found: Inspection, console: Console) -> None:
     """Prints an inspection as tables."""
-    console.print(_head(found), highlight=False)
-    console.print()
-    console.print(found.kernels)
-    console.print()
+    settings = found.settings
+    trained = "" if found.num_trained == found.num_parameters else f", {_count(found.num_trained)} trained"
+    where = f"{settings.num_gpus} GPU{'s' if settings.num_gpus > 1 else ''}"
+    where += "" if settings.strategy == "single" else f", {STRATEGIES[settings.strategy].title}"
+    parameters = f"{found.model_type}, {_count(found.num_parameters)} parameters{trained}"
+    console.print(f"[bold]{escape(found.model)}[/bold] ({parameters})", highlight=False)
+    tokens = f"{settings.batch_size} x {settings.seq_len:,} tokens on each GPU"
+    console.print(f"{tokens}, {where}, {settings.precision}, {settings.optimizer}\n", highlight=False)
+    console.print(found.kernels, "")
+    texts = []
     if found.unknown is None:
         console.print(_memory(found))
         most = {row.implementation: _gib(row.logits_bytes) for row in found.rows}
         sizes = ", ".join(f"{size} with {name}" for name, size in most.items())
-        console.print(f"Logits and loss take at most: {sizes}.", highlight=False)
+        texts.append(f"Logits and loss take at most: {sizes}.")
     else:
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in found.state_bytes.items())
-        console.print(
-            f"GiB of each GPU: {parts}. Activations and logits are unknown: the forward of {found.model_type} does not"
-            f" run on the meta device ({found.unknown}).",
-            highlight=False,
-            markup=False,
-        )
+        texts.append(f"GiB of each GPU: {parts}. Activations and logits are unknown: the forward of {found.model_type}")
+        texts[-1] += f" does not run on the meta device ({found.unknown})."
+    budget = settings.memory_budget
+    name = f"plan of memory_budget={budget if isinstance(budget, str) else f'{budget:g}'}" if budget else ""
     plan = next((row for row in found.rows if row.plan), None)
     if plan is not None and found.budget_bytes is not None:
         smallest = "" if plan.total <= found.budget_bytes else ". It exceeds the budget: no plan has a lower peak"
-        text = f"The plan of {_budget(found)}, {_gib(found.budget_bytes)} GiB: {plan.plan}{smallest}."
-        console.print(text, highlight=False)
-    if found.fits:
-        console.print()
-        console.print(_fits(found))
+        texts.append(f"The {name}, {_gib(found.budget_bytes)} GiB: {plan.plan}{smallest}.")
+    for text in texts:
+        console.print(text, highlight=False, markup=False)
+    if found.fits and found.gpu is not None and found.limit_bytes is not None:
+        table = _table(f"What fits {found.gpu.name}: {_gib(found.limit_bytes)} GiB of tensors")
+        table.add_column("Layers")
+        table.add_column(f"Longest seq_len\n(batch_size {settings.batch_size})", justify="right")
+        table.add_column(f"Largest batch_size\n(seq_len {settings.seq_len})", justify="right")
+        for fit in found.fits:
+            numbers = (f"{number:,}" if number else "none" for number in (fit.longest_seq_len, fit.largest_batch_size))
+            table.add_row(f"{fit.implementation}, {name if fit.implementation == OURS else fit.activations}", *numbers)
+        console.print("", table)
     for note in found.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
-
-
-def _head(found: Inspection) -> str:
-    settings = found.settings
-    trained = "" if found.num_trained == found.num_parameters else f", {_count(found.num_trained)} trained"
-    gpus = f"{settings.num_gpus} GPU{'s' if settings.num_gpus > 1 else ''}"
-    where = gpus if settings.strategy == "single" else f"{gpus}, {STRATEGIES[settings.strategy].title}"
-    return (
-        f"[bold]{escape(found.model)}[/bold] ({found.model_type}, {_count(found.num_parameters)} parameters{trained})\n"
-        f"{settings.batch_size} x {settings.seq_len:,} tokens on each GPU, {where}, {settings.precision},"
-        f" {settings.optimizer}"
-    )
 
 
 def _memory(found: Inspection) -> Table:
@@ -141,45 +131,14 @@ def _memory(found: Inspection) -> Table:
             table.add_row(f"[bold]{row.implementation}[/bold]")
             before = row.implementation
         sizes = [_gib(row.num_bytes[name]) for name in _COLUMNS]
-        table.add_row(f"  {row.activations}", *sizes, _gib(row.total), _NOTES_OF_FIT[row.fits])
-    return table
-
-
-def _fits(found: Inspection) -> Table:
-    settings, gpu = found.settings, found.gpu
-    assert gpu is not None
-    assert found.limit_bytes is not None
-    title = f"What fits {gpu.name}: {_gib(found.limit_bytes)} GiB of tensors"
-    table = _table(title)
-    table.add_column("Layers")
-    table.add_column(f"Longest seq_len\n(batch_size {settings.batch_size})", justify="right")
-    table.add_column(f"Largest batch_size\n(seq_len {settings.seq_len})", justify="right")
-    for fit in found.fits:
-        table.add_row(*_fit_cells(fit, f"plan of {_budget(found)}"))
+        fits = {None: None, True: "yes", False: "[red]no[/red]"}[row.fits]
+        table.add_row(f"  {row.activations}", *sizes, _gib(row.total), fits)
     return table
 
 
 def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-
-
-def _budget(found: Inspection) -> str:
-    value = found.settings.memory_budget
-    return f"memory_budget={value if isinstance(value, str) else f'{value:g}'}"
-
-
-def _fit_cells(fit: Fit, plan: str) -> list[str]:
-    numbers = (f"{number:,}" if number else "none" for number in (fit.longest_seq_len, fit.largest_batch_size))
-    how = plan if fit.implementation == OURS else fit.activations
-    return [f"{fit.implementation}, {how}", *numbers]
+    style: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(title=title, title_justify="left", title_style="bold", **style)
 
 
 def _gib(num_bytes: int) -> str:

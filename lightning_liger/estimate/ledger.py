@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from liger_ops.loss.head_passes import BackwardArguments, ForwardArguments
 from lightning_liger.lazy.tensor import NO_MEMORY
+from lightning_liger.monitor.flops import FlopCounter
 
 _aten = torch.ops.aten
 _ALLOCATION = 512
@@ -27,7 +27,7 @@ _FLASH_ROWS = 128
 _SECONDS_PER_FLOP = 1e-15
 
 
-class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
+class Ledger(FlopCounter):
     """Counts the bytes of meta tensors and the matrix products made inside of its context.
 
     A :class:`~lightning_liger.activations.profile.Memory`, whose clock counts floating-point operations.
@@ -41,7 +41,7 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._add_flops)
         self.allocated = self.peak = 0
         self.owner = ""
         self.most: Counter[str] = Counter()
@@ -57,11 +57,9 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
-            return _assumed(args[0])
         if func is torch.ops.liger_ops.scale_gradient.default and args[0].dtype == args[2]:
             return args[0]  # in place, for the graph ends with this backward
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         is_layout = any(self._layouts.keys() & {each.untyped_storage()._cdata for each in _tensors(args)})
         for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
             if is_layout:
@@ -70,9 +68,16 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
                 self.add(tensor)
         if func in _TEMPORARIES:
             self.note(_TEMPORARIES[func](*args, **kwargs))
-        if func._overloadpacket in _FLOPS:
-            self._flops += _FLOPS[func._overloadpacket](*args, **kwargs, out_val=result)
         return result
+
+    def value_of(self, tensor: Tensor) -> bool:
+        """The value that a model asks for: masks are those of rows without padding, which hide nothing."""
+        if tensor.dtype == torch.bool:
+            return True
+        raise Unknowable("the model's forward depends on the values of tensors")
+
+    def _add_flops(self, flops: int) -> None:
+        self._flops += flops
 
     def add(self, tensor: Tensor, num_bytes: int | None = None) -> None:
         """Counts a tensor until its storage is gone, once for each storage: as ``num_bytes``, by default its size."""
@@ -155,13 +160,6 @@ class Unknowable(RuntimeError):
     """Raised where a model decides by values of tensors, which the meta device does not have."""
 
 
-def _assumed(tensor: Tensor) -> bool:
-    """The value that a model asks for: masks are those of rows without padding, which hide nothing."""
-    if tensor.dtype == torch.bool:
-        return True
-    raise Unknowable("the model's forward depends on the values of tensors")
-
-
 def _of_loss(arguments: ForwardArguments | BackwardArguments) -> int:
     """One chunk of logits and hidden states."""
     num_tokens, hidden_size = arguments.input.shape
@@ -196,8 +194,8 @@ def _flops_of_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value
     return 2 * query.shape[:-1].numel() * key.shape[2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
+Ledger.formulas = {
+    **FlopCounter.formulas,
     # PyTorch's own formulas raise for grouped queries up to some version.
     _aten._scaled_dot_product_flash_attention: _flops_of_attention,
     _aten._scaled_dot_product_efficient_attention: _flops_of_attention,

@@ -136,58 +136,33 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with the keys that docs/inspect.md lists."""
+        names = ("model", "model_type", "num_parameters", "num_trained", "state_bytes", "unknown", "notes")
+        memory = []
+        for row in self.rows:
+            found = asdict(row)
+            found["bytes"] = {**found.pop("num_bytes"), "total": row.total}
+            found["largest_logits_bytes"] = found.pop("logits_bytes")
+            memory.append(found)
+        gpu = None
+        if self.gpu is not None:
+            gpu = {"name": self.gpu.name, "memory_bytes": self.gpu.memory_bytes, "limit_bytes": self.limit_bytes}
+            gpu["fits"] = list(map(asdict, self.fits))
         return {
-            "model": self.model,
-            "model_type": self.model_type,
-            "num_parameters": self.num_parameters,
-            "num_trained": self.num_trained,
-            "settings": asdict(self.settings),
-            "kernels": self.kernels.as_dict(),
-            "state_bytes": self.state_bytes,
-            "memory": [
-                {
-                    "implementation": row.implementation,
-                    "activations": row.activations,
-                    "bytes": {**row.num_bytes, "total": row.total},
-                    "largest_logits_bytes": row.logits_bytes,
-                    "plan": row.plan,
-                    "fits": row.fits,
-                }
-                for row in self.rows
-            ],
-            "gpu": None
-            if self.gpu is None
-            else {
-                "name": self.gpu.name,
-                "memory_bytes": self.gpu.memory_bytes,
-                "limit_bytes": self.limit_bytes,
-                "fits": list(map(asdict, self.fits)),
-            },
-            "unknown": self.unknown,
-            "notes": self.notes,
+            **{name: getattr(self, name) for name in names},
+            **{"settings": asdict(self.settings), "kernels": self.kernels.as_dict(), "memory": memory, "gpu": gpu},
         }
 
 
 class _GpuMemory(NamedTuple):
-    """The memory of a GPU that only this process uses, for a budget."""
+    """The memory of a GPU that only this process uses, for a budget; without a name it has enough."""
 
-    gpu: Gpu
-
-    def total(self) -> int:
-        return self.gpu.memory_bytes
-
-    def available(self) -> int:
-        return self.gpu.memory_bytes - _CONTEXT_BYTES
-
-
-class _NoGpu:
-    """A GPU that is not named: the budget is in GiB."""
+    num_bytes: int = 2**62
 
     def total(self) -> int:
-        return 2**62
+        return self.num_bytes
 
     def available(self) -> int:
-        return 2**62
+        return self.num_bytes - _CONTEXT_BYTES
 
 
 def inspect_model(
@@ -251,7 +226,7 @@ def inspect_model(
         kernels=steps.report,
         state_bytes=steps.states.totals(built),
         gpu=found,
-        limit_bytes=None if found is None else Budget("auto").limit(_GpuMemory(found)),  # type: ignore[arg-type]
+        limit_bytes=None if found is None else Budget("auto").limit(_GpuMemory(found.memory_bytes)),  # type: ignore[arg-type]
         budget_bytes=budget,
     )
     try:
@@ -277,7 +252,7 @@ def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
         check_number("memory_budget", memory_budget, above=0)
     if gpu is None and (isinstance(memory_budget, str) or memory_budget <= 1):
         raise wrong_value("memory_budget", "GiB above 1 without gpu, which 'auto' and shares need", memory_budget)
-    memory: Any = _NoGpu() if gpu is None else _GpuMemory(gpu)
+    memory: Any = _GpuMemory() if gpu is None else _GpuMemory(gpu.memory_bytes)
     budget = Budget(memory_budget)
     budget.check(memory)
     return budget.limit(memory)

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from liger_ops.arguments import check_choice, check_integer, wrong_value
 from lightning_liger.activations.layers import find_layers
+
+StrategyName = Literal["single", "ddp", "fsdp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+PrecisionName = Literal["bf16-true", "16-true", "32-true", "bf16-mixed", "16-mixed"]
+OptimizerName = Literal["adamw", "adamw_foreach", "sgd", "sgd_momentum"]
 
 
 class Sharding(NamedTuple):

@@ -224,7 +224,6 @@ def _whole(
             peaks[segment], at_peak[segment] = highest.total(), highest
         for owner in OWNERS:
             level[owner] += part.growth[owner]
-
     profile = replace(profile, peaks=peaks, layers=tuple(profile.layers[each] for each in stand_ins))
     return Step(profile, at_peak, logits_bytes)
 

@@ -47,7 +47,8 @@ def over_chunks(
         values = [source.values(each) for source, each in zip(sources, rows, strict=False)]
         return function(*values, *rows[len(sources) :])
 
-    requires_grad = any(each.requires_grad for each in (*sources, *token_tensors)) and torch.is_grad_enabled()
+    leaves: list[Any] = [*sources, *token_tensors]
+    requires_grad = any(each.requires_grad for each in leaves) and torch.is_grad_enabled()
     tensors = (*(source.tensor for source in sources), *token_tensors)
     parts = []
     for chunk in zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True):

@@ -143,7 +143,7 @@ class LazyTensor(Tensor):
     def is_exchangeable(self) -> bool:
         """Whether no other code refers to the C++ tensor of this object, or weakly to it."""
         # Private to torch, and what swap_tensors checks too: here before anything is exchanged.
-        return self._use_count() == 1 and weakref.getweakrefs(self) == [self.lineage.tensor]
+        return self._use_count() == 1 and weakref.getweakrefs(self) == [self.lineage.tensor]  # type: ignore[attr-defined]
 
     def become_real(self, operation: str, warn: bool = True) -> None:
         """Turns this tensor, with all that was recorded from the same output, into what PyTorch would have returned.
@@ -399,11 +399,11 @@ def _remember_read(result: Any, func: Any, name: str, first: Any, rest: Any, kwa
     values: Any = result[0] if isinstance(result, tuple) else result
     if name not in table.READS or not isinstance(first, LazyTensor) or type(values) is not Tensor:
         return
-    values._liger_read = version(values), None
-    if values.requires_grad and values.is_floating_point():
-        values._liger_read = version(values), (weakref.ref(first.lineage), func, rest, kwargs)
-        if name in table.GATHERS:
-            first.lineage.root.rounded_by = name
+    is_rounded = values.requires_grad and values.is_floating_point()
+    again = (weakref.ref(first.lineage), func, rest, kwargs) if is_rounded else None
+    vars(values)["_liger_read"] = version(values), again
+    if is_rounded and name in table.GATHERS:
+        first.lineage.root.rounded_by = name
 
 
 def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -475,7 +475,7 @@ def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
     lazy, *hooks = *args, *kwargs.values()
     if is_engines(*hooks):
         # Such an engine gathers parameters for each use.
-        lazy.recipe.head.counters.is_gathered |= is_engines(*hooks, GATHERING_ENGINES)
+        lazy.recipe.head.counters.is_gathered |= is_engines(hooks[0], GATHERING_ENGINES)
         # Backward comes by what the logits are computed from also if the loss is fused. Hooks of parameters would stay.
         tensors = (tensor for tensor in lazy.recipe.tensors().values() if tensor.requires_grad and not tensor.is_leaf)
         return _Handles(tensor.register_hook(*hooks) for tensor in tensors)
@@ -521,12 +521,12 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     ):
         with torch.no_grad():
             return _with_replay(first.recorded(first.twin), first, Tensor.detach)
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and _lazy_in(value):
-            raise RuntimeError(
-                f"{func} writes to an LM head's lazy output, which has no memory. Call"
-                " lightning_liger.materialize(logits) before"
-            )
+    written = args[:1] if func.overloadpacket.__name__.endswith("_") else ()
+    if _lazy_in((written, kwargs.get("out"))):
+        raise RuntimeError(
+            f"{func} writes to an LM head's lazy output, which has no memory. Call"
+            " lightning_liger.materialize(logits) before"
+        )
 
     def values(lazy: LazyTensor) -> Tensor:
         return lazy.real_values(str(func)).detach()

@@ -178,8 +178,8 @@ def policy_objective(
     completions, mask = batch.completions, batch.completions.mask
     # Nothing that is not scored reaches the arithmetic, whose gradient a mask afterwards would not keep from NaN.
     log_probs = torch.where(mask, log_probs, 0.0)
-    others = (None if value is None else torch.where(mask, value, 0.0) for value in batch[2:])
-    batch = PolicyBatch(completions, batch.advantages, *others)
+    per_token = (value if value is None or value.ndim == 1 else torch.where(mask, value, 0.0) for value in batch[1:])
+    batch = PolicyBatch(completions, *per_token)  # type: ignore[arg-type]
     old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     log_ratio, importance, kept, kl, phi = log_probs - old, None, None, None, None
     if _corrects(batch, options):

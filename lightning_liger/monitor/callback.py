@@ -2,11 +2,10 @@
 
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from typing import Any, cast
 
 import lightning as L
@@ -205,7 +204,8 @@ class LigerMonitor(L.Callback):
         self._fetches = FetchTimer(untyped.profiler)
         bar: Any = trainer.progress_bar_callback
         if bar is not None and trainer.is_global_zero:
-            bar.get_metrics = partial(_metrics_of_bar, type(bar).get_metrics, bar, self._shown)
+            get_metrics, shown = bar.get_metrics, self._shown
+            bar.get_metrics = lambda *args: {**get_metrics(*args), **shown}
 
     @override
     def on_train_batch_start(
@@ -347,24 +347,20 @@ class LigerMonitor(L.Callback):
 
     def _metrics(self, totals: Totals, world_size: int) -> dict[str, float]:
         """The numbers of some laps by the names under which they are logged."""
-        found: dict[str, float] = {}
-        if totals.seconds:
-            unit, number = ("tokens", totals.timed_tokens) if totals.tokens else ("rows", totals.timed_rows)
-            found[f"{unit}_per_second"] = number / totals.seconds
-            found[f"{unit}_per_second_per_device"] = number / totals.seconds / world_size
-            if totals.timed_steps:
-                found["step_seconds"] = totals.seconds / totals.timed_steps
-            if totals.tokens and totals.flops:
-                found["model_flops_utilization"] = totals.flops / totals.seconds / (world_size * self._peak_flops)
-            found["data_wait_share"] = min(1.0, totals.wait_seconds / totals.seconds)
-        found["memory_peak_gib"] = totals.peak_memory / 2**30
-        if totals.reserved_memory:
-            found["memory_reserved_gib"] = totals.reserved_memory / 2**30
-        if totals.tokens:
-            found["padding_share"] = totals.padding / totals.tokens
-        if totals.labels:
-            found["ignored_share"] = totals.ignored / totals.labels
-        return found
+        unit, number = ("tokens", totals.timed_tokens) if totals.tokens else ("rows", totals.timed_rows)
+        flops = self._peak_flops if totals.tokens and totals.flops else 0
+        shares = {  # numerator and denominator, without which a number is left out
+            f"{unit}_per_second": (number, totals.seconds),
+            f"{unit}_per_second_per_device": (number, totals.seconds * world_size),
+            "step_seconds": (totals.seconds, totals.timed_steps),
+            "model_flops_utilization": (totals.flops, totals.seconds * world_size * flops),
+            "data_wait_share": (min(totals.seconds, totals.wait_seconds), totals.seconds),
+            "memory_peak_gib": (totals.peak_memory, 2**30),
+            "memory_reserved_gib": (totals.reserved_memory, 2**30 if totals.reserved_memory else 0),
+            "padding_share": (totals.padding, totals.tokens),
+            "ignored_share": (totals.ignored, totals.labels),
+        }
+        return {name: above / below for name, (above, below) in shares.items() if below}
 
     # The end
 
@@ -505,29 +501,20 @@ def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
 
 def _device(trainer: L.Trainer) -> tuple[str, float]:
     """The name of the device of rank 0 and its peak rate in FLOP/s, measured if it is not in the table."""
-    device = trainer.strategy.root_device
-    precision = str(trainer.precision)
-    dtype = next((dtype for key, dtype in _DTYPES.items() if precision.startswith(key)), None)
-    if dtype is None:  # float32 for all that has no other dtype: weights may have been loaded in 16 bits
-        dtype = _main_dtype(trainer.lightning_module)
     if not trainer.is_global_zero:
         return "", 1.0
+    device, precision = trainer.strategy.root_device, str(trainer.precision)
+    # That of the weights under 32-true: they may have been loaded in 16 bits.
+    parameters = [each for each in trainer.lightning_module.parameters() if each.is_floating_point()]
+    largest = max(parameters, key=lambda each: 0 if is_lazy(each) else each.numel(), default=torch.zeros(()))
+    dtype = next((dtype for key, dtype in _DTYPES.items() if precision.startswith(key)), largest.dtype)
+    name, gpu = f"{device.type} process", None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        gpu = find_gpu(properties.name, properties.total_memory)
-        if gpu is not None and dtype != torch.float64:
-            return gpu.name, gpu.peak_flops(dtype)
-        return properties.name, measure_matmul_flops(device, dtype)
-    return f"{device.type} process", measure_matmul_flops(device, dtype)
-
-
-def _main_dtype(module: torch.nn.Module) -> torch.dtype:
-    """The floating-point dtype that most numbers of a module's weights have."""
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and not is_lazy(parameter):
-            sizes[parameter.dtype] += parameter.numel()
-    return max(sizes, key=sizes.__getitem__, default=torch.float32)
+        name, gpu = properties.name, find_gpu(properties.name, properties.total_memory)
+    if gpu is not None and dtype != torch.float64:
+        return gpu.name, gpu.peak_flops(dtype)
+    return name, measure_matmul_flops(device, dtype)
 
 
 def _planned_steps(trainer: L.Trainer) -> float:
@@ -571,12 +558,6 @@ def _telling(what: str) -> Iterator[None]:
     except Exception as error:  # of a broken device, or of any file system
         lines = str(error).splitlines()
         rank_zero_warn(f"LigerMonitor {what}: {type(error).__name__}{': ' if lines else ''}{''.join(lines[:1])}")
-
-
-def _metrics_of_bar(
-    get_metrics: Any, bar: Any, shown: dict[str, str], trainer: L.Trainer, pl_module: L.LightningModule
-) -> dict[str, Any]:
-    return {**get_metrics(bar, trainer, pl_module), **shown}
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:

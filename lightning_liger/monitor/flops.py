@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
@@ -114,7 +113,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
 # By running a copy
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Passes the FLOPs of each operator in its context to ``add``, by the formulas of PyTorch.
 
     PyTorch's own FlopCounterMode also tells modules apart, for which it needs several times as long.

@@ -148,9 +148,12 @@ def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: P
     if model in _warned_models:
         return
     _warned_models.add(model)
+    structures: dict[str, list[str]] = {}
+    for entry in report.entries:
+        structures.setdefault(entry.reason, []).append(f"{entry.count} {entry.structure}")
     reasons = [
-        f"{entry.count} {entry.structure}: {textwrap.shorten(entry.reason, _REASON_WIDTH, placeholder=' ...')}"
-        for entry in report.entries
+        f"{', '.join(names)}: {textwrap.shorten(reason, _REASON_WIDTH, placeholder=' ...')}"
+        for reason, names in structures.items()
     ]
     if len(reasons) > _MAX_REASONS:
         reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more reasons in the report"]

@@ -141,9 +141,10 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        sizes: Any = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
-        self._sharding = _Sharding(self, auto_wrap_policy, **sizes)
-        super().__init__(kernels, **sizes, **kwargs)
+        self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
+        super().__init__(
+            kernels, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **kwargs
+        )
         self._saves_shards = kwargs.get("save_distributed_checkpoint", True)
         self.engine.materializes = True
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
@@ -239,9 +240,14 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise wrong_type("parallelize_fn", "a function or None", parallelize_fn)
-        sizes: Any = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
-        self._sharding = _Sharding(self, auto_wrap_policy, **sizes)
-        super().__init__(kernels, parallelize_fn=self._parallelize_and_materialize, **sizes, **kwargs)
+        self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
+        super().__init__(
+            kernels,
+            parallelize_fn=self._parallelize_and_materialize,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **kwargs,
+        )
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
         self._activations.take_policy(activation_checkpointing_policy)
         self._parallelize = parallelize_fn or self._shard_whole

@@ -4,19 +4,16 @@ import json
 import math
 from pathlib import Path
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 
 from examples.next_item import Course, NextItem, NextItemData
-from examples.next_item.__main__ import CONFIG, main, scores
-from examples.next_item.baselines import NGram, contexts, syllabus_ranks
-from examples.next_item.data import IGNORE_INDEX, collate, collate_with_kinds
-from examples.next_item.generator import KINDS, generate, skewed
-from examples.next_item.metrics import RankMetrics, label_ranks
+from examples.next_item.__main__ import main, scores
+from examples.next_item.data import IGNORE_INDEX
+from examples.next_item.generator import KINDS, generate
+from examples.next_item.metrics import label_ranks
 from lightning_liger import LazyLogits, apply_liger_kernels, materialize
 
 ROOT = Path(__file__).parents[2]
@@ -36,38 +33,6 @@ def data():
     return result
 
 
-def test_log_follows_from_its_seed(log):
-    again, other = generate(COURSE), generate(Course(**{**vars(COURSE), "seed": 1}))
-    assert all(np.array_equal(one, two) for one, two in zip(log, again, strict=True))
-    assert not np.array_equal(log.items, other.items)
-
-
-def test_log_has_the_properties_that_the_generator_states(log):
-    is_event = np.arange(COURSE.max_events) < log.lengths[:, None]
-    assert log.items.min() >= 0
-    assert log.items.max() < COURSE.num_items == 80
-    assert (np.diff(log.times) > 0).all()
-    assert (log.times[is_event] < 1).all()
-    assert log.kinds[:, 0].tolist() == [TOPIC] * COURSE.num_students
-    rows, columns = np.nonzero(is_event & (log.kinds == REVISIT))
-    assert (columns >= COURSE.spacing).all()
-    assert (log.items[rows, columns] == log.items[rows, columns - COURSE.spacing]).all()
-    topics = log.items // (COURSE.num_formats * COURSE.num_steps)
-    rows, columns = np.nonzero((is_event & (log.kinds == NEXT))[:, 1:])
-    after_new = log.kinds[rows, columns] != REVISIT
-    assert (topics[rows, columns] == topics[rows, columns + 1])[after_new].all()
-    counts = np.bincount(log.items[is_event], minlength=COURSE.num_items)
-    assert counts.max() > 2.5 * np.median(counts)  # popularity is skewed
-    assert 0 < (log.lengths < COURSE.max_events).mean() < 1  # some drop out, or are cut by the end of the log
-    assert skewed(5).sum() == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("name", "value"), [("num_topics", 0), ("max_events", 1), ("revisit", 0.7), ("skip", -0.1)])
-def test_course_refuses_a_value_out_of_range(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .* got {value}"):
-        Course(**{name: value})
-
-
 def test_splits_are_by_time_and_rows_have_the_whole_history(data, log):
     assert sum(int((split.tensors[1] != IGNORE_INDEX).sum()) for split in data.splits.values()) == int(
         (log.lengths - 1).clip(min=0).sum()
@@ -80,53 +45,6 @@ def test_splits_are_by_time_and_rows_have_the_whole_history(data, log):
         assert np.array_equal(labels.numpy() != IGNORE_INDEX, expected[rows, 1:])
         assert np.array_equal(inputs.numpy(), log.items[rows, :-1])
         assert np.array_equal(kinds.numpy(), log.kinds[rows, 1:])
-
-
-def test_batches_end_with_their_last_label():
-    inputs, kinds = torch.arange(5), torch.zeros(5, dtype=torch.int64)
-    rows = [
-        (inputs, torch.tensor([1, 2, -100, -100, -100]), kinds),
-        (inputs, torch.tensor([-100, 2, 3, -100, -100]), kinds),
-    ]
-    batch = collate(rows)
-    assert set(batch) == {"input_ids", "shift_labels"}
-    assert batch["input_ids"].shape == batch["shift_labels"].shape == (2, 3)
-    assert collate_with_kinds(rows)["kinds"].shape == (2, 3)
-
-
-def test_contexts_are_the_events_before_each_label():
-    split = torch.utils.data.TensorDataset(
-        torch.tensor([[3, 4, 5]]), torch.tensor([[4, -100, 6]]), torch.tensor([[0, 1, 2]])
-    )
-    found, labels, kinds = contexts(split, 2)
-    assert found.tolist() == [[-1, 3], [4, 5]]
-    assert labels.tolist() == [4, 6]
-    assert kinds.tolist() == [0, 2]
-
-
-def test_syllabus_recommends_what_follows():
-    assert syllabus_ranks(np.array([3, 3, 3, 9]), np.array([4, 6, 3, 0]), 10).tolist() == [1, 3, 10, 1]
-
-
-def _slow_ngram_rank(train, labels, context, label, num_items):
-    """The definition, over the whole catalogue: a score for each item, then popularity."""
-    scores = np.zeros(num_items)
-    for length in range(1, train.shape[1] + 1):  # the longest context is the last to write
-        after = labels[(train[:, -length:] == context[-length:]).all(axis=1)]
-        counts = np.bincount(after, minlength=num_items)
-        seen = counts > 0
-        scores[seen] = 0.4 ** (train.shape[1] - length) * counts[seen] / counts.sum()
-    popularity = np.bincount(labels, minlength=num_items)
-    order = sorted(range(num_items), key=lambda item: (-scores[item], -popularity[item], item))
-    return order.index(label) + 1
-
-
-def test_ngram_is_its_definition():
-    rng = np.random.default_rng(0)
-    train, labels = rng.integers(-1, 5, (60, 2)), rng.integers(0, 8, 60)
-    tested, wanted = rng.integers(-1, 8, (200, 2)), rng.integers(0, 9, 200)
-    found = NGram(train, labels, num_items=9).ranks(tested, wanted)
-    assert found.tolist() == [_slow_ngram_rank(train, labels, *pair, 9) for pair in zip(tested, wanted, strict=True)]
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 500, 2**20])
@@ -142,13 +60,6 @@ def test_ranks_and_metrics_are_those_of_sorted_logits(chunk_bytes):
     assert found["mrr"] == pytest.approx(sum(1 / rank for rank in expected) / 30, abs=1e-4)
     of_kind = [rank for rank, kind in zip(expected, kinds, strict=True) if kind == SWITCH]
     assert found["hit@10_switch"] == pytest.approx(sum(rank <= 10 for rank in of_kind) / len(of_kind), abs=1e-4)
-
-
-def test_ties_count_against_the_label():
-    assert label_ranks(torch.zeros(1, 2), torch.ones(7, 2), torch.tensor([0])).tolist() == [7]
-    assert set(RankMetrics("val_").keys()) == {"val_hit@1", "val_hit@5", "val_hit@10", "val_mrr"} | {
-        f"val_hit@10_{kind}" for kind in KINDS
-    }
 
 
 @pytest.mark.parametrize("encoder", ["transformer", "lstm"])
@@ -175,12 +86,6 @@ def test_fused_loss_and_gradients_are_those_of_whole_logits(encoder):
     order = materialize(module.model(inputs).logits.detach())[labels >= 0].argsort(dim=1, descending=True)
     found = [row.index(label) + 1 for row, label in zip(order.tolist(), labels[labels >= 0].tolist(), strict=True)]
     assert np.mean(np.array(found) != ranks.numpy()) < 0.1  # but for equal logits
-
-
-def test_catalogue_of_another_size_is_refused(data):
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
-    with pytest.raises(ValueError, match=r"num_items must be 80, the catalogue of data\.course, got 81"):
-        trainer.fit(NextItem(num_items=81), datamodule=data)
 
 
 def test_comparison_learns_more_than_the_baselines(tmp_path, monkeypatch, capsys):
@@ -220,10 +125,3 @@ def test_page_has_the_recorded_results(machine):
     names = ("hit@1", "hit@5", "hit@10", "mrr", *(f"hit@10_{kind}" for kind in KINDS))
     for record in records:
         assert " | ".join(f"{record[name]:.3f}" for name in names) in page
-
-
-def test_yaml_states_the_catalogue_of_its_course():
-    for text in (CONFIG, CONFIG.with_name("large.yaml")):
-        written = yaml.safe_load(text.read_text(encoding="utf-8"))
-        course = Course(**written["data"]["init_args"]["course"])
-        assert written["model"]["init_args"]["num_items"] == course.num_items

@@ -8,14 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
 
 from examples.ranking import ClickData, ClickModel, Ranker
 from examples.ranking.__main__ import ARMS, COLUMNS, main
-from examples.ranking.data import ClickLog
-from examples.ranking.files import read_log, write_log
-from examples.ranking.generator import MISSING, generate
-from examples.ranking.layers import DenseGating, IsotonicCalibration, ResidualCross
+from examples.ranking.generator import generate
 from examples.ranking.models import ClickNetwork
 from lightning_liger import LazyLogits, apply_liger_kernels
 
@@ -36,57 +32,6 @@ def data():
     return result
 
 
-def test_log_follows_from_its_seed(log):
-    again, other = generate(CLICKS), generate(ClickModel(**{**vars(CLICKS), "seed": 1}))
-    assert all(np.array_equal(one, two) for one, two in zip(log, again, strict=True))
-    assert not np.array_equal(log.labels, other.labels)
-
-
-def test_log_has_the_properties_that_the_generator_states(log):
-    num_values = [len(np.unique(column)) for column in log.categories.T]
-    assert num_values == [60, 6, 5, 3, 3, 24]
-    counts = np.sort(np.unique(log.categories[:, 0], return_counts=True)[1])
-    assert counts[-1] > 5 * np.median(counts)
-    surfaces, numbers = np.unique(log.categories[:, 3], return_inverse=True)
-    searches = (log.integers[:, 2] != MISSING).astype(int)  # only one surface has a match
-    assert sorted({(int(number), int(found)) for number, found in zip(numbers, searches, strict=True)}) == sorted(
-        (number, int(np.mean(searches[numbers == number]) == 1)) for number in range(len(surfaces))
-    )
-    assert log.probabilities.min() >= 0.01
-    assert abs(log.labels.mean() - log.probabilities.mean()) < 0.01
-    assert binary_auroc(torch.from_numpy(log.probabilities), torch.from_numpy(log.labels)) > 0.75
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"num_rows": 0}, "num_rows must be at least 1, got 0"), ({"num_topics": 7}, "divide num_items=60, got 7")],
-)
-def test_sizes_that_do_not_fit_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        ClickModel(**{**vars(CLICKS), **change})
-    with pytest.raises(ValueError, match="keep_negatives must be above 0 and at most 1, got 0"):
-        ClickData(keep_negatives=0)
-
-
-def test_file_in_the_format_of_criteo_holds_the_log(log, tmp_path):
-    path = tmp_path / "clicks.tsv"
-    part = ClickLog(log.labels[:200], log.integers[:200], log.categories[:200])
-    part.categories[3, 1] = MISSING
-    write_log(path, part)
-    fields = path.read_text(encoding="ascii").splitlines()[3].split("\t")
-    assert len(fields) == 1 + 4 + 6
-    assert fields[6] == ""
-    assert fields[5] == f"{part.categories[3, 0]:08x}"
-    found = read_log(path, num_integers=4)
-    assert all(np.array_equal(one, two) for one, two in zip(part[:3], found[:3], strict=True))
-    loaded = ClickData(path=str(path), num_integers=4)
-    loaded.setup("fit")
-    assert [len(loaded.splits[name]) for name in ("val", "test")] == [20, 20]
-    path.write_text("1\t2\t0000000a\n1\t2\n", encoding="ascii")
-    with pytest.raises(ValueError, match="got 2 fields in line 2"):
-        read_log(path, num_integers=1)
-
-
 def test_rows_are_split_by_time_and_only_training_leaves_out_rows(data, log):
     labels = {name: split.tensors[0].numpy() for name, split in data.splits.items()}
     assert np.array_equal(labels["val"], log.labels[16_000:18_000])
@@ -95,56 +40,6 @@ def test_rows_are_split_by_time_and_only_training_leaves_out_rows(data, log):
     negatives = (labels["train"] == 0).sum() / (log.labels[:16_000] == 0).sum()
     assert negatives == pytest.approx(0.5, abs=0.03)
     assert np.allclose(data.test_probabilities, log.probabilities[18_000:])
-
-
-def test_ids_are_those_of_training_and_numbers_are_standardized():
-    columns = np.array([[5], [9], [5], [MISSING], [9], [9], [5], [5], [7], [9]])
-    data = ClickData()
-    assert data._ids(ClickLog(np.zeros(10), columns, columns), 8).squeeze(1).tolist() == [1, 2, 1, 0, 2, 2, 1, 1, 0, 2]
-    assert data.vocab_sizes == [3]
-    data = ClickData(CLICKS)
-    data.setup("fit")
-    numbers = torch.cat([split.tensors[1] for split in data.splits.values()])
-    assert numbers.isfinite().all()
-    assert set(numbers[:, 4:].unique().tolist()) == {0, 1}
-    assert data.click_shares(0).sum() == pytest.approx(1)
-
-
-def test_cross_layer_is_its_formula():
-    layer, first, input = ResidualCross(6, 2), torch.randn(3, 6), torch.randn(3, 6)
-    product = input @ (layer.wide.weight @ layer.narrow.weight).T + layer.wide.bias
-    torch.testing.assert_close(layer(first, input), first * product + input)
-    gating = DenseGating(6, 4)
-    torch.testing.assert_close(gating(first), gating.value(first) * 2 * torch.sigmoid(gating.gate(first)))
-
-
-def test_calibration_starts_as_the_identity_and_always_increases():
-    layer, logits = IsotonicCalibration(num_bins=5, limit=2), torch.linspace(-9, 9, 200)
-    torch.testing.assert_close(layer(logits), logits, atol=1e-5, rtol=1e-5)
-    with torch.no_grad():
-        layer.slopes.copy_(3 * torch.randn(5))
-    values = layer(logits.view(2, 100))
-    assert values.shape == (2, 100)
-    assert (values.flatten().diff() > 0).all()
-    slopes = F.softplus(layer.slopes)
-    assert float(layer(torch.tensor(-1.0)).detach()) == pytest.approx(
-        float(0.8 * slopes[0] + 0.2 * slopes[1] + layer.bias), abs=1e-5
-    )
-    with pytest.raises(ValueError, match="num_bins must be at least 2, got 1"):
-        IsotonicCalibration(num_bins=1)
-
-
-def test_calibration_mends_rates_and_keeps_the_order():
-    true = 1.5 * torch.randn(40_000)
-    labels = torch.bernoulli(true.sigmoid())
-    logits = 2 * true + 1.2 + 0.3 * true.clamp(min=0) ** 2  # too sure, and shifted
-    layer = IsotonicCalibration()
-    layer.fit(logits[:20_000], labels[:20_000])
-    before, after = logits[20_000:], layer(logits[20_000:]).detach()
-    errors = [binary_calibration_error(each.sigmoid(), labels[20_000:].int(), n_bins=20) for each in (before, after)]
-    assert errors[1] < 0.025 < 0.1 < errors[0]
-    found = [binary_auroc(each, labels[20_000:].int()) for each in (before, after)]
-    assert found[1] == pytest.approx(float(found[0]), abs=1e-4)
 
 
 def test_fused_id_loss_and_gradients_are_those_of_whole_logits():
@@ -163,14 +58,6 @@ def test_fused_id_loss_and_gradients_are_those_of_whole_logits():
     loss = ranker._id_loss(logits, labels, ids)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), gradients, atol=1e-5, rtol=1e-4)
-
-
-def test_tower_does_not_see_the_item():
-    network = ClickNetwork(**SIZES, num_crosses=0, gating=False, predicts_ids=True)
-    numbers, ids = torch.randn(2, 2), torch.tensor([[1, 2, 3], [4, 5, 3]])
-    one, two = network(numbers, ids).ids
-    torch.testing.assert_close(one, two)
-    assert network(numbers, ids).clicks.shape == (2,)
 
 
 @pytest.mark.parametrize("machine", ["cpu", "h200"])

@@ -1,163 +1,223 @@
-"""Bad inputs of the norms, the gated units and the rotary embedding."""
+"""Wrong arguments of the ops that signatures do not tell: shapes, values of tensors, combinations."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import liger_ops
-from liger_ops.arguments import shown
-from tests.bad_inputs import BadInput
+from liger_ops import VocabShard, nn
+from tests.bad_inputs import BadInput, row
+from tests.valid_calls import HEADS, VALID
 
-NAN, INFINITY = float("nan"), float("inf")
-FLOATING = "floating-point tensor"
+ONES, NAN = torch.ones, math.nan
+SHARD = partial(VocabShard, dist.ProcessGroup(0, 1), vocab_size=11)
+NORMS = "rms_norm add_rms_norm layer_norm"
+UNITS = "silu_mul gelu_mul relu_squared_mul"
+LABELS = "linear_cross_entropy linear_log_probs linear_token_loss"
+LINEAR = f"{LABELS} linear_divergence linear_topk_log_probs"
+ENTROPIES = "cross_entropy linear_cross_entropy"
+OUTPUTS = "a sequence of names out of 'log_probs'"
+VOCABULARIES = ("vocab must be 'common'", "got 'equal'", "11 classes of the student", "12 of the teacher")
+DETACH = ("must not require a gradient", "detach()")
+ROTARY = {"cos": ONES(11, 8), "sin": ONES(11, 8)}
+SECTIONS = {"cos": ONES(3, 2, 5, 8), "sin": ONES(3, 2, 5, 8)}
+PROBABILITIES = {"target": torch.full((4, 11), 1 / 11), "token_weight": None}
 
-X = torch.ones(2, 4, 8)
-W = torch.ones(8)
-HEADS = torch.ones(2, 3, 5, 8)
-TABLE = torch.ones(2, 5, 8)
 
-# Each function's valid call, its tensors by whether they may be None.
-CALLS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "rms_norm": ({"input": X, "normalized_shape": (8,), "weight": W}, ("input",), ("weight",)),
-    "add_rms_norm": (
-        {"input": X, "residual": X, "normalized_shape": (8,), "weight": W},
-        ("input", "residual"),
-        ("weight",),
+def integers(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.int64)
+
+
+def returns(value: Any) -> Any:
+    return lambda scores, index: value
+
+
+def pytorchs(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"batch_chunk_size": 4, "acc_dtype": None, **changes})
+
+
+# Ops, what their right calls are changed by, and what messages say; of several changes the first is wrong.
+WRONG: list[tuple[Any, ...]] = [
+    (NORMS, {"weight": ONES(1, 8)}, "(8,)", "(1, 8)"),
+    (NORMS, {"normalized_shape": (5,)}, "trailing sizes", "(5,)"),
+    (NORMS, {"normalized_shape": ()}, "trailing sizes", "()"),
+    (NORMS, {"normalized_shape": (1, 4, 8)}, "trailing sizes", "(1, 4, 8)"),
+    (NORMS, {"normalized_shape": (8.0,)}, "a sequence of integers", "(8.0,)"),
+    (NORMS, {"normalized_shape": "8"}, "a sequence of integers", "'8'"),
+    ("rms_norm add_rms_norm", {"offset": 1.0, "weight": None}, "0 without a weight", "got 1.0"),
+    ("layer_norm", {"bias": ONES(1)}, "(8,)", "(1,)"),
+    ("add_rms_norm", {"residual": ONES(8)}, "(2, 4, 8)", "(8,)"),
+    ("group_norm", {"input": ONES(4)}, "[batch_size, num_channels, *]", "(4,)"),
+    ("group_norm", {"bias": ONES(4, 1)}, "(4,)", "(4, 1)"),
+    ("group_norm", {"num_groups": 3}, "a divisor of num_channels = 4", "got 3"),
+    ("relu_squared_mul gelu_mul", {"up": ONES(2, 4, 1)}, "(2, 4, 8)", "(2, 4, 1)"),
+    (UNITS, {"gate": ONES(2, 3), "up": None}, "packed", "even number of columns"),
+    (UNITS, {"gate": ONES(()), "up": None}, "packed", "even number of columns"),
+    ("apply_rotary", {"q": ONES(3, 5, 8)}, "4 dimensions", "(3, 5, 8)"),
+    ("apply_rotary", {"k": ONES(2, 1, 4, 8)}, "(2, 3, 5, 8)", "(2, 1, 4, 8)"),
+    ("apply_rotary", {"cos": ONES(())}, "at most head_dim = 8", "()"),
+    ("apply_rotary", {"cos": ONES(2, 5, 7)}, "even", "(2, 5, 7)"),
+    ("apply_rotary", {"cos": ONES(2, 5, 10)}, "at most head_dim = 8", "(2, 5, 10)"),
+    ("apply_rotary", {"cos": ONES(2, 6, 8)}, "[batch_size or 1, seq_len, rotary_dim]", "(2, 6, 8)"),
+    ("apply_rotary", {"sin": ONES(1, 5, 8)}, "(2, 5, 8)", "(1, 5, 8)"),
+    ("apply_rotary", {"cos": ONES(2, 11, 8), "position_ids": torch.arange(5)}, "[max_positions, rotary_dim]"),
+    (
+        "apply_rotary",
+        {"position_ids": torch.arange(5), "mrope_sections": (1, 2, 1)},
+        "None with mrope_sections",
+        "(5,)",
     ),
-    "layer_norm": ({"input": X, "normalized_shape": (8,), "weight": W, "bias": W}, ("input",), ("weight", "bias")),
-    "group_norm": (
-        {"input": X, "num_groups": 2, "weight": torch.ones(4), "bias": torch.ones(4)},
-        ("input",),
-        ("weight", "bias"),
+    ("apply_rotary", {"position_ids": ONES(5), **ROTARY}, "int64 or int32", "float32"),
+    ("apply_rotary", {"position_ids": integers(4), **ROTARY}, "seq_len = 5", "(4,)"),
+    ("apply_rotary", {"position_ids": integers(3, 5), **ROTARY}, "batch_size = 2", "(3, 5)"),
+    ("apply_rotary", {"position_ids": integers(5).to("meta"), **ROTARY}, "on q's device cpu", "on meta"),
+    ("apply_rotary", {"position_ids": torch.tensor([0, 1, 11, 2, -1]), **ROTARY}, "between 0 and", "-1 to 11", "= 10"),
+    ("apply_rotary", {"mrope_sections": [1, 2], **SECTIONS}, "add up to", "[1, 2]"),
+    ("apply_rotary", {"mrope_sections": [5, -2, 1], **SECTIONS}, "add up to", "[5, -2, 1]"),
+    ("apply_rotary", {"mrope_sections": "121", **SECTIONS}, "sequence of integers", "'121'"),
+    ("apply_rotary", {"heads_dim": 3}, "at least 1 and at most 2", "3"),
+    ("cross_entropy", {"input": ONES(())}, "()"),
+    ("cross_entropy", {"input": ONES(4, 0)}, "at least one class", "(4, 0)"),
+    ("cross_entropy", {"target": ONES(4, 10), "token_weight": None}, "(4, 11)", "class probabilities", "(4, 10)"),
+    ("cross_entropy", {"z_loss_weight": 0.1, **PROBABILITIES}, "target must be class indices", "float32"),
+    (ENTROPIES, {"token_weight": ONES(())}, "target's shape (4,)", "()"),
+    (ENTROPIES, {"token_weight": torch.full((4,), NAN)}, "no NaN but at ignored tokens", "got 4"),
+    (ENTROPIES, {"weight": ONES(())}, "shape (11,)", "()"),
+    (ENTROPIES, {"weight": torch.full((11,), NAN)}, "no NaN", "got 11"),
+    (ENTROPIES, {"weight": ONES(11, requires_grad=True)}, *DETACH),
+    (f"{ENTROPIES} divergence linear_divergence", {"token_weight": ONES(4, requires_grad=True)}, *DETACH),
+    (f"{LABELS} cross_entropy", {"target": torch.full((4,), 11)}, "between 0 and vocab_size - 1 = 10", "got 11"),
+    (f"{LABELS} cross_entropy", {"target": torch.full((4,), -1)}, "between 0 and", "ignore_index = -100", "got -1"),
+    (f"{LABELS} cross_entropy", {"target": integers(4, 1)}, "(4, 1)"),
+    (
+        f"{LABELS} cross_entropy",
+        {"logit_scale": ONES((), requires_grad=True)},
+        "a number",
+        "multiply the hidden states",
     ),
-    "silu_mul": ({"gate": X, "up": X}, ("gate",), ("up",)),
-    "gelu_mul": ({"gate": X, "up": X}, ("gate",), ("up",)),
-    "relu_squared_mul": ({"gate": X, "up": X}, ("gate",), ("up",)),
-    "relu_squared": ({"input": X}, ("input",), ()),
-    "apply_rotary": ({"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE}, ("q", "k", "cos", "sin"), ()),
-}
-NOT_TENSORS = ("x", [1.0], 2.0)
-NOT_FLOATING = (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
-
-
-def rows() -> Iterator[BadInput]:
-    for function, (arguments, required, optional) in CALLS.items():
-        for name in (*required, *optional):
-            for value in (*NOT_TENSORS, *((None,) if name in required else ())):
-                yield row(function, name, value, FLOATING)
-            for dtype in NOT_FLOATING:
-                yield row(function, name, arguments[name].to(dtype), FLOATING, kind=str(dtype))
-            if name != required[0]:
-                value = arguments[name].to("meta")
-                yield row(function, name, value, f"on {required[0]}'s device cpu", kind="meta")
-    for function, name, values, expected in OPTIONS:
-        for value in values:
-            yield row(function, name, value, expected)
-    for function, name, shape, expected in SHAPES:
-        yield row(function, name, torch.ones(shape), expected, kind=f"shape {shape}")
-    for name, value, expected in ROTARY_POSITIONS:
-        positions = {"cos": torch.ones(11, 8), "sin": torch.ones(11, 8)}
-        yield row("apply_rotary", name, value, expected, kind=shown(value), **positions)
-    sections = {"cos": torch.ones(3, 2, 5, 8), "sin": torch.ones(3, 2, 5, 8)}
-    for value in ([1, 2], [1, 2, 2], [5, -2, 1], [1.0, 2.0, 1.0], "121", 4, ["1", "2", "1"], 1.5):
-        expected = "sequence of integers" if not isinstance(value, list) or type(value[0]) is not int else "add up to"
-        yield row("apply_rotary", "mrope_sections", value, expected, **sections)
-
-
-def row(function: str, name: str, value: Any, expected: str, *, kind: str | None = None, **others: Any) -> BadInput:
-    arguments = {**CALLS[function][0], **others, name: value}
-    call: Callable[..., Any] = getattr(liger_ops, function)
-    return BadInput(
-        id=f"{function}-{name}-{shown(value) if kind is None else kind}",
-        call=partial(call, **arguments),
-        mentions=(f"{name} must be", shown(value), expected),
-    )
-
-
-NORMS = ("rms_norm", "add_rms_norm", "layer_norm", "group_norm")
-BAD_EPS = (-1e-5, NAN, INFINITY, "1e-5", [1e-5], 1j, True, torch.tensor([1e-5]), torch.tensor(1e-5, requires_grad=True))
-BAD_BOOLS = ("no", 1, None)
-# Function, argument, wrong values, what was expected.
-OPTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
-    *((norm, "eps", BAD_EPS, "a finite number of at least 0") for norm in NORMS),
-    ("layer_norm", "eps", (None,), "a finite number of at least 0"),
-    ("group_norm", "eps", (None,), "a finite number of at least 0"),
-    *((norm, "normalized_shape", (8, "8", (8.0,), None, 8.0, ("8",)), "sequence of integers") for norm in NORMS[:3]),
-    *((norm, "normalized_shape", ((), (0,), (5,), (4,), (-8,), (1, 4, 8)), "trailing sizes") for norm in NORMS[:3]),
-    ("group_norm", "num_groups", (2.0, "2", None, True, [2], torch.tensor([2])), "an integer"),
-    ("group_norm", "num_groups", (0, -2, 3, 8), "a divisor of num_channels = 4"),
-    *((norm, "offset", (NAN, -INFINITY, "1", None, [1.0], True), "a finite number") for norm in NORMS[:2]),
-    *((norm, "casting", ("bert", None, 1, ["llama"], W), "one of 'gemma', 'llama', 'none'") for norm in NORMS[:2]),
-    ("gelu_mul", "approximate", ("erf", None, True, ["tanh"], X), "one of 'none', 'tanh'"),
-    ("apply_rotary", "heads_dim", (0, 3, -1, 1.0, "1", None, True), "an integer of at least 1 and at most 2"),
-    ("apply_rotary", "interleaved", BAD_BOOLS, "True or False"),
-    ("apply_rotary", "keep_dtype", BAD_BOOLS, "True or False"),
-)
-# Function, argument, wrong shape, what was expected.
-SHAPES: tuple[tuple[str, str, tuple[int, ...], str], ...] = (
-    *((norm, "weight", (7,), "(8,)") for norm in NORMS[:3]),
-    *((norm, "weight", (1, 8), "(8,)") for norm in NORMS[:3]),
-    ("layer_norm", "bias", (1,), "(8,)"),
-    ("add_rms_norm", "residual", (8,), "(2, 4, 8)"),
-    ("group_norm", "input", (4,), "[batch_size, num_channels, *]"),
-    ("group_norm", "weight", (8,), "(4,)"),
-    ("group_norm", "bias", (4, 1), "(4,)"),
-    ("silu_mul", "up", (8,), "(2, 4, 8)"),
-    ("gelu_mul", "up", (2, 4, 1), "(2, 4, 8)"),
-    ("relu_squared_mul", "up", (), "(2, 4, 8)"),
-    ("apply_rotary", "q", (3, 5, 8), "4 dimensions"),
-    ("apply_rotary", "k", (2, 5, 8), "(2, 3, 5, 8)"),
-    ("apply_rotary", "k", (2, 1, 4, 8), "(2, 3, 5, 8)"),
-    ("apply_rotary", "cos", (), "at most head_dim = 8"),
-    ("apply_rotary", "cos", (2, 5, 7), "even"),
-    ("apply_rotary", "cos", (2, 5, 10), "at most head_dim = 8"),
-    ("apply_rotary", "cos", (3, 5, 8), "[batch_size or 1, seq_len, rotary_dim]"),
-    ("apply_rotary", "cos", (2, 6, 8), "[batch_size or 1, seq_len, rotary_dim]"),
-    ("apply_rotary", "sin", (1, 5, 8), "(2, 5, 8)"),
-)
-# Argument, wrong value beside tables [11, 8], what was expected.
-ROTARY_POSITIONS: tuple[tuple[str, Any, str], ...] = (
-    *(("position_ids", torch.zeros(5, dtype=dtype), "int64 or int32") for dtype in (torch.float32, torch.int16)),
-    ("position_ids", torch.zeros(5, dtype=torch.bool), "int64 or int32"),
-    *(("position_ids", value, "a tensor or None") for value in ("x", [0, 1, 2, 3, 4], 3)),
-    ("position_ids", torch.zeros(4, dtype=torch.int64), "seq_len = 5"),
-    ("position_ids", torch.zeros((3, 5), dtype=torch.int64), "batch_size = 2"),
-    ("position_ids", torch.zeros((), dtype=torch.int64), "seq_len = 5"),
-    ("position_ids", torch.zeros(5, dtype=torch.int64, device="meta"), "on q's device cpu"),
-)
-
-BAD_INPUTS: list[BadInput] = [
-    *rows(),
-    BadInput(
-        "apply_rotary-position_ids-out of range",
-        partial(liger_ops.apply_rotary, HEADS, HEADS, TABLE[0], TABLE[0], position_ids=torch.tensor([0, 1, 5, 2, -1])),
-        ("position_ids must be between 0 and", "got -1 to 5", "= 4"),
+    (LABELS, {"input": ONES(4, 5)}, "hidden_size = 3", "(4, 5)"),
+    (LABELS, {"input": ONES(())}, "hidden_size = 3", "()"),
+    (LINEAR, {"linear_weight": ONES(3)}, "[vocab_size, hidden_size]", "(3,)"),
+    (LINEAR, {"linear_weight": ONES(11, 3).double()}, "torch.float32"),
+    (LINEAR, {"linear_bias": ONES(3)}, "shape (11,)", "(3,)"),
+    (LINEAR, {"adapter": (1.0,)}, "a pair of tensors", "got (1.0,)"),
+    (LINEAR, {"adapter": (None, ONES(11, 2))}, "adapter[0]", "a floating-point tensor", "got None"),
+    (LINEAR, {"adapter": (ONES(4, 2), ONES(11, 2).int())}, "adapter[1]", "a floating-point tensor", "torch.int32"),
+    (LINEAR, {"adapter": (ONES(4, 2), ONES(11, 2).half())}, "adapter[1]", "torch.float32", "float16"),
+    (LINEAR, {"adapter": (ONES(4, 2), ONES(11, 3))}, "shapes (4, 2) and (11, 2)", "(11, 3)"),
+    (LINEAR, {"adapter": (ONES(3, 2), ONES(11, 2))}, "shapes (4, 2) and (11, 2)", "(3, 2)"),
+    (LINEAR, {"adapter": (ONES(()), ONES(()))}, "shapes", "() and ()"),
+    (LINEAR, {"adapter": (ONES(4, 2), ONES(11, 2, device="meta"))}, "adapter[1]", "device cpu", "on meta"),
+    (LABELS, {"vocab_shard": SHARD(start=6)}, "vocab_size = 11", "11 rows", "start = 6"),
+    (LABELS, {"vocab_shard": SHARD(start=-1)}, "vocab_size = 11", "start = -1"),
+    ("linear_cross_entropy", {"adapter": (ONES(4, 2), ONES(11, 2)), **PROBABILITIES}, "None for class probabilities"),
+    ("linear_cross_entropy", {"linear_weight": ONES(11, 0), "input": ONES(4, 0)}, "at least 1", "(11, 0)"),
+    ("linear_cross_entropy", {"linear_weight": ONES(0, 3), "linear_bias": None}, "at least one class", "(0, 3)"),
+    ("linear_cross_entropy", {"accumulate_dtype": torch.int32}, "torch.float32, torch.float64", "torch.int32"),
+    ("linear_cross_entropy", {"accumulate_dtype": torch.bfloat16}, "at least as wide", "torch.bfloat16"),
+    ("linear_cross_entropy", {"options": {"batch_chunk_size": 2}}, "LinearCrossEntropyOptions or None", "{'batch_"),
+    ("linear_cross_entropy", {"options": pytorchs(batch_chunk_size=0)}, "batch_chunk_size", "at least 1", "0"),
+    ("linear_cross_entropy", {"options": pytorchs(batch_chunk_size=2.5)}, "batch_chunk_size", "an integer", "2.5"),
+    ("linear_cross_entropy", {"options": pytorchs(acc_dtype="float32")}, "acc_dtype", "a torch.dtype", "'float32'"),
+    ("linear_cross_entropy", {"options": pytorchs(acc_dtype=torch.int32)}, "acc_dtype", "torch.float32", "int32"),
+    ("linear_log_probs linear_token_loss", {"temperature": 0.0}, "above 0", "0.0"),
+    ("linear_log_probs linear_token_loss", {"temperature": ONES(4, 1)}, "one for each token", "(4, 1)"),
+    ("linear_log_probs linear_token_loss", {"temperature": integers(4)}, "a floating-point tensor", "torch.int64"),
+    (
+        "linear_log_probs linear_token_loss",
+        {"temperature": ONES(4, device="meta")},
+        "on target's device cpu",
+        "on meta",
     ),
-    row("apply_rotary", "cos", torch.ones(2, 11, 8), "[max_positions, rotary_dim]", position_ids=torch.arange(5)),
-    BadInput(
-        "apply_rotary-position_ids-with mrope_sections",
-        partial(
-            liger_ops.apply_rotary, HEADS, HEADS, TABLE, TABLE, position_ids=torch.arange(5), mrope_sections=(1, 2, 1)
-        ),
-        ("position_ids must be None with mrope_sections", "got a tensor of shape (5,)"),
+    ("linear_log_probs linear_token_loss", {"temperature": torch.full((4,), -0.5)}, "positive", "got -0.5"),
+    ("linear_log_probs linear_token_loss", {"temperature": torch.full((4,), NAN)}, "positive", "got nan"),
+    ("linear_log_probs linear_token_loss", {"temperature": ONES(4, requires_grad=True)}, *DETACH),
+    ("linear_log_probs", {"outputs": "log_probs"}, OUTPUTS, "'log_probs'"),
+    ("linear_log_probs", {"outputs": ()}, OUTPUTS, "()"),
+    ("linear_log_probs", {"outputs": ("log_prob",)}, OUTPUTS, "('log_prob',)"),
+    ("linear_log_probs", {"detach": ("correct",)}, OUTPUTS, "('correct',)"),
+    ("linear_token_loss", {"token_loss": returns(None)}, "a floating-point tensor", "got None"),
+    (
+        "linear_token_loss",
+        {"token_loss": returns(integers(4))},
+        "a floating-point tensor",
+        "got a tensor of shape (4,)",
     ),
+    ("linear_token_loss", {"token_loss": returns(ONES(()))}, "one loss for each", "got a tensor of shape ()"),
+    ("linear_token_loss", {"token_loss": returns(ONES(4, 1))}, "one loss for each", "got a tensor of shape (4, 1)"),
+    ("divergence", {"teacher_logits": ONES(())}, "student_logits' tokens", "()"),
+    ("divergence linear_divergence linear_topk_log_probs", {"mask": ONES(3).bool()}, "shape (4,)", "(3,)"),
+    ("linear_divergence", {"teacher_input": ONES(4, 6)}, "teacher_weight's hidden_size = 5", "(4, 6)"),
+    ("linear_divergence", {"teacher_weight": ONES(5)}, "[vocab_size, hidden_size]", "(5,)"),
+    ("linear_divergence", {"logits_dtype": torch.bfloat16}, "torch.float32 or None", "torch.bfloat16"),
+    ("linear_divergence", {"teacher_adapter": (ONES(4, 2), ONES(11, 3))}, "shapes (4, 2) and (11, 2)", "(11, 3)"),
+    ("linear_divergence", {"vocab_shard": SHARD(start=0), "vocab": "common"}, "vocab='equal'", "'common'"),
+    ("linear_divergence", {"vocab": "equal", "teacher_weight": ONES(12, 5), "teacher_bias": None}, *VOCABULARIES),
+    ("divergence", {"vocab": "equal", "teacher_logits": ONES(4, 12)}, *VOCABULARIES),
+    ("linear_topk_log_probs", {"ids": integers(4, 0)}, "at least one class", "(4, 0)"),
+    ("linear_topk_log_probs", {"ids": integers(4)}, "(4, 'K')", "(4,)"),
+    ("linear_topk_log_probs", {"ids": 11 * integers(4, 2)}, "between 0 and vocab_size - 1 = 10", "got 11", "8 of 8"),
+]
+# Modules, their inputs, and what messages say.
+MODULES: list[tuple[Any, ...]] = [
+    (nn.SwiGLU(4, 6), (integers(2, 4),), "input must be", "floating-point tensor", "int64"),
+    (nn.SwiGLU(4, 6), (ONES(2, 5),), "hidden_size = 4", "(2, 5)"),
+    (nn.GeGLU(4, 6), (None,), "input must be", "floating-point tensor", "None"),
+    (nn.LayerNorm(8), (ONES(2, 5),), "trailing sizes", "(2, 5)"),
+    (nn.GroupNorm(2, 4), ("x",), "input must be", "floating-point tensor", "'x'"),
+    (nn.RMSNorm(8), (ONES(2, 8, device="meta"),), "weight must be on input's device meta", "on cpu"),
+    (nn.RotaryEmbedding(8), (HEADS[..., :6],) * 2, "q must be", "the last head_dim = 8", "(2, 3, 5, 6)"),
+    (nn.RotaryEmbedding(8), (HEADS, HEADS[:, :, :2]), "k must be", "q's shape (2, 3, 5, 8)"),
+    (nn.RotaryEmbedding(8), (HEADS, HEADS, "x"), "position_ids must be", "a tensor or None", "'x'"),
+    (nn.RotaryEmbedding(8), (HEADS, HEADS, ONES(5).bool()), "position_ids", "integers or floating-point", "bool"),
+    (nn.RotaryEmbedding(8), (HEADS, HEADS, integers(3)), "position_ids", "seq_len = 5", "(3,)"),
+    (nn.RotaryEmbedding(8), (HEADS.to("meta"),) * 2, "inv_freq must be on q's device meta", "on cpu"),
+    (nn.RotaryEmbedding(8), (HEADS.long(), HEADS), "q must be", "a floating-point tensor", "torch.int64"),
+    (partial(nn.RotaryEmbedding(8), heads_dim=3), (HEADS, HEADS), "heads_dim must be", "at most 2", "3"),
+    (nn.RMSNorm, ((8, 0),), "normalized_shape", "(8, 0)", "positive"),
+    (nn.RMSNorm, (8.5,), "normalized_shape", "8.5", "a sequence of integers"),
+    (
+        partial(nn.LinearCrossEntropyLoss, options="auto"),
+        (4, 7),
+        "options",
+        "LinearCrossEntropyOptions or None",
+        "'auto'",
+    ),
+    (partial(nn.LinearCrossEntropyLoss, out_features=(0,)), (4, 7), "out_features", "positive integers", "(0,)"),
+    (nn.LayerNorm, ([],), "normalized_shape", "[]", "positive"),
+    (nn.RotaryEmbedding, (7,), "rotary_dim must be even", "got 7"),
+    (partial(nn.RotaryEmbedding, rotary_dim=10), (8,), "rotary_dim", "at most head_dim = 8", "10"),
+    (partial(nn.LinearCrossEntropyLoss, weight=ONES(6)), (4, 7), "weight must be", "(7,) (num_classes)", "(6,)"),
+]
+
+
+def twice(op: str, name: str, **options: Any) -> BadInput:
+    """Asks for a second derivative."""
+
+    def call() -> None:
+        right = VALID[f"liger_ops.{op}"]
+        x = right[name].clone().requires_grad_()
+        found = getattr(liger_ops, op)(**{**right, name: x, **options})
+        torch.autograd.grad((found if isinstance(found, torch.Tensor) else found[0]).sum(), x, create_graph=True)
+
+    return row(call, "no second derivative", "create_graph must be False, got True", error=RuntimeError)
+
+
+BAD_INPUTS = [
     *(
-        BadInput(
-            f"{name}-gate-packed, shape {tuple(gate.shape)}",
-            partial(getattr(liger_ops, name), gate),
-            ("gate must be packed", shown(gate), "even number of columns"),
-        )
-        for name in ("silu_mul", "gelu_mul", "relu_squared_mul")
-        for gate in (torch.ones(2, 3), torch.ones(()))
+        row(partial(getattr(liger_ops, op), **{**VALID[f"liger_ops.{op}"], **changes}), next(iter(changes)), *mentions)
+        for ops, changes, *mentions in WRONG
+        for op in ops.split()
     ),
-    *(
-        BadInput(
-            f"{name}-offset-without weight",
-            partial(getattr(liger_ops, name), *inputs, (8,), offset=1.0),
-            ("offset must be 0 without a weight", "got 1.0"),
-        )
-        for name, inputs in (("rms_norm", (X,)), ("add_rms_norm", (X, X)))
-    ),
+    *(row(partial(module, *inputs), *mentions) for module, inputs, *mentions in MODULES),
+    *(twice(op, "input") for op in LINEAR.split()),
+    twice("divergence", "student_logits"),
+    twice("linear_cross_entropy", "input", reduction="none"),
+    twice("linear_topk_log_probs", "input", renormalize=True),
 ]

@@ -362,7 +362,7 @@ def test_launch_keys_tell_apart_what_triton_does() -> None:
     specialize = triton._C.libtriton.native_specialize_impl
     integers = [0, 1, 2, 15, 16, 17, -1, -16, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, -(2**31), -LONG, LONG, LONG + 1]
     values = [*integers, 0.0, 1.0, 16.0, None, (1, 16), (16, 1), (16, LONG), (0.5, 1)]
-    found = [(specialize(BaseBackend, value, False, True, True), backend._specialisation(value)) for value in values]
+    found = [(specialize(BaseBackend, value, False, True, True), backend._specialization(value)) for value in values]
     for _, key in found:
         assert len({triton_key for triton_key, other in found if other == key}) == 1, key
 

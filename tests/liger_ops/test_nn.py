@@ -30,7 +30,7 @@ EXTRAS = {"softcap": 3.0, "logit_scale": 0.5, "z_loss_weight": 0.1}
 HEAD = {"in_features": 4, "num_classes": 7}
 
 
-def randomise(module: nn.Module) -> None:
+def randomize(module: nn.Module) -> None:
     """So that no parameter is one or zero."""
     for parameter in module.parameters():
         nn.init.normal_(parameter)
@@ -97,7 +97,7 @@ def test_module_computes_what_its_namesake_does(
     module, namesake = (getattr(namespace, name)(**arguments).to(device) for namespace in (fused, nn))
     x, others = torch.randn(shape, device=device), () if target is None else (target.to(device),)
     for source, destination in ((module, namesake), (namesake, module)):
-        randomise(source)
+        randomize(source)
         assert source.state_dict().keys() == destination.state_dict().keys()
         destination.load_state_dict(source.state_dict(), strict=True)
         assert_same(run(module, x, *others), run(namesake, x, *others))
@@ -150,7 +150,7 @@ def make_small(name: str, device: torch.device | str = "cpu") -> tuple[nn.Module
     """A module with random parameters, and its inputs."""
     arguments, shape = SMALL[name]
     module = getattr(fused, name)(**arguments).to(device)
-    randomise(module)
+    randomize(module)
     x = torch.randn(shape, device=device)
     if name.endswith("Loss"):
         return module, [x, LABELS.to(device)]
@@ -246,7 +246,7 @@ def test_rms_norm_rounds_as_told() -> None:
     for casting in ("gemma", "llama", "none"):
         module = fused.RMSNorm(64, casting=casting, dtype=torch.bfloat16)
         torch.manual_seed(0)
-        randomise(module)
+        randomize(module)
         results.append(module(x))
         assert torch.equal(results[-1], liger_ops.rms_norm(x, (64,), module.weight, casting=casting))
     assert not torch.equal(results[0], results[1])
@@ -363,7 +363,7 @@ def test_feed_forward_matches_the_formula(
     device: torch.device, make: Callable[..., nn.Module], activation: Callable[[Tensor], Tensor], bias: bool
 ) -> None:
     module = make(4, 6, bias=bias).to(device)
-    randomise(module)
+    randomize(module)
     names = [f"{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")[: 1 + bias]]
     assert list(module.state_dict()) == names
     assert (module.gate_proj.weight.shape, module.down_proj.weight.shape) == ((6, 4), (4, 6))
@@ -408,7 +408,7 @@ def test_linear_cross_entropy_loss_is_a_head_and_its_loss(device: torch.device, 
     module = fused.LinearCrossEntropyLoss(
         4, 7, bias=True, weight=CLASS_WEIGHT, reduction=reduction, label_smoothing=0.1, chunk_bytes=60, **EXTRAS
     ).to(device)
-    randomise(module)
+    randomize(module)
     assert list(module.state_dict()) == ["weight", "linear.weight", "linear.bias"]
     hidden, labels = torch.randn(2, 3, 4, device=device), LABELS.view(2, 3).to(device)
     token_weight = torch.rand(2, 3, device=device)

@@ -419,14 +419,14 @@ def test_dtensors_that_are_spread_in_other_ways_are_left_to_pytorch(
     backend = {"cuda": "nccl"}.get(triton_device.type, "gloo")
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     mesh = init_device_mesh(triton_device.type, (1, 1))
-    for of_weight, of_grad in (
+    for weight_placements, grad_placements in (
         ([Replicate(), Replicate()], [Partial(), Replicate()]),
         ([Shard(0), Shard(1)], [Shard(1), Shard(0)]),
     ):
-        weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8, device=triton_device), mesh, of_weight))
+        weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 8, device=triton_device), mesh, weight_placements))
         optimizer = AdamW([weight], **OPTIONS)
         for _ in range(3):
-            weight.grad = DTensor.from_local(torch.randn(8, 8, device=triton_device), mesh, of_grad)
+            weight.grad = DTensor.from_local(torch.randn(8, 8, device=triton_device), mesh, grad_placements)
             optimizer.step()
     assert not updated_parameters
 

@@ -131,11 +131,11 @@ def test_no_less_accurate_than_plain_pytorch(
 ) -> None:
     """With the gradients of q and k, laid out as they came and with gaps closed."""
     torch.manual_seed(seed)
-    of_q, of_k, of_tables = dtypes if is_mixed else dtypes[:1] * 3
-    q, k, cos, sin, *gradients = make_case(*sizes, dtype=of_q, device=triton_device, heads_dim=heads_dim)
+    q_dtype, k_dtype, table_dtype = dtypes if is_mixed else dtypes[:1] * 3
+    q, k, cos, sin, *gradients = make_case(*sizes, dtype=q_dtype, device=triton_device, heads_dim=heads_dim)
     case = Case(
-        *(LAYOUTS[layouts[0]](x.to(dtype)) for x, dtype in ((q, of_q), (k, of_k))),
-        *(TABLES[table](each.to(of_tables)) for each in (cos, sin)),
+        *(LAYOUTS[layouts[0]](x.to(dtype)) for x, dtype in ((q, q_dtype), (k, k_dtype))),
+        *(TABLES[table](each.to(table_dtype)) for each in (cos, sin)),
         *(LAYOUTS[layouts[1]](each) for each in gradients),
     )
     options: Any = {"wanted": wanted, "heads_dim": heads_dim, "interleaved": interleaved}
@@ -221,9 +221,9 @@ def test_multimodal_sections_choose_the_table_of_a_column(
 ) -> None:
     case = make_case(head_dim=10, device=device, heads_dim=heads_dim)
     cos, sin = torch.randn(2, 3, batch, 3, 8, device=device)
-    of_pair = [index for index, size in enumerate(sections) for _ in range(size)]
-    of_column = [of_pair[column // 2] for column in range(8)] if interleaved else 2 * of_pair
-    chosen = (torch.stack([table[i, ..., c] for c, i in enumerate(of_column)], dim=-1) for table in (cos, sin))
+    table_of_pair = [index for index, size in enumerate(sections) for _ in range(size)]
+    table_of_column = [table_of_pair[column // 2] for column in range(8)] if interleaved else 2 * table_of_pair
+    chosen = (torch.stack([table[i, ..., c] for c, i in enumerate(table_of_column)], dim=-1) for table in (cos, sin))
     options: Any = {"heads_dim": heads_dim, "interleaved": interleaved}
     expected = run(plain, case._replace(cos=next(chosen), sin=next(chosen)), **options)
     actual = run(apply_rotary, case._replace(cos=cos, sin=sin), mrope_sections=sections, **options)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 import warnings
@@ -25,7 +24,6 @@ from lightning_liger.cli.training import _Guard, _Summary
 from lightning_liger.data import TextDataModule
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
-from tests.lightning_liger.strategies.workers.distributed import python_path
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.yaml"
@@ -156,21 +154,6 @@ def test_mistake_in_a_yaml_is_named(tmp_path, arguments, expected):
     assert all(part in str(refused.value) for part in expected)
 
 
-@pytest.mark.parametrize(
-    ("argument", "part"),
-    [
-        ("--model.init_args.learning_speed=1", "learning_speed"),
-        ("--trainer.max_stepz=1", "max_stepz"),
-        ("--summary.skip_steps=many", "skip_steps"),
-    ],
-)
-def test_unknown_or_mistyped_option_ends_the_command_and_is_named(capsys, argument, part):
-    with pytest.raises(SystemExit) as ended:
-        LigerCLI(args=[f"--config={TINY}", *ON_ONE_CPU, argument], run=False)
-    assert ended.value.code == 2
-    assert part in capsys.readouterr().err
-
-
 def refused(capsys, *arguments: str) -> str:
     """What the command prints to stderr when it ends with the exit code 2."""
     capsys.readouterr()
@@ -227,23 +210,6 @@ def test_model_with_fewer_embeddings_than_tokens_is_refused_before_training(tiny
     assert message.startswith(
         "config['vocab_size'] must be at least 300, the number of tokens of the tokenizer, got 270"
     )
-
-
-def test_module_is_a_command_with_help():
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    command = [sys.executable, "-m", "lightning_liger", "--help"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert all(subcommand in done.stdout for subcommand in ("fit", "validate", "test", "predict"))
-
-
-def test_help_of_fit_has_the_options_of_trainer_summary_and_checkpoint(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["fit", "--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    options = ("--trainer.strategy", "--trainer.precision", "--summary.skip_steps", "--model", "--data", "--ckpt_path")
-    assert [option for option in options if option not in printed] == []
 
 
 def test_fit_writes_a_checkpoint_that_predict_continues_from(tmp_path, capsys, tiny_arguments):

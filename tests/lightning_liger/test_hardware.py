@@ -1,12 +1,12 @@
 """The table of GPUs, and the rate of devices that are not in it."""
 
 import re
+from typing import get_args
 
 import pytest
 import torch
 
-from lightning_liger.commands.inspect import run_inspect
-from lightning_liger.hardware import GPUS, _measured, find_gpu, get_gpu, measure_matmul_flops
+from lightning_liger.hardware import GPUS, GpuName, _measured, find_gpu, get_gpu, measure_matmul_flops
 
 GIB = 2**30
 
@@ -68,7 +68,7 @@ def test_an_unknown_name_is_told_the_five_most_similar_and_where_all_are():
         assert str(found.value).count("gb'") == 5
     with pytest.raises(ValueError, match="mean 'h100-80gb', 'h100-nvl-94gb', 'h100-pcie-80gb'"):
         get_gpu("h100")
-    assert list(GPUS) == re.findall(r"[\w-]+gb\b", run_inspect.__doc__.partition("One of ")[2])
+    assert tuple(GPUS) == get_args(GpuName)
 
 
 def test_rate_of_matrix_products_is_measured_once(monkeypatch):

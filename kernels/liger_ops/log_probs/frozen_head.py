@@ -56,16 +56,16 @@ class FrozenHeadFunction(torch.autograd.Function):
         gradients, given = tensors[: ctx.num_gradients], tensors[ctx.num_gradients :]
         options = ctx.options
         upstream = {name: grad_outputs[ctx.names.index(name)] for name in ctx.differentiable}
-        of_inputs: list[Tensor | None] = []
+        grad_inputs: list[Tensor | None] = []
         if ids is not None:
             log_probs, lse = given
             kept = torch.ones_like(lse, dtype=torch.bool) if labels is None else labels != options.ignore_index
             some = GivenIds.of(ids, weight.shape[0], kept)
-            of_given, factor, share = given_gradient(some, log_probs, lse, upstream, options)
-            factors = of_given + factor[:, None] * share * some.is_first()
+            grad_given, factor, share = given_gradient(some, log_probs, lse, upstream, options)
+            factors = grad_given + factor[:, None] * share * some.is_first()
             for rest, rows in ((gradients[0], weight), (gradients[1], adapter_weight)):
                 wanted = rest.numel() > 0 or rows is weight
-                of_inputs.append(
+                grad_inputs.append(
                     rows_sum(rows, some.safe, factors).addcmul(rest, factor[:, None].to(rest.dtype)) if wanted else None
                 )
         else:
@@ -73,14 +73,14 @@ class FrozenHeadFunction(torch.autograd.Function):
             upstream = {name: None if each is None else each.where(kept, 0.0) for name, each in upstream.items()}
             scale = options.logit_scale if temperature is None else options.logit_scale / temperature
             more = labels, upstream, scale, ctx.dtype, ctx.shard, backend.graph_ends()
-            of_inputs = [
+            grad_inputs = [
                 _input_gradient(gradients[0::2], weight, *more),
                 _input_gradient(gradients[1::2], adapter_weight, *more) if ctx.needs_gradient[3] else None,
             ]
-        of_input, of_adapter = (
-            each if ctx.needs_gradient[place] else None for each, place in zip(of_inputs, (0, 3), strict=True)
+        grad_input, grad_adapter = (
+            each if ctx.needs_gradient[place] else None for each, place in zip(grad_inputs, (0, 3), strict=True)
         )
-        return None, None, None, of_input, None, None, of_adapter, *[None] * (NUM_ARGUMENTS - 4)
+        return None, None, None, grad_input, None, None, grad_adapter, *[None] * (NUM_ARGUMENTS - 4)
 
 
 def _input_gradient(
@@ -104,25 +104,25 @@ def _input_gradient(
         shard: The weight's place in the vocabulary, if it is part of one.
         in_place: Whether the gradients are not used again.
     """
-    of_log_probs, of_entropy, of_lse, of_mean = (
+    grad_log_probs, grad_entropy, grad_lse, grad_mean = (
         upstream.get(name) for name in ("log_probs", "entropy", "lse", "mean_logit")
     )
     first = gradients[0]
     terms: list[tuple[Tensor, Tensor]] = []
-    if of_log_probs is not None or of_lse is not None:  # d lse = d z[label] - d log_prob
-        both = [each for each in (of_lse, None if of_log_probs is None else -of_log_probs) if each is not None]
+    if grad_log_probs is not None or grad_lse is not None:  # d lse = d z[label] - d log_prob
+        both = [each for each in (grad_lse, None if grad_log_probs is None else -grad_log_probs) if each is not None]
         terms.append((first, sum(both[1:], both[0])))
-    if of_entropy is not None:
-        terms.append((gradients[1], of_entropy))
-    if of_lse is not None and weight is not None:
+    if grad_entropy is not None:
+        terms.append((gradients[1], grad_entropy))
+    if grad_lse is not None and weight is not None:
         own = labels if shard is None else labels - shard.start
         is_own = (own >= 0) & (own < weight.shape[0])
         rows = weight.index_select(0, own.where(is_own, 0)) if len(weight) else torch.zeros_like(first)
-        terms.append((rows, (of_lse * scale).where(is_own, 0.0)))
-    if of_mean is not None and weight is not None:
+        terms.append((rows, (grad_lse * scale).where(is_own, 0.0)))
+    if grad_mean is not None and weight is not None:
         vocab_size = weight.shape[0] if shard is None else shard.vocab_size
-        mean = weight.sum(0, dtype=of_mean.dtype) / vocab_size
-        terms.append((mean.expand(len(labels), -1), of_mean * scale))
+        mean = weight.sum(0, dtype=grad_mean.dtype) / vocab_size
+        terms.append((mean.expand(len(labels), -1), grad_mean * scale))
     if not terms:
         return None
     rows, factors = terms[0]

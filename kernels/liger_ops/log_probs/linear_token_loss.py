@@ -48,11 +48,7 @@ def _losses_and_gradients(
     _check_graph(losses, leaves.values())
     ones = torch.ones_like(losses)  # of their sum
     gradients = torch.autograd.grad(losses, list(leaves.values()), ones, allow_unused=True)
-    found = {
-        name: None if gradient is None else gradient.where(kept, 0.0)
-        for name, gradient in zip(leaves, gradients, strict=True)
-    }
-    return losses.detach(), found
+    return losses.detach(), dict(zip(leaves, gradients, strict=True))
 
 
 def _check_losses(losses: Any, index: Tensor) -> None:

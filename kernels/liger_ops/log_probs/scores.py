@@ -99,8 +99,8 @@ def scores_reference(z: Tensor, labels: Tensor, ignore_index: int, outputs: Sequ
     log_probs = torch.log_softmax(z, dim=-1)
     found: dict[str, Tensor] = {}
     if "log_probs" in outputs:
-        of_label = log_probs.gather(-1, labels.where(in_range, 0)[:, None])[:, 0]
-        found["log_probs"] = of_label.where(in_range, torch.nan)
+        label_log_probs = log_probs.gather(-1, labels.where(in_range, 0)[:, None])[:, 0]
+        found["log_probs"] = label_log_probs.where(in_range, torch.nan)
     if "entropy" in outputs:
         finite = log_probs.masked_fill(log_probs == -torch.inf, 0.0)
         found["entropy"] = -(log_probs.exp() * finite).sum(-1)

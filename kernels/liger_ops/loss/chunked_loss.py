@@ -310,9 +310,9 @@ def chunked_linear_loss(
     if other is not None:
         unpadded = (total[:, : each.size] for each, total in zip(factors, other_gradients, strict=True))
         other.gradients += [total.contiguous() for total in unpadded]
-    of_head, *of_adapter = (factor.gradients() for factor in factors)
+    head_gradients, *adapter_gradients = (factor.gradients() for factor in factors)
     nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
-    return Gradients(*of_head, grad_bias, *(of_adapter[0] if of_adapter else nothing))
+    return Gradients(*head_gradients, grad_bias, *(adapter_gradients[0] if adapter_gradients else nothing))
 
 
 class _Factor:
@@ -329,7 +329,7 @@ class _Factor:
         needs_weight: bool,
     ) -> None:
         self.size = input.shape[1]
-        padding = _product_padding(input)
+        padding = -self.size % _product_multiple(input)
         if padding:  # cheaper than products at a quarter of their speed, from some 30 tokens on
             input, weight = F.pad(input, (0, padding)), F.pad(weight, (0, padding))
         self.input, self.weight = input, weight
@@ -437,10 +437,6 @@ def _project(factors: Sequence[_Factor], bias: Tensor | None, logits: Tensor, pa
 def _product_multiple(like: Tensor) -> int:
     """The number that divides the sizes of matrices that are multiplied fast: as many elements as fill 16 bytes."""
     return max(1, 16 // like.element_size()) if like.is_cuda else 1
-
-
-def _product_padding(input: Tensor) -> int:
-    return -input.shape[1] % _product_multiple(input)
 
 
 def _fast_parts(like: Tensor, num_columns: int) -> list[slice]:

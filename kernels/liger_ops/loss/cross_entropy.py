@@ -64,9 +64,9 @@ def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLoss
     log_probs = torch.log_softmax(z, dim=-1)
     maximum, predictions = z.max(dim=-1)
     lse = maximum - log_probs.gather(-1, predictions[:, None])[:, 0]
-    of_label = log_probs.gather(-1, safe_labels[:, None])[:, 0]
-    nan_unless_class = torch.ones_like(of_label).where(in_range | ~kept, torch.nan)
-    losses = -weight[safe_labels] * nan_unless_class * of_label
+    label_log_prob = log_probs.gather(-1, safe_labels[:, None])[:, 0]
+    nan_unless_class = torch.ones_like(label_log_prob).where(in_range | ~kept, torch.nan)
+    losses = -weight[safe_labels] * nan_unless_class * label_log_prob
     if options.label_smoothing:
         smoothing = options.label_smoothing
         losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probs * weight).sum(-1)
@@ -77,7 +77,7 @@ def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLoss
     probabilities = log_probs.detach().exp()
     return TokenStats(
         losses=losses.where(kept, 0.0),
-        log_probs=(nan_unless_class * of_label.detach()).where(kept, 0.0),
+        log_probs=(nan_unless_class * label_log_prob.detach()).where(kept, 0.0),
         lse=lse.detach().where(kept, 0.0),
         entropy=-torch.xlogy(probabilities, probabilities).sum(-1).where(kept, 0.0),
         predictions=predictions.where(kept, options.ignore_index),

@@ -158,13 +158,6 @@ def _launch_sums(rows: Tensor, index: Tensor, factors: Tensor, starts: Tensor) -
     "given_rows_sum(Tensor weight, Tensor ids, Tensor factors) -> Tensor",
     fake=lambda weight, ids, factors: weight.new_empty(len(ids), weight.shape[1]),
 )
-def _rows_sum(weight: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
-    if not backend.runs_on_triton(weight, factors):
-        return F.embedding_bag(ids, weight, per_sample_weights=factors.to(weight.dtype), mode="sum")
-    starts = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
-    return _launch_sums(weight, ids.flatten(), factors.flatten(), starts)
-
-
 def rows_sum(weight: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
     """``sum_k factors[:, k] * weight[ids[:, k]]``, ``[num_tokens, width]``, of which no row is copied.
 
@@ -172,8 +165,10 @@ def rows_sum(weight: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
         weight: ``[vocab_size, width]``.
         ids, factors: ``[num_tokens, K]``.
     """
-    found: Tensor = _rows_sum(weight, ids, factors)
-    return found
+    if not backend.runs_on_triton(weight, factors):
+        return F.embedding_bag(ids, weight, per_sample_weights=factors.to(weight.dtype), mode="sum")
+    starts = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
+    return _launch_sums(weight, ids.flatten(), factors.flatten(), starts)
 
 
 @backend.register_op(

@@ -3,7 +3,17 @@
 import triton.language as tl
 
 from liger_ops import backend
-from liger_ops.loss.row_math import gradient_factors, load_weights, start_of_row, store_row_gradient
+from liger_ops.loss.row_math import (
+    factor_of_exp,
+    gradient_factors,
+    load_edges,
+    load_weights,
+    size_of_groups,
+    start_of_row,
+    store_edges,
+    store_groups_gradient,
+    transform,
+)
 
 
 @backend.Kernel
@@ -71,10 +81,28 @@ def gradient_kernel(
         temperature = tl.load(temperature_ptr + token)
         row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
         row_softcap = None if softcap is None else softcap / temperature
+    HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
     start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
-    store_row_gradient(
-        logits_ptr + start, grad_logits_ptr + grad_start, head, class_weight_ptr, label, kept, lse,
-        tl.load(lse_error_ptr + token), probability_factor, label_term, smoothing_term, entropy_factor, num_columns,
-        label_smoothing, row_softcap, row_scale, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
+    row_ptr, grad_row_ptr = logits_ptr + start, grad_logits_ptr + grad_start
+    has_label = kept & (label >= 0) & (label < num_columns)
+    label_z = transform(tl.load(row_ptr - head + label, mask=has_label, other=0.0), row_scale, row_softcap)
+    size = size_of_groups(head, num_columns, GROUP, GROUPED)
+    lse_error = tl.load(lse_error_ptr + token)
+    exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
+    exp_entropy_factor = None
+    if entropy_factor is not None:
+        exp_entropy_factor = factor_of_exp(entropy_factor, lse, lse_error, HALF)
+    if GROUPED == 2:
+        columns, in_row, z = load_edges(row_ptr, head, size, num_columns, row_scale, row_softcap, GROUP)
+    tl.debug_barrier()  # before a warp overwrites what others read
+    if GROUPED == 2:
+        store_edges(
+            grad_row_ptr, columns, in_row, z, head, class_weight_ptr, label, kept, lse, exp_factor, label_term,
+            smoothing_term, exp_entropy_factor, label_smoothing, row_softcap, HALF,
+        )  # fmt: skip
+    store_groups_gradient(
+        row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor, label_term,
+        smoothing_term, exp_entropy_factor, label_smoothing, row_softcap, row_scale, GROUP, GROUPED, BLOCK_SIZE,
+        NUM_STAGES,
     )  # fmt: skip

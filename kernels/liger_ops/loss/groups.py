@@ -28,7 +28,7 @@ class Groups(NamedTuple):
     def split_fields(self, values: Any) -> tuple[Any, ...]:
         """A NamedTuple of such values, or None, as one of each group."""
         fields = [[None] * len(self.shapes) if value is None else self.split(value) for value in values]
-        return tuple(type(values)(*of_group) for of_group in zip(*fields, strict=True))
+        return tuple(type(values)(*values_of_one) for values_of_one in zip(*fields, strict=True))
 
 
 def is_grouped(input: Any) -> TypeGuard[Sequence[Tensor]]:
@@ -50,30 +50,26 @@ def join_groups(input: Sequence[Tensor], target: Any, adapter: Any) -> tuple[Gro
     _check_sequence("target", target, len(input))
     hidden_size = input[0].shape[-1:]
     for number, (states, labels) in enumerate(zip(input, target, strict=True)):
-        if states.dim() == 0 or states.shape != (*labels.shape, *hidden_size) or states.dtype != input[0].dtype:
+        kind = states.dtype, states.device, labels.dtype, labels.device
+        expected = input[0].dtype, input[0].device, target[0].dtype, input[0].device
+        if states.dim() == 0 or states.shape != (*labels.shape, *hidden_size) or kind != expected:
             raise ValueError(
                 f"input[{number}] must hold hidden states of target[{number}]'s {tuple(labels.shape)} tokens, of"
-                f" input[0]'s hidden_size {tuple(hidden_size)} and dtype {input[0].dtype}, got shape"
-                f" {tuple(states.shape)}, {states.dtype}"
-            )
-        if labels.dtype != target[0].dtype or labels.device != states.device or states.device != input[0].device:
-            raise ValueError(
-                f"target[{number}] must be of target[0]'s dtype {target[0].dtype} on input's device"
-                f" {input[0].device}, got {labels.dtype} on {labels.device}"
+                f" input[0]'s hidden_size {tuple(hidden_size)}, dtypes and device {expected[:3]}, got shape"
+                f" {tuple(states.shape)}, {kind}"
             )
     groups = Groups([labels.shape for labels in target])
     if adapter is not None:
         if not isinstance(adapter, list | tuple) or len(adapter) != 2:
             raise wrong_type("adapter", "a pair of a sequence of tensors and a tensor, or None", adapter)
-        of_groups, weight = adapter
-        _check_sequence("adapter[0]", of_groups, len(input))
-        for number, (each, shape) in enumerate(zip(of_groups, groups.shapes, strict=True)):
-            if each.shape[:-1] != shape or each.shape[-1:] != of_groups[0].shape[-1:]:
+        inputs, weight = adapter
+        _check_sequence("adapter[0]", inputs, len(input))
+        for number, (each, shape) in enumerate(zip(inputs, groups.shapes, strict=True)):
+            if each.shape[:-1] != shape or each.shape[-1:] != inputs[0].shape[-1:]:
                 raise ValueError(
-                    f"adapter[0][{number}] must be of shape {(*shape, *of_groups[0].shape[-1:])}, got"
-                    f" {tuple(each.shape)}"
+                    f"adapter[0][{number}] must be of shape {(*shape, *inputs[0].shape[-1:])}, got {tuple(each.shape)}"
                 )
-        adapter = torch.cat([each.reshape(-1, each.shape[-1]) for each in of_groups]), weight
+        adapter = torch.cat([each.reshape(-1, each.shape[-1]) for each in inputs]), weight
     states = torch.cat([each.reshape(-1, each.shape[-1]) for each in input])
     return groups, states, torch.cat([labels.reshape(-1) for labels in target]), adapter
 

@@ -170,9 +170,9 @@ def given_gradient(
         ``[num_tokens]``; and each class's probability times its logit's derivative, ``[num_tokens, K]``.
     """
     counts = ids.is_class & ids.kept[:, None]
-    of_log_probs, of_lse = upstream["given_log_probs"], upstream.get("lse")
-    given = torch.zeros_like(log_probs) if of_log_probs is None else of_log_probs.where(counts, 0.0)
-    factor = (torch.zeros_like(lse) if of_lse is None else of_lse.where(ids.kept, 0.0)) - given.sum(1)
+    grad_log_probs, grad_lse = upstream["given_log_probs"], upstream.get("lse")
+    given = torch.zeros_like(log_probs) if grad_log_probs is None else grad_log_probs.where(counts, 0.0)
+    factor = (torch.zeros_like(lse) if grad_lse is None else grad_lse.where(ids.kept, 0.0)) - given.sum(1)
     slope = torch.full_like(log_probs, options.logit_scale)
     if options.softcap is not None:
         z = (log_probs + lse[:, None]).where(counts, 0.0)

@@ -21,7 +21,7 @@ from liger_ops.loss.chunked_loss import (
 )
 from liger_ops.loss.given_classes import GivenIds, add_at
 from liger_ops.loss.launch import ROW_OUTPUTS, GradientRows
-from liger_ops.loss.options import Targets, TokenLossOptions
+from liger_ops.loss.options import IGNORE_INDEX, Targets, TokenLossOptions
 from liger_ops.loss.rows import TokenRows, at, dtype_of, gradient_in_place, transform_logits
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import reduce_losses
@@ -86,9 +86,9 @@ def split_names(names: str) -> list[str]:
 
 
 def _result_names(reduction: str, outputs: str, gradients: str) -> list[str]:
-    of_all = [] if reduction == "none" else ["loss", "mean_scale"]
+    scalars = [] if reduction == "none" else ["loss", "mean_scale"]
     other = OTHER_GRADIENTS if "entropy" in split_names(gradients)[1:] else ()
-    return [*of_all, *split_names(outputs), *GRADIENTS, *other]
+    return [*scalars, *split_names(outputs), *GRADIENTS, *other]
 
 
 def _fake_forward(*values: Any) -> list[Tensor]:
@@ -112,7 +112,7 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
     """The results of the op of forward, over the vocabulary of the ranks of a ``shard``; saves logits on request."""
     arguments = ForwardArguments(*values)
     input, weight, ids, chunk_size = arguments.input, arguments.weight, arguments.ids, arguments.chunk_size
-    options = arguments.options
+    options = TokenLossOptions.from_scalars(*values[-5:])
     outputs, gradients = split_names(arguments.outputs), split_names(arguments.gradients)
     dtype = torch.promote_types(input.dtype, torch.float32)
     labels = arguments.labels
@@ -123,12 +123,12 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
         targets, weight.shape[0] if shard is None else shard.vocab_size, options.ignore_index, input, chunk_size,
         arguments.max_valid_tokens, are_all_kept=arguments.labels is None,
     )  # fmt: skip
-    of_losses = bool({"losses", "mean"}.intersection(gradients))
-    of_scores = [name for name in gradients if name in ("entropy", "lse")]
+    takes_losses = bool({"losses", "mean"}.intersection(gradients))
+    score_names = [name for name in gradients if name in ("entropy", "lse")]
     wanted = dict.fromkeys(name for name in outputs if name in ROW_OUTPUTS)
     wanted |= dict.fromkeys(["losses"] if arguments.reduction != "none" else [])
-    wanted |= dict.fromkeys(["lse", "lse_error"] if of_scores or ids is not None else [])
-    wanted |= dict.fromkeys(name for name in of_scores)
+    wanted |= dict.fromkeys(["lse", "lse_error"] if score_names or ids is not None else [])
+    wanted |= dict.fromkeys(name for name in score_names)
     may_be_left_out = arguments.max_valid_tokens is not None and chunk_size < len(labels)
     rows = TokenRows.allocate(
         targets, options, wanted, dtype, arguments.temperature, shard, are_unknown=may_be_left_out
@@ -138,10 +138,10 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
 
     def scores_gradient(logits: Tensor, index: Tensor | None) -> None:
         ones = torch.ones(len(logits), dtype=dtype, device=logits.device)
-        rows.to_gradient(logits, index, dict.fromkeys(of_scores, ones))
+        rows.to_gradient(logits, index, dict.fromkeys(score_names, ones))
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-        rows.write(logits, index, grad_scale, with_gradient=of_losses)
+        rows.write(logits, index, grad_scale, with_gradient=takes_losses)
         some = None
         if given is not None:
             some = GivenIds.of(at(ids, index), logits.shape[1], at(labels, index) != options.ignore_index)
@@ -153,13 +153,13 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
                 given.copy_(values)
             else:
                 given.index_copy_(0, index, values)
-        if of_scores and not of_losses:
+        if score_names and not takes_losses:
             scores_gradient(logits, index)
             if some is not None:  # all of a class's occurrences write the same
                 without = logits.gather(1, some.safe).masked_fill(some.has_class[:, None], 0.0)
                 logits.scatter_(1, some.safe, without)
 
-    other = OtherGradient(scores_gradient) if of_losses and of_scores else None
+    other = OtherGradient(scores_gradient) if takes_losses and score_names else None
     found = _run(arguments, tokens, chunk_loss, saved, other)
     if shard is not None and arguments.reduction != "none":
         shard.sum_input_gradients(found.hidden_states, found.adapter_input)
@@ -267,7 +267,7 @@ def _compute_gradients(
     """
     arguments = BackwardArguments(*values)
     rows = GradientRows(*values[5:14])
-    options = TokenLossOptions(softcap=arguments.softcap or None, logit_scale=arguments.logit_scale)
+    options = TokenLossOptions.from_scalars(IGNORE_INDEX, 0.0, arguments.softcap, arguments.logit_scale, 0.0)
     visited = rows.kept if visited is None else visited
     labels = rows.labels if visited is None else visited.long() - 1
     tokens, _ = visit_tokens(

@@ -57,7 +57,7 @@ class LinearHead(NamedTuple):
 
     def products_dtype(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which products keep ``dtype``."""
-        return torch.autocast(self.input.device.type, enabled=False) if self.is_autocast else contextlib.nullcontext()
+        return backend.without_autocast(self.input.device.type) if self.is_autocast else contextlib.nullcontext()
 
 
 class HeadNames(NamedTuple):
@@ -71,16 +71,8 @@ class HeadNames(NamedTuple):
 
 def is_trained(needs_gradient: list[bool]) -> bool:
     """Whether a head's own tensors need a gradient, not only those that have a row for each token."""
-    _, of_weight, of_bias, _, of_adapter_weight = needs_gradient
-    return of_weight or of_bias or of_adapter_weight
-
-
-def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """The dtype that a linear layer would compute in under autocast, which leaves float64 alone; None without it."""
-    device_type = input.device.type
-    if input.is_meta or input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+    _, weight, bias, _, adapter_weight = needs_gradient
+    return weight or bias or adapter_weight
 
 
 def check_head(
@@ -128,7 +120,8 @@ def check_head(
         low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     tensors: list[Any] = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
-    dtype = autocast_dtype(input)
+    # Which a linear layer would compute in; it leaves float64 alone.
+    dtype = None if input.dtype == torch.float64 else backend.autocast_dtype(input.device.type)
     if dtype is not None:
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     else:

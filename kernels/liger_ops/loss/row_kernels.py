@@ -97,28 +97,6 @@ def _store_token(
 
 
 @triton.jit
-def _mean_scale(
-    labels_ptr,
-    class_weight_ptr,
-    token_weight_ptr,
-    mean_scale_ptr,
-    num_tokens,
-    vocab_size,
-    ignore_index,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """1 / the summed weight of all tokens, which the first program stores; 1 without ``mean_scale_ptr``."""
-    mean_scale = 1.0
-    if mean_scale_ptr is not None:
-        _, mean_scale = count_tokens(
-            labels_ptr, class_weight_ptr, token_weight_ptr, num_tokens, vocab_size, ignore_index, BLOCK_SIZE
-        )
-        if tl.program_id(0) == 0:
-            tl.store(mean_scale_ptr, mean_scale)
-    return mean_scale
-
-
-@triton.jit
 def _sum(values):
     return tl.sum(tl.sum(values, axis=1), axis=0)
 
@@ -201,34 +179,6 @@ def _reduce_row(
         )  # fmt: skip
     rounding = rounding_of(shift, exponent, HALF)
     return z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction
-
-
-@triton.jit
-def _whole_row_gradient(
-    numerator,  # [num_groups, GROUP], exp(z - maximum)
-    normaliser,  # the sum of numerator
-    z,  # like numerator
-    columns,  # like numerator
-    in_row,  # like numerator
-    numbers,  # [num_groups], of the groups
-    lanes,  # [GROUP]
-    class_weight_ptr,
-    label_place,
-    probability_factor,
-    label_term,
-    smoothing_term,
-    label_smoothing,
-    softcap,
-    GROUP: tl.constexpr,
-):
-    """d loss / d logits of a row that is held whole."""
-    # One multiplication where comparing each column with the label would take two instructions.
-    is_label_group = (numbers == label_place // GROUP).to(tl.float32)
-    label_terms = is_label_group[:, None] * tl.where(lanes == label_place % GROUP, label_term, 0.0)[None, :]
-    return gradient(
-        numerator, z, columns, in_row, class_weight_ptr, probability_factor / normaliser, label_terms, smoothing_term,
-        None, 0.0, label_smoothing, softcap,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -394,10 +344,14 @@ def loss_kernel(
     WITH_STATS: tl.constexpr = (entropy_ptr is not None) or (predictions_ptr is not None) or (correct_ptr is not None)
     WITH_SQUARES: tl.constexpr = log_sum_sq_probs_ptr is not None
     WITH_SUM: tl.constexpr = (label_smoothing is not None) or (mean_logit_ptr is not None)
-    mean_scale = _mean_scale(
-        labels_ptr, class_weight_ptr, token_weight_ptr, mean_scale_ptr, num_rows, vocab_size, ignore_index,
-        1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
-    )  # fmt: skip
+    mean_scale = 1.0
+    if mean_scale_ptr is not None:
+        _num_kept, mean_scale = count_tokens(
+            labels_ptr, class_weight_ptr, token_weight_ptr, num_rows, vocab_size, ignore_index,
+            1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
+        )  # fmt: skip
+        if tl.program_id(0) == 0:
+            tl.store(mean_scale_ptr, mean_scale)
     numbers, lanes = tl.arange(0, BLOCK_SIZE // GROUP), tl.arange(0, GROUP)
     groups = numbers * GROUP
     places = groups[:, None] + lanes[None, :]
@@ -462,9 +416,13 @@ def loss_kernel(
             grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
             grad_row_ptr = grad_logits_ptr + grad_start
             if WHOLE_ROW:
-                grad = _whole_row_gradient(
-                    numerator, normaliser, z, places + head, in_row, numbers, lanes, class_weight_ptr, label - head,
-                    probability_factor, label_term, smoothing_term, label_smoothing, row_softcap, GROUP,
+                # One multiplication where comparing each column with the label would take two instructions.
+                is_label_group = (numbers == (label - head) // GROUP).to(tl.float32)
+                lane_terms = tl.where(lanes == (label - head) % GROUP, label_term, 0.0)
+                grad = gradient(
+                    numerator, z, places + head, in_row, class_weight_ptr, probability_factor / normaliser,
+                    is_label_group[:, None] * lane_terms[None, :], smoothing_term, None, 0.0, label_smoothing,
+                    row_softcap,
                 )  # fmt: skip
                 grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)
                 if EVEN:
@@ -474,7 +432,7 @@ def loss_kernel(
             else:
                 store_groups_gradient(
                     row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
-                    label_term, smoothing_term, None, vocab_size, label_smoothing, row_softcap, row_scale, GROUP,
+                    label_term, smoothing_term, None, label_smoothing, row_softcap, row_scale, GROUP,
                     GROUPED, BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip
             if GROUPED == 2:

@@ -209,31 +209,6 @@ def move_excess(excess, normaliser, old_shift, new_shift):
 
 
 @triton.jit
-def _store_label_gradient(
-    grad_row_ptr,  # [vocab_size]
-    probability,
-    label_z,
-    label,
-    mask,
-    class_weight_ptr,
-    probability_factor,
-    label_term,
-    smoothing_term,
-    entropy_factor,
-    lse,
-    label_smoothing,
-    softcap,
-):
-    """Overwrites the label's entry of a row's gradient, which is cheaper than a comparison in every column."""
-    tl.debug_barrier()  # after the stores of every warp
-    grad = gradient(
-        probability, label_z, label, mask, class_weight_ptr, probability_factor, label_term, smoothing_term,
-        entropy_factor, lse, label_smoothing, softcap,
-    )  # fmt: skip
-    tl.store(grad_row_ptr + label, grad.to(grad_row_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def factor_of_exp(probability_factor, lse, lse_error, HALF: tl.constexpr):
     """``probability_factor`` for ``shifted_exp`` of lse's exponent, which is not quite the probability."""
     return probability_factor * tl.exp(-lse_error - rounding_of(lse, to_exponent(lse, HALF), HALF))
@@ -282,7 +257,6 @@ def store_groups_gradient(
     label_term,
     smoothing_term,
     exp_entropy_factor,  # see factor_of_exp, or None
-    vocab_size,
     label_smoothing,
     softcap,
     logit_scale,
@@ -319,55 +293,11 @@ def store_groups_gradient(
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(dtype)
         tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask, eviction_policy="evict_first")
-    _store_label_gradient(
-        grad_row_ptr - head, shifted_exp(label_z, exponent, HALF), label_z, label,
-        kept & (label >= head) & (label < head + size), class_weight_ptr,
-        exp_factor, label_term, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
+    # The label's entry is overwritten, which is cheaper than a comparison in every column.
+    has_label = kept & (label >= head) & (label < head + size)
+    tl.debug_barrier()  # after the stores of every warp
+    grad = gradient(
+        shifted_exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr, exp_factor, label_term,
+        smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
     )  # fmt: skip
-
-
-@triton.jit
-def store_row_gradient(
-    logits_row_ptr,  # to the first whole group, as the next
-    grad_row_ptr,  # may be logits_row_ptr
-    head,  # see start_of_row
-    class_weight_ptr,
-    label,
-    kept,
-    lse,
-    lse_error,
-    probability_factor,
-    label_term,
-    smoothing_term,
-    entropy_factor,  # or None, see gradient
-    vocab_size,
-    label_smoothing,
-    softcap,
-    logit_scale,
-    GROUP: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Writes d loss / d logits of one row whose lse is known, zeros if its token is ignored."""
-    HALF: tl.constexpr = logits_row_ptr.dtype.element_ty != tl.float32
-    has_label = kept & (label >= 0) & (label < vocab_size)
-    label_z = transform(tl.load(logits_row_ptr - head + label, mask=has_label, other=0.0), logit_scale, softcap)
-    size = size_of_groups(head, vocab_size, GROUP, GROUPED)
-    exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
-    exp_entropy_factor = None
-    if entropy_factor is not None:
-        exp_entropy_factor = factor_of_exp(entropy_factor, lse, lse_error, HALF)
-    if GROUPED == 2:
-        columns, in_row, z = load_edges(logits_row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP)
-    tl.debug_barrier()  # before a warp overwrites what others read
-    if GROUPED == 2:
-        store_edges(
-            grad_row_ptr, columns, in_row, z, head, class_weight_ptr, label, kept, lse, exp_factor, label_term,
-            smoothing_term, exp_entropy_factor, label_smoothing, softcap, HALF,
-        )  # fmt: skip
-    store_groups_gradient(
-        logits_row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
-        label_term, smoothing_term, exp_entropy_factor, vocab_size, label_smoothing, softcap, logit_scale, GROUP,
-        GROUPED, BLOCK_SIZE, NUM_STAGES,
-    )  # fmt: skip
+    tl.store(grad_row_ptr - head + label, grad.to(dtype), mask=has_label)

@@ -121,11 +121,8 @@ class TokenRows:
                 targets, self.options, lse, found["lse_error"].to(lse.dtype), {"losses": scale},
                 temperature=temperature, num_columns=logits.shape[1], shard=self.shard, skips_zeros=False,
             )  # fmt: skip
-            gradient_in_place(logits, rows, self.options, self.own_class_weight(logits.shape[1]))
-
-    def own_class_weight(self, num_columns: int) -> Tensor | None:
-        """The weights of this rank's classes."""
-        return own_classes(self.targets.class_weight, num_columns, self.shard)
+            own_weight = own_classes(class_weight, logits.shape[1], self.shard)
+            gradient_in_place(logits, rows, self.options, own_weight)
 
     def to_gradient(self, logits: Tensor, index: Tensor | None, upstream: Mapping[str, Tensor | None]) -> None:
         """Overwrites logits whose lse, its error and, if need be, entropy are in the buffers with their gradient.
@@ -163,9 +160,8 @@ def _statistics(
     own_labels = own_labels.where((own_labels >= 0) & (own_labels < num_columns), -1)
     wanted = {"lse", "label_z"}
     wanted |= {"weighted"} if options.label_smoothing or "mean_logit" in names else set()
-    wanted |= (
-        {"entropy", "largest", "predictions"} if {"entropy", "predictions", "correct"}.intersection(names) else set()
-    )
+    if {"entropy", "predictions", "correct"}.intersection(names):
+        wanted |= {"entropy", "largest", "predictions"}
     wanted |= {"lse_of_squares"} if "log_sum_sq_probs" in names else set()
     weight = own_classes(class_weight, num_columns, shard)
     own = TokenRows(Targets(own_labels, weight, None), options, {}, temperature)
@@ -236,10 +232,10 @@ def _sum_classes_by_kernel(logits: Tensor, rows: TokenRows, wanted: Set[str]) ->
     names = {"lse", "lse_error", "predictions"}
     names |= {"entropy"} & wanted | ({"mean_logit"} if "weighted" in wanted else set())
     names |= {"log_sum_sq_probs"} if "lse_of_squares" in wanted else set()
-    of_columns = TokenLossOptions(-1, softcap=options.softcap, logit_scale=options.logit_scale)
+    column_options = TokenLossOptions(-1, softcap=options.softcap, logit_scale=options.logit_scale)
     targets = Targets(torch.zeros_like(labels), class_weight, None)
-    found = dict(TokenRows.allocate(targets, of_columns, names, torch.float32).buffers)
-    launch_loss(logits, targets, of_columns, found, temperature=temperature)
+    found = dict(TokenRows.allocate(targets, column_options, names, torch.float32).buffers)
+    launch_loss(logits, targets, column_options, found, temperature=temperature)
 
     def value_of(classes: Tensor) -> Tensor:
         return transform_logits(logits.gather(1, classes[:, None]), options, temperature)[:, 0]
@@ -259,8 +255,8 @@ def _sum_classes_by_kernel(logits: Tensor, rows: TokenRows, wanted: Set[str]) ->
 
 def _merge(sums: dict[str, Tensor], shard: VocabShard) -> dict[str, Tensor]:
     """The statistics of all classes from those of each rank's."""
-    of_ranks = all_gather(torch.stack([sums[name] for name in sorted(sums)]), shard.group).unbind(1)
-    parts = dict(zip(sorted(sums), of_ranks, strict=True))
+    gathered = all_gather(torch.stack([sums[name] for name in sorted(sums)]), shard.group).unbind(1)
+    parts = dict(zip(sorted(sums), gathered, strict=True))
     whole: dict[str, Tensor] = {name: parts[name].logsumexp(0) for name in ("lse", "lse_of_squares") if name in parts}
     whole |= {name: parts[name].sum(0) for name in ("label_z", "weighted") if name in parts}
     if "entropy" in parts:
@@ -304,14 +300,14 @@ def gradient_rows(
     smoothing_term = entropy_factor = None
     if "losses" in given:
         label_weight, weight_sum = _label_weights(targets, options, vocab_size, lse)
-        of_loss = given["losses"] if token_weight is None else given["losses"] * token_weight.to(lse.dtype)
-        label_term = label_weight * of_loss
-        of_smoothing = options.label_smoothing / vocab_size * of_loss
-        probability_factor = label_term + weight_sum * of_smoothing + 2.0 * options.z_loss_weight * lse * of_loss
-        smoothing_term = of_smoothing if options.label_smoothing else None
+        grad_loss = given["losses"] if token_weight is None else given["losses"] * token_weight.to(lse.dtype)
+        label_term = label_weight * grad_loss
+        smoothing = options.label_smoothing / vocab_size * grad_loss
+        probability_factor = label_term + weight_sum * smoothing + 2.0 * options.z_loss_weight * lse * grad_loss
+        smoothing_term = smoothing if options.label_smoothing else None
     if "log_probs" in given:
-        of_label = given["log_probs"].where((labels >= 0) & (labels < vocab_size), torch.nan)
-        probability_factor = label_term = -of_label
+        grad_label = given["log_probs"].where((labels >= 0) & (labels < vocab_size), torch.nan)
+        probability_factor = label_term = -grad_label
     if "lse" in given:
         probability_factor = probability_factor + given["lse"]
     if "entropy" in given:
@@ -365,8 +361,8 @@ def gradient_in_place(
     if rows.smoothing_term is not None:
         grad -= rows.smoothing_term[:, None] * (1.0 if class_weight is None else class_weight.to(z.dtype))
     if logits.shape[1]:
-        of_label = rows.label_term.where(rows.labels >= 0, 0.0)
-        grad.scatter_add_(1, rows.labels.clamp(min=0)[:, None], -of_label[:, None])
+        grad_label = rows.label_term.where(rows.labels >= 0, 0.0)
+        grad.scatter_add_(1, rows.labels.clamp(min=0)[:, None], -grad_label[:, None])
     if options.softcap is not None:
         capped = z if rows.temperature is None else z * rows.temperature[:, None]
         grad *= 1 - (capped / options.softcap) ** 2

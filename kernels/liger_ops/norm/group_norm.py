@@ -1,4 +1,4 @@
-"""GroupNorm: each sample's channels are normalised in groups, y = (x - mean) * rstd * weight + bias.
+"""GroupNorm: each sample's channels are normalized in groups, y = (x - mean) * rstd * weight + bias.
 
 Mean and rstd = 1 / sqrt(mean((x - mean)**2) + eps) go over a group: its channels and all their positions, adjacent in
 memory. Weight and bias belong to channels. Arithmetic is float32 for every half-precision input, and y is rounded once.
@@ -392,7 +392,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalises each sample's channels in groups, as ``F.group_norm`` does.
+    """Normalizes each sample's channels in groups, as ``F.group_norm`` does.
 
     Args:
         input: ``[batch_size, num_channels, *]``.

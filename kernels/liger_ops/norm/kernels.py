@@ -34,7 +34,7 @@ def _exists(indices, limit, ALL: tl.constexpr):
 
 @triton.jit
 def _load_x(x_ptr, x_offsets, residual_ptr, residual_offsets, total_ptr, mask):
-    """The values to normalise, unconverted: x, or the rounded sum of x and the residual."""
+    """The values to normalize, unconverted: x, or the rounded sum of x and the residual."""
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
     if residual_ptr is None:
         return x
@@ -120,7 +120,7 @@ def forward_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program normalises every num_programs-th tile of BLOCK_ROWS rows."""
+    """One program normalizes every num_programs-th tile of BLOCK_ROWS rows."""
     columns = tl.arange(0, BLOCK_SIZE)[None, :]
     column_mask = _exists(columns, hidden_size, EVEN_COLUMNS)
     if not RELOAD_WEIGHT:
@@ -171,7 +171,7 @@ def long_forward_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program normalises every num_programs-th row, block by block, once its statistics are known."""
+    """One program normalizes every num_programs-th row, block by block, once its statistics are known."""
     for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
         x_row, residual_row = row * x_row_stride, row * residual_row_stride
         mean = 0.0

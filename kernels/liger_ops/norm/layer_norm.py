@@ -1,7 +1,7 @@
 """LayerNorm: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)**2) + eps).
 
 Statistics, products and the gradients of weight and bias are float32 for every half-precision input, and y is rounded
-once; squares are taken of centred values, so a large mean costs no accuracy. With n = (x - mean) * rstd,
+once; squares are taken of centered values, so a large mean costs no accuracy. With n = (x - mean) * rstd,
 
     dx = rstd * (dy * weight - n * mean(dy * weight * n) - mean(dy * weight))
     dweight = sum over rows of dy * n        dbias = sum over rows of dy

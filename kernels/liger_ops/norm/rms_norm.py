@@ -68,11 +68,11 @@ def rms_norm(
     Args:
         input: ``[*, *normalized_shape]``, typically ``[batch_size, seq_len, hidden_size]``.
         normalized_shape: The trailing dimensions that the mean goes over.
-        weight: Of ``normalized_shape``; None leaves the normalised input as it is.
+        weight: Of ``normalized_shape``; None leaves the normalized input as it is.
         eps: At least 0; None means the machine epsilon of the arithmetic, as in ``F.rms_norm``: float32's for half
             precision.
         offset: Added to the weight; 1 for models whose weights are stored as deviations from one (Gemma).
-        casting: "gemma" computes in float32, rounds once and returns input's dtype. "llama" rounds the normalised value
+        casting: "gemma" computes in float32, rounds once and returns input's dtype. "llama" rounds the normalized value
             to input's dtype, then applies the weight and returns the promoted dtype of both. "none" does so too and
             also rounds rstd to input's dtype and offset + weight to weight's, as plain PyTorch without casts would.
 
@@ -109,7 +109,7 @@ def add_rms_norm(
         casting: Where y is rounded.
 
     Returns:
-        The normalised sum and the sum itself, rounded to the promoted dtype of input and residual; both contiguous and
+        The normalized sum and the sum itself, rounded to the promoted dtype of input and residual; both contiguous and
         of input's shape.
 
     Raises:

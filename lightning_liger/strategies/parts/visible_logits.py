@@ -7,7 +7,6 @@ after it puts the logits back, with the tensors that the engine returned. The en
 to see and in how those are connected to the graph: see :class:`Exposure`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +24,29 @@ _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @dataclass(frozen=True)
 class Exposure:
-    """How an engine sees lazy logits.
-
-    Its hooks stay on modules: give it functions that a module has, so that models with them can be pickled.
+    """How an engine sees lazy logits. Its hooks are methods, so that models with them can be pickled.
 
     Attributes:
-        connect: Returns the logits with tensors that the engine may watch or replace.
-        tensors: Returns those tensors.
-        with_tensors: Returns the logits with other tensors in their place.
+        shows_head: Whether it sees views of the head's parameters too, which keep gathered memory until the loss is
+            computed. Otherwise it sees the hidden states, connected to everything that the logits depend on: for
+            engines that only watch the graph.
     """
 
-    connect: Callable[[LazyLogits], LazyLogits]
-    tensors: Callable[[LazyLogits], list[Tensor]]
-    with_tensors: Callable[[LazyLogits, list[Tensor]], LazyLogits]
+    shows_head: bool
+
+    def _connected(self, logits: LazyLogits) -> LazyLogits:
+        """The logits with tensors that the engine may watch or replace."""
+        if self.shows_head:
+            return logits.with_recipe(logits.recipe.map(lambda tensor: tensor.view_as(tensor)))
+        return logits.same(hidden_states=_Connected.apply(*logits.recipe.tensors().values()))
+
+    def _tensors(self, logits: LazyLogits) -> list[Tensor]:
+        return list(logits.recipe.tensors().values()) if self.shows_head else [logits.hidden_states]
+
+    def _with_tensors(self, logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
+        if self.shows_head:
+            return logits.with_recipe(logits.recipe.with_tensors(tensors))
+        return logits.same(hidden_states=tensors[0])
 
     def show(self, module: Module, args: Any, output: Any) -> Any:
         """The forward hook before the engine's."""
@@ -46,9 +55,9 @@ class Exposure:
         leaves, structure = tree_flatten(output)
         if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
             return output
-        logits = {at: self.connect(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
+        logits = {at: self._connected(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
         for position, leaf in logits.items():
-            leaves[position] = self.tensors(leaf)
+            leaves[position] = self._tensors(leaf)
         return [_Hidden(structure, logits), *leaves]
 
     def hide(self, module: Module, args: Any, output: Any) -> Any:
@@ -59,7 +68,7 @@ class Exposure:
 
         hidden, *leaves = output
         for position, logits in hidden.logits.items():
-            leaves[position] = self.with_tensors(logits, leaves[position])
+            leaves[position] = self._with_tensors(logits, leaves[position])
         return tree_unflatten(leaves, hidden.structure)
 
     def expose(self, module: Module) -> None:
@@ -98,22 +107,6 @@ class _Hidden:
         self.logits = logits
 
 
-def _connected(logits: LazyLogits) -> LazyLogits:
-    return logits.same(hidden_states=_Connected.apply(*logits.recipe.tensors().values()))
-
-
-def _hidden_states(logits: LazyLogits) -> list[Tensor]:
-    return [logits.hidden_states]
-
-
-def _with_hidden_states(logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
-    return logits.same(hidden_states=tensors[0])
-
-
-HIDDEN_STATES = Exposure(connect=_connected, tensors=_hidden_states, with_tensors=_with_hidden_states)
-"""The hidden states, connected to everything that the logits depend on: for engines that only watch the graph."""
-
-
 class _Connected(torch.autograd.Function):
     """The first tensor, whose graph also leads to the others, although it gives them no gradient."""
 
@@ -128,17 +121,4 @@ class _Connected(torch.autograd.Function):
         return grad_output, *(None for _ in range(ctx.num_parameters))
 
 
-def _all_tensors(logits: LazyLogits) -> list[Tensor]:
-    return list(logits.recipe.tensors().values())
-
-
-def _with_all_tensors(logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
-    return logits.with_recipe(logits.recipe.with_tensors(tensors))
-
-
-def _with_views(logits: LazyLogits) -> LazyLogits:
-    return logits.with_recipe(logits.recipe.map(lambda tensor: tensor.view_as(tensor)))
-
-
-ALL_TENSORS = Exposure(connect=_with_views, tensors=_all_tensors, with_tensors=_with_all_tensors)
-"""The hidden states and views of the head's parameters, which keep gathered memory until the loss is computed."""
+HIDDEN_STATES, ALL_TENSORS = Exposure(shows_head=False), Exposure(shows_head=True)

@@ -230,7 +230,7 @@ def test_padding_of_one_vocabulary_adds_no_divergence(device: torch.device) -> N
     """Padding logits with 0, as others do, gives mass to classes that do not exist."""
     logits = normal(3, CLASSES).to(device)
     padded = F.pad(logits, (0, 20), value=1.0).requires_grad_()
-    assert divergence(logits, padded, vocab="common") == 0
+    assert divergence(logits, padded, vocab="common").abs() <= 2e-7
     loss, gradient = with_gradients(divergence(padded, logits.flip(-1), vocab="common", kind="jsd"), [padded])
     expected = truth(logits, logits.flip(-1), kind="jsd")[0].mean()
     assert_same([loss], [expected], "common")

@@ -112,15 +112,6 @@ def test_nothing_is_called_under_autograd_without_gradients() -> None:
     assert not loss.requires_grad
 
 
-def test_kept_graph_gives_the_same_gradients_again() -> None:
-    head = make(Case())
-    leaves = leaves_of(head, False)
-    loss, _ = call(linear_token_loss, leaves, head, make_loss(torch.randn(TOKENS)))
-    wanted = list(leaves.values())
-    first = torch.autograd.grad(2 * loss, wanted, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(2 * loss, wanted), first)
-
-
 LEARNED = torch.ones(TOKENS, requires_grad=True)
 
 

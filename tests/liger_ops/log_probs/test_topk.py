@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops import linear_topk_log_probs
+from liger_ops import backend, linear_topk_log_probs
 from liger_ops.loss import head_passes as module
+from tests.liger_ops.loss.cases import no_waits
+from tests.liger_ops.loss.head_cases import OperatorLog
 from tests.liger_ops.memory import new_memory_is_nan
 
 TOKENS, CLASSES, HIDDEN, RANK, GIVEN = 9, 37, 7, 2, 5
@@ -154,6 +156,27 @@ def test_a_frozen_head_takes_two_products(
     assert not calls
 
 
+@pytest.mark.parametrize("trained", [("x",), ("x", "weight")])
+def test_without_a_mask_no_token_is_sorted_or_gathered(
+    trained: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "is_traced", lambda: False)
+    head, ids = make_head(trained), make_ids().clamp(min=0)
+    for options, is_sorted in (({}, False), ({"mask": torch.ones(TOKENS, dtype=torch.bool)}, True)):
+        with OperatorLog() as log:
+            run(head, ids, **options)[1].sum().backward()
+        aten = torch.ops.aten
+        assert bool(log.operators & {aten.argsort, aten.index_select}) == is_sorted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [("x",), NAMES])
+def test_without_a_mask_the_host_never_waits(trained: tuple[str, ...]) -> None:
+    head, ids = make_head(trained, "cuda"), make_ids("cuda").clamp(min=0)
+    with no_waits():
+        run(head, ids)[0].sum().backward()
+
+
 def test_backward_can_run_twice() -> None:
     for trained, saved in ((("x",), 0), (NAMES, 0), (NAMES, 2**30)):
         head = make_head(trained)
@@ -219,15 +242,6 @@ def test_half_precision_is_close_to_the_truth(dtype: torch.dtype, device: torch.
             assert [each.dtype for each in found] == [torch.float32, torch.float32, *[dtype] * len(trained)]
             expected = with_gradients(plain(truth, ids, renormalize=renormalize), truth)
             assert_same(found, expected, (renormalize, trained), 4 * torch.finfo(dtype).eps)
-
-
-def test_shape_of_tokens_and_options_of_results() -> None:
-    head, ids = make_head(()), make_ids()
-    flat = linear_topk_log_probs(head["x"], head["weight"], ids)
-    shaped = linear_topk_log_probs(head["x"].view(3, 3, -1), head["weight"], ids.view(3, 3, -1))
-    assert torch.equal(shaped, flat.view(3, 3, -1))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear_topk_log_probs(head["x"], head["weight"], ids).dtype == torch.float32
 
 
 @pytest.mark.gpu

@@ -74,16 +74,6 @@ def test_losses_of_units_are_those_of_whole_logits_in_float64(case: Case) -> Non
         assert torch.cat(seen).sort().values.equal(index)
 
 
-def test_kernels_take_units(device: torch.device) -> None:
-    head = make(Case(), device=device)
-    units = units_of(head.target)
-    expected = chunks_seen(head, units, **chunk_of(100, head))
-    actual = chunks_seen(head, units, **chunk_of(4, head))
-    assert len(actual[1]) == NUM_UNITS
-    torch.testing.assert_close(actual[0], expected[0])
-    torch.testing.assert_close(actual[2], expected[2], rtol=1e-4, atol=1e-5)
-
-
 def test_groups_have_a_sequence_of_units() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, HIDDEN, generator=generator, requires_grad=True) for n in (4, 5)]

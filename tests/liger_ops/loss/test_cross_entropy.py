@@ -18,8 +18,7 @@ from torch import Tensor
 
 import liger_ops.loss.cross_entropy  # noqa: F401  # the package's attribute of that name is the function
 from liger_ops import TokenStats, backend, cross_entropy
-from liger_ops.loss.cross_entropy import cross_entropy_reference
-from liger_ops.loss.options import REDUCTIONS, Targets, TokenLossOptions
+from liger_ops.loss.options import REDUCTIONS
 from tests.liger_ops.accuracy import assert_as_accurate
 from tests.liger_ops.loss.cases import (
     DTYPES,
@@ -35,7 +34,6 @@ from tests.liger_ops.loss.cases import (
     loss_and_gradient,
     make_batch,
     make_case,
-    make_options,
     no_waits,
     plain_cross_entropy,
     plain_stats,
@@ -283,19 +281,6 @@ def test_stats_have_the_targets_shape_and_neutral_values_at_ignored_tokens(
         assert_stats_match_plain(flat, logits[:7], labels[:7], ignore_index=5)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("columns", [(3, 9), (7, 4098)], ids=["neighbours", "far_apart"])
-def test_prediction_is_the_first_of_equal_logits(
-    columns: tuple[int, int], reduction: str, device: torch.device
-) -> None:
-    logits = torch.zeros(1, 4101, device=device)
-    logits[:, list(columns)] = 2.0
-    labels = torch.tensor([columns[0]], device=device)
-    _, stats = cross_entropy(logits.requires_grad_(), labels, reduction=reduction, return_stats=True)
-    assert stats.predictions.tolist() == [columns[0]]
-    assert stats.correct.tolist() == [True]
-
-
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("masked", [slice(100, None), slice(0, 60)], ids=["last_classes", "first_classes"])
 def test_classes_masked_with_minus_infinity_take_no_part(masked: slice, reduction: str, device: torch.device) -> None:
@@ -382,16 +367,6 @@ def test_second_derivative_is_right_in_plain_pytorch(reduction: str) -> None:
     (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
     expected = torch.func.hessian(lambda x: F.cross_entropy(x, labels, reduction=reduction).sum())(logits.detach())
     torch.testing.assert_close(torch.autograd.grad(gradient.sum(), logits)[0], expected.sum((0, 1)))
-
-
-def test_reference_passes_gradcheck() -> None:
-    options = make_options("everything", 5, 7)
-    logits, labels = make_batch(5, 7, dtype=torch.float64, ignore_index=-1)
-    targets = Targets(labels, options.pop("weight"), options.pop("token_weight"))
-    token_options = TokenLossOptions(**options)
-    assert torch.autograd.gradcheck(
-        lambda x: cross_entropy_reference(x, targets, token_options).losses, logits.requires_grad_()
-    )
 
 
 # The compiler; default options are in test_ops.

@@ -281,31 +281,7 @@ def test_bound_on_valid_tokens_that_is_too_small_gives_a_loss_of_nan(
         assert loss.isnan()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_bfloat16_head_can_sum_in_float32(device: str) -> None:
-    tensors, labels = make_batch(64, 50, dtype=torch.bfloat16, device=device)
-    in_double = [tensor.double() for tensor in tensors]
-    truth = loss_and_gradients(plain_linear_cross_entropy, in_double, labels, reduction="sum")[2]
-    errors = {}
-    for dtype in (torch.float32, torch.bfloat16, None):
-        _, _, gradient, _ = loss_and_gradients(
-            linear_cross_entropy, tensors, labels, reduction="sum", accumulate_dtype=dtype, **chunks_of(1, tensors)
-        )
-        errors[dtype] = (gradient.double() - truth).norm().item()
-    assert errors[torch.float32] == errors[None] < errors[torch.bfloat16] / 2
-
-
 # Calls.
-
-
-def test_signature_is_pytorchs_with_more_keywords() -> None:
-    if not hasattr(F, "linear_cross_entropy"):
-        pytest.skip("needs a PyTorch with torch.nn.functional.linear_cross_entropy")
-    ours, theirs = (
-        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (linear_cross_entropy, F.linear_cross_entropy)
-    )
-    assert ours[: len(theirs)] == theirs
 
 
 CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
@@ -341,6 +317,12 @@ def test_calls_of_pytorchs_function_give_the_same(call: str, device: torch.devic
     upstream = torch.randn(target_shape, device=device) if options.get("reduction") == "none" else None
     expected = loss_and_gradients(expected_function, tensors, target, upstream, **options)
     torch.testing.assert_close(loss_and_gradients(linear_cross_entropy, tensors, target, upstream, **options), expected)
+    if hasattr(F, "linear_cross_entropy"):
+        ours, theirs = (
+            [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+            for function in (linear_cross_entropy, F.linear_cross_entropy)
+        )
+        assert ours[: len(theirs)] == theirs
 
 
 def test_options_reach_whole_logits_too(device: torch.device) -> None:
@@ -371,22 +353,6 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
     assert all(gradient.isnan().any() for gradient in gradients)
     others = [0, 2, 3, 4, 5, 6]
     torch.testing.assert_close(gradients[0][others], expected[others])
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_tensors_without_data_get_results_of_the_same_shape_and_dtype(reduction: str) -> None:
-    (input, weight, bias), labels = make_batch(7, 50)
-    expected, actual = (
-        loss_and_gradients(
-            linear_cross_entropy, [tensor.to(device) for tensor in (input, weight, bias)], labels.to(device),
-            torch.ones(7 if reduction == "none" else (), device=device), reduction=reduction,
-            **chunks_of(3, (input, weight)),
-        )
-        for device in ("cpu", "meta")
-    )  # fmt: skip
-    for on_cpu, on_meta in zip(expected, actual, strict=True):
-        assert on_meta.is_meta
-        assert (on_meta.shape, on_meta.dtype) == (on_cpu.shape, on_cpu.dtype)
 
 
 # The dispatcher and the compiler; default options are in test_ops.

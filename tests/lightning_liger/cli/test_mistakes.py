@@ -72,7 +72,7 @@ COMMAND_LINES = [
     (("init", "sft", "--outptu=a.yaml"), "outptu is no option (did you mean 'output'?)"),
     (("schema", "--output=."), "output must be the name of a file, got '.'"),
     (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
-    (("inspect", "llama", "--gpu=4090"), "got '4090' (did you mean 'rtx4090-24gb', "),
+    (("inspect", "llama", "--gpu=4090"), "got '4090' (did you mean 'rtx4090-24gb'?)"),
     (("inspect", "llama", "--strategy=fspd"), "got 'fspd' (did you mean 'fsdp'?)"),
     (("inspect", "lama"), "got 'lama' (did you mean 'llama'"),
     (("schema", "--output=no/folder.json"), "output must be in a folder that exists, got 'no/folder.json'"),

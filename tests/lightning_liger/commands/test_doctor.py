@@ -16,7 +16,7 @@ import torch
 
 from liger_ops.self_check import NAMES
 from lightning_liger.commands import doctor
-from lightning_liger.commands.doctor import Check, check_ops, gpus, packages, run, run_doctor
+from lightning_liger.commands.doctor import Check, check_ops, machine, packages, run, run_doctor
 
 PYTHONPATH = os.pathsep.join(path for path in sys.path if path)
 BROKEN = Check("Packages", "x", "wrong", "1.0; needs >=[2]", "pip install 'x>=2'", is_broken=True)
@@ -130,8 +130,8 @@ def test_a_gpu_that_torch_does_not_see_is_wrong_and_none_is_not(driver: str, mon
 
     monkeypatch.setattr(subprocess, "run", nvidia_smi)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20))
-    checks = by_name(gpus())
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20, free=2**40))
+    checks = by_name(machine())
     assert (checks["GPU"].is_broken, "driver" in checks) == (bool(driver), bool(driver))
     text = "does not see the NVIDIA H200: it is built for " if driver else "A GPU would run Triton kernels"
     assert text in checks["GPU"].detail

@@ -1,111 +1,69 @@
-"""Wrong arguments, text, tokenizers, caches and checkpoints of the data module."""
+"""Wrong files, records, tokenizers and stored teachers of the data modules."""
+
+from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from liger_ops.arguments import shown
-from lightning_liger.data import TextDataModule
-from lightning_liger.data.sources import read_documents, source_files
+import numpy as np
+
+from lightning_liger.data import (
+    ConversationDataModule,
+    ImageTextDataModule,
+    MultipleChoiceDataModule,
+    PreferenceDataModule,
+    PromptCompletionDataModule,
+    RolloutDataModule,
+    TeacherTopKDataModule,
+    TextDataModule,
+    UnpairedFeedbackDataModule,
+    write_teacher_topk,
+)
+from lightning_liger.data.records import read_records
+from lightning_liger.data.sources import read_documents, record_files, source_files
 from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files, tokenizer_from_content, train_bpe_tokenizer
-from tests.bad_inputs import BadInput
+from tests.bad_inputs import row
+from tests.valid_calls import EXAMPLES, IMAGES, PAIRS, PLAIN_IMAGES, TEACHER, TEACHER_ROW
 
-TEXT = __file__
-"""A path that is right, for rows about other arguments."""
-
-
-def construct(argument: str, value: Any) -> Callable[[], Any]:
-    return lambda: TextDataModule(**{"path": TEXT, argument: value})
-
-
-INTEGERS = {
-    "vocab_size": ([256, -1, 2**40], "an integer of at least 257"),
-    "block_size": ([1, 0, -8, math.inf], "an integer of at least 2"),
-    "batch_size": ([0, -2], "an integer of at least 1"),
-    "seed": ([-1, 2**64], "an integer of at least 0"),
-    "num_workers": ([-1], "an integer of at least 0"),
-    "max_documents": ([0, -5, 2**70], "an integer of at least 1"),
-}
-OTHERS: dict[str, tuple[list[Any], str]] = {
-    "validation_fraction": (
-        [1, 1.5, -0.1, math.nan, math.inf, "0.1", None, True, [0.1]],
-        "a finite number of at least 0",
-    ),
-    "text_field": (["", None, 5, ["text"]], "a string that is not empty"),
-    "separate_documents": (["no", 0, None], "True or False"),
-    "path": (["", 5, [TEXT], True], "a path or None"),
-    "tokenizer": (["", 5, [TEXT], True], "a path"),
-    "cache_dir": (["", 5, [TEXT], TEXT, f"{TEXT}/below"], "must be a"),
-    "prompt": ([5, ["text"], True], "must be"),
-}
-
-tables = {
-    **{name: ([*values, 8.5, "8", True, [8]], expected) for name, (values, expected) in INTEGERS.items()},
-    **OTHERS,
-}
-arguments = [
-    BadInput(
-        f"TextDataModule-{argument}-{index}", construct(argument, value), (f"data.{argument}", shown(value), expected)
-    )
-    for argument, (values, expected) in tables.items()
-    for index, value in enumerate(values)
-]
-
-paths = [
-    BadInput(f"{name}-path-{kind}", lambda call=call, value=value: call(value), (mentioned, value[:20], expected))
-    for name, call, mentioned in (
-        ("source_files", source_files, "data.path"),
-        ("read_documents", read_documents, "data.path"),
-        ("tokenizer_files", tokenizer_files, "data.tokenizer"),
-    )
-    for kind, value, expected in (
-        ("absent", "/no/such/place", "a"),
-        ("too long", "x" * 5000, "can be read"),
-        ("unknown home", "~no-such-user/text", "can be read"),
-    )
-]
-paths = [row._replace(error=(ValueError, FileNotFoundError)) for row in paths]
-
-TOKENIZER = train_bpe_tokenizer(["a"], 257)
-objects = [
-    BadInput("path-records", construct("path", [{"text": "a"}]), ("data.path", "{'text': 'a'}", "to a .jsonl file")),
-    BadInput(
-        "tokenizer-object", construct("tokenizer", TOKENIZER), ("data.tokenizer", "vocab_size=257", "save_pretrained")
-    ),
-]
+TEXT, SOME = __file__, (TypeError, ValueError, FileNotFoundError)
+TEACHERS = TeacherTopKDataModule
+IMAGE = {"image": str(IMAGES / "00.ppm"), "prompt": "a", "completion": "b"}
+OK = {"prompt": "a", "chosen": "b", "rejected": "c"}
+ASK, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+MIXED = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [ANSWER]}
+TALK = {"messages": [ASK, ANSWER]}
+GROUP = {"prompt": "a", "completions": ["b", "c"], "rewards": [0, 1]}
+TOKENS = {"prompt_ids": [1], "completion_ids": [[1], [2, 3]], "rewards": [0, 1]}
 
 
-def reads(content: bytes, name: str = "a.jsonl") -> Callable[[Path], Any]:
+def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
+
+
+def prepares(cls: Any, good: Any, bad: Any) -> Callable[[Path], Any]:
+    """Two good records and a wrong one in line 3."""
+
     def call(tmp_path: Path) -> None:
-        (tmp_path / name).write_bytes(content)
-        list(read_documents(tmp_path / name))
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, (good, good, bad))), encoding="utf-8")
+        if cls is ImageTextDataModule:
+            return cls(path=tmp_path, processor=PLAIN_IMAGES, batch_size=1).setup()
+        settings = {"validation_fraction": 0, "cache_dir": tmp_path / "cache", "tokenizer": EXAMPLES / "tokenizer"}
+        template = None if bad.get("no_template") else EXAMPLES / "chat_template.jinja"
+        return cls(path=tmp_path / "a.jsonl", chat_template=template, **settings).prepare_data()
 
     return call
 
 
-files = [
-    BadInput(f"read_documents-file-{kind}", reads(*content), mentions)
-    for kind, content, mentions in (
-        ("nested too deeply", (b"[" * 200_000,), ("data.path", "a.jsonl, line 1", "not JSON")),
-        ("no JSON", (b'{"text": "a"}\n{text',), ("data.path", "a.jsonl, line 2", "not JSON")),
-        ("a list", (b"[1]",), ("line 1", "JSON list", "an object")),
-        ("a number", (b"NaN",), ("line 1", "JSON float", "an object")),
-        ("no such key", (b'{"body": "a"}',), ("line 1", "'text'", "is missing", "['body']")),
-        ("a key that is no string", (b'{"text": ["a"]}',), ("line 1", "'text'", "must be a string")),
-        ("Latin-1", ("é".encode("latin-1"), "a.txt"), ("a.txt", "not UTF-8")),
-        ("an image", (b"\x89PNG\r\n\x1a\n\x00", "a.txt"), ("a.txt", "not UTF-8")),
-        ("UTF-16", ("text".encode("utf-16-le"), "a.txt"), ("a.txt", "not UTF-8", "null character")),
-    )
-]
-
-
-def loads(**contents: str) -> Callable[[Path], Any]:
+def reads(content: str | bytes, name: str = "a.jsonl") -> Callable[[Path], Any]:
     def call(tmp_path: Path) -> None:
-        for name, content in contents.items():
-            (tmp_path / f"{name}.json").write_text(content, encoding="utf-8")
-        load_tokenizer(tmp_path)
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        if name.endswith(".txt") or b"text" in (tmp_path / name).read_bytes():
+            list(read_documents(tmp_path / name))
+        list(read_records("data.path", record_files("data.path", tmp_path / name)))
 
     return call
 
@@ -113,14 +71,13 @@ def loads(**contents: str) -> Callable[[Path], Any]:
 def tokenizer(vocab_size: int) -> dict[str, bytes]:
     made = train_bpe_tokenizer(["a text, a text"], vocab_size)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": made.eos_token}
-    return {
-        "tokenizer.json": made.backend_tokenizer.to_str().encode(),
-        "tokenizer_config.json": json.dumps(config).encode(),
-    }
+    content = {"tokenizer.json": made.backend_tokenizer.to_str(), "tokenizer_config.json": json.dumps(config)}
+    return {name: text.encode() for name, text in content.items()}
 
 
-def restores(state: Any) -> Callable[[], Any]:
-    return lambda: TextDataModule(path=TEXT).load_state_dict(state)
+def loads(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    load_tokenizer(tmp_path)
 
 
 def restores_another(tmp_path: Path) -> None:
@@ -130,90 +87,240 @@ def restores_another(tmp_path: Path) -> None:
     TextDataModule(path=TEXT, tokenizer=tmp_path).load_state_dict(state)
 
 
-def predicts(prompt: str | None) -> Callable[[], Any]:
-    def call() -> None:
-        data = TextDataModule(path=TEXT, prompt=prompt)
-        data.load_state_dict({"tokenizer": tokenizer(258), "source": "a test"})
-        data.predict_dataloader()
-
-    return call
+def predicts(prompt: str | None) -> None:
+    data = TextDataModule(path=TEXT, prompt=prompt)
+    data.load_state_dict({"tokenizer": tokenizer(258), "source": "a test"})
+    data.predict_dataloader()
 
 
-tokenizers = [
-    BadInput("load_tokenizer-file-no JSON", loads(tokenizer="{"), ("data.tokenizer", "could not be loaded")),
-    BadInput("load_tokenizer-file-no model", loads(tokenizer="{}"), ("data.tokenizer", "could not be loaded")),
-    BadInput("load_tokenizer-file-nested", loads(tokenizer="[" * 9999), ("data.tokenizer", "could not be loaded")),
+def needs(tmp_path: Path, **settings: Any) -> None:
+    (tmp_path / "a.txt").write_text("a text " * 400, encoding="utf-8")
+    data = TextDataModule(**{"path": tmp_path / "a.txt", "cache_dir": tmp_path / "cache", "vocab_size": 260} | settings)
+    data.prepare_data()
+    data.setup("fit")
+
+
+def writes(rows: Any, name: str, tmp_path: Path) -> None:
+    write_teacher_topk(tmp_path / name, rows)
+
+
+# Classes, their arguments, and what messages say.
+MODULES: list[tuple[Any, ...]] = [
     *(
-        BadInput(
-            f"train_bpe_tokenizer-vocab_size-{value!r}",
-            lambda value=value: train_bpe_tokenizer(["text"], value),
-            ("vocab_size", repr(value), "an integer of at least 257"),
-        )
-        for value in (0, 256, -1, 2**31, 300.5, "300", None, True)
+        (cls, {"path": path}, "data.path", path[:9])
+        for cls in (PreferenceDataModule, TextDataModule)
+        for path in ("/no/such.jsonl", "x" * 5000, "~no-such-user/a")
     ),
+    (PreferenceDataModule, {"path": TEXT}, "data.path", "a folder with files that end in .jsonl, .json, .parquet"),
+    (PreferenceDataModule, {"validation_path": "/no/such.jsonl"}, "data.validation_path", "/no/such.jsonl"),
+    (PreferenceDataModule, {"tokenizer": "/no/such"}, "data.tokenizer", "/no/such"),
+    (PreferenceDataModule, {"chat_template": "/no/such.jinja"}, "data.chat_template", "/no/such.jinja"),
+    (PreferenceDataModule, {"chat_template": str(EXAMPLES)}, "data.chat_template", str(EXAMPLES)),
+    (PreferenceDataModule, {"chat_template_kwargs": {"a": {1, 2}}}, "data.chat_template_kwargs", "{1, 2}"),
+    (PreferenceDataModule, {"columns": {"prompt": ""}}, "data.columns", "a dict of strings"),
+    (PreferenceDataModule, {"columns": {"promt": "question"}}, "data.columns", "promt"),
+    (PreferenceDataModule, {"cache_dir": TEXT}, "data.cache_dir", "must be a"),
+    (TextDataModule, {"path": [{"text": "a"}]}, "data.path", "{'text': 'a'}", "to a .jsonl file"),
+    (TextDataModule, {"tokenizer": train_bpe_tokenizer(["a"], 257)}, "data.tokenizer", "save_pretrained"),
+    (TEACHERS, {"path": str(PAIRS)}, "data.path", ".safetensors"),
+    (ImageTextDataModule, {"path": IMAGES, "processor": {"size": 8}}, "data.processor", "image_size", "size"),
+    (ImageTextDataModule, {"path": IMAGES, "processor": PLAIN_IMAGES | {"image_size": 0}}, "image_size", "at least 1"),
+    (MultipleChoiceDataModule, {"answer_as": "words"}, "data.answer_as", "'letter', 'text'", "'words'"),
+]
+FILES: list[tuple[Any, ...]] = [
+    (reads('{"a": 1}\n{a: 1}'), "a.jsonl, line 2", "not JSON"),
+    (reads('{"a": 1}\n\n{"a": '), "a.jsonl, line 3", "not JSON"),
+    (reads('{"a": 1}\n[1]'), "a.jsonl, line 2", "JSON list, expected an object"),
+    (reads("NaN"), "a.jsonl, line 1", "JSON float, expected an object"),
+    (reads("[" * 200_000), "a.jsonl, line 1", "not JSON"),
+    (reads(b'{"a": "\xe9"}'), "a.jsonl", "not UTF-8"),
+    (reads('{"a": 1}'.encode("utf-16")), "a.jsonl", "not UTF-8"),
+    (reads(b'{"a": 1}\n\0\0'), "a.jsonl, line 2", "not JSON"),
+    (reads(b"\x89PNG\r\n\x1a\n\x00"), "a.jsonl", "not UTF-8"),
+    (reads('[{"a": 1},\n 5]', "a.json"), "a.json, record 2", "JSON int, expected an object"),
+    (reads('[{"a": 1},\n{"a": 2}\n', "a.json"), "a.json", "not JSON", "line 3"),
+    (reads("hello", "a.json"), "a.json, line 1", "not JSON"),
+    (reads(b'{"body": "text"}'), "line 1", "'text'", "is missing", "['body']"),
+    (reads(b'{"text": ["a"]}'), "line 1", "'text'", "must be a string"),
+    (reads("é".encode("latin-1"), "a.txt"), "a.txt", "not UTF-8"),
+    (reads("text".encode("utf-16-le"), "a.txt"), "a.txt", "not UTF-8", "null character"),
+]
+RECORDS: dict[Any, tuple[Any, list[tuple[Any, tuple[str, ...]]]]] = {
+    PreferenceDataModule: (
+        OK,
+        [
+            ({}, ("'chosen' is missing", "[]")),
+            (without(OK, "rejected"), ("'rejected' is missing", "['chosen', 'prompt']")),
+            (OK | {"chosen": None}, ("'chosen' is null",)),
+            (OK | {"chosen": 5}, ("'chosen'", "a string, or a list of messages", "got 5")),
+            (OK | {"chosen": []}, ("'chosen'", "a list of messages that is not empty", "[]")),
+            (OK | {"prompt": {"role": "user"}}, ("'prompt'", "a string, or a list of messages")),
+            (OK | {"prompt": ["a"]}, ("'prompt[0]'", "a message, an object", "'a'")),
+            (MIXED | {"chosen": [{"content": "a"}]}, ("'chosen[0]'", "a string 'role'")),
+            (MIXED | {"chosen": [{"role": "assistant"}]}, ("'chosen[0]'", "a string 'content'")),
+            (MIXED | {"chosen": [{"role": "assistant", "content": 5}]}, ("'chosen[0]'", "a string 'content'", "5")),
+            (
+                MIXED | {"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]},
+                ("'chosen[0]'", "'content' is text", "image"),
+            ),
+            (OK | {"chosen": [ANSWER]}, ("'chosen' and 'rejected' must be either both strings",)),
+            (MIXED | {"chosen": "a", "rejected": "b"}, ("prompt and completions must be either all strings",)),
+            (MIXED | {"prompt": "another"}, ("'prompt' is a string, and no message of 'chosen'",)),
+            (without(MIXED, "prompt"), ("'chosen' and 'rejected' must begin with the same messages",)),
+            (MIXED | {"tools": "[{"}, ("'tools'", "text that is not JSON")),
+            (MIXED | {"tools": [5]}, ("'tools'", "a list of JSON schemas", "[5]")),
+            (MIXED | {"chat_template_kwargs": [1]}, ("'chat_template_kwargs'", "an object", "[1]")),
+            (MIXED | {"chat_template_kwargs": {"tools": 1}}, ("the chat template failed", "tools")),
+            (MIXED | {"chosen": [{"role": "assistant", "tool_calls": [{}]}]}, ("the chat template failed",)),
+            (MIXED | {"no_template": True}, ("messages need a chat template", "data.chat_template")),
+            (OK | {"ref_chosen_logps": 1}, ("'ref_rejected_logps' is missing",)),
+            (OK | {"ref_chosen_logps": True, "ref_rejected_logps": 1}, ("'ref_chosen_logps'", "a finite number")),
+            (OK | {"ref_chosen_logps": math.nan, "ref_rejected_logps": 1}, ("'ref_chosen_logps'", "a finite number")),
+            (OK | {"reference": 5}, ("'reference'", "a string, or a list of messages", "5")),
+            (without(OK, "prompt") | {"reference": "d"}, ("'prompt' is missing",)),
+            (OK | {"reference": "d"}, ("this one has the values of 'reference_ids'",)),
+        ],
+    ),
+    UnpairedFeedbackDataModule: (
+        {"prompt": "a", "completion": "b", "label": True},
+        [
+            ({"prompt": "a", "completion": "b"}, ("'label' is missing", "['completion', 'prompt']")),
+            ({"prompt": "a", "completion": "b", "label": 1}, ("'label' must be true or false", "got 1")),
+            ({"prompt": "a", "completion": "b", "label": "good"}, ("'label' must be true or false", "'good'")),
+            ({"completion": "b", "label": True}, ("'prompt' is missing",)),
+            ({"prompt": "a", "chosen": "b"}, ("'rejected' is missing",)),
+        ],
+    ),
+    PromptCompletionDataModule: (
+        {"prompt": "a", "completion": "b"},
+        [
+            ({"prompt": "a"}, ("'completion' is missing",)),
+            ({"prompt": "", "completion": ""}, ("no token to learn",)),
+            ({"instruction": "a"}, ("'output' is missing",)),
+            ({"instruction": "a", "input": 5, "output": "b"}, ("'input' must be a string", "5")),
+            ({"instruction": ["a"], "output": "b"}, ("'instruction' must be a string", "['a']")),
+        ],
+    ),
+    ConversationDataModule: (
+        TALK,
+        [
+            ({"text": "a"}, ("'messages' is missing", "['text']")),
+            ({"messages": "a"}, ("'messages'", "a list of messages", "'a'")),
+            ({"messages": [ASK]}, ("no message with the role 'assistant'",)),
+            ({"conversations": []}, ("'conversations'", "a list that is not empty")),
+            ({"conversations": [{"value": "a"}]}, ("'conversations[0]'", "'from' and 'value'")),
+            ({"conversations": [{"from": "gpt", "value": 5}]}, ("'conversations[0]'", "a string 'content'", "5")),
+        ],
+    ),
+    RolloutDataModule: (
+        GROUP,
+        [
+            (without(GROUP, "rewards"), ("'rewards' is missing",)),
+            (GROUP | {"rewards": [1]}, ("'rewards'", "2 finite numbers", "[1]")),
+            (GROUP | {"rewards": [1, None]}, ("'rewards'", "2 finite numbers", "None")),
+            (GROUP | {"completions": "b"}, ("'completions'", "a list that is not empty", "'b'")),
+            (GROUP | {"completions": ["b", 5]}, ("'completions[1]'", "a list of messages", "5")),
+            (GROUP | {"advantages": [[1], [2, 3]]}, ("'advantages[0]'", "finite numbers", "[1]")),
+            (TOKENS | {"advantages": [[1]]}, ("'advantages'", "a list for each of 2 completions", "1")),
+            (TOKENS | {"completion_ids": [[1], []]}, ("no token to learn",)),
+            (TOKENS | {"completion_ids": [[1], [2.5]]}, ("'completion_ids'", "a list of token ids", "[2.5]")),
+            (TOKENS | {"completion_ids": [[1], [-1]]}, ("'completion_ids'", "a list of token ids", "[-1]")),
+            (TOKENS | {"prompt_ids": []}, ("'prompt_ids'", "a list that is not empty")),
+            (TOKENS | {"old_per_token_logps": [[0], [1]]}, ("'old_per_token_logps[1]'", "2 finite numbers", "[1]")),
+            (TOKENS | {"tool_mask": [[1], [0, 2]]}, ("'tool_mask'", "0 and 1", "2.0")),
+        ],
+    ),
+    ImageTextDataModule: (
+        IMAGE,
+        [
+            (IMAGE | {"image": None}, ("'image'", "None")),
+            (IMAGE | {"image": "no.ppm"}, ("no.ppm",)),
+            (IMAGE | {"prompt": 5}, ("'prompt'", "5")),
+        ],
+    ),
+}
+TOKENIZERS: list[tuple[Any, ...]] = [
+    *((partial(loads, content), "data.tokenizer", "could not be loaded") for content in ("{", "{}", "[" * 9999)),
     *(
-        BadInput(
-            f"tokenizer_from_content-{kind}",
-            lambda content=content: tokenizer_from_content(content, "the checkpoint's tokenizer"),
-            ("the checkpoint's tokenizer", expected),
-        )
-        for kind, content, expected in (
-            ("none", None, "file names"),
-            ("path", "/folder", "file names"),
-            ("name in another folder", {"../tokenizer.json": b"{}"}, "file names"),
-            ("absolute name", {"/tmp/tokenizer.json": b"{}"}, "file names"),
-            ("name of the folder above", {"..": b"{}"}, "file names"),
-            ("empty name", {"": b"{}"}, "file names"),
-            ("no bytes", {"tokenizer.json": {}}, "file names"),
-            ("no tokenizer", {"tokenizer.json": b"{}"}, "could not be loaded"),
+        (partial(tokenizer_from_content, content, "the checkpoint's tokenizer"), "the checkpoint's tokenizer", expected)
+        for content, expected in (
+            (None, "file names"),
+            ({"../tokenizer.json": b"{}"}, "file names"),
+            ({"/tmp/tokenizer.json": b"{}"}, "file names"),
+            ({"": b"{}"}, "file names"),
+            ({"tokenizer.json": {}}, "file names"),
+            ({"tokenizer.json": b"{}"}, "could not be loaded"),
         )
     ),
-    BadInput(
-        "load_state_dict-no tokenizer", restores({"step": 1}), ("the checkpoint's tokenizer", "None", "file names")
+    (
+        lambda: TextDataModule(path=TEXT).load_state_dict({"step": 1}),
+        "the checkpoint's tokenizer",
+        "None",
+        "file names",
     ),
-    BadInput("load_state_dict-a list", restores([1]), ("state_dict", "[1]", "a dict")),
-    BadInput(
-        "load_state_dict-another tokenizer",
-        restores_another,
-        ("data.tokenizer=", "258 tokens", "data.path='before.txt'", "262 tokens", "is not the checkpoint's tokenizer"),
+    (partial(train_bpe_tokenizer, ["text"], 256), "vocab_size", "256", "an integer of at least 257"),
+    (lambda: TextDataModule(path=TEXT).load_state_dict([1]), "state_dict", "[1]", "a dict"),
+    (restores_another, "data.tokenizer=", "258 tokens", "262 tokens", "is not the checkpoint's tokenizer"),
+    (partial(predicts, None), "data.prompt", "None", "the text that predict continues"),
+    (partial(predicts, ""), "data.prompt", "''", "the text that predict continues"),
+    (partial(needs, block_size=9000), "train rows", "data.block_size=9000"),
+    (partial(needs, batch_size=9000, block_size=2), "train rows", "data.batch_size=9000"),
+    *(
+        (partial(call, path), name, "can be read")
+        for call, name in (
+            (source_files, "data.path"),
+            (read_documents, "data.path"),
+            (tokenizer_files, "data.tokenizer"),
+        )
+        for path in ("x" * 5000, "~no-such-user/text")
     ),
-    BadInput(
-        "predict_dataloader-prompt-none", predicts(None), ("data.prompt", "None", "the text that predict continues")
-    ),
-    BadInput("predict_dataloader-prompt-empty", predicts(""), ("data.prompt", "''", "the text that predict continues")),
+]
+# Changes of a row of a stored teacher, and what messages say.
+TEACHER_ROWS: list[tuple[Any, ...]] = [
+    ({"input_ids": None}, "must have 'input_ids'", "the keys"),
+    ({"input_ids": []}, "input_ids", "1 dimensions", "(0,)"),
+    ({"input_ids": [1.5, 2]}, "input_ids", "an array of integers", "1.5"),
+    ({"input_ids": [1, -1]}, "input_ids", "at least 0", "-1"),
+    ({"input_ids": [1, 2**31]}, "input_ids", "at least 0", "2147483648"),
+    ({"input_ids": [[1, 2]]}, "input_ids", "1 dimensions", "(1, 2)"),
+    ({"input_ids": [1, 2, 3]}, "teacher_topk_ids", "L=3", "(2, 2)"),
+    ({"input_ids": [[1], [2, 3]]}, "input_ids", "an array", "[[1], [2, 3]]"),
+    ({"labels": [1]}, "labels", "2 values", "1"),
+    ({"labels": [-5, 1]}, "labels", "-100", "-5"),
+    ({"teacher_topk_ids": [1, 2]}, "teacher_topk_ids", "2 dimensions", "(2,)"),
+    ({"teacher_topk_ids": [[1], [2]]}, "teacher_topk_ids", "[L, K]", "(2, 1)"),
+    ({"teacher_topk_ids": [[1, 1], [2, 3]]}, "teacher_topk_ids", "different ids", "[1, 1]"),
+    ({"teacher_topk_log_probs": [[1, 2], [3, 4]]}, "log_probs", "floating-point", "[[1, 2]"),
+    ({"teacher_topk_log_probs": [[-1.0]] * 2}, "log_probs", "[L, K]", "(2, 1)"),
+    ({"teacher_topk_log_probs": [[-1.0, math.nan]] * 2}, "log_probs", "at most 1", "nan"),
+    ({"teacher_topk_log_probs": [[0.5, 2.0]] * 2}, "log_probs", "at most 1", "9.0"),
+    ({"teacher_topk_log_probs": np.full((2, 2), 1e4)}, "log_probs", "at most 1", "inf"),
 ]
 
-
-def needs(mentions: tuple[str, ...], **settings: Any) -> BadInput:
-    def call(tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("a text " * 400, encoding="utf-8")
-        settings_of_row = {"path": tmp_path / "a.txt", "cache_dir": tmp_path / "cache", "vocab_size": 260} | settings
-        data = TextDataModule(**settings_of_row)
-        data.prepare_data()
-        data.setup("fit")
-
-    return BadInput(f"setup-{'-'.join(settings)}-too large for the text", call, mentions)
-
-
-def sets_up_without_preparing(tmp_path: Path) -> None:
-    TextDataModule(path=TEXT, cache_dir=tmp_path).setup("fit")
-
-
-rows = [
-    needs(("train rows", "data.block_size=9000"), block_size=9000),
-    needs(("train rows", "data.batch_size=9000"), batch_size=9000, block_size=2),
-    needs(
-        ("validation rows", "data.validation_fraction=0.0001"),
-        validation_fraction=0.0001,
-        batch_size=1,
-        block_size=64,
+BAD_INPUTS = [
+    *(
+        row(partial(cls, **{"path": TEACHER if cls is TEACHERS else PAIRS, **each}), *mentions, error=SOME)
+        for cls, each, *mentions in MODULES
     ),
-    BadInput(
-        "setup-before prepare_data",
-        sets_up_without_preparing,
-        ("does not exist", "prepare_data"),
-        RuntimeError,
+    *(row(call, "data.path", *mentions) for call, *mentions in FILES),
+    *(
+        row(prepares(cls, good, bad), "a.jsonl, line 3", *mentions, error=SOME)
+        for cls, (good, rows) in RECORDS.items()
+        for bad, mentions in rows
+    ),
+    *(row(call, *mentions, error=SOME) for call, *mentions in TOKENIZERS),
+    *(
+        row(partial(writes, [TEACHER_ROW, TEACHER_ROW | each], "a.safetensors"), "rows[1]", *mentions)
+        for each, *mentions in TEACHER_ROWS
+    ),
+    row(partial(writes, [[1]], "a.safetensors"), "rows[0]", "a mapping", "[1]"),
+    row(partial(writes, [], "a.safetensors"), "rows", "at least one row", "[]"),
+    row(partial(writes, [TEACHER_ROW], "a.bin"), "path", "ends in .safetensors", "a.bin"),
+    row(partial(writes, [TEACHER_ROW], "none/a.safetensors"), "path", "does not exist", error=FileNotFoundError),
+    row(
+        lambda tmp_path: TextDataModule(path=TEXT, cache_dir=tmp_path).setup("fit"),
+        "does not exist",
+        "prepare_data",
+        error=RuntimeError,
     ),
 ]
-
-BAD_INPUTS = [*arguments, *paths, *objects, *files, *tokenizers, *rows]

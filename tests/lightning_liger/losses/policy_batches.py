@@ -147,7 +147,7 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
                 t = options.sapo_temperature_pos if a > 0 else options.sapo_temperature_neg
                 loss = -(4 / t) / (1 + torch.exp(-t * (rho - 1))) * a
             elif options.loss_type == "vespo":
-                weights = [math.log(w) if batch.sampling_log_probs is not None else 0.0 for w in importance]
+                weights = [math.log(max(float(w), 1e-8)) for w in importance]
                 log_w = sum(float(x.detach()) for x in log_ratios) + sum(weights)
                 k, decay = (
                     (options.vespo_k_pos, options.vespo_lambda_pos)

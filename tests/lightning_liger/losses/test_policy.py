@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops import TokenScores
@@ -17,11 +19,9 @@ from lightning_liger.losses.policy_batch import (
     policy_objective,
     token_objective,
 )
-from lightning_liger.losses.policy_options import LOSS_TYPES, PolicyOptions
+from lightning_liger.losses.policy_options import CLIPPED, LOSS_TYPES, SAMPLING_MODES, PolicyOptions
 from lightning_liger.losses.policy_weights import num_top_entropies, sampling_ratio, top_entropy_mask
 from tests.lightning_liger.losses.policy_batches import (
-    LENGTHS,
-    TOKEN_TYPES,
     naive_loss,
     naive_sampling_ratio,
     options_for,
@@ -29,7 +29,7 @@ from tests.lightning_liger.losses.policy_batches import (
     padded_batch,
 )
 
-TOKEN_MODE = {"vllm_importance_sampling_mode": "token_truncate"}
+MODES = st.sampled_from(SAMPLING_MODES)
 
 
 def loss_of(log_probs: Tensor, entropies: Tensor, batch: PolicyBatch, options: PolicyOptions) -> Tensor:
@@ -37,106 +37,79 @@ def loss_of(log_probs: Tensor, entropies: Tensor, batch: PolicyBatch, options: P
     return policy_objective(log_probs, entropies, batch, options).total / num_units(batch.completions, options)
 
 
-def variants(loss_type: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Options with the batches that they apply to."""
-    of_sequence: dict[str, Any] = {"importance_sampling_level": "sequence"}
-    if loss_type == "rloo":
-        return [({}, {}), ({}, {"old": False}), ({"epsilon_high": None}, {"sampled": True})]
-    result: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), ({}, {"old": False})]
-    result += [({"beta": 0.3}, {"ref": True}), ({"beta": 0.3, "use_bias_correction_kl": False}, {"ref": True})]
-    result += [({}, {"of_tokens": True}), ({"off_policy_mask_threshold": 0.05}, {"sampled": True, "of_tokens": True})]
-    result += [({"off_policy_mask_threshold": 0.02}, {}), (TOKEN_MODE, {"sampled": True})]
-    result += [(TOKEN_MODE, {"sampled": True, "old": False})]
-    if loss_type == "vespo":
-        return result
-    result += [({**of_sequence, "beta": 0.2}, {"ref": True}), (of_sequence, {"of_tokens": True})]
-    result += [({}, {"sampled": True}), ({}, {"sampled": True, "old": False})]
-    if loss_type in ("grpo", "luspo"):
-        result += [({"delta": 1.2}, {}), ({**of_sequence, "delta": 1.16}, {})]
-    return result
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_and_gradients_equal_the_published_formulas(loss_type: str) -> None:
-    for changes, kinds in variants(loss_type):
-        options = options_for(loss_type, **changes)
-        for seed in (0, 1):
-            log_probs, entropies, batch = padded_batch(**kinds, seed=seed)
-            expected_input = log_probs.clone().requires_grad_()
-            expected = naive_loss(expected_input, batch, options)
-            (expected_gradient,) = torch.autograd.grad(expected, expected_input)
-            for make in (lambda *x: x, packed_batch):
-                ours = log_probs.clone().requires_grad_()
-                loss = loss_of(*make(ours, entropies, batch), options)
-                (gradient,) = torch.autograd.grad(loss, ours)
-                case = f"{changes} {kinds} {seed} {make.__name__}"
-                torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-13, msg=case)
-                torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-13, msg=case)
-                assert not gradient[~batch.completions.mask].any()
-
-
-@pytest.mark.parametrize("loss_type", TOKEN_TYPES)
-def test_token_local_losses_are_the_same_in_the_loop_over_chunks(loss_type: str) -> None:
-    for changes, kinds in variants(loss_type):
-        log_probs, entropies, batch = padded_batch(**kinds)
-        options = options_for(loss_type, **changes)
-        if not is_token_local(batch, options):
-            continue
-        whole, parts = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
-        bonus = entropies.clone().requires_grad_()
-        total = policy_objective(whole, entropies, batch, options).total
-        loss = token_objective(batch, options, entropy_weight=0.25)
-        indices = batch.completions.mask.flatten().nonzero()[:, 0]
-        chunks = [
-            loss(TokenScores(log_probs=parts.flatten()[chunk], entropy=bonus.flatten()[chunk]), chunk)
-            for chunk in indices.flip(0).split(4)
-        ]
-        assert all(chunk.shape == (4,) for chunk in chunks[:-1])
-        in_chunks = torch.cat(chunks).sum() + 0.25 * bonus[batch.completions.mask].sum()
-        torch.testing.assert_close(in_chunks, total)
-        torch.testing.assert_close(torch.autograd.grad(in_chunks, parts), torch.autograd.grad(total, whole))
-
-
-def test_is_token_local_only_if_a_token_is_enough() -> None:
-    _, _, batch = padded_batch(sampled=True)
-    on_policy = batch._replace(old_log_probs=None)
-    assert all(is_token_local(batch, options_for(loss_type)) for loss_type in TOKEN_TYPES)
-    assert not is_token_local(batch, options_for("vespo"))
-    assert not is_token_local(on_policy, options_for("grpo"))  # the ratio to the sampler is that of completions
-    assert is_token_local(on_policy, options_for("grpo", **TOKEN_MODE))
-    assert is_token_local(on_policy._replace(sampling_log_probs=None), options_for("grpo"))
-    for changes in (
-        {"importance_sampling_level": "sequence"},
-        {"top_entropy_quantile": 0.5},
-        {"off_policy_mask_threshold": 0.1},
-    ):
-        assert not is_token_local(batch, options_for("grpo", **changes))
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_loss_does_not_depend_on_padding_or_on_the_split_into_micro_batches(loss_type: str) -> None:
-    options = options_for(loss_type)
-    log_probs, entropies, batch = padded_batch()
-    loss = loss_of(log_probs, entropies, batch, options)
-
-    def wider(value: Tensor) -> Tensor:
-        return torch.nn.functional.pad(value, (2, 3), value=0 if value.dtype == torch.bool else math.nan)
-
-    padded = PolicyBatch(
-        Completions(wider(batch.completions.mask)),
-        batch.advantages,
-        wider(batch.old_log_probs),  # type: ignore[arg-type]
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[PolicyOptions, dict[str, Any]]:
+    """Legal options of any loss, with what the batch needs for them."""
+    loss_type, flag = draw(st.sampled_from(LOSS_TYPES)), st.booleans()
+    kinds = {"old": draw(flag), "sampled": draw(flag), "seed": draw(st.integers(0, 99))}
+    mode = draw(
+        MODES.filter(lambda mode: ("sequence" in mode) == (loss_type == "rloo") or loss_type not in ("rloo", "vespo"))
     )
-    torch.testing.assert_close(loss_of(wider(log_probs), wider(entropies), padded, options), loss)
-    units, total = num_units(batch.completions, options), torch.zeros((), dtype=torch.float64)
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        part = PolicyBatch(
-            Completions(batch.completions.mask[rows]),
-            batch.advantages[rows],
-            batch.old_log_probs[rows],  # type: ignore[index]
+    changes: dict[str, Any] = {"vllm_importance_sampling_mode": mode}
+    if loss_type == "rloo":
+        return options_for(loss_type, **changes), kinds
+    kinds |= {"ref": draw(flag), "of_tokens": draw(flag)}
+    changes |= {"beta": 0.3 if kinds["ref"] else 0.0, "use_bias_correction_kl": draw(flag)}
+    changes["off_policy_mask_threshold"] = draw(st.sampled_from((None, 0.02, 0.05)))
+    if loss_type != "vespo":
+        changes["importance_sampling_level"] = draw(st.sampled_from(("token", "sequence")))
+    if loss_type in CLIPPED:
+        changes["delta"] = draw(st.sampled_from((None, 1.2)))
+    return options_for(loss_type, **changes), kinds
+
+
+def wider(value: Tensor) -> Tensor:
+    return torch.nn.functional.pad(value, (2, 3), value=0 if value.dtype == torch.bool else math.nan)
+
+
+@settings(derandomize=True, deadline=None, max_examples=250)
+@given(programs())
+def test_losses_and_gradients_equal_the_published_formulas_in_every_form(program: Any) -> None:
+    """Padded, with more padding, packed, in micro-batches, and token by token in chunks where a token is enough."""
+    options, kinds = program
+    log_probs, entropies, batch = padded_batch(**kinds)
+    leaf = log_probs.clone().requires_grad_()
+    expected = naive_loss(leaf, batch, options)
+    (expected_gradient,) = torch.autograd.grad(expected, leaf)
+    units, mask = num_units(batch.completions, options), batch.completions.mask
+
+    def with_more_padding(*values: Any) -> tuple[Tensor, Tensor, PolicyBatch]:
+        *others, (_, advantages, *columns) = values
+        advantages = wider(advantages) if advantages.ndim == 2 else advantages
+        columns = [None if each is None else wider(each) for each in columns]
+        return *map(wider, others), PolicyBatch(Completions(wider(mask)), advantages, *columns)  # type: ignore[return-value]
+
+    def in_micro_batches(log_probs: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+            columns = (None if each is None else each[rows] for each in batch[1:])
+            part = PolicyBatch(Completions(mask[rows]), *columns)  # type: ignore[arg-type]
+            total = total + policy_objective(log_probs[rows], entropies[rows], part, options).total
+        return total / units
+
+    def in_chunks(log_probs: Tensor) -> Tensor:
+        loss, flat = token_objective(batch, options, entropy_weight=0.25), log_probs.flatten()
+        chunks = mask.flatten().nonzero()[:, 0].flip(0).split(4)
+        found = [loss(TokenScores(log_probs=flat[each], entropy=entropies.flatten()[each]), each) for each in chunks]
+        return (torch.cat(found).sum() + 0.25 * entropies[mask].sum()) / units
+
+    forms: dict[str, Any] = {
+        "padded": lambda x: loss_of(x, entropies, batch, options),
+        "wide": lambda x: loss_of(*with_more_padding(x, entropies, batch), options),
+        "packed": lambda x: loss_of(*packed_batch(x, entropies, batch), options),
+        "micro-batches": in_micro_batches,
+    }
+    if is_token_local(batch, options):
+        forms["chunks"] = in_chunks
+    for name, form in forms.items():
+        ours = log_probs.clone().requires_grad_()
+        loss = form(ours)
+        (gradient,) = torch.autograd.grad(loss, ours)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradient, expected_gradient, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
         )
-        total = total + policy_objective(log_probs[rows], entropies[rows], part, options).total
-    torch.testing.assert_close(total / units, loss)
+        assert not gradient[~mask].any()
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -168,37 +141,6 @@ def test_extreme_ratios_give_finite_losses_and_gradients(loss_type: str) -> None
             (gradient,) = torch.autograd.grad(loss, ours)
             assert loss.isfinite()
             assert gradient.isfinite().all()
-
-
-def test_bias_corrected_divergence_of_sequences_has_the_gradient_of_both_factors() -> None:
-    log_probs, entropies, batch = padded_batch(ref=True)
-    assert batch.old_log_probs is not None
-    assert batch.ref_log_probs is not None
-    options = options_for("luspo", beta=1.0, importance_sampling_level="sequence")
-    ours = log_probs.clone().requires_grad_()
-    zero = batch._replace(advantages=torch.zeros_like(batch.advantages))
-    (gradient,) = torch.autograd.grad(policy_objective(ours, entropies, zero, options).total, ours)
-    mask, n = batch.completions.mask, torch.tensor(LENGTHS).double()
-    n[3] -= 1
-    mean = torch.where(mask, log_probs - batch.old_log_probs, 0).sum(1) / n.clamp(min=1)
-    rho = mean.exp()[:, None]
-    k = torch.where(mask, kl_estimate(log_probs, batch.ref_log_probs), 0)
-    expected = rho * (1 - (batch.ref_log_probs - log_probs).exp()) + rho / n[:, None] * k.sum(1, keepdim=True)
-    torch.testing.assert_close(gradient[mask], expected[mask], rtol=1e-11, atol=1e-13)
-
-
-def test_sequence_mode_of_luspo_weights_each_completion_by_its_scored_tokens() -> None:
-    log_probs, entropies, batch = padded_batch()
-    options = options_for("luspo", importance_sampling_level="sequence")
-    expected = naive_loss(log_probs, batch, options)
-    torch.testing.assert_close(loss_of(log_probs, entropies, batch, options), expected, rtol=1e-11, atol=0)
-    doubled = torch.cat((log_probs, torch.full_like(log_probs, torch.nan)), 1)
-    mask = torch.cat((batch.completions.mask, torch.zeros_like(batch.completions.mask)), 1)
-    old = torch.cat((batch.old_log_probs, torch.full_like(log_probs, torch.nan)), 1)  # type: ignore[arg-type]
-    wider = PolicyBatch(Completions(mask), batch.advantages, old)
-    torch.testing.assert_close(
-        loss_of(doubled, torch.zeros_like(doubled), wider, options), expected, rtol=1e-11, atol=0
-    )
 
 
 def test_sampling_ratios_of_tokens_and_of_sequences() -> None:

@@ -1,10 +1,13 @@
 """Preference losses against independent float64 expressions written with probabilities, at the edges too."""
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_liger.losses import cpo, dpo, kto, orpo, tpo
@@ -13,17 +16,23 @@ from lightning_liger.losses.sequences import completion_positions, length_desens
 
 B = 5
 sig = torch.sigmoid
+positive = st.floats(0.05, 2.0)
 
 
-def random_pairs(dtype: torch.dtype = torch.float64, scale: float = 6.0) -> PairLogProbs:
-    generator = torch.Generator().manual_seed(0)
+def random_pairs(seed: int = 0, size: int = B, scale: float = 6.0, dtype: torch.dtype = torch.float64) -> PairLogProbs:
+    """Of completions of 0 to 9 tokens."""
+    generator = torch.Generator().manual_seed(seed)
 
     def draw() -> Tensor:
-        return -(torch.rand(B, generator=generator, dtype=torch.float64) * scale + 0.5).to(dtype)
+        return -(torch.rand(size, generator=generator, dtype=torch.float64) * scale + 0.5).to(dtype)
 
     own = [draw().requires_grad_(), draw().requires_grad_()]
-    numbers = [torch.tensor([3.0, 1, 7, 2, 4]), torch.tensor([1.0, 1, 5, 9, 2])]
+    numbers = torch.randint(10, (2, size), generator=generator).double()
     return PairLogProbs(*own, *numbers, draw(), draw(), weight=draw().exp(), chosen_nll=None)
+
+
+def means(pairs: PairLogProbs, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+    return chosen / pairs.num_chosen.clamp(min=1), rejected / pairs.num_rejected.clamp(min=1)
 
 
 def h_of(kind: str, ratio: Tensor, alpha: float) -> Tensor:
@@ -40,7 +49,8 @@ def expected(p: PairLogProbs, o: DPOOptions, kind: str) -> Tensor:
     rw, rr, b, eps = p.chosen - p.ref_chosen, p.rejected - p.ref_rejected, o.beta, o.label_smoothing
     hw, hr = (h_of(o.f_divergence_type, r, o.f_alpha_divergence_coef) for r in (rw, rr))
     d = b * (hw - hr)
-    mean, mix = hw / p.num_chosen - hr / p.num_rejected, sig(d / o.discopop_tau)
+    (mean_w, mean_r), mix = means(p, hw, hr), sig(d / o.discopop_tau)
+    mean = mean_w - mean_r
 
     def smooth(x: Tensor) -> Tensor:
         return -(1 - eps) * torch.log(sig(x)) - eps * torch.log(1 - sig(x))
@@ -78,21 +88,21 @@ def assert_same_with_gradients(got: Tensor, want: Tensor, inputs: tuple[Tensor, 
 
 
 @pytest.mark.parametrize("kind", [each for each in dpo.LOSS_TYPES if each != "sft"])
-def test_dpo_types_and_divergences(kind: str) -> None:
-    divergences = dpo.DIVERGENCES if kind in dpo._OF_DIFFERENCE else ("reverse_kl",)
-    for divergence in divergences:
-        for beta, tau in ((0.1, 0.05), (1.3, 0.7)):
-            for eps in (0.0, 0.1) if kind in dpo._SMOOTHED else (0.0,):
-                if kind == "exo_pair" and not eps:
-                    continue
-                options = DPOOptions(
-                    kind, beta=beta, label_smoothing=eps, f_divergence_type=divergence, discopop_tau=tau
-                )
-                pairs = random_pairs()
-                got = dpo_loss(pairs, options)
-                inputs = (pairs.chosen, pairs.rejected)
-                assert_same_with_gradients(got.losses, expected(pairs, options, kind), inputs)
-                assert got.nll is None
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.data())
+def test_dpo_types_and_divergences(kind: str, data: st.DataObject) -> None:
+    divergence = data.draw(st.sampled_from(dpo.DIVERGENCES if kind in dpo._OF_DIFFERENCE else ("reverse_kl",)))
+    eps = data.draw(st.sampled_from((0.1, 0.3) if kind == "exo_pair" else (0.0, 0.2))) if kind in dpo._SMOOTHED else 0.0
+    alpha, beta, tau = data.draw(st.floats(-1.0, 0.9)), data.draw(positive), data.draw(positive)
+    options = DPOOptions(
+        kind, beta=beta, label_smoothing=eps, f_divergence_type=divergence, f_alpha_divergence_coef=alpha,
+        discopop_tau=tau,
+    )  # fmt: skip
+    pairs = random_pairs(data.draw(st.integers(0, 999)), data.draw(st.integers(1, 6)), scale=2.0)
+    got = dpo_loss(pairs, options)
+    want = expected(pairs, options, kind)
+    assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected), rtol=1e-8)
+    assert got.nll is None
 
 
 def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
@@ -164,7 +174,7 @@ def test_discopop_does_not_overflow_where_its_mixing_weight_vanishes() -> None:
 def cpo_expected(p: PairLogProbs, o: cpo.CPOOptions) -> Tensor:
     w, r = p.chosen, p.rejected
     if o.loss_type in ("ipo", "simpo", "alphapo"):
-        w, r = w / p.num_chosen, r / p.num_rejected
+        w, r = means(p, w, r)
     if o.alpha:
         w, r = (1 - w.exp() ** -o.alpha) / o.alpha, (1 - r.exp() ** -o.alpha) / o.alpha
     d, b, eps = w - r, o.beta, o.label_smoothing
@@ -176,18 +186,26 @@ def cpo_expected(p: PairLogProbs, o: cpo.CPOOptions) -> Tensor:
     return -(1 - eps) * torch.log(sig(x)) - eps * torch.log(sig(-x))
 
 
-@pytest.mark.parametrize("kind", cpo.LOSS_TYPES)
-def test_cpo_types(kind: str) -> None:
-    for beta, gamma, alpha, eps in ((0.1, 0.5, 0.0, 0.0), (2.0, 1.0, 0.25, 0.1), (1.0, 0.2, -0.3, 0.0)):
-        eps = 0.0 if kind in ("hinge", "ipo") else eps
-        options = cpo.CPOOptions(kind, beta, 0.7, gamma, alpha, eps)
-        pairs = random_pairs(scale=2.0)
-        got = cpo.cpo_loss(pairs, options)
-        assert_same_with_gradients(got.losses, cpo_expected(pairs, options), (pairs.chosen, pairs.rejected))
-        if kind == "alphapo":
-            assert got.nll is None
-        else:
-            torch.testing.assert_close(got.nll, -0.7 * pairs.chosen)
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.sampled_from(cpo.LOSS_TYPES), positive, st.sampled_from((0.0, 0.7)), st.floats(0, 1), st.floats(-0.3, 0.3),
+    st.sampled_from((0.0, 0.1)), st.integers(0, 999),
+)  # fmt: skip
+def test_cpo_and_tpo_types(
+    kind: str, beta: float, factor: float, gamma: float, alpha: float, eps: float, seed: int
+) -> None:
+    alpha, eps = alpha if abs(alpha) > 0.01 else 0.0, 0.0 if kind in ("hinge", "ipo") else eps
+    options, pairs = cpo.CPOOptions(kind, beta, factor, gamma, alpha, eps), random_pairs(seed, scale=2.0)
+    got, inputs = cpo.cpo_loss(pairs, options), (pairs.chosen, pairs.rejected)
+    assert_same_with_gradients(got.losses, cpo_expected(pairs, options), inputs)
+    assert (got.nll is None) == (kind == "alphapo" or not factor)  # SimPO itself, and AlphaPO, have no such part
+    assert got.nll is None or torch.equal(got.nll, -factor * pairs.chosen)
+    kind = {"simpo": "tpo-l", "alphapo": "tpo-l"}.get(kind, kind)
+    gold = -torch.rand(B, dtype=torch.float64)
+    triples = tpo.tpo_loss(pairs, gold if factor else None, tpo.TPOOptions(kind, beta, factor, gamma, eps))
+    assert_same_with_gradients(triples.losses, cpo_expected(pairs, dataclasses.replace(options, alpha=0.0)), inputs)
+    assert (triples.nll is None) == (not factor)
+    assert triples.nll is None or torch.equal(triples.nll, -factor * gold)
 
 
 def test_alphapo_of_improbable_completions_is_finite() -> None:
@@ -201,30 +219,14 @@ def test_alphapo_of_improbable_completions_is_finite() -> None:
     assert cpo.alphapo_score(log_probs, 0.0) is log_probs
 
 
-def test_default_simpo_has_no_hidden_term_and_says_what_it_adds() -> None:
-    pairs = random_pairs()
-    assert cpo.cpo_loss(pairs, cpo.CPOOptions("simpo", cpo_alpha=0.0)).nll is None
-    assert cpo.cpo_loss(pairs, cpo.CPOOptions("simpo")).nll is not None  # CPO-SimPO, as in TRL
-
-
-@pytest.mark.parametrize("kind", tpo.LOSS_TYPES)
-def test_tpo_types(kind: str) -> None:
-    pairs, gold = random_pairs(), -torch.rand(B, dtype=torch.float64)
-    options = tpo.TPOOptions(kind, beta=0.4, tpo_alpha=0.6, tpo_l_gamma=0.3)
-    got = tpo.tpo_loss(pairs, gold, options)
-    same = cpo.CPOOptions({"tpo-l": "simpo"}.get(kind, kind), 0.4, 0.0, 0.3)
-    want = cpo_expected(pairs, same)
-    assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected))
-    torch.testing.assert_close(got.nll, -0.6 * gold)
-    assert tpo.tpo_loss(pairs, None, tpo.TPOOptions(kind, tpo_alpha=0.0)).nll is None
-
-
-def test_orpo() -> None:
-    pairs = random_pairs()
-    got = orpo.orpo_loss(pairs, orpo.ORPOOptions(0.3))
-    p, q = ((x / n).exp() for x, n in ((pairs.chosen, pairs.num_chosen), (pairs.rejected, pairs.num_rejected)))
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(positive, st.integers(0, 999))
+def test_orpo(beta: float, seed: int) -> None:
+    pairs = random_pairs(seed)
+    got = orpo.orpo_loss(pairs, orpo.ORPOOptions(beta))
+    p, q = (x.exp() for x in means(pairs, pairs.chosen, pairs.rejected))
     log_odds = torch.log(p / (1 - p)) - torch.log(q / (1 - q))
-    want = -0.3 * torch.log(sig(log_odds))
+    want = -beta * torch.log(sig(log_odds))
     assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected), rtol=1e-8)
     torch.testing.assert_close(got.metrics["log_odds_chosen"], log_odds.detach())
     torch.testing.assert_close(got.metrics["log_odds_ratio"], torch.log(sig(log_odds)).detach())
@@ -246,22 +248,22 @@ def test_orpo_of_certain_completions_is_finite() -> None:
     assert zero.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", kto.LOSS_TYPES)
-def test_kto_types(kind: str) -> None:
-    pairs = random_pairs()
-    labels = torch.tensor([True, False, True, True, False])
-    options = kto.KTOOptions(kind, 0.7, desirable_weight=1.5, undesirable_weight=0.5)
-    for baseline in (torch.tensor(0.4, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)):
-        got = kto.kto_loss(pairs.chosen, pairs.ref_chosen, labels, options, baseline=baseline)
-        ratio = pairs.chosen - pairs.ref_chosen
-        good, bad = {
-            "kto": (1 - sig(0.7 * (ratio - baseline)), 1 - sig(0.7 * (baseline - ratio))),
-            "apo_zero_unpaired": (1 - sig(0.7 * ratio), sig(0.7 * ratio)),
-            "bco": (-torch.log(sig(0.7 * ratio - baseline)), -torch.log(sig(-(0.7 * ratio - baseline)))),
-        }[kind]
-        want = torch.where(labels, 1.5 * good, 0.5 * bad)
-        assert_same_with_gradients(got.losses, want, (pairs.chosen,))
-        torch.testing.assert_close(got.rewards, 0.7 * ratio.detach())
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.sampled_from(kto.LOSS_TYPES), positive, positive, positive, st.floats(0, 3), st.integers(0, 999))
+def test_kto_types(kind: str, beta: float, good: float, bad: float, baseline: float, seed: int) -> None:
+    pairs, labels = random_pairs(seed), torch.rand(B, generator=torch.Generator().manual_seed(seed)) < 0.5
+    got = kto.kto_loss(
+        pairs.chosen, pairs.ref_chosen, labels, kto.KTOOptions(kind, beta, good, bad), baseline=torch.tensor(baseline)
+    )
+    ratio = pairs.chosen - pairs.ref_chosen
+    desirable, undesirable = {
+        "kto": (1 - sig(beta * (ratio - baseline)), 1 - sig(beta * (baseline - ratio))),
+        "apo_zero_unpaired": (1 - sig(beta * ratio), sig(beta * ratio)),
+        "bco": (-torch.log(sig(beta * ratio - baseline)), -torch.log(sig(-(beta * ratio - baseline)))),
+    }[kind]
+    want = torch.where(labels, good * desirable, bad * undesirable)
+    assert_same_with_gradients(got.losses, want, (pairs.chosen,), rtol=1e-6)
+    torch.testing.assert_close(got.rewards, beta * ratio.detach())
 
 
 def test_kl_estimate_has_no_gradient_and_is_not_negative() -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.lightning_liger.architectures import (
     CAUSAL_LM_TYPES,
     NOT_TRAINED_BY_ALL_VERSIONS,
     UNBUILDABLE,
+    VOCAB_SIZE,
     tiny_causal_lm,
     tiny_inputs,
 )
@@ -35,18 +37,6 @@ NOT_FUSED: dict[str, str] = {
 
 IS_OLDEST = Version(transformers.__version__) < Version("5.18")
 """Whether this is the oldest version of transformers that is allowed, which has fewer types."""
-
-BUILDABLE = [model_type for model_type in CAUSAL_LM_TYPES if model_type not in UNBUILDABLE]
-
-every_type = pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(model_type, marks=pytest.mark.skip(reason=UNBUILDABLE[model_type]))
-        if model_type in UNBUILDABLE
-        else model_type
-        for model_type in CAUSAL_LM_TYPES
-    ],
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,12 +56,6 @@ def stock_model(model_type: str) -> PreTrainedModel:
         except Exception as error:
             pytest.skip(f"the stock model does not train: {type(error).__name__}: {error}")
     return tiny_causal_lm(model_type)
-
-
-def patched_copy(model: PreTrainedModel) -> PreTrainedModel:
-    patched = copy.deepcopy(model)
-    apply_liger_kernels(patched)
-    return patched
 
 
 def loss_of(model: PreTrainedModel, **kwargs: Any) -> Tensor:
@@ -115,13 +99,14 @@ def nudged(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def assert_same_training(model: PreTrainedModel, patched: PreTrainedModel) -> None:
-    """The same loss, and the same gradients of the same parameters.
+def assert_same_training(
+    model: PreTrainedModel, got_loss: Tensor, actual: dict[str, Tensor | None], want_loss: Tensor, expected: Any
+) -> None:
+    """The same loss, and the same gradients of the same parameters, as those of ``model``.
 
     A gradient may differ by more than 1e-4 of its largest element if the unpatched model's is as sensitive to rounding:
     that of a bias of keys, for one, is nothing but rounding errors.
     """
-    (want_loss, expected), (got_loss, actual) = train(model), train(patched)
     torch.testing.assert_close(got_loss, want_loss, rtol=1e-5, atol=0)
     sensitive: dict[str, Tensor | None] = {}
     for name, want in expected.items():
@@ -136,48 +121,19 @@ def assert_same_training(model: PreTrainedModel, patched: PreTrainedModel) -> No
             assert error <= allowed, f"{name}: gradients of at most {scale:.1e} differ by {error:.1e}"
 
 
-@every_type
-def test_patched_model_has_the_loss_and_gradients_of_the_unpatched(model_type: str) -> None:
-    model = stock_model(model_type)
-    assert_same_training(model, patched_copy(model))
-
-
-@every_type
-def test_patched_model_has_the_logits_and_losses_of_the_unpatched_without_gradients(model_type: str) -> None:
-    model = stock_model(model_type).eval()
-    patched = patched_copy(model)
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(model.forward).parameters.values())
-    with torch.no_grad():
-        want, got = logits_of(model), logits_of(patched)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * want.abs().max().item())
-        for kwargs in [{}, {"num_items_in_batch": torch.tensor(40)}] if takes_any else [{}]:
-            torch.testing.assert_close(loss_of(patched, **kwargs), loss_of(model, **kwargs), rtol=1e-5, atol=0)
-
-
-def assert_nothing_else_changes(model: PreTrainedModel, patched: PreTrainedModel) -> None:
-    """Patching and running ``patched``, a copy of ``model``, changes no other object; undoing it restores the copy."""
-    train(model)  # what its modules set up once is set up now
+@contextmanager
+def nothing_else_changes(model: PreTrainedModel, patched: PreTrainedModel) -> Iterator[None]:
+    """Patching and running ``patched``, a copy of ``model``, in the block changes no other object."""
     classes = [type(module) for module in model.modules()]
     namespaces = [vars(F), *(vars(sys.modules[each.__module__]) for each in classes), *map(vars, classes)]
     before = [dict(namespace) for namespace in namespaces]
     keys, parameters = list(patched.state_dict()), list(patched.parameters())
-
-    report = apply_liger_kernels(patched)
-    train(patched)
-
+    yield
     assert [type(module) for module in model.modules()] == classes
     for namespace, kept in zip(namespaces, before, strict=True):
         assert {name for name in namespace.keys() | kept.keys() if namespace.get(name) is not kept.get(name)} == set()
     assert list(patched.state_dict()) == keys
     assert all(now is then for now, then in zip(patched.parameters(), parameters, strict=True))
-    report.undo()
-    assert [type(module) for module in patched.modules()] == classes
-
-
-@every_type
-def test_patching_changes_nothing_but_the_instance(model_type: str) -> None:
-    model = stock_model(model_type)
-    assert_nothing_else_changes(model, copy.deepcopy(model))
 
 
 class LogitsSizes(TensorSizes):
@@ -207,29 +163,54 @@ class LogitsSizes(TensorSizes):
         return result
 
 
-@pytest.mark.parametrize("model_type", [each for each in BUILDABLE if each not in NOT_FUSED])
-def test_loss_is_fused_and_no_tensor_of_the_logits_size_is_made(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_same(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains a model and its patched copy, and compares all that somebody could see."""
     model = stock_model(model_type)
-    patched = patched_copy(model)
+    patched = copy.deepcopy(model)
     with torch.no_grad():
-        vocab_size = logits_of(model).shape[-1]
-    sizes = [LogitsSizes(monkeypatch, each, vocab_size) for each in (model, patched)]
-    for each, watched in zip(sizes, (model, patched), strict=True):
-        with each:
-            train(watched)
-    assert is_fused(patched)
-    assert sizes[0].largest >= sizes[0].logits_size == sizes[1].logits_size > 0
-    assert sizes[1].largest < 0.75 * sizes[1].logits_size  # the loss takes chunks of half of the tokens
+        want = logits_of(model.eval())
+    wanted = train(model.train())  # what its modules set up once is set up now
+    classes = [type(module) for module in patched.modules()]
+    with nothing_else_changes(model, patched):
+        report = apply_liger_kernels(patched)
+        if model_type in NOT_FUSED:
+            trained = train(patched)
+        else:
+            with LogitsSizes(monkeypatch, patched, want.shape[-1]) as sizes:
+                trained = train(patched)
+            assert 0 < sizes.largest < 0.75 * sizes.logits_size  # the loss takes chunks of half of the tokens
+    assert_same_training(model, *trained, *wanted)
+    assert is_fused(patched) == (model_type not in NOT_FUSED)
+
+    model.eval(), patched.eval()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(model.forward).parameters.values())
+    with torch.no_grad():
+        got = logits_of(patched)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * want.abs().max().item())
+        for kwargs in [{}, {"num_items_in_batch": torch.tensor(40)}] if takes_any else [{}]:
+            torch.testing.assert_close(loss_of(patched, **kwargs), loss_of(model, **kwargs), rtol=1e-5, atol=0)
+    report.undo()
+    assert [type(module) for module in patched.modules()] == classes
 
 
-@pytest.mark.parametrize("model_type", NOT_FUSED)
-def test_loss_of_the_types_left_out_is_not_fused(model_type: str) -> None:
-    model = stock_model(model_type)
-    patched = patched_copy(model)
-    train(patched)
-    assert not is_fused(patched)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(model_type, marks=pytest.mark.skip(reason=UNBUILDABLE[model_type]))
+        if model_type in UNBUILDABLE
+        else model_type
+        for model_type in CAUSAL_LM_TYPES
+    ],
+)
+def test_patched_model_is_the_same_but_for_its_logits(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same(model_type, monkeypatch)
+
+
+def test_sizes_of_logits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_causal_lm("llama")
+    with LogitsSizes(monkeypatch, model, VOCAB_SIZE) as sizes:
+        train(model)
+    assert sizes.largest >= sizes.logits_size > 0
 
 
 def test_nearly_every_architecture_is_covered() -> None:
@@ -282,10 +263,8 @@ def test_comparison_notices_a_replacement_that_computes_something_else(
     monkeypatch.setattr(Replacement, "patched_class", wrong)
     for replacement in Replacement.__subclasses__():
         monkeypatch.setattr(replacement, "verify", lambda self, module: 0.0)
-    model = tiny_causal_lm(model_type)
-    patched = patched_copy(model)
     with pytest.raises(AssertionError, match=r"gradient|not close"):
-        assert_same_training(model, patched)
+        assert_same(model_type, monkeypatch)
 
 
 def test_comparison_notices_a_replacement_that_changes_more_than_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +276,5 @@ def test_comparison_notices_a_replacement_that_changes_more_than_the_instance(mo
         return right(self, original)
 
     monkeypatch.setattr(Replacement, "patched_class", wrong)
-    model = tiny_causal_lm("llama")
     with pytest.raises(AssertionError, match="rotate_half"):
-        assert_nothing_else_changes(model, copy.deepcopy(model))
+        assert_same("llama", monkeypatch)

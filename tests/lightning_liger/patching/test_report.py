@@ -23,11 +23,6 @@ def test_report_prints_as_a_table_with_counts_errors_and_reasons() -> None:
     assert max(map(len, lines)) <= 120
 
 
-def test_report_counts_only_replaced_modules() -> None:
-    assert PatchReport([REPLACED, EXACT, KEPT]).num_replaced == 7
-    assert PatchReport().num_replaced == 0
-
-
 def test_report_as_dict_is_plain_data() -> None:
     rows = PatchReport([REPLACED, KEPT]).as_dict()
     assert rows[0] == {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_liger import apply_liger_kernels
 from tests.lightning_liger.tiny import tiny_batch, tiny_model
 
-FAMILIES = ["llama", "qwen3", "gemma3_text", "phi3", "glm4", "mixtral"]
+FAMILIES = ["qwen3", "gemma3_text", "phi3", "mixtral"]
 
 
 def pair(model_type: str = "llama", attention: str = "eager", **overrides: Any) -> tuple[nn.Module, nn.Module]:
@@ -128,19 +128,3 @@ def test_compiled_model_computes_the_same() -> None:
         loss.backward()
     for want, got in zip(model.parameters(), patched.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_model_in_a_device_context_of_meta_is_verified_on_the_cpu_and_filled_later() -> None:
-    model = tiny_model("mixtral")
-    with torch.device("meta"):
-        patched = type(model)(model.config)
-    report = apply_liger_kernels(patched)
-    assert {entry.kernel for entry in report.entries if entry.replacement} == {
-        "rms_norm", "rope", "silu_mul", "linear_cross_entropy"
-    }  # fmt: skip
-    patched.to_empty(device="cpu")
-    patched.load_state_dict(model.state_dict())
-    for module in patched.modules():  # not in the state
-        if hasattr(module, "inv_freq"):
-            module.inv_freq = model.model.rotary_emb.inv_freq.clone()
-    assert_same(model, patched, tiny_batch())

@@ -129,20 +129,33 @@ def test_compiled_modules_train_as_others() -> None:
     torch.testing.assert_close(module.model.weight, expected([torch.cat(DATA[:2])]).model.weight, rtol=1e-6, atol=1e-7)
 
 
-def test_means_of_micro_batches_can_be_had() -> None:
+def test_means_of_micro_batches_can_be_had_and_the_former_name_of_the_other_warns() -> None:
     class OfMicroBatches(TwoUnits):
         loss_normalization = "micro_batch"
 
-    module = OfMicroBatches()
+    module, want = OfMicroBatches(), TwoUnits()
     fit(module, DATA[:2], accumulate_grad_batches=2)
-    want = TwoUnits()
-    losses = []
-    for rows in DATA[:2]:
-        squares, cubes = want.step_loss("train", {"rows": rows}).terms
-        losses.append(squares.total / squares.count + cubes.total / cubes.count)
-    (sum(losses) / 2).backward()
+    terms = [want.step_loss("train", {"rows": rows}).terms for rows in DATA[:2]]
+    (sum(a.total / a.count + b.total / b.count for a, b in terms) / 2).backward()
     want.configure_optimizers().step()
     torch.testing.assert_close(module.model.weight, want.model.weight, rtol=1e-6, atol=1e-7)
+    with pytest.warns(FutureWarning, match="'tokens' now"):
+        assert type("Old", (TwoUnits,), {"loss_normalization": "step"})().loss_normalization == "tokens"
+
+
+def test_losses_of_the_model_are_added_and_logged() -> None:
+    class Router(TwoUnits):
+        def step_loss(self, stage: str, batch: dict[str, Tensor]) -> StepLoss:
+            return super().step_loss(stage, batch)._replace(auxiliary=self.model.weight.sum() * len(batch["rows"]))
+
+    module, plain = Router(), TwoUnits()
+    trainers = [fit(each, DATA[:2], accumulate_grad_batches=2) for each in (module, plain)]
+    found = [{name: float(value) for name, value in each.callback_metrics.items()} for each in trainers]
+    expected = 0.9 * (2 * 2 + 1 * 1) / 3  # weighted by rows
+    assert found[0]["train_aux_loss"] == pytest.approx(expected, rel=1e-5)
+    assert found[0]["train_loss"] - found[1]["train_loss"] == pytest.approx(expected, rel=1e-5)
+    shift = (plain.model.weight - module.model.weight).flatten()
+    torch.testing.assert_close(shift, torch.full((3,), 0.1 * (2 * 2 + 1 * 1) / 3))
 
 
 def test_term_without_units_is_zero() -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 
 from lightning_liger import (
     DistillationOptions,
@@ -18,8 +17,6 @@ from lightning_liger import (
     LigerDistillationMixin,
     apply_liger_kernels,
 )
-from lightning_liger.data import PromptCompletionDataModule
-from lightning_liger.data.tokenizer import train_bpe_tokenizer
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 pytestmark = [
@@ -189,20 +186,6 @@ def test_teacher_is_frozen_and_in_no_checkpoint_and_no_optimizer(tmp_path: Path)
     assert len(checkpoint["state_dict"]) < len(module.state_dict()) + 1
 
 
-def test_steps_do_not_depend_on_how_batches_were_split() -> None:
-    """One batch, or its rows one by one in an accumulation window: rows have different numbers of labels."""
-    batch = tiny_batch(4, 9, 5)
-    rows = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(4)]
-    found = []
-    for batches, accumulate in (([batch], 1), (rows, 4)):
-        module = Student(divergence="jsd")
-        trainer = make_trainer(strategy="liger", accumulate_grad_batches=accumulate, max_epochs=1)
-        trainer.fit(module, DataLoader(batches, batch_size=None))
-        found.append((list(module.parameters()), trainer.callback_metrics["train_loss"]))
-    torch.testing.assert_close(*(each[0] for each in found), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
-
-
 def test_metrics_and_all_masked_batches() -> None:
     batches = [tiny_batch(2, 9, seed=1), tiny_batch(1, 6, 6, seed=2)]  # the second one has no label at all
     for options in ({"log_entropy": True}, {"crossentropy_weight": 0.5}, {"distillation_mode": "sampled_token"}):
@@ -245,41 +228,6 @@ def test_teacher_with_another_vocabulary() -> None:
     assert all(parameter.grad is not None for parameter in module.model.parameters())
 
 
-def test_teacher_with_another_tokenizer_gets_the_text_in_its_own_tokens(tmp_path: Path) -> None:
-    folder = Path(__file__).parents[3] / "examples" / "data"
-    texts = [" ".join(f"How much is {index} plus {other}?" for other in range(9)) for index in range(99)]
-    train_bpe_tokenizer(texts, 290).save_pretrained(tmp_path / "teacher")
-    data = PromptCompletionDataModule(
-        path=folder / "completions.jsonl", tokenizer=folder / "tokenizer", teacher_tokenizer=tmp_path / "teacher",
-        cache_dir=tmp_path / "cache", batch_size=4, validation_fraction=0,
-    )  # fmt: skip
-    options = {"teacher_model_type": "qwen2", "teacher_config": {**TINY_CONFIG, "vocab_size": 290}}
-    module = LigerDistillation(config={**TINY_CONFIG, "vocab_size": 320}, distillation_mode="uld", **options)
-    make_trainer(max_steps=1).fit(module, datamodule=data)
-    assert data.text_tokenizer is not None
-    own, other = data.text_tokenizer, AutoTokenizer.from_pretrained(tmp_path / "teacher")
-    batch = next(iter(data.train_dataloader()))
-    assert batch["input_ids"].shape != batch["teacher_input_ids"].shape
-    for name in ("input_ids", "labels"):
-        texts = [
-            [tokenizer.decode(row[row >= 0], skip_special_tokens=True) for row in ids * kept + (kept - 1) * 100]
-            for tokenizer, ids, kept in (
-                (own, batch[name], batch["attention_mask"]),
-                (other, batch[f"teacher_{name}"], batch["teacher_attention_mask"]),
-            )
-        ]
-        assert texts[0] == texts[1]
-    alone = {name: value for name, value in batch.items() if not name.startswith("teacher_")}
-    with pytest.raises(ValueError, match=r"'teacher_input_ids'.*data\.teacher_tokenizer.*'uld'"):
-        module.step_loss("train", alone)
-    with pytest.raises(ValueError, match="packing"):
-        packed = {name: value.reshape(1, -1) for name, value in batch.items() if "mask" not in name}
-        module.step_loss("train", {**packed, "position_ids": torch.arange(batch["input_ids"].shape[1]).repeat(4)[None]})
-    module.distillation = DistillationOptions()
-    with pytest.raises(ValueError, match=r"'teacher_input_ids'.*'full_logits'"):
-        module.step_loss("train", batch)
-
-
 def test_values_of_the_policy_that_sampled() -> None:
     """At their tokens, as rollouts have them, so that the one at t belongs to the label that t - 1 predicts."""
     batch = tiny_batch(2, 7, 0)
@@ -306,23 +254,6 @@ def test_teacher_with_fewer_ids_than_the_text_is_refused() -> None:
             module.step_loss("train", tiny_batch())
         ids = tiny_batch()["input_ids"] % 37
         assert module.step_loss("train", {"input_ids": ids, "labels": ids}).terms[0].total.isfinite()
-
-
-def test_finished_module_learns_from_a_teacher(tmp_path: Path) -> None:
-    tiny_teacher().save_pretrained(tmp_path / "teacher")
-    module = LigerDistillation(
-        teacher=str(tmp_path / "teacher"), config=TINY_CONFIG, learning_rate=0.02, min_lr_ratio=1.0, weight_decay=0.0
-    )
-    trainer = make_trainer(max_epochs=4, strategy="liger")
-    losses: list[float] = []
-
-    class Losses(L.Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            losses.append(float(trainer.callback_metrics["train_loss"]))
-
-    trainer.callbacks.append(Losses())
-    trainer.fit(module, DataLoader([tiny_batch()], batch_size=None))
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_sources_of_the_teacher_are_checked_before_work_starts() -> None:

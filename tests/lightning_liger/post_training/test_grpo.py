@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_liger import LigerGRPO, LigerPolicyMixin, PolicyOptions
@@ -92,15 +91,6 @@ def test_reference_of_adapters_is_the_model_without_them() -> None:
     assert torch.equal(stored[0]["ref_per_token_logps"], log_probs[0][:4].float())
 
 
-def test_without_a_reference_the_error_says_what_to_set() -> None:
-    module = Policy(PolicyOptions(**OPTIONS))
-    module.configure_model()
-    with pytest.raises(
-        ValueError, match=r"Policy has no reference: set self.ref_model, train adapters of peft, or give"
-    ):
-        module.step_loss("train", apart(sequences(2, columns=OLD)))
-
-
 def test_every_option_is_an_argument_with_the_same_default_and_reaches_the_loss() -> None:
     parameters = inspect.signature(LigerGRPO.__init__).parameters
     options = [each for each in fields(PolicyOptions) if each.init]
@@ -114,19 +104,3 @@ def test_every_option_is_an_argument_with_the_same_default_and_reaches_the_loss(
     assert (module.temperature, module.steps_per_generation, module.disable_dropout) == (1.3, 3, False)
     assert module.hparams["loss_type"] == "rloo"
     assert isinstance(module, LigerPolicyMixin)
-
-
-@pytest.mark.filterwarnings("ignore")  # jsonargparse renamed a method
-def test_arguments_of_all_bases_are_read_from_yaml() -> None:
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(LigerGRPO, "model")
-    settings = {
-        "class_path": "lightning_liger.LigerGRPO",
-        "init_args": {
-            "loss_type": "cispo", "epsilon_high": 5.0, "learning_rate": 1e-6, "reference": "columns", "beta": 0.1,
-            "config": {"num_hidden_layers": 1}, "temperature": 0.7, "lora": None,
-        },
-    }  # fmt: skip
-    module = parser.instantiate_classes(parser.parse_object({"model": settings})).model
-    assert module.policy_options == PolicyOptions(loss_type="cispo", epsilon_high=5.0, beta=0.1)
-    assert (module.temperature, module.hparams["learning_rate"], module.reference) == (0.7, 1e-6, "columns")

@@ -26,7 +26,6 @@ from lightning_liger import (
     TPOOptions,
 )
 from lightning_liger.cli import LigerCLI
-from lightning_liger.data import UnpairedFeedbackDataModule
 from lightning_liger.post_training import preference, units
 from tests.lightning_liger.post_training.preference_data import (
     Sequences,
@@ -572,16 +571,6 @@ def test_losses_of_single_pairs_are_taken_pair_by_pair(
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("padding", [0, 3])
-def test_packed_sequences_with_an_attention_mask_are_kept_apart(padding: int) -> None:
-    items, module = sequences(4), Module(DPOOptions())
-    batch = packed(items, padding)
-    is_real = torch.arange(batch["input_ids"].shape[1])[None] < batch["input_ids"].shape[1] - padding
-    want = module.training_step(padded(items), 0)
-    torch.testing.assert_close(module.training_step(batch | {"attention_mask": is_real.long()}, 0), want)
-    torch.testing.assert_close(module.training_step(batch | {"attention_mask": torch.ones_like(is_real)}, 0), want)
-
-
 @pytest.mark.parametrize(
     ("name", "options"), [("LigerCPO", []), ("LigerORPO", []), ("LigerTPO", ["--model.tpo_alpha=0"])]
 )
@@ -603,25 +592,3 @@ def test_example_of_pairs_takes_the_other_losses(
     path = tmp_path / "last.ckpt"
     cli.trainer.save_checkpoint(path)
     assert type(cli.model).load_from_checkpoint(path, weights_only=False).preference_loss == cli.model.preference_loss
-
-
-def test_kto_with_its_data_module_takes_precomputed_references_as_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = Path(__file__).parents[3] / "examples" / "data"
-    found, before = [], {"precompute_ref_log_probs": True}
-    for settings in ({}, before, {**before, "reference": "columns"}):
-        torch.manual_seed(0)
-        module = LigerKTO(config={**TINY_CONFIG, "vocab_size": 320}, learning_rate=1e-2, **settings)
-        data = UnpairedFeedbackDataModule(
-            path=folder / "feedback.jsonl", tokenizer=folder / "tokenizer", validation_fraction=0.3, max_records=12,
-            batch_size=4,
-        )  # fmt: skip
-        trainer = quiet_trainer(max_epochs=2)
-        trainer.fit(module, datamodule=data)
-        assert (module.ref_model is None) == bool(settings)
-        found.append((trainer.callback_metrics["val_loss"], trainer.callback_metrics["train_kl"], *module.parameters()))
-    assert float(found[0][1]) > 0
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0][: len(other)], rtol=1e-4, atol=1e-6)

@@ -20,9 +20,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_loader,
     make_optimizer,
     make_trainer,
-    make_uneven_batches,
     reference_training,
-    regularized,
     wrapped_units,
 )
 
@@ -69,21 +67,6 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, w
         assert run["whole"].keys() == parameters.keys()
         for name, parameter in run["whole"].items():
             # Twenty steps moved them by about 0.06.
-            torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
-
-
-def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
-    device, _, results = ranks
-    runs = [result["uneven"] for result in results]
-    losses, squared_norms, parameters = reference_training(False, device, True, make_uneven_batches, 2, regularized)
-    assert losses[1][0] == 0.0  # a rank without any label
-    found = [sum(parts) for parts in zip(*(run["squared_norms"] for run in runs), strict=True)]
-    torch.testing.assert_close(found, squared_norms, rtol=10 * RELATIVE_TOLERANCE[device], atol=0.0)
-    for rank, run in enumerate(runs):
-        # Lightning divides what it shows by the number of micro-batches.
-        found = [2 * loss for loss in run["losses"]]
-        torch.testing.assert_close(found, losses[rank], rtol=RELATIVE_TOLERANCE[device], atol=1e-7)
-        for name, parameter in run["whole"].items():
             torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
 
 

@@ -7,111 +7,48 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerLMMixin, LigerModelParallelStrategy
+from tests.lightning_liger.strategies.test_frozen import assert_as_in, of_ranks_means, reference_of
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
-    NUM_STEPS,
     Losses,
-    Reference,
     build_model,
-    launch,
     make_batches,
     make_loader,
     make_optimizer,
     make_trainer,
-    make_uneven_batches,
-    reference_training,
-    regularized,
 )
-from tests.lightning_liger.strategies.workers.model_parallel import MAX_NORM
-
-TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
-def ranks(request, tmp_path_factory):
-    """What both ranks got out of every run, with the device."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return request.param, launch(
-        request.param, folder, worker="tests.lightning_liger.strategies.workers.model_parallel"
-    )
+from tests.lightning_liger.strategies.workers.frozen import NUM_BATCHES
+from tests.lightning_liger.strategies.workers.model_parallel import WAYS
 
 
-def assert_as_in(reference: Reference, device: str, runs: list[dict], num_micro_batches: int = 1) -> None:
-    for rank, run in enumerate(runs):
-        found = [num_micro_batches * loss for loss in run["losses"]]
-        torch.testing.assert_close(found, reference.losses[rank], rtol=TOLERANCE[device], atol=1e-7)
-        assert run["whole"].keys() == reference.parameters.keys()
-        for name, parameter in run["whole"].items():
-            torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * TOLERANCE[device])
-
-
-@pytest.mark.parametrize("way", [*HEADS, "no-kernels", "recomputed", "each-linear", "by-its-user"])
-def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, way):
-    device, results = ranks
-    runs = [result[way] for result in results]
-    assert_as_in(reference_training(HEADS.get(way, False), device, of_tokens=True), device, runs)
-    assert runs[0]["losses"][-1] < runs[0]["losses"][0] - 0.5
-    fused = way != "no-kernels"
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_as_one_process_with_the_stock_model(engine_runs, way):
+    runs = engine_runs.of(f"fsdp2-{way}")
+    assert_as_in(reference_of("whole", engine_runs.device), engine_runs.device, runs)
+    num_losses = 0 if way == "no-kernels" else NUM_BATCHES
     for run in runs:
         # 5 norms, 2 attentions, the head and 2 MLPs, but for those that are FSDP units of their user's.
         assert run["num_replaced"] == {"no-kernels": 0, "by-its-user": 8}.get(way, 10)
-        assert run["logit_counts"] == (NUM_STEPS if fused else 0, 0)
-        counts = (2 * NUM_STEPS if fused else 0, 0)
-        assert run["counts_after_validation"] == counts
+        assert run["logit_counts"] == (num_losses, 0)
+        assert run["counts_after_validation"] == (2 * num_losses, 0)
+        assert run["validation"] == runs[0]["validation"]
+        assert run["num_forwards"] == (2 * NUM_BATCHES if way == "recomputed" else None)
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_fabric_trains_as_one_process_with_the_stock_model(ranks, head):
-    device, results = ranks
-    runs = [result[f"fabric-{head}"] for result in results]
-    assert_as_in(reference_training(HEADS[head], device, of_tokens=False), device, runs)
-    assert [(run["num_replaced"], run["logit_counts"]) for run in runs] == [(10, (NUM_STEPS, 0))] * NUM_RANKS
+def test_fabric_trains_as_one_process_with_the_stock_model(engine_runs, head):
+    runs = engine_runs.of(f"fsdp2-fabric-{head}")
+    assert_as_in(of_ranks_means({"untied": "whole"}.get(head, head), engine_runs.device), engine_runs.device, runs)
+    assert [(run["num_replaced"], run["logit_counts"]) for run in runs] == [(10, (NUM_BATCHES, 0))] * NUM_RANKS
 
 
-def test_layers_are_sharded_one_by_one_and_what_is_around_them(ranks):
-    run = ranks[1][0]
-    assert sorted(run["untied"]["units"]) == ["FSDPLlamaDecoderLayer"] * 2 + ["FSDPLlamaForCausalLM"]
-    assert "FSDPLinear" in run["each-linear"]["units"]
-    assert sorted(run["by-its-user"]["units"]) == ["FSDPLlamaForCausalLM"] + ["FSDPLlamaMLP"] * 2
-
-
-def test_layers_of_the_checkpointing_policy_run_again_in_backward(ranks):
-    for result in ranks[1]:
-        assert result["recomputed"]["num_forwards"] == 2 * NUM_STEPS
-
-
-def test_tokens_count_the_same_whatever_rank_and_micro_batch_they_are_in(ranks):
-    device, results = ranks
-    reference = reference_training(False, device, True, make_uneven_batches, 2, regularized)
-    assert_as_in(reference, device, [result["uneven"] for result in results], num_micro_batches=2)
-
-
-def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks):
-    device, results = ranks
-    model = build_model().to(device)
-    optimizer = make_optimizer(model.parameters())
-    for parts in zip(*(make_batches(rank) for rank in range(NUM_RANKS)), strict=True):
-        optimizer.zero_grad()
-        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in parts]
-        for batch, count in zip(parts, counts, strict=True):
-            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
-            (loss * (count / sum(counts))).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        assert norm > MAX_NORM
-        optimizer.step()
-    for result in results:
-        for name, parameter in model.state_dict().items():
-            torch.testing.assert_close(
-                result["clipped"]["whole"][name], parameter.cpu(), rtol=0.0, atol=10 * TOLERANCE[device]
-            )
-
-
-def test_ranks_agree_on_the_validation_loss(ranks):
-    first, *others = (result["untied"]["validation"] for result in ranks[1])
-    assert others == [first] * (NUM_RANKS - 1)
-    assert first["val_loss"] == pytest.approx(ranks[1][0]["no-kernels"]["validation"]["val_loss"], rel=1e-5)
+def test_layers_are_sharded_one_by_one_and_what_is_around_them(engine_runs):
+    units = {way: engine_runs.of(f"fsdp2-{way}")[0]["units"] for way in WAYS}
+    assert units["usual"] == ["FSDPLlamaDecoderLayer"] * 2 + ["FSDPLlamaForCausalLM"]
+    assert "FSDPLinear" in units["each-linear"]
+    assert units["by-its-user"] == ["FSDPLlamaForCausalLM"] + ["FSDPLlamaMLP"] * 2
 
 
 @pytest.mark.parametrize("layer", ["Linear", "Embedding"])

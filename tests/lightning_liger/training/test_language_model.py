@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightning_liger import LigerCallback, apply_liger_kernels
-from lightning_liger.training import step_mean
 from lightning_liger.training.language_model import LanguageModel
-from lightning_liger.training.step_mean import StepMean
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
 from tests.lightning_liger.training.logging_lm import LoggingLM
@@ -40,10 +38,6 @@ def tiny_mixtral(**overrides: Any) -> PreTrainedModel:
 class LM(LoggingLM):
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(tiny_mixtral() if model is None else model)
-
-
-class LMOfMicroBatches(LM):
-    loss_normalization = "micro_batch"
 
 
 def make_trainer(**options: Any) -> L.Trainer:
@@ -151,38 +145,6 @@ def test_accumulated_router_losses_are_weighted_by_tokens() -> None:
     assert metrics["train_perplexity"] == pytest.approx((total - router).exp().item(), rel=1e-4)
 
 
-def test_mean_of_micro_batches_has_the_mean_of_their_router_losses() -> None:
-    module, model = LMOfMicroBatches(), tiny_mixtral()
-    make_trainer(accumulate_grad_batches=2).fit(module, DataLoader(micro_batches()[:2], batch_size=None))
-    (sum(loss for loss, *_ in parts(model)) / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for got, want in zip(module.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_router_losses_of_two_ranks_are_weighted_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on two ranks: each has a module of its own, and gradients are averaged."""
-    ranks, means, counted = [LM(), LM()], [StepMean(), StepMean()], []
-    monkeypatch.setattr(step_mean, "sum_over_ranks", lambda *_: sum(counted))
-    engine = SimpleNamespace(micro_batch_index=lambda: 0, should_accumulate=lambda: False)
-    losses = [module.training_step(batch, 0) for module, batch in zip(ranks, micro_batches(), strict=False)]
-    for module, mean, loss, batch in zip(ranks, means, losses, micro_batches(), strict=False):
-        module.trainer = SimpleNamespace(world_size=2, accumulate_grad_batches=1, optimizers=[])
-        mean.add(0, loss, (batch["labels"][:, 1:] != -100).sum())
-        counted.append(mean._added)
-    for module, mean, loss in zip(ranks, means, losses, strict=True):
-        (loss * mean.weight(module, engine, 0)).backward()
-    for parameter, other in zip(ranks[0].parameters(), ranks[1].parameters(), strict=True):
-        parameter.grad = (parameter.grad + other.grad) / 2
-    model = tiny_mixtral()
-    found = parts(model)
-    total = sum(loss * count for loss, _, count in found) / sum(count for *_, count in found)
-    total.backward()
-    for module, mean in zip(ranks, means, strict=True):
-        assert mean.finish(module, engine, 0).item() == pytest.approx(total.item(), rel=1e-6)
-    assert_same_gradients(ranks[0].model, model)
-
-
 def test_epoch_resumes_with_the_router_losses_so_far() -> None:
     module, resumed = LM(), LM()
     for batch in micro_batches()[:2]:
@@ -228,19 +190,6 @@ def test_losses_that_a_model_returns_apart_are_named_in_one_warning() -> None:
     assert "training_step" in message
 
 
-@pytest.mark.parametrize(("architecture", "is_named"), [("bart", True), ("mbart", True), ("seed_oss", False)])
-def test_other_loss_of_a_model_is_named_in_one_warning(architecture: str, is_named: bool) -> None:
-    """BART's decoder does not shift labels."""
-    module = LM(tiny_causal_lm(architecture).eval())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        losses = [module.training_step(tiny_batch(), 0).item() for _ in range(2)]
-    assert losses[0] == losses[1]
-    messages = [str(each.message) for each in caught if "but its cross entropy" in str(each.message)]
-    assert len(messages) == is_named
-    assert all(f"the loss of {type(module.model).__name__} is" in message for message in messages)
-
-
 def test_further_heads_keep_their_loss_function() -> None:
     """A model that calls the function once more, as those that predict several tokens do."""
     model = tiny_llama()
@@ -256,14 +205,6 @@ def test_further_heads_keep_their_loss_function() -> None:
     model.forward = with_a_further_head
     want = model(**batch).loss
     torch.testing.assert_close(LM(model).training_step(batch, 0), want)
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, lambda model: nn.Sequential(model)[0]])
-def test_keys_that_reach_the_model_are_known(wrap: Any) -> None:
-    seen = LanguageModel(wrap(tiny_llama()))
-    seen.check_keys(["input_ids", "attention_mask", "position_ids", "inputs_embeds", "cu_seq_lens_q", "use_cache"])
-    with pytest.raises(ValueError, match=r"unknown key 'atention_mask' \(did you mean 'attention_mask'\?\)"):
-        seen.check_keys(["input_ids", "atention_mask"])
 
 
 def test_any_key_may_reach_a_module_that_takes_any() -> None:
@@ -322,3 +263,16 @@ def test_empty_cache_is_for_rows_of_one_document_and_plain_attention(model_type:
     inputs.pop("labels")
     LanguageModel(tiny_causal_lm(model_type)).leave_out_cache(inputs)
     assert inputs.get("past_key_values") is None
+
+
+@pytest.mark.parametrize(("architecture", "is_named"), [("bart", True), ("mbart", True), ("seed_oss", False)])
+def test_other_loss_of_a_model_is_named_in_one_warning(architecture: str, is_named: bool) -> None:
+    """BART's decoder does not shift labels."""
+    module = LM(tiny_causal_lm(architecture).eval())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = [module.training_step(tiny_batch(), 0).item() for _ in range(2)]
+    assert losses[0] == losses[1]
+    messages = [str(each.message) for each in caught if "but its cross entropy" in str(each.message)]
+    assert len(messages) == is_named
+    assert all(f"the loss of {type(module.model).__name__} is" in message for message in messages)

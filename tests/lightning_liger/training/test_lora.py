@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_liger import LigerCausalLM, export_pretrained
 from lightning_liger.cli import main
-from lightning_liger.training.lora import add_adapters, needs_weights
+from lightning_liger.training.lora import needs_weights
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
 pytest.importorskip("peft")
@@ -145,15 +145,3 @@ def test_yaml_trains_adapters_and_the_export_takes_them_from_the_checkpoint(tmp_
     factors = (saved[f"{prefix}lm_head.lora_{part}.default.weight"] for part in "BA")
     expected = saved[f"{prefix}lm_head.base_layer.weight"] + 16 / 2 * torch.mm(*factors)
     torch.testing.assert_close(exported["lm_head.weight"], expected)
-
-
-def test_modules_that_the_model_lacks_are_refused_when_it_is_built() -> None:
-    module = LigerCausalLM(config=TINY_CONFIG, lora={**LORA, "target_modules": ["no_such_module"]})
-    with pytest.raises(ValueError, match=r"lora must be settings that fit LlamaForCausalLM \(.*no_such_module"):
-        module.configure_model()
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_adding_adapters_does_not_warn() -> None:
-    adapted = add_adapters(tiny_llama(), {"r": 2})
-    assert any(parameter.requires_grad for parameter in adapted.parameters())

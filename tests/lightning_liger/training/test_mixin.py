@@ -16,9 +16,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_liger import LazyLogits, LigerCallback, LigerLMMixin, apply_liger_kernels
+from lightning_liger import LigerCallback, LigerLMMixin, apply_liger_kernels
 from lightning_liger.host_copy import HostCopy
-from lightning_liger.lazy.logits import lazy_logits
 from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama
 
 Batch = dict[str, Tensor]
@@ -35,13 +34,6 @@ class LM(LigerLMMixin, L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-class LMWithOwnStep(LM):
-    """As in the README."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.lm_loss(self.model(**batch).logits, batch["labels"])
 
 
 def batches(all_ignored: bool = False) -> list[Batch]:
@@ -120,14 +112,6 @@ def test_default_step_logs_metrics_over_all_tokens_of_the_epoch(stage: str, patc
         assert (ledger.num_losses, ledger.num_materialized) == (num_batches + num_sanity_checks, 0)
 
 
-def test_own_training_step_is_fused_too() -> None:
-    module = LMWithOwnStep()
-    run("train", module, batches(), [LigerCallback()])
-    ledger = module.model.lm_head.fusion_counters
-    # The model computes its own loss when it gets labels: 2 batches of 2, and 4 validation steps of one.
-    assert (ledger.num_losses, ledger.num_materialized) == (2 * 2 + 4, 0)
-
-
 def make_module(patched: bool) -> LM:
     module = LM()
     module.configure_model()
@@ -164,61 +148,6 @@ def test_lm_loss_counts_tokens_and_correct_predictions(patched: bool) -> None:
     assert result.num_tokens.item() == kept.sum().item() == 17
     assert result.num_correct.item() == (logits.argmax(-1)[kept] == targets[kept]).sum().item() > 0
     torch.testing.assert_close(result.loss, F.cross_entropy(logits[kept], targets[kept]), rtol=1e-5, atol=0)
-
-
-def test_lm_loss_without_labels_is_nan_but_its_gradients_are_zero() -> None:
-    module, batch = make_module(patched=True), tiny_batch(1, 9, num_ignored=9)
-    loss = module.lm_loss(module.model(input_ids=batch["input_ids"]).logits, batch["labels"])
-    loss.backward()
-    assert loss.isnan()
-    assert all((parameter.grad == 0).all() for parameter in module.parameters())
-
-
-def test_mixin_behind_lightning_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"class Wrong\(LigerLMMixin, L\.LightningModule\)"):
-        type("Wrong", (L.LightningModule, LigerLMMixin), {})
-
-
-@pytest.mark.parametrize(
-    ("batch", "found"),
-    [
-        ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "mask": None}, r"\['input_ids', 'mask'\]"),
-        ({"input_ids": torch.ones(1, 3, dtype=torch.int64), "labels": None}, r"\['input_ids', 'labels'\]"),
-        ((torch.ones(1, 3), torch.ones(1, 3)), "tuple"),
-    ],
-    ids=["no_labels", "labels_none", "tuple"],
-)
-@pytest.mark.parametrize(("step", "stage"), [("training_step", "train"), ("validation_step", "val")])
-def test_batch_without_labels_is_refused_with_what_it_holds(batch: Any, found: str, step: str, stage: str) -> None:
-    with pytest.raises(ValueError, match=rf"'labels' for the default {stage} step, got {found}"):
-        getattr(make_module(patched=True), step)(batch, 0)
-
-
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_labels_for_another_number_of_tokens_are_refused(patched: bool) -> None:
-    module, batch = make_module(patched), tiny_batch()
-    logits = module.model(input_ids=batch["input_ids"]).logits
-    with pytest.raises(ValueError, match=r"logits have \(2, 11\) tokens, labels have shape \(2, 10\)"):
-        module.lm_loss(logits, batch["labels"][:, 1:])
-
-
-@pytest.mark.parametrize("label", [VOCAB_SIZE, -1])
-def test_label_out_of_range_is_refused_with_the_range(label: int) -> None:
-    module, batch = make_module(patched=True), tiny_batch()
-    batch["labels"][1, 5] = label
-    with pytest.raises(ValueError, match=rf"between 0 and vocab_size - 1 = 130, .*; got {label} \(1 of 22"):
-        module.lm_loss(module.model(input_ids=batch["input_ids"]).logits, batch["labels"])
-
-
-@unattached
-def test_step_leaves_the_batch_and_the_wish_for_a_loss_as_they_were() -> None:
-    module, batch = make_module(patched=True), tiny_batch()
-    with torch.no_grad():
-        module.validation_step(batch, 0)
-        assert sorted(batch) == ["input_ids", "labels"]
-        assert isinstance(module.model(input_ids=batch["input_ids"]).logits, Tensor)
-        with lazy_logits():
-            assert isinstance(module.model(input_ids=batch["input_ids"]).logits, LazyLogits)
 
 
 def test_metrics_add_nothing_to_the_checkpoint() -> None:

@@ -1,6 +1,7 @@
-"""What the tests of rules share: a patched copy of a module, and the comparison with the original."""
+"""What the tests of rules share: modules in one line, a patched copy, and the comparison with the original."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,15 @@ from lightning_liger import apply_liger_kernels
 from lightning_liger.patching import PatchEntry
 from lightning_liger.patching.rules import Patched
 from lightning_liger.patching.verify import TOLERANCE_ULPS
+
+
+def written(forward: Callable[[Any, Tensor], Any], name: str = "Written", **attributes: Any) -> nn.Module:
+    """A module with this forward and these attributes; an int or a tuple is the shape of a random parameter."""
+    module = type(name, (nn.Module,), {"forward": forward})()
+    for attribute, value in attributes.items():
+        is_shape = type(value) in (int, tuple)
+        setattr(module, attribute, nn.Parameter(torch.randn(value)) if is_shape else value)
+    return module
 
 
 def patched_twin(module: nn.Module) -> tuple[nn.Module, PatchEntry]:

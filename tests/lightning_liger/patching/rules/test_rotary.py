@@ -1,6 +1,7 @@
 """Rotary functions are found by what they compute; calls that the fused one does not cover stay as they were."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -172,29 +173,25 @@ def num_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return count
 
 
-NEIGHBOURS = "apply_rotary (interleaved)"
+HALVES, NEIGHBOURS = "apply_rotary", "apply_rotary (interleaved)"
 FORMS: dict[str, tuple[FunctionType, str, dict[str, Any], str]] = {
-    "half": (half, "rotate(q, k, cos, sin)", {}, "apply_rotary"),
-    "keyword": (half, "rotate(q, k, cos, sin, unsqueeze_dim=1)", {}, "apply_rotary"),
-    "keyword_2": (half, "rotate(q, k, cos, sin, unsqueeze_dim=2)", {"heads_dim": 2}, "apply_rotary"),
-    "positional_2": (half, "rotate(q, k, cos, sin, 2)", {"heads_dim": 2}, "apply_rotary"),
-    "all_keywords": (half, "rotate(sin=sin, cos=cos, k=k, q=q)", {}, "apply_rotary"),
-    "one_row_of_tables": (half, "rotate(q, k, cos, sin)", {"batch_size": 1}, "apply_rotary"),
-    "other_names": (half_of_queries_named_otherwise, "rotate(q, k, cos, sin)", {}, "apply_rotary"),
-    "no_unsqueeze_dim": (half_without_unsqueeze_dim, "rotate(q, k, cos, sin)", {"heads_dim": 2}, "apply_rotary"),
-    "cast_back": (half_cast_back, "rotate(q, k, cos, sin)", {}, "apply_rotary"),
-    "first_columns": (half_of_first_columns, "rotate(q, k, cos, sin)", {"table_dim": 8}, "apply_rotary"),
-    "first_columns_all": (half_of_first_columns, "rotate(q, k, cos, sin)", {}, "apply_rotary"),
-    "optional_key": (half_with_an_optional_key, "rotate(q, k, cos=cos, sin=sin)", {}, "apply_rotary"),
-    "backwards": (half_backwards, "rotate(q, k, cos, sin)", {}, "apply_rotary"),
-    "one_tensor": (half_of_one_tensor, "(rotate(q, cos, sin), rotate(k, cos, sin))", {}, "apply_rotary"),
+    "half": (half, "rotate(q, k, cos, sin)", {}, HALVES),
+    "keyword": (half, "rotate(q, k, cos, sin, unsqueeze_dim=1)", {}, HALVES),
+    "positional_2": (half, "rotate(q, k, cos, sin, 2)", {"heads_dim": 2}, HALVES),
+    "other_names": (half_of_queries_named_otherwise, "rotate(q, k, cos, sin)", {}, HALVES),
+    "no_unsqueeze_dim": (half_without_unsqueeze_dim, "rotate(q, k, cos, sin)", {"heads_dim": 2}, HALVES),
+    "cast_back": (half_cast_back, "rotate(q, k, cos, sin)", {}, HALVES),
+    "first_columns": (half_of_first_columns, "rotate(q, k, cos, sin)", {"table_dim": 8}, HALVES),
+    "optional_key": (half_with_an_optional_key, "rotate(q, k, cos=cos, sin=sin)", {}, HALVES),
+    "backwards": (half_backwards, "rotate(q, k, cos, sin)", {}, HALVES),
+    "one_tensor": (half_of_one_tensor, "(rotate(q, cos, sin), rotate(k, cos, sin))", {}, HALVES),
     "one_tensor_2": (
         half_of_one_tensor,
         "(rotate(q, cos, sin, unsqueeze_dim=2), rotate(k, cos, sin, 2))",
         {"heads_dim": 2},
         "apply_rotary",
     ),
-    "half_tables": (half_of_half_tables, "rotate(q, k, cos, sin)", {"table_dim": 8}, "apply_rotary"),
+    "half_tables": (half_of_half_tables, "rotate(q, k, cos, sin)", {"table_dim": 8}, HALVES),
     "neighbours": (neighbours, "rotate(q, k, cos, sin)", {}, NEIGHBOURS),
     "neighbours_from_first_half": (neighbours_from_first_half, "rotate(q, k, cos, sin)", {}, NEIGHBOURS),
     "neighbours_of_half_tables": (
@@ -234,20 +231,11 @@ def test_rotary_function_of_any_form_is_replaced_and_stays_the_same(
     module = attention(function, call)
     twin = assert_replaced(module, description)
     num_fused()
-    assert_same(module, twin, *inputs(**options))
-    assert num_fused() == call.count("rotate(")
-
-
-@every_form
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes_of_the_original_stay(
-    function: FunctionType, call: str, options: dict[str, Any], description: str, table_dtype: torch.dtype
-) -> None:
-    module = attention(function, call)
-    twin = assert_replaced(module, description)
     q, k, cos, sin = inputs(**options)
-    assert_same(module, twin, q.bfloat16(), k.bfloat16(), cos.to(table_dtype), sin.to(table_dtype))
-    assert_same(module, twin, q, k, cos.to(table_dtype), sin.to(table_dtype))
+    assert_same(module, twin, q, k, cos, sin)
+    assert num_fused() == call.count("rotate(")
+    for dtype, table_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        assert_same(module, twin, q.to(dtype), k.to(dtype), cos.to(table_dtype), sin.to(table_dtype))
 
 
 LOOK_ALIKES: dict[str, tuple[FunctionType, str]] = {
@@ -295,23 +283,6 @@ def test_call_that_is_not_covered_reaches_the_original(
     assert num_fused() == 0
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "rotate(q, k, cos[0], sin[0], 1)",
-        "rotate(q[None], k[None], cos, sin, 1)",
-        "rotate(q[0], k[0], cos, sin, 2)",
-    ],
-    ids=["tables_of_2_dims", "queries_of_5_dims", "queries_of_3_dims"],
-)
-def test_number_of_dimensions_decides_where_sizes_do_not(call: str, num_fused: Callable[[], int]) -> None:
-    module = attention(half, call)
-    twin = assert_replaced(module, "apply_rotary")
-    num_fused()
-    assert_same(module, twin, *(torch.randn(4, 4, 4, 4) for _ in range(2)), *(torch.randn(4, 4, 4) for _ in range(2)))
-    assert num_fused() == 0
-
-
 def test_wrong_call_fails_as_the_original_does() -> None:
     for call in ("rotate(q, k, cos)", "rotate(q, k, cos, sin, 1, 2)", "rotate(q, k, cos, sin, unknown=1)"):
         module = attention(half, call)
@@ -321,8 +292,7 @@ def test_wrong_call_fails_as_the_original_does() -> None:
                 each(*inputs())
 
 
-def two_classes() -> dict[str, Any]:
-    """The names of a module file with two attentions and what they share."""
+def test_only_the_instances_class_changes(num_fused: Callable[[], int]) -> None:
     scope: dict[str, Any] = {"nn": nn, "half": half}
     source = """
 class Base(nn.Module):
@@ -330,43 +300,6 @@ class Base(nn.Module):
         q, k = half(q, k, cos, sin)
         return q * scale, k * scale
 
-class Attention(Base):
-    def forward(self, q, k, cos, sin):
-        return self.rotate(q, k, cos, sin, scale=2.0)
-
-class OtherAttention(nn.Module):
-    def forward(self, q, k, cos, sin):
-        return half(q, k, cos, sin)
-"""
-    exec(source, scope)
-    return scope
-
-
-def test_only_the_instances_class_changes(num_fused: Callable[[], int]) -> None:
-    scope = two_classes()
-    names, classes = dict(scope), [scope["Base"], scope["Attention"], scope["OtherAttention"]]
-    before = [dict(vars(each)) for each in classes]
-    module, sibling, other = scope["Attention"](), scope["Attention"](), scope["OtherAttention"]()
-    report = apply_liger_kernels(module)
-    assert report.num_replaced == 1
-    assert scope == names
-    assert [dict(vars(each)) for each in classes] == before
-    arguments = inputs()
-    num_fused()
-    for each in (sibling, other):
-        each(*arguments)
-        assert num_fused() == 0
-    assert_same(sibling, module, *arguments)  # also the keyword-only default of an inherited method
-    assert num_fused() == 1
-    report.undo()
-    module(*arguments)
-    assert num_fused() == 0
-
-
-def test_method_keeps_its_defaults_closure_and_name() -> None:
-    scope: dict[str, Any] = {"nn": nn, "half": half}
-    source = """
-class Base(nn.Module):
     def forward(self, q, k, cos, sin):
         return half(q, k, cos, sin)
 
@@ -374,14 +307,29 @@ class Attention(Base):
     def forward(self, q, k, cos, sin, scale=0.5, *, shift=0.25):
         '''Says what it does.'''
         q, k = super().forward(q, k, cos, sin)
-        return half(q * scale + shift, k, cos, sin)
+        return self.rotate(q * scale + shift, k, cos, sin, scale=2.0)
 """
     exec(source, scope)
-    module = scope["Attention"]()
-    twin = assert_replaced(module, "apply_rotary")
-    assert (twin.forward.__name__, twin.forward.__doc__) == ("forward", "Says what it does.")
-    assert_same(module, twin, *inputs())
-    assert_same(module, twin, *inputs(), 2.0, shift=1.0)
+    names, classes = dict(scope), [scope["Base"], scope["Attention"]]
+    before = [dict(vars(each)) for each in classes]
+    module, sibling = scope["Attention"](), scope["Attention"]()
+    report = apply_liger_kernels(module)
+    assert report.num_replaced == 1
+    assert (module.forward.__name__, module.forward.__doc__) == ("forward", "Says what it does.")
+    arguments = inputs()
+    for each, number in ((sibling, 0), (module, 1)):
+        num_fused()
+        each(*arguments)
+        assert num_fused() == number
+    # Also defaults, closures, and the keyword-only default of an inherited method.
+    assert_same(sibling, module, *arguments)
+    assert_same(sibling, module, *arguments, 2.0, shift=1.0)
+    assert scope == names
+    assert [dict(vars(each)) for each in classes] == before
+    report.undo()
+    num_fused()
+    module(*arguments)
+    assert num_fused() == 0
 
 
 def test_two_functions_of_one_method_are_both_replaced(num_fused: Callable[[], int]) -> None:
@@ -399,15 +347,6 @@ class Attention(nn.Module):
     num_fused()
     assert_same(module, twin, *inputs())
     assert num_fused() == 2
-
-
-def test_narrow_tables_reach_a_function_that_does_not_take_them() -> None:
-    module = attention(half)
-    twin = assert_replaced(module, "apply_rotary")
-    q, k, cos, sin = inputs(table_dim=8)
-    for each in (module, twin):
-        with pytest.raises(RuntimeError):
-            each(q, k, cos, sin)
 
 
 @pytest.mark.parametrize("head_dim", [2, 24, 80])

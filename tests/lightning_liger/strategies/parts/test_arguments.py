@@ -50,7 +50,8 @@ def test_yaml_gives_the_strategy_its_arguments(made_by_yaml, name):
     of_engine = {
         "LigerDDPStrategy": {"process_group_backend": "gloo", "find_unused_parameters": True},
         "LigerDeepSpeedStrategy": {"stage": 3},
-        "LigerFSDPStrategy": {"auto_wrap_policy": ["torch.nn.Linear"], "on_nonfinite_grad": "skip"},
+        "LigerFSDPStrategy": {"auto_wrap_policy": ["torch.nn.Linear"], "state_dict_type": "sharded"},
+        "LigerModelParallelStrategy": {"on_nonfinite_grad": "skip", "save_distributed_checkpoint": False},
     }
     for index in range(3):
         options = {key: values[index % len(values)] for key, values in YAML.items()}
@@ -64,3 +65,4 @@ def test_yaml_gives_the_strategy_its_arguments(made_by_yaml, name):
         assert made._activations.budget == options.get("memory_budget")
         assert getattr(made, "process_group_backend", None) == options.get("process_group_backend")
         assert getattr(made, "zero_stage_3", False) == ("stage" in options)
+        assert made.saves_folders == (name in ("LigerFSDPStrategy", "LigerDeepSpeedStrategy"))

@@ -247,10 +247,9 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _fit(strategy: Any, tied: bool, run: dict[str, Any], save_as: str | None = None, **options: Any) -> dict[str, Any]:
-    recorder, module = Losses(), options.pop("module", LM)(tied)
+    recorder, module = Losses(), LM(tied)
     ckpt_path = options.pop("ckpt_path", None)
-    make = options.pop("make", make_batches)
-    loader = DataLoader(make(run["rank"], options.pop("num_batches", NUM_STEPS)), batch_size=None)
+    loader = DataLoader(make_batches(run["rank"], options.pop("num_batches", NUM_STEPS)), batch_size=None)
     trainer = make_trainer(
         recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
     )
@@ -307,9 +306,6 @@ def _run_rank(device: str, folder: Path) -> None:
         results[f"fabric-logits-{head}"] = _fabric(
             lambda model, batch: outside_loss(model(batch["input_ids"]).logits, batch["labels"]), tied, run
         )
-    results["uneven"] = _fit(
-        "liger_fsdp", False, run, make=make_uneven_batches, module=AddsToLoss, accumulate_grad_batches=2
-    )
     # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
     epochs = {"tied": False, "run": run, "num_batches": 2}
     results["two-epochs"] = _fit(LigerStrategy(state_dict_type="sharded"), max_epochs=2, **epochs)

@@ -21,7 +21,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
-    AddsToLoss,
     Batch,
     Losses,
     build_model,
@@ -29,7 +28,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_batches,
     make_optimizer,
     make_trainer,
-    make_uneven_batches,
     outside_loss,
 )
 
@@ -138,7 +136,6 @@ def _run_rank(device: str, folder: Path) -> None:
             "labels": _fabric(FabricLigerDDPStrategy(**unused), loss_of_labels, run, change=change),
             "logits": _fabric(FabricLigerDDPStrategy(**unused), loss_of_logits, run, change=change),
         }
-    results["uneven"] = _fit("liger_ddp", AddsToLoss(), run, make_uneven_batches, accumulate_grad_batches=2)
     torch.save(results, folder / f"rank{run['rank']}.pt")
     torch.distributed.destroy_process_group()
 

@@ -68,13 +68,13 @@ def fit(
 
 
 def _run_rank(device: str, folder: Path) -> None:
-    from tests.lightning_liger.strategies.workers import frozen, lifecycle, precisions
+    from tests.lightning_liger.strategies.workers import frozen, lifecycle, model_parallel, precisions
 
     torch.set_num_threads(1)
     accelerator = {"cuda": "gpu"}.get(device, device)
     run = {"rank": int(os.environ["RANK"]), "folder": folder, "device": device, "accelerator": accelerator}
     results: dict[str, Any] = {}
-    for topic in (frozen, precisions, lifecycle):
+    for topic in (frozen, model_parallel, precisions, lifecycle):
         for name, result in topic.results(run).items():
             result.pop("trainer", None)
             results[name] = result

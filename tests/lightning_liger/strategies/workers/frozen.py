@@ -1,4 +1,4 @@
-"""Trainings of models with frozen parts, in every way and under every engine that ``test_frozen.py`` compares."""
+"""Trainings of whole models and of some with frozen parts, under every engine that ``test_frozen.py`` compares."""
 
 import importlib.util
 from collections.abc import Callable
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from lightning_liger import LazyLogits
 from tests.lightning_liger.strategies.workers.clipping import whole_parameters
 from tests.lightning_liger.strategies.workers.distributed import (
-    LM,
     NUM_RANKS,
+    AddsToLoss,
     Batch,
     build_model,
     make_batches,
     make_optimizer,
     make_uneven_batches,
+    regularized,
 )
 from tests.lightning_liger.strategies.workers.engines import ENGINES, fit
 
@@ -64,6 +65,7 @@ def _with_adapters(*layers: str) -> Callable[[nn.Module], nn.Module]:
 
 CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "whole": _whole,
+    "tied": _whole,
     "head-only": _head_only,
     "without-head": _without_head,
     "mixed": _mixed,
@@ -79,8 +81,11 @@ RUNS = [
 """Those with adapters only where PEFT is installed."""
 
 
-class Changed(LM):
-    """The tiny model with a change of ``CHANGES``; notes whether a loss needed the gradient of the head's weight."""
+class Changed(AddsToLoss):
+    """The tiny model with a change of ``CHANGES``; notes whether a loss needed the gradient of the head's weight.
+
+    Its user adds to the loss of each micro-batch, and has a hook without ``super()``.
+    """
 
     def __init__(self, change: str) -> None:
         super().__init__()
@@ -101,7 +106,7 @@ class Changed(LM):
 
 
 def build_changed(change: str) -> nn.Module:
-    return CHANGES[change](build_model())
+    return CHANGES[change](build_model(change == "tied"))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -137,6 +142,7 @@ def reference_training(
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for _, batch in window]
         for (rank, batch), count in zip(window, counts, strict=True):
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss = regularized(loss) if of_tokens else loss
             losses[rank].append(loss.item() if count else 0.0)
             if count:
                 (loss * (count / sum(counts) if of_tokens else 1 / len(window))).backward()

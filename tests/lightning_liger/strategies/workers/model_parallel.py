@@ -1,38 +1,29 @@
-"""The worker that trains under FSDP2 on two processes in every way that ``test_model_parallel.py`` compares.
+"""Trainings that only ``liger_model_parallel`` has, and Fabric's, as ``test_model_parallel.py`` compares them."""
 
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
-"""
-
-import os
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerModelParallelStrategy
+from tests.lightning_liger.strategies.workers.clipping import whole_parameters
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
-    LM,
     NUM_RANKS,
-    AddsToLoss,
-    Losses,
     build_model,
     logit_counts,
     make_batches,
     make_optimizer,
-    make_trainer,
     make_uneven_batches,
 )
+from tests.lightning_liger.strategies.workers.engines import fit
+from tests.lightning_liger.strategies.workers.frozen import MAX_NORM, NUM_BATCHES, NUM_MICRO_BATCHES, Changed
 
-MAX_NORM = 0.5
 
-
-class ShardedByItsUser(LM):
+class ShardedByItsUser(Changed):
     """Shards another way than the strategy would, in ``configure_model``."""
 
     def configure_model(self) -> None:
@@ -45,7 +36,7 @@ class ShardedByItsUser(LM):
         fully_shard(self.model, mesh=mesh)
 
 
-class CountsForwards(LM):
+class CountsForwards(Changed):
     """Counts how often the MLP of the first layer runs."""
 
     num_forwards = 0
@@ -59,30 +50,31 @@ class CountsForwards(LM):
         self.num_forwards += 1
 
 
-def _whole(module: LM) -> dict[str, Tensor]:
-    parameters = module.model.named_parameters(remove_duplicate=False)
-    return {name: parameter.full_tensor().detach().cpu().clone() for name, parameter in parameters}
+WAYS: dict[str, tuple[dict[str, Any], Callable[[str], Changed]]] = {
+    "usual": ({}, Changed),
+    "no-kernels": ({"kernels": "none"}, Changed),
+    "recomputed": ({"activation_checkpointing_policy": ["LlamaDecoderLayer"]}, CountsForwards),
+    # The head among them, whose weight the loss needs after the head has run.
+    "each-linear": ({"auto_wrap_policy": ["Linear"]}, Changed),
+    "by-its-user": ({}, ShardedByItsUser),
+}
 
 
-def _fit(run: dict[str, Any], module: LM, make: Any = make_batches, **options: Any) -> dict[str, Any]:
-    recorder = Losses()
-    strategy = options.pop("strategy", "liger_model_parallel")
-    trainer = make_trainer(
-        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
-    )
-    loader = DataLoader(make(run["rank"]), batch_size=None)
-    trainer.fit(module, loader)
-    result = {
-        "losses": recorder.losses,
-        "num_replaced": trainer.strategy.patch_report.num_replaced,
-        "logit_counts": logit_counts(module),
-        "units": [type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule)],
-        "whole": _whole(module),
-        "num_forwards": getattr(module, "num_forwards", None),
-    }
-    (result["validation"],) = trainer.validate(module, loader, verbose=False)
-    result["counts_after_validation"] = logit_counts(module)
-    return result
+def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a rank got out of each of ``WAYS``, and of Fabric."""
+    found = {}
+    for way, (arguments, make) in WAYS.items():
+        module, batches = make("whole"), make_uneven_batches(run["rank"], NUM_BATCHES)
+        options = {"accumulate_grad_batches": NUM_MICRO_BATCHES, "gradient_clip_val": MAX_NORM}
+        result = fit(run, LigerModelParallelStrategy(**arguments), module, batches, **options)
+        trainer = result["trainer"]
+        result["num_replaced"] = trainer.strategy.patch_report.num_replaced
+        result["units"] = sorted(type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule))
+        result["num_forwards"] = getattr(module, "num_forwards", None)
+        (result["validation"],) = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)
+        result["counts_after_validation"] = logit_counts(module)
+        found[f"fsdp2-{way}"] = result
+    return found | {f"fsdp2-fabric-{head}": _fabric(run, tied) for head, tied in HEADS.items()}
 
 
 def _fabric(run: dict[str, Any], tied: bool) -> dict[str, Any]:
@@ -90,37 +82,16 @@ def _fabric(run: dict[str, Any], tied: bool) -> dict[str, Any]:
     fabric.launch()
     model = fabric.setup_module(build_model(tied))
     optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
-    losses = []
-    for batch in make_batches(run["rank"]):
+    losses, norms = [], []
+    for batch in make_batches(run["rank"], NUM_BATCHES):
         optimizer.zero_grad()
         loss = model(**{name: tensor.to(fabric.device) for name, tensor in batch.items()}).loss
         fabric.backward(loss)
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM).full_tensor().item())
         optimizer.step()
         losses.append(loss.item())
-    parameters = model.module.named_parameters(remove_duplicate=False)
-    whole = {name: parameter.full_tensor().detach().cpu().clone() for name, parameter in parameters}
     num_replaced = fabric.strategy.patch_report.num_replaced
-    return {"losses": losses, "whole": whole, "num_replaced": num_replaced, "logit_counts": logit_counts(model)}
-
-
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    run = {"rank": int(os.environ["RANK"]), "folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device)}
-    results: dict[str, Any] = {}
-    for head, tied in HEADS.items():
-        results[head] = _fit(run, LM(tied))
-        results[f"fabric-{head}"] = _fabric(run, tied)
-    results["no-kernels"] = _fit(run, LM(), strategy=LigerModelParallelStrategy(kernels="none"))
-    recompute = LigerModelParallelStrategy(activation_checkpointing_policy=["LlamaDecoderLayer"])
-    results["recomputed"] = _fit(run, CountsForwards(), strategy=recompute)
-    # The head among them, whose weight the loss needs after the head has run.
-    results["each-linear"] = _fit(run, LM(), strategy=LigerModelParallelStrategy(auto_wrap_policy=["Linear"]))
-    results["by-its-user"] = _fit(run, ShardedByItsUser())
-    results["uneven"] = _fit(run, AddsToLoss(), make_uneven_batches, accumulate_grad_batches=2)
-    results["clipped"] = _fit(run, LM(), gradient_clip_val=MAX_NORM)
-    torch.save(results, folder / f"rank{run['rank']}.pt")
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))
+    return {
+        **{"losses": losses, "norms": norms, "num_replaced": num_replaced, "logit_counts": logit_counts(model)},
+        "whole": whole_parameters(model.module),
+    }

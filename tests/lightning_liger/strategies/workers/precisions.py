@@ -60,7 +60,7 @@ def _lightnings_own(engine: str, device: str) -> tuple[Any, LM] | None:
     if engine == "liger_fsdp":
         return (FSDPStrategy(), LM()) if device == "cuda" else None
     strategy = ModelParallelStrategy(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
-    return strategy, ShardedByItsUser()
+    return strategy, ShardedByItsUser("whole")
 
 
 def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:

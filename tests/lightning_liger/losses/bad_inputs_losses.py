@@ -1,0 +1,162 @@
+"""Options of losses that exclude each other, and tensors that do not fit them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_liger import (
+    CPOOptions,
+    DPOOptions,
+    KTOOptions,
+    PolicyOptions,
+    SparseDistillationOptions,
+    TPOOptions,
+    group_advantages,
+    leave_one_out_advantages,
+    multi_token_loss,
+    sampled_divergence,
+    sparse_divergence,
+    targets_ahead,
+    universal_logit_divergence,
+)
+from lightning_liger.losses.completions import Completions
+from lightning_liger.losses.distillation import (
+    first_occurrences,
+    importance_weighted_log_probs,
+    log_tail_mass,
+    merge_duplicates,
+    sample_support,
+)
+from lightning_liger.losses.dpo import PairLogProbs, dpo_loss
+from lightning_liger.losses.kto import kto_loss
+from lightning_liger.losses.multi_head import scheduled_coefficient
+from lightning_liger.losses.policy_batch import PolicyBatch, check_policy_batch
+from lightning_liger.losses.policy_weights import sampling_ratio, top_entropy_mask
+from lightning_liger.losses.sequences import sequence_sums
+from lightning_liger.losses.tpo import tpo_loss
+from tests.bad_inputs import row
+
+V, R, Z = torch.zeros(3), torch.zeros(6), torch.zeros(2, 3)
+IDS, MASK = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3, dtype=torch.bool)
+META, CLIP = Z.to("meta"), "vllm_importance_sampling_clip_max"
+KTO: dict[str, Any] = {"log_probs": V, "ref_log_probs": V, "labels": V.bool(), "options": KTOOptions()}
+SCHEDULE: dict[str, Any] = {"step": 0, "num_steps": 3, "schedule": "linear"}
+GROUPS = partial(group_advantages, R, 3)
+LEAVE_ONE_OUT = partial(leave_one_out_advantages, R, 3)
+
+
+def dpo(use_weighting: bool = False, **changed: Any) -> Any:
+    return lambda: dpo_loss(PairLogProbs(V, V, V, V, V, V)._replace(**changed), DPOOptions(use_weighting=use_weighting))
+
+
+def batch(options: dict[str, Any] | None = None, **changes: Any) -> Any:
+    rows = PolicyBatch(Completions(MASK), torch.zeros(2), Z)._replace(**changes)
+    return lambda: check_policy_batch(rows, PolicyOptions(**(options or {})))
+
+
+# Calls, their keywords, and what messages say.
+WRONG: list[tuple[Any, ...]] = [
+    (DPOOptions, {"loss_type": ("sigmoid", "kto_pair")}, "loss_type", "'kto_pair'", "'sigmoid'"),
+    (DPOOptions, {"loss_type": ()}, "loss_type", "()", "a name or a list of names"),
+    (DPOOptions, {"loss_weights": (1.0, 2.0)}, "loss_weights", "(1.0, 2.0)", "one weight"),
+    (DPOOptions, {"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "f_divergence_type", "'forward_kl'"),
+    (DPOOptions, {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing", "0.5", "below 0.5 for loss_type="),
+    (DPOOptions, {"loss_type": "exo_pair"}, "label_smoothing", "0.0", "above 0 and below 1"),
+    (DPOOptions, {"label_smoothing": 0.1}, "label_smoothing", "0.1", "0 for loss types other than"),
+    (DPOOptions, {"loss_type": "aot", "use_weighting": True}, "use_weighting", "True", "False for aot"),
+    (CPOOptions, {"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing", "0.1", "0 for loss_type='hinge'"),
+    (TPOOptions, {"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing", "0.1", "0 for loss_type='ipo'"),
+    (PolicyOptions, {"loss_type": "cispo"}, "epsilon_high", "None", "5.0"),
+    (PolicyOptions, {"loss_type": "dr_grpo"}, "max_completion_length", "None", "'dr_grpo'"),
+    (PolicyOptions, {"delta": 1.1}, "delta", "1.1"),
+    (PolicyOptions, {"loss_type": "sapo", "delta": 4.0}, "delta", "4.0", "'sapo'"),
+    (PolicyOptions, {"loss_type": "vespo", "importance_sampling_level": "sequence"}, "'token'", "'sequence'"),
+    (PolicyOptions, {"loss_type": "rloo", "beta": 0.05}, "beta", "0.05", "reward"),
+    (PolicyOptions, {"loss_type": "rloo", "top_entropy_quantile": 0.2}, "top_entropy_quantile", "0.2"),
+    (PolicyOptions, {"vllm_importance_sampling_clip_min": 3.0}, "vllm_importance_sampling_clip_min", "3.0"),
+    (PolicyOptions, {"vllm_importance_sampling_mode": "token_truncate", CLIP: None}, CLIP, "None", "'token_truncate'"),
+    (SparseDistillationOptions, {"support_mode": "ignore", "beta": 0.5}, "beta", "0.5", "support_mode='ignore'"),
+    (SparseDistillationOptions, {"support_mode": "zero", "beta": 1.0}, "beta", "1.0", "infinite"),
+    (dpo(chosen="x"), {}, "pairs.chosen", "'x'", "floating"),
+    (dpo(chosen=V.long()), {}, "pairs.chosen", "int64", "floating"),
+    (dpo(chosen=torch.zeros(3, 2)), {}, "pairs.chosen", "(3, 2)", "a vector"),
+    (dpo(rejected=V[:2]), {}, "pairs.rejected", "(2,)", "(3,)"),
+    (dpo(num_chosen=3), {}, "pairs.num_chosen", "3", "a tensor"),
+    (dpo(ref_chosen=None), {}, "pairs.ref_chosen", "None", "reference model"),
+    (dpo(ref_rejected=V.to("meta")), {}, "pairs.ref_rejected", "meta", "device"),
+    (dpo(use_weighting=True), {}, "pairs.weight", "None", "use_weighting=True"),
+    (partial(tpo_loss, PairLogProbs(V, V, V, V, V, V), None, TPOOptions()), {}, "reference", "None", "a tensor"),
+    (partial(tpo_loss, PairLogProbs(V, V, V, V, V, V), V[:2], TPOOptions()), {}, "reference", "(2,)", "(3,)"),
+    (kto_loss, KTO | {"log_probs": V[0]}, "log_probs", "()", "a vector"),
+    (kto_loss, KTO | {"ref_log_probs": None}, "ref_log_probs", "None", "floating"),
+    (kto_loss, KTO | {"ref_log_probs": V[:1]}, "ref_log_probs", "(1,)", "(3,)"),
+    (kto_loss, KTO | {"labels": V}, "labels", "float32", "torch.bool"),
+    (kto_loss, KTO | {"labels": V[:2].bool()}, "labels", "(2,)", "(3,)"),
+    (partial(sequence_sums, [1.0]), {}, "values", "[1.0]", "a tensor"),
+    (partial(sequence_sums, V[None], V.long(), 2), {}, "sequence_ids", "(3,)", "(1, 3)"),
+    (partial(sequence_sums, V[None], V[None].long()), {}, "num_sequences", "None", "an integer"),
+    *(
+        (batch(**{name: wrong}), {}, name, *mentions)
+        for name in ("old_log_probs", "ref_log_probs", "sampling_log_probs")
+        for wrong, *mentions in (
+            (torch.zeros(2, 4), "a tensor of shape (2, 4)", "(2, 3)"),
+            (Z.long(), "int64", "floating"),
+            ([1.0], "[1.0]", "tensor"),
+            (META, "meta", "cpu"),
+        )
+    ),
+    (batch(advantages=V), {}, "advantages", "(3,)", "(2, 3)"),
+    (batch(advantages=None), {}, "advantages", "None", "tensor"),
+    (batch({"loss_type": "rloo"}, advantages=Z), {}, "advantages", "(2, 3)", "[num_sequences]"),
+    (batch({"beta": 0.1}), {}, "ref_log_probs", "None", "beta=0.1"),
+    (batch({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, sampling_log_probs=Z), {}, "vespo",
+     "vllm_importance_sampling_mode", "'sequence_mask'"),
+    (batch({"loss_type": "rloo", "vllm_importance_sampling_mode": "token_mask"}, sampling_log_probs=Z), {}, "rloo",
+     "vllm_importance_sampling_mode", "'token_mask'"),
+    (partial(Completions, Z), {}, "mask", "float32", "torch.bool"),
+    (partial(Completions, [[True]]), {}, "mask", "[[True]]", "tensor"),
+    (partial(Completions, MASK[0]), {}, "mask", "(3,)", "[num_rows, seq_len]"),
+    (partial(Completions, MASK, IDS.int(), 1), {}, "sequence_ids", "int32", "int64"),
+    (partial(Completions, MASK, IDS[:1], 1), {}, "sequence_ids", "(1, 3)", "(2, 3)"),
+    (partial(Completions, MASK, IDS.to("meta"), 1), {}, "sequence_ids", "meta", "cpu"),
+    (partial(Completions, MASK, IDS), {}, "num_sequences", "None", "an integer"),
+    (partial(Completions, MASK, IDS, 0), {}, "num_sequences", "0", "at least 1"),
+    (partial(sampling_ratio, Z, Z), {"mode": "clip"}, "mode", "'clip'", "'token_mask'"),
+    (partial(sampling_ratio, Z, Z), {"mode": "sequence_mask"}, "completions", "None", "'sequence_mask'"),
+    (partial(sampling_ratio, Z, Z), {"clip_max": -1.0}, "clip_max", "-1.0", "at least 0"),
+    (partial(top_entropy_mask, Z, MASK), {"quantile": 0.0}, "quantile", "0.0", "above 0"),
+    (partial(group_advantages, R, 4), {}, "rewards", "(6,)", "num_generations=4"),
+    (partial(leave_one_out_advantages, R.view(1, 2, 3), 1), {}, "rewards", "(1, 2, 3)", "[num_completions]"),
+    (GROUPS, {"reward_weights": V[:2]}, "reward_weights", "(2,)", "(1,)"),
+    (LEAVE_ONE_OUT, {"reward_weights": V[:2]}, "reward_weights", "(2,)", "(1,)"),
+    (LEAVE_ONE_OUT, {"kl": V}, "kl", "(3,)", "(6,)"),
+    (LEAVE_ONE_OUT, {"reward_clip_range": (2.0, 1.0)}, "reward_clip_range[1]", "1.0", "at least 2.0"),
+    (partial(sparse_divergence, Z[:, :0], Z[:, :0]), {}, "student_log_probs", "(2, 0)", "at least one id"),
+    (partial(sparse_divergence, Z, Z), {"support_mask": MASK[:, :1]}, "support_mask", "(2, 3)", "(2, 1)"),
+    (partial(sampled_divergence, Z, Z), {"old_log_probs": 1.0}, "old_log_probs", "1.0", "a floating-point tensor"),
+    (log_tail_mass, {"log_probs": IDS}, "log_probs", "int64", "a floating-point tensor"),
+    (first_occurrences, {"ids": Z}, "ids", "torch.int64", "float32"),
+    (first_occurrences, {"ids": IDS[0, 0]}, "ids", "()", "[..., K]"),
+    (merge_duplicates, {"ids": IDS, "log_probs": Z[0]}, "log_probs", "(2, 3)", "(3,)"),
+    (merge_duplicates, {"ids": IDS, "log_probs": IDS}, "log_probs", "int64", "a floating-point tensor"),
+    (importance_weighted_log_probs, {"ids": IDS, "log_probs": Z, "proposal_log_probs": Z[:1]}, "(2, 3)", "(1, 3)"),
+    (sample_support, {"log_probs": Z, "num_samples": 0}, "num_samples", "0", "at least 1"),
+    (sample_support, {"log_probs": Z, "num_samples": 2, "proposal_temperature": 0}, "proposal_temperature", "above 0"),
+    (partial(universal_logit_divergence, torch.zeros(2, 5), torch.zeros(3, 7)), {}, "teacher_logits", "(3, 7)", "(2,)"),
+    (scheduled_coefficient, SCHEDULE | {"step": -1}, "step", "-1", "at least 0"),
+    (scheduled_coefficient, SCHEDULE | {"num_steps": 0}, "num_steps", "0", "at least 1"),
+    (scheduled_coefficient, SCHEDULE | {"coefficient": math.nan}, "coefficient", "nan", "a finite number"),
+    (scheduled_coefficient, SCHEDULE | {"schedule": "cosine"}, "schedule", "'cosine'", "'sine'"),
+    (partial(targets_ahead, Z, 1), {}, "targets", "torch.float32", "class indices"),
+    (partial(targets_ahead, IDS, 1, IDS[:, :2]), {}, "position_ids", "(2, 3)", "(2, 2)"),
+    (partial(targets_ahead, IDS, 1, [0, 1]), {}, "position_ids", "[0, 1]", "a tensor"),
+    (partial(multi_token_loss, torch.zeros(2, 3, 4), [1], [1.0, 1.0]), {}, "targets", "[1]", "[num_heads, ...]"),
+    (partial(multi_token_loss, torch.zeros(2, 3, 4), IDS, [1.0]), {}, "weights", "[1.0]", "(2, 3)"),
+    (partial(multi_token_loss, torch.zeros(2, 3, 4), IDS, [1.0, -1.0]), {}, "weights[1]", "-1.0"),
+]  # fmt: skip
+
+BAD_INPUTS = [row(partial(call, **keywords), *mentions) for call, keywords, *mentions in WRONG]
