@@ -249,6 +249,25 @@ def test_masked_padding_of_the_vocabulary_is_seen_by_the_loss() -> None:
     torch.testing.assert_close(masked_loss(twin.lazy), masked_loss(twin.real))
 
 
+@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
+def test_gradient_of_an_earlier_function_is_not_missed_silently() -> None:
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.shape = tuple(x.shape)
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient.expand(ctx.shape)
+
+    logits = Twin().lazy
+    result = Constant.apply(logits)
+    logits.retain_grad()
+    with pytest.raises(RuntimeError, match=r"retain_grad came after a function .*materialize\(logits\)"):
+        result.backward()
+
+
 @pytest.mark.parametrize("refers", ["weakly", "in a graph"])
 def test_write_is_refused_where_the_object_cannot_be_exchanged(refers: str) -> None:
     class Saved(torch.autograd.Function):
