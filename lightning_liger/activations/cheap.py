@@ -125,7 +125,7 @@ class CheapTensors:
     """
 
     def __init__(self, device_type: str, drops: bool = True) -> None:
-        self.dropped_bytes = 0
+        self.dropped_bytes = self.largest_bytes = 0
         """Bytes of the outputs that were not kept, or need not be, so far."""
         self._made: dict[int, _Made] = {}
         # Under autocast also by autograd's node and its number among the node's outputs.
@@ -194,7 +194,9 @@ class CheapTensors:
             return keep(tensor)
         if not made.is_counted:
             made.is_counted = True
-            self.dropped_bytes += tensor.untyped_storage().nbytes()
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.dropped_bytes += num_bytes
+            self.largest_bytes = max(self.largest_bytes, num_bytes)
         return Recomputed(made.call, made.index, _view(tensor)) if self._drops else keep(tensor)
 
 

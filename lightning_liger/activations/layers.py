@@ -45,12 +45,14 @@ class LayerSizes:
     Attributes:
         inputs: The inputs that "offload" moves to host memory.
         cheap: What "cheap" does not keep.
+        remade: The largest of these tensors.
         tiled: What the layer would keep besides if parts of it did not run in tiles, without cheap tensors.
         tiled_cheap: The same of cheap tensors.
     """
 
     inputs: int = 0
     cheap: int = 0
+    remade: int = 0
     tiled: int = 0
     tiled_cheap: int = 0
 
@@ -155,16 +157,17 @@ class LayerRun:
     def recompute_starts(self) -> CheapTensors | None:
         """Tells the observer; returns what counts the cheap tensors of this run, None if nobody wants to know.
 
-        None of them is dropped: until one layer's backward ends that would cost more time than it is worth.
+        Only where memory is so tight that inputs wait in host memory are they dropped until the layer's backward ends.
         """
         self.sizes.tiled = self.sizes.tiled_cheap = 0
         observer = self.control.observer
         is_measured = observer is not None and observer.recompute_starts(self.index)
-        return CheapTensors(self.device.type, drops=False) if is_measured else None
+        drops = self.mode == "offload"
+        return CheapTensors(self.device.type, drops=drops) if is_measured or drops else None
 
     def recompute_ends(self, cheap: CheapTensors | None) -> None:
         if cheap is not None:
-            self.sizes.cheap = cheap.dropped_bytes
+            self.sizes.cheap, self.sizes.remade = cheap.dropped_bytes, cheap.largest_bytes
         if self.control.observer is not None:
             self.control.observer.recompute_ends(self.index)
 

@@ -74,6 +74,7 @@ class LayerCosts(NamedTuple):
     Attributes:
         stored: What it allocates for backward if it is not recomputed, without cheap tensors.
         cheap: What its cheap tensors take.
+        remade: What the largest of them takes, which is there again where the backward of an offloaded layer peaks.
         tiled: What it allocates besides if it is not recomputed, because no part of it runs in tiles then; without
             cheap tensors.
         tiled_cheap: The same of cheap tensors.
@@ -83,6 +84,7 @@ class LayerCosts(NamedTuple):
 
     stored: int
     cheap: int = 0
+    remade: int = 0
     tiled: int = 0
     tiled_cheap: int = 0
     inputs: int = 0
@@ -115,8 +117,8 @@ class Profile:
         if mode == "recompute":
             return 0
         layer, num_live, is_own = self.layers[index], segment.live[index], segment.recomputed == index
-        if mode == "offload":
-            return -num_live * layer.inputs
+        if mode == "offload":  # which drops what is cheap in backward, but makes one tensor after the other again
+            return -num_live * layer.inputs - (max(0, layer.cheap - layer.remade) if is_own else 0)
         kept = layer.kept + (layer.cheap + layer.tiled_cheap if mode == "store" else 0)
         # Its own backward was measured in tiles, without these tensors and the gradient of each.
         return num_live * kept + (2 * (layer.tiled + layer.tiled_cheap) if is_own else 0)
@@ -212,8 +214,9 @@ class Recorder:
         self._cut()
         costs = tuple(
             LayerCosts(
-                stored=max(0, layer.kept - sizes.cheap),
+                stored=max(0, layer.kept - (0 if layer.mode == "offload" else sizes.cheap)),
                 cheap=sizes.cheap,
+                remade=sizes.remade,
                 tiled=layer.tiled,
                 tiled_cheap=layer.tiled_cheap,
                 inputs=sizes.inputs,
