@@ -197,7 +197,7 @@ class Feed:
         for epoch in itertools.count():
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.job.seed + epoch)).tolist()
             for place in order[self._rank :: self.job.devices // self.job.context_parallel_size]:
-                yield rows[place]["input_ids"]
+                yield torch.as_tensor(rows[place]["input_ids"], dtype=torch.int64)
 
 
 def text(cache: str, vocab_size: int, length: int, max_documents: int | None) -> Any:
