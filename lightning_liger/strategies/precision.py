@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import lightning as L
 import lightning.fabric.plugins.precision.fsdp as fabric_fsdp
 import lightning.pytorch.plugins.precision.fsdp as pytorch_fsdp
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -123,7 +124,29 @@ def _check_users_scaler(precision: str, scaler: Any) -> None:
         raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
 
 
-class LigerPrecisionPlugin(GradientClipping, pytorch_fsdp.FSDPPrecision):
+class AppliesKernels(FabricPrecision):
+    """Applies kernels to the module that it converts. A mixin for FSDP's plugins."""
+
+    patching: Kernels
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """The report of replaced modules, None before a module was converted."""
+        return self.patching.report
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        return keep_buffer_dtypes(super().mixed_precision_config, self.precision)  # type: ignore[misc]  # of FSDP's
+
+    def convert_module(self, module: Module) -> Module:
+        """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
+        with buffers_as_pretrained(module):
+            module = super().convert_module(module)
+        self.patching.apply(module)
+        return module
+
+
+class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPrecision):
     """Lightning's FSDP precision that also applies fused kernels to the module it converts and clips by norm.
 
     The norm of the gradients over all ranks, before clipping, is logged as ``grad_norm``. Under a strategy of this
@@ -156,22 +179,6 @@ class LigerPrecisionPlugin(GradientClipping, pytorch_fsdp.FSDPPrecision):
         self.on_nonfinite_grad = on_nonfinite_grad
         self.patching = Kernels(kernels)
 
-    @property
-    def patch_report(self) -> PatchReport | None:
-        """The report of replaced modules, None before a module was converted."""
-        return self.patching.report
-
-    @property
-    def mixed_precision_config(self) -> MixedPrecision:
-        return keep_buffer_dtypes(super().mixed_precision_config, self.precision)
-
-    def convert_module(self, module: Module) -> Module:
-        """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
-        with buffers_as_pretrained(module):
-            module = super().convert_module(module)
-        self.patching.apply(module)
-        return module
-
     def optimizer_step(  # type: ignore[override]  # of the Trainer's, which has more arguments than Fabric's
         self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -202,7 +209,7 @@ def settled(closure: Callable[[], Any], module: L.LightningModule) -> Callable[[
     return closed
 
 
-class FabricLigerPrecisionPlugin(fabric_fsdp.FSDPPrecision):
+class FabricLigerPrecisionPlugin(AppliesKernels, fabric_fsdp.FSDPPrecision):
     """:class:`LigerPrecisionPlugin` for Fabric, which clips gradients elsewhere."""
 
     def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
@@ -211,19 +218,6 @@ class FabricLigerPrecisionPlugin(fabric_fsdp.FSDPPrecision):
         self.scaler = scaler or self.scaler
         self.kernels = kernels
         self.patching = Kernels(kernels)
-
-    patch_report = LigerPrecisionPlugin.patch_report
-
-    @property
-    def mixed_precision_config(self) -> MixedPrecision:
-        return keep_buffer_dtypes(super().mixed_precision_config, self.precision)
-
-    def convert_module(self, module: Module) -> Module:
-        """As :meth:`LigerPrecisionPlugin.convert_module`."""
-        with buffers_as_pretrained(module):
-            module = super().convert_module(module)
-        self.patching.apply(module)
-        return module
 
 
 def control_gradients(
