@@ -1,7 +1,16 @@
-"""The one yardstick of the kernel tests: no further from float64 than plain PyTorch in the same dtype."""
+"""The one yardstick of the kernel tests: no further from float64 than plain PyTorch in the same dtype; and draws."""
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
+
+
+def few(max_examples: int) -> settings:
+    """So many random examples, always the same and small as they are; the fixtures of a device hold no state."""
+    return settings(
+        derandomize=True, max_examples=max_examples, deadline=None, phases=[Phase.generate], database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )  # fmt: skip
 
 
 def assert_as_accurate(

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops.gated_linear_unit import choose_launch, gelu_mul, relu_squared, relu_squared_mul, silu_mul
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Unit = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
@@ -57,13 +57,7 @@ def unit(request: pytest.FixtureRequest) -> Unit:
     wanted=st.sampled_from([(True, True), (True, False), (False, True)]),
     seed=st.integers(0, 2**16),
 )
-@settings(
-    derandomize=True,
-    max_examples=150,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@few(150)
 def test_no_less_accurate_than_plain_pytorch(
     name: str,
     kind: str,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import liger_ops
 from liger_ops.self_check import CASES as CHECKS
 from liger_ops.self_check import Case, Sizes, make_logits, plain_cross_entropy, unit_case
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = ["contiguous", "transposed", "sliced", "spaced", "expanded"]
@@ -265,13 +265,7 @@ def test_selective_checkpointing_can_keep_what_our_ops_computed(case: OpCase, tr
     upstream_layout=st.sampled_from(LAYOUTS),
     seed=st.integers(0, 2**16),
 )
-@settings(
-    derandomize=True,
-    max_examples=10,
-    deadline=None,
-    phases=[Phase.generate],  # examples are small as they are
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixtures hold no state
-)
+@few(10)
 def test_no_less_accurate_than_plain_pytorch(
     batch_size: int,
     seq_len: int,

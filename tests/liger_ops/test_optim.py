@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from liger_ops import optim
 from liger_ops.optim import AdamW, _Update
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -70,13 +70,7 @@ def make_tensors(num_elements: int, dtype: torch.dtype, device: torch.device, *,
     ),
     seed=st.integers(0, 2**16),
 )
-@settings(
-    derandomize=True,
-    max_examples=60,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@few(60)
 def test_step_is_as_accurate_as_pytorch(
     dtype: torch.dtype,
     num_elements: int,

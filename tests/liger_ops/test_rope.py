@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops import rope
 from liger_ops.rope import apply_rotary, choose_launch
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Heads, heads of keys, columns, rotated columns: the smallest, a half that is no power of two, grouped queries, more
@@ -111,13 +111,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     wanted=st.sampled_from([(True, True), (True, False), (False, True), (False, False)]),
     seed=st.integers(0, 2**16),
 )
-@settings(
-    derandomize=True,
-    max_examples=150,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@few(150)
 def test_no_less_accurate_than_plain_pytorch(
     sizes: tuple[int, int, int, int],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,17 +16,10 @@ from liger_ops.divergence.kernels import choose_divergence_launch
 from liger_ops.divergence.options import IGNORED, KEPT, DivergenceOptions
 from liger_ops.divergence.rows import Rows, write_rows
 from liger_ops.loss.launch import CrossEntropyLaunch
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.divergence.cases import KINDS, OF_DISTRIBUTIONS, OPTIONS, assert_same, reference, with_gradients
 
 CLASSES = 37
-FIXED = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],  # examples are small
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +47,7 @@ def truth(student: Tensor, teacher: Tensor, **options: Any) -> list[Tensor]:
     return with_gradients(reference(student, teacher.double(), reduction="none", **options), [student])
 
 
-@FIXED
+@few(60)
 @given(data=st.data())
 def test_results_are_as_accurate_as_those_of_eager_code(data: st.DataObject, device: torch.device) -> None:
     """Any kind, options, sizes, dtypes, spread of logits, masks with NaN behind them, weights and reductions."""

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops import divergence, linear_divergence
 from liger_ops.divergence import linear_divergence as module
+from tests.liger_ops.accuracy import few
 from tests.liger_ops.divergence.cases import KINDS, OPTIONS, assert_same, reference, with_gradients
-from tests.liger_ops.divergence.test_divergence import FIXED
 
 TOKENS, CLASSES, HIDDEN, TEACHER_HIDDEN, RANK = 11, 37, 9, 7, 2
 CHUNK_BYTES = 3 * 2 * CLASSES * 4  # three tokens of both models
@@ -86,7 +86,7 @@ def leaves_of(models: Models) -> list[Tensor]:
     return [each for each in models if each.requires_grad]
 
 
-@settings(FIXED, max_examples=30)
+@few(30)
 @given(data=st.data())
 def test_results_are_as_accurate_as_those_of_eager_code(data: st.DataObject, device: torch.device) -> None:
     """Any kind, options, dtypes, chunks, reductions, masks and weights, trained tensors, adapters and vocabularies."""

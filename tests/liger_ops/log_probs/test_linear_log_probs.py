@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_ops import TokenScores, backend, linear_log_probs
 from liger_ops.loss import chunked_loss
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.log_probs.cases import (
     ALL,
     CASES,
@@ -32,7 +32,6 @@ from tests.liger_ops.log_probs.cases import (
     make_upstream,
     scores_and_gradients,
 )
-from tests.liger_ops.loss.cases import few
 
 EVERYTHING = CASES[-2]
 

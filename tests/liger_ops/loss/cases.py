@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,14 +14,6 @@ from liger_ops import TokenStats, cross_entropy
 from tests.liger_ops.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def few(max_examples: int) -> settings:
-    """So many examples, always the same; the fixtures of a device hold no state."""
-    return settings(
-        derandomize=True, max_examples=max_examples, deadline=None, phases=[Phase.generate], database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )  # fmt: skip
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

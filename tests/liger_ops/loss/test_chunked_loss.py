@@ -24,7 +24,7 @@ from liger_ops.loss.chunked_loss import (
     visit_tokens,
 )
 from liger_ops.loss.options import Targets
-from tests.liger_ops.loss.cases import few
+from tests.liger_ops.accuracy import few
 from tests.liger_ops.loss.head_cases import (
     HIDDEN,
     WHOLE,

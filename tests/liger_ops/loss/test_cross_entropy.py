@@ -19,7 +19,7 @@ from torch import Tensor
 import liger_ops.loss.cross_entropy  # noqa: F401  # the package's attribute of that name is the function
 from liger_ops import TokenStats, backend, cross_entropy
 from liger_ops.loss.options import REDUCTIONS
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.loss.cases import (
     DTYPES,
     LOSS_OPTIONS,
@@ -30,7 +30,6 @@ from tests.liger_ops.loss.cases import (
     draw_labels,
     draw_upstream,
     draw_weights,
-    few,
     loss_and_gradient,
     make_batch,
     make_case,

@@ -17,7 +17,7 @@ import liger_ops.loss.linear_cross_entropy  # noqa: F401  # the package's attrib
 from liger_ops import TokenStats, cross_entropy, linear_cross_entropy
 from liger_ops.loss import chunked_loss
 from liger_ops.loss.options import REDUCTIONS
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.loss.cases import (
     DTYPES,
     LOSS_OPTIONS,
@@ -27,7 +27,6 @@ from tests.liger_ops.loss.cases import (
     draw_labels,
     draw_upstream,
     draw_weights,
-    few,
     make_options,
     no_waits,
     plain_cross_entropy,

@@ -27,12 +27,11 @@ from liger_ops.loss.launch import (
 )
 from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.rows import TokenRows, gradient_in_place, gradient_rows, transform_logits
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.loss.cases import (
     LOSS_OPTIONS,
     draw_labels,
     draw_weights,
-    few,
     loss_and_gradient,
     make_case,
     plain_cross_entropy,

@@ -13,7 +13,7 @@ from liger_ops import backend
 from liger_ops.loss import token_plan
 from liger_ops.loss.options import Targets
 from liger_ops.loss.token_plan import plan_tokens, reduce_losses
-from tests.liger_ops.loss.cases import few
+from tests.liger_ops.accuracy import few
 
 VOCAB = 11
 BLOCK = 8

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops.norm.group_norm import choose_launch, group_norm
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # No positions, small, instance norm, several blocks a group with channels together, several blocks a channel. The
@@ -62,13 +62,7 @@ def run(
     is_channels_last=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(
-    derandomize=True,
-    max_examples=80,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@few(80)
 def test_no_less_accurate_than_plain_pytorch(
     case: tuple[tuple[int, ...], int],
     dtype: torch.dtype,

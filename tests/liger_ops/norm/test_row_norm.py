@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops import add_rms_norm, layer_norm, rms_norm
 from liger_ops.norm.rms_norm import CASTINGS
 from liger_ops.norm.row_norm import RowNormOptions, row_norm_reference
-from tests.liger_ops.accuracy import assert_as_accurate
+from tests.liger_ops.accuracy import assert_as_accurate, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -93,13 +93,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     used=st.sampled_from([(True, True), (True, False), (False, True)]),
     seed=st.integers(0, 2**16),
 )
-@settings(
-    derandomize=True,
-    max_examples=150,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@few(150)
 def test_no_less_accurate_than_plain_pytorch(
     call: Call,
     shape: tuple[int, ...],
