@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from liger_ops.arguments import check_integer, wrong_type
-from lightning_liger.resuming.random_state import check_random_state, random_state, set_random_state
+from lightning_liger.resuming.random_state import random_state, set_random_state
 
 STATE_KEY = "lightning_liger_loader"
 """Marks the state of a :class:`ResumableDataLoader` among those of other loaders."""
@@ -26,32 +26,18 @@ class ResumableDataLoader(DataLoader[Any]):
     """
 
     # Class attributes, because `resumable` changes the class of loaders whose __init__ has run.
-    _num_batches = 0
-    _epoch: int | None = None
-    _random_state: dict[str, Any] | None = None
-    _generator_state: Tensor | None = None
+    _position: dict[str, Any] = {"num_batches": 0, "epoch": None, "random_state": None, "generator": None}
+    """The number of batches yielded, and the random states at the epoch's start."""
     _loaded: dict[str, Any] | None = None
     _has_workers = False
-
     random_state_before_fetch: dict[str, Any] | None = None
     """The global random state before the last batch was fetched."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch: the number of batches yielded, and the random states at the epoch's start.
-
-        A caller may set ``"is_done"`` to True: the next epoch then starts at its first batch.
-        """
+        """The position in the epoch; if ``"is_done"`` is set to True, the next one starts at its first batch."""
         if self._loaded is not None:
             return self._loaded
-        return {
-            STATE_KEY: True,
-            "is_done": False,
-            "num_batches": self._num_batches,
-            "epoch": self._epoch,
-            "random_state": self._random_state,
-            "generator": self._generator_state,
-            "generator_now": self._generator.get_state() if self._generator is not None else None,
-        }
+        return {STATE_KEY: True, "is_done": False, **self._position, "generator_now": self._generator_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Makes the next epoch start at the batch where :meth:`state_dict` was taken.
@@ -60,16 +46,9 @@ class ResumableDataLoader(DataLoader[Any]):
             TypeError: If ``state_dict`` is not a dict.
             ValueError: For the state of another class of loader, and for an incomplete one.
         """
-        if not isinstance(state_dict, dict):
+        if not isinstance(state_dict, dict) or STATE_KEY not in state_dict:
             raise wrong_type("state_dict", f"the state of a {ResumableDataLoader.__name__}", state_dict)
-        if STATE_KEY not in state_dict:
-            raise ValueError(
-                f"expected the state of a {ResumableDataLoader.__name__}, got a state with the keys"
-                f" {sorted(map(str, state_dict))}: resume with the data loader that the checkpoint was saved with"
-            )
         check_integer("state_dict['num_batches']", state_dict.get("num_batches"), at_least=0)
-        if state_dict.get("random_state") is not None:
-            check_random_state(state_dict["random_state"])
         self._loaded = state_dict
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares a private class of iterators
@@ -83,10 +62,13 @@ class ResumableDataLoader(DataLoader[Any]):
             self._generator.set_state(generator_state)
         if at_start is not None:
             set_random_state(at_start)
-        self._num_batches, self._epoch = state["num_batches"] if is_resumed else 0, self._sampler_epoch
-        self._random_state = at_start or now
-        self._generator_state = self._generator.get_state() if self._generator is not None else None
-        iterator = self._iterator_from(self._num_batches)
+        self._position = {
+            "num_batches": state["num_batches"] if is_resumed else 0,
+            "epoch": self._sampler_epoch,
+            "random_state": at_start or now,
+            "generator": self._generator_state(),
+        }
+        iterator = self._iterator_from(self._position["num_batches"])
         if at_start is not None:
             set_random_state(now)
         while True:
@@ -95,7 +77,7 @@ class ResumableDataLoader(DataLoader[Any]):
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._num_batches += 1
+            self._position["num_batches"] += 1
             yield batch
 
     def _is_in_its_epoch(self, state: dict[str, Any]) -> bool:
@@ -114,6 +96,9 @@ class ResumableDataLoader(DataLoader[Any]):
     @property
     def _generator(self) -> torch.Generator | None:
         return getattr(self.sampler, "generator", None) or self.generator
+
+    def _generator_state(self) -> Tensor | None:
+        return None if self._generator is None else self._generator.get_state()
 
     def _iterator_from(self, num_batches: int) -> Iterator[Any]:
         if not num_batches:
@@ -168,9 +153,8 @@ class _Remaining:
     """
 
     def __init__(self, sampler: Any, num_skipped: int) -> None:
-        self.sampler = sampler
+        self.sampler, self.num_left = sampler, num_skipped
         self.iterator: Any = None
-        self._num_left = num_skipped
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -184,6 +168,6 @@ class _Remaining:
         return next(self.iterator)
 
     def skip(self) -> None:
-        while self._num_left:
-            self._num_left -= 1
+        while self.num_left:
+            self.num_left -= 1
             next(self.iterator)

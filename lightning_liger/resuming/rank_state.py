@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_liger.resuming.atomic_io import gather_objects
 from lightning_liger.resuming.dataloader import STATE_KEY, ResumableDataLoader, resumable
-from lightning_liger.resuming.random_state import check_random_state, random_state, set_random_state
+from lightning_liger.resuming.random_state import random_state, set_random_state
 
 CHECKPOINT_KEY = "lightning_liger"
 """The key of a checkpoint under which the states of all ranks are."""
@@ -95,23 +95,10 @@ class RankStates:
 
     # Resuming
 
-    def take_from(self, checkpoint: dict[str, Any], trainer: L.Trainer, path: Any) -> None:
-        """Removes the states of all ranks from a checkpoint, and keeps this rank's until training starts.
-
-        Raises:
-            ValueError: If the checkpoint has other contents there than what is saved; the message names ``path``.
-        """
+    def take_from(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> None:
+        """Removes the states of all ranks from a checkpoint, and keeps this rank's until training starts."""
         if "loops" not in checkpoint or not is_fitting(trainer):
             return
-        try:
-            self._loaded = self._state_of_this_rank(checkpoint, trainer)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"{path} must have the progress and the states of ranks that Lightning and lightning-liger save:"
-                f" {type(error).__name__}: {error}"
-            ) from error
-
-    def _state_of_this_rank(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> dict[str, Any]:
         loops = checkpoint["loops"]["fit_loop"]
         progress = loops["epoch_loop.batch_progress"]
         states = checkpoint.pop(CHECKPOINT_KEY, {"ranks": []})["ranks"]
@@ -127,13 +114,11 @@ class RankStates:
                     " random states start anew, averages over the epoch cover only the rest of it, and the epoch"
                     " resumes at the same number of batches, with data that is split differently."
                 )
-        if state["random_state"] is not None:
-            check_random_state(state["random_state"])
         if state["other_loaders"]:
             loops["state_dict"]["combined_loader"] = state["other_loaders"]
         if progress["is_last_batch"] or _epoch_is_over(loops):  # the next epoch starts at its first batch
             state |= {"loaders": [{**loader, "is_done": True} for loader in state["loaders"]], "module": None}
-        return state
+        self._loaded = state
 
     def forget(self) -> None:
         """Drops the state that :meth:`take_from` kept for a run that did not start to train."""

@@ -1,4 +1,4 @@
-"""Checks that loading a checkpoint runs no code: which classes its pickles name, before anything unpickles them.
+"""Checks that loading a checkpoint runs no code, before anything unpickles it.
 
 A pickle may call any function that it names. ``torch.load`` refuses all but tensors and plain Python objects, unless it
 is told otherwise, but not everything is read with it: ``torch.distributed.checkpoint`` unpickles the ``.metadata`` of a
@@ -6,32 +6,32 @@ folder and its entries without tensors as they are, Lightning unpickles full che
 files. These are therefore read here first, with nothing in them that could run.
 """
 
+import copyreg
+import dataclasses
+import enum
 import io
 import os
 import pickle
-import re
+import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
-from torch.serialization import safe_globals
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from liger_ops.arguments import shown
 
-_ZIP = b"PK\x03\x04"
 _VERSION = "pytorch-lightning_version"
 
 
 def load_file(path: Path, weights_only: bool | None = None) -> Any:
-    """The contents of a file of ``torch.save``, on the CPU, with tensors that are read when they are used.
-
-    Args:
-        path: A local file.
-        weights_only: As in :func:`torch.load`, whose default refuses all but tensors and plain Python objects.
+    """The contents of a local file of ``torch.save``, on the CPU, with tensors that are read when they are used.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -41,35 +41,31 @@ def load_file(path: Path, weights_only: bool | None = None) -> Any:
     with path.open("rb") as file:
         # Lightning's reader of full checkpoints finds a zip archive in any part of a file, where `torch.load` would
         # read another format.
-        if file.read(len(_ZIP)) != _ZIP or path.suffix == ".safetensors":
-            raise _incomplete(f"{path} is not a file of torch.save", "it does not begin as one")
+        if file.read(4) != b"PK\x03\x04" or path.suffix == ".safetensors":
+            raise ValueError(f"{path} is not a file of torch.save, or incomplete: it does not begin as one")
     with loading_errors_explained(path):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
 
 def check_checkpoint(path: Path, weights_only: bool | None = None, allowed: Sequence[type] = ()) -> None:
-    """Raises if loading the file, or the folder of a sharded checkpoint, would run code.
+    """Raises as :func:`load_file` if loading the file, or the folder of a sharded checkpoint, would run code.
 
     Args:
         path: A checkpoint of any strategy.
-        weights_only: As in :func:`load_file`; with False only the ``.metadata`` of a folder is checked.
+        weights_only: As in :func:`torch.load`; with False only the ``.metadata`` of a folder is checked.
         allowed: Further classes that files of this kind consist of.
-
-    Raises:
-        FileNotFoundError: If there is nothing at ``path``.
-        pickle.UnpicklingError: As :func:`load_file`.
-        ValueError: As :func:`load_file`, and for a folder that is not a checkpoint.
     """
     with safe_globals(list(allowed)):
-        files = [path] if not path.is_dir() else _check_folder(path, weights_only)
-        for file in files:
+        for file in _check_folder(path, weights_only) if path.is_dir() else [path]:
             file.open("rb").close() if weights_only is False else load_file(file, weights_only)
 
 
 def _check_folder(path: Path, weights_only: bool | None) -> list[Path]:
     """The files in the folder of a sharded checkpoint that are to be checked, after the others were."""
-    for file in sorted(path.glob("*.metadata")):
-        check_metadata(file, weights_only)
+    for file in path.glob("__*.metadata"):  # of single ranks
+        _check_names(file)
+    if (metadata := path / ".metadata").exists():
+        check_metadata(metadata, weights_only)
     for file in filter(Path.is_file, (path / "latest", path / "latest_universal")):  # of DeepSpeed
         if (tag := file.read_text(encoding="utf-8", errors="replace").strip()) != Path(tag).name:
             raise ValueError(f"{file} must hold the name of a folder in {path}, got {tag!r}")
@@ -80,70 +76,95 @@ def _check_folder(path: Path, weights_only: bool | None) -> list[Path]:
 
 
 def check_metadata(file: Path, weights_only: bool | None = None) -> None:
-    """Raises if ``.metadata``, or an entry without tensors that it locates, holds anything that could run code.
+    """Raises as :func:`load_file` if ``.metadata``, or an entry without tensors that it locates, could run code."""
+    _check_names(file)
+    reader = FileSystemReader(file.parent)
+    with _errors_explained(f"{file} is not the metadata of a sharded checkpoint"):
+        entries = reader.read_metadata().state_dict_metadata.items()
+        others = {name: None for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
+    if weights_only is not False:  # tensors are read with weights_only=True in any case
+        with warnings.catch_warnings(), sharded_errors_explained(file.parent):
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(others, storage_reader=reader, planner=_EntryCheck(file.parent, weights_only), no_dist=True)
 
-    Args:
-        file: The ``.metadata`` of a sharded checkpoint.
-        weights_only: As in :func:`load_file`, of the entries.
 
-    Raises:
-        OSError: If the file, or one that it names, cannot be opened.
-        pickle.UnpicklingError: As :func:`load_file`.
-        ValueError: If the file is not the metadata of a sharded checkpoint, or an entry is not complete.
+def _check_names(file: Path) -> None:
+    """Raises if the metadata names anything that could run code."""
+    with file.open("rb") as opened, _errors_explained(f"{file} is not the metadata of a sharded checkpoint"):
+        _MetadataUnpickler(file, opened).load()
+
+
+class _EntryCheck(DefaultLoadPlanner):
+    """Lets torch read the entries without tensors, but none that could run code."""
+
+    def __init__(self, folder: Path, weights_only: bool | None) -> None:
+        super().__init__()
+        self._folder = folder
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        with loading_errors_explained(f"{self._folder} ({read_item.dest_index.fqn!r})", value):
+            torch.load(value, map_location="cpu", weights_only=self._weights_only)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds what metadata names, and makes nothing of it.
+
+    It is the C unpickler, as later in torch: another parser might read a crafted file differently.
     """
-    with file.open("rb") as opened:
-        unpickler = _MetadataUnpickler(opened)
-        try:
-            entries = list(_entries(unpickler.load()))
-        except Exception as error:
-            if unpickler.refused is not None:
-                raise _unsafe(file, unpickler.refused) from None
-            raise _incomplete(f"{file} is not the metadata of a sharded checkpoint", error) from error
-    for name, is_tensor, part, offset, length in entries:
-        path = file.parent / part
-        if path.is_file() and (size := path.stat().st_size) < offset + length:
-            raise ValueError(f"{path} is incomplete: {name!r} ends at byte {offset + length}, got a file of {size}")
-        if not is_tensor and weights_only is not False:  # tensors are read with weights_only=True in any case
-            with path.open("rb") as opened:
-                opened.seek(offset)
-                content = io.BytesIO(opened.read(length))
-            with loading_errors_explained(f"{path} ({name!r})"):
-                torch.load(content, map_location="cpu", weights_only=weights_only)
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        is_plain = isinstance(found, torch.dtype) or any(found is each for each in _PLAIN)
+        if isinstance(found, type) and found.__module__ in _PLAIN_MODULES:
+            is_plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | PurePath)
+        if not is_plain:
+            raise _UnsafeError(self._path, f"{module}.{name}")
+        return _Inert
 
 
-def _entries(metadata: Any) -> Iterator[tuple[str, bool, str, int, int]]:
-    """Of each entry the name, whether it is a tensor, the file, the offset and the length in it."""
-    kinds = _checked(metadata["state_dict_metadata"], dict)
-    tensors = {name for name, entry in kinds.items() if type(entry).__name__ == "TensorStorageMetadata"}
-    for index, info in _checked(metadata["storage_data"], dict).items():
-        name, place = _checked(index["fqn"], str), [_checked(info[key], int) for key in ("offset", "length")]
-        if name not in tensors and info.state.get("transform_descriptors"):
-            raise ValueError(f"{name!r} is compressed, so that it cannot be checked")
-        if min(place) < 0:
-            raise ValueError(f"{name!r} is at {place[0]}, with {place[1]} bytes")
-        yield name, name in tensors, _checked(info["relative_path"], str), *place
+_PLAIN = (OrderedDict, set, frozenset, torch.Size, copyreg.dispatch_table[torch.layout](torch.strided)[0])
+_PLAIN_MODULES = (BytesStorageMetadata.__module__, FileSystemReader.__module__, *{Path.__module__, "pathlib"})
 
 
-def _checked(value: Any, cls: type) -> Any:
-    if type(value) is not cls:  # a subclass could have other methods
-        raise TypeError(f"{shown(value)} instead of a {cls.__name__}")
-    return value
+class _Inert:
+    """Stands in for any object. Classes have no state here, so that a pickle that would change one is an error."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
 
 
 @contextmanager
-def loading_errors_explained(path: Any) -> Iterator[None]:
-    """Names the file in errors of ``torch.load``, and what a user can do about them."""
+def loading_errors_explained(path: Any, content: io.BytesIO | None = None) -> Iterator[None]:
+    """Names the local file ``path``, or the ``content``, in errors of ``torch.load``, and what a user can do."""
+    with _errors_explained(f"{path} is not a file of torch.save"):
+        try:
+            yield
+        except pickle.UnpicklingError as error:
+            if content is not None:
+                content.seek(0)
+            if names := get_unsafe_globals_in_checkpoint(content or path):
+                raise _UnsafeError(path, ", ".join(sorted(names))) from error
+            raise
+
+
+@contextmanager
+def _errors_explained(what: str) -> Iterator[None]:
     try:
         yield
-    except (FileNotFoundError, MemoryError):
+    except (FileNotFoundError, MemoryError, _UnsafeError):
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:  # without a name, torch's reader made it
             raise
-        found = re.search(r"GLOBAL (\S+) ", str(error))
-        if isinstance(error, pickle.UnpicklingError) and found is not None:
-            raise _unsafe(path, found[1]) from None
-        raise _incomplete(f"{path} is not a file of torch.save", error) from error
+        raise ValueError(f"{what}, or incomplete: {_told(error)}") from error
 
 
 @contextmanager
@@ -153,6 +174,8 @@ def sharded_errors_explained(path: Any) -> Iterator[None]:
         yield
     except CheckpointException as error:
         failure = next((failure for failure, _ in error.failures.values()), error)
+        if isinstance(failure, OSError | pickle.UnpicklingError):
+            raise failure from None
         raise ValueError(f"{path} is incomplete, or does not fit the model: {_told(failure)}") from error
 
 
@@ -163,69 +186,16 @@ def check_is_of_trainer(checkpoint: Any, path: Any) -> None:
         raise ValueError(f"{path} is not a checkpoint of Lightning's Trainer: no {_VERSION!r} in {shown(keys)}")
 
 
-def _unsafe(path: Any, name: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(
-        f"{path} holds an object of {name}, and loading it could run code: expected tensors and plain Python objects."
-        " Only if you trust the file, load it with weights_only=False, an argument of Trainer.fit, validate, test and"
-        " predict, Fabric.load and export_pretrained, or allow the class before:"
-        f" torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])"
-    )
-
-
-def _incomplete(what: str, reason: Any) -> ValueError:
-    return ValueError(f"{what}, or incomplete: {_told(reason) if isinstance(reason, BaseException) else reason}")
+class _UnsafeError(pickle.UnpicklingError):
+    def __init__(self, path: Any, name: str) -> None:
+        super().__init__(
+            f"{path} holds an object of {name}, and loading it could run code: expected tensors and plain Python"
+            " objects. Only if you trust the file, load it with weights_only=False, an argument of Trainer.fit,"
+            " validate, test and predict, Fabric.load and export_pretrained, or allow the class before:"
+            f" torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])"
+        )
 
 
 def _told(error: BaseException) -> str:
     """The first line of an error's message, without the hints of C++."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. This is ')[0]}"
-
-
-class _Inert:
-    """Stands in for an object of a class, or the result of a function, that metadata names. It does nothing.
-
-    It holds the state that a pickle gives it; what is called with arguments has none, as all that is read here is in
-    states. Classes have no state, so that a pickle cannot change these.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        self.state: Any = arguments or {}
-
-    def __setstate__(self, state: Any) -> None:
-        # An error if there are arguments, a tuple.
-        self.state = vars(self).get("state", {}) | state if isinstance(state, dict) else state
-
-    def __getitem__(self, name: str) -> Any:
-        return self.state[name]
-
-
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-_KNOWN_NAMES = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # Python 3.13
-}
-_KNOWN: dict[tuple[str, str], Any] = {
-    (module, name): type(name, (_Inert,), {}) for module, names in _KNOWN_NAMES.items() for name in names
-} | {("collections", "OrderedDict"): OrderedDict, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """The C unpickler reads metadata, as later torch: another parser might read a crafted file differently."""
-
-    refused: str | None = None
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = _KNOWN.get((module, name))
-        if found is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if found is None:
-            self.refused = f"{module}.{name}"
-            raise pickle.UnpicklingError(self.refused)
-        return found

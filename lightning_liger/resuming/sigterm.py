@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import inspect
 import signal
 from typing import Any
 
@@ -19,9 +18,6 @@ from lightning_liger.host_copy import HostCopy
 EXIT_CODE = 128 + signal.SIGTERM
 """The exit code by which shells and schedulers recognize a process that SIGTERM ended."""
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-# Private to Lightning, which has no public way to replace its handler or to request a stop:
-_CONNECTOR, _HANDLER, _RECEIVED = "_signal_connector", "_sigterm_notifier_fn", "received_sigterm"
-_EXCHANGE = "_broadcast_sigterm_tensor"  # of the epoch loop, which waits for the device in each batch
 
 
 class _Agreed:
@@ -47,14 +43,13 @@ class GracefulShutdown:
         self._is_child = False
 
     def install(self, trainer: L.Trainer) -> None:
-        """Replaces Lightning's SIGTERM handler; to be called before the Trainer registers its handlers.
-
-        Raises:
-            RuntimeError: If this version of Lightning has no such handler to replace.
-        """
+        """Replaces Lightning's SIGTERM handler; to be called before the Trainer registers its handlers."""
         self._received = False
-        setattr(_signal_connector(trainer), _HANDLER, functools.partial(self._handle, trainer))
-        setattr(trainer.fit_loop.epoch_loop, _EXCHANGE, _exchange_nothing)  # :meth:`agree` does it
+        # Private to Lightning, which has no public way to replace its handler or to request a stop.
+        _replace_method(trainer._signal_connector, "_sigterm_notifier_fn", functools.partial(self._handle, trainer))
+        # It waits for the device in each batch; :meth:`agree` does the same without.
+        _replace_method(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._stop(trainer, trainer.received_sigterm)
         # By default Lightning starts the other processes of a machine from the first one.
         environment = getattr(trainer.strategy, "cluster_environment", None)
         self._is_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
@@ -67,7 +62,7 @@ class GracefulShutdown:
             launcher.kill(signal.SIGTERM)
         self._received = True
         if not (trainer.state.fn == TrainerFn.FITTING and _has_several_ranks(trainer)):
-            setattr(_signal_connector(trainer), _RECEIVED, True)
+            self._stop(trainer, True)
 
     def agree(self, trainer: L.Trainer) -> None:
         """Makes all ranks stop after this batch if any of them got SIGTERM; to be called on all ranks in each batch."""
@@ -76,7 +71,12 @@ class GracefulShutdown:
         received = torch.full((), int(self._received), dtype=torch.int32, device=trainer.strategy.root_device)
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         # Lightning reads it at the end of the batch. The device has all of the batch to do then, so it never idles.
-        setattr(_signal_connector(trainer), _RECEIVED, _Agreed(received))
+        self._stop(trainer, _Agreed(received))
+
+    @staticmethod
+    def _stop(trainer: L.Trainer, received: Any) -> None:
+        connector: Any = trainer._signal_connector
+        connector.received_sigterm = received
 
     def set_exit_code(self, exception: BaseException) -> None:
         """Makes 143 the exit code of the process if ``exception`` is due to SIGTERM; Lightning's exit code is 0."""
@@ -85,26 +85,9 @@ class GracefulShutdown:
             exception.code = EXIT_CODE
 
 
-def _signal_connector(trainer: L.Trainer) -> Any:
-    """Lightning's signal handlers and their flag.
-
-    Raises:
-        RuntimeError: If this version of Lightning has others. Setting attributes that Lightning does not read would
-            have no effect, and SIGTERM would not save a checkpoint.
-    """
-    connector = getattr(trainer, _CONNECTOR, None)
-    handler = inspect.getattr_static(type(connector), _HANDLER, None)
-    if not inspect.isfunction(handler) or not isinstance(getattr(connector, _RECEIVED, None), (bool, _Agreed)):
-        raise RuntimeError(
-            f"Lightning {L.__version__}: expected the method trainer.{_CONNECTOR}.{_HANDLER} and the flag"
-            f" trainer.{_CONNECTOR}.{_RECEIVED}, which fault_tolerance=True needs for SIGTERM. Use a version of"
-            " Lightning that lightning-liger supports, or pass fault_tolerance=False to the strategy"
-        )
-    return connector
-
-
-def _exchange_nothing() -> None:
-    """Stands in for Lightning's exchange of the flag."""
+def _replace_method(owner: Any, name: str, function: Any) -> None:
+    getattr(owner, name)  # an AttributeError if Lightning has another one: setting it would have no effect
+    setattr(owner, name, function)
 
 
 def _has_several_ranks(trainer: L.Trainer) -> bool:

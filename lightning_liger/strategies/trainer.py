@@ -275,7 +275,7 @@ class TrainerStrategy(Strategy):
             checkpoint = self._read(path, weights_only)
         check_is_of_trainer(checkpoint, path)
         if self.fault_tolerance:
-            self._rank_states.take_from(checkpoint, self._trainer, path)
+            self._rank_states.take_from(checkpoint, self._trainer)
         return checkpoint
 
     def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from liger_ops.arguments import check_bool, check_integer, check_path, shown, wrong_type, wrong_value
-from lightning_liger.resuming.atomic_io import replacing
+from lightning_liger.resuming.atomic_io import replace
 from lightning_liger.resuming.safe_loading import check_metadata, load_file, sharded_errors_explained
 
 _PREFIX = "model."
@@ -76,10 +76,13 @@ def export_pretrained(
     state_dict = _untied(model) if is_adapted else _fitting(weights, model, ckpt_path, model.all_tied_weights_keys)
     # save_pretrained writes the dtype to config.json. The decorator of transformers' `to` loses its signature.
     model.to(dtype)  # type: ignore[arg-type]
-    with replacing(output) as temporary:
-        model.save_pretrained(temporary, state_dict=state_dict, max_shard_size=max_shard_size)
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder, state_dict=state_dict, max_shard_size=max_shard_size)
         if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+            tokenizer.save_pretrained(folder)
+
+    replace(output, save)
 
 
 def _check_arguments(

@@ -107,25 +107,6 @@ def test_folder_is_renamed_away_before_another_gets_its_name(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_folder_gets_its_name_back_if_another_cannot_have_it(tmp_path, monkeypatch):
-    path = tmp_path / "last.ckpt"
-    save_in("folder", path, OLD)
-    rename = Path.rename
-
-    def refuse_new(self, target):
-        if self.name.startswith(".incomplete-") and (self / "new").exists():
-            raise OSError("refused")
-        return rename(self, target)
-
-    new = atomic_io._temporary_path(path)
-    new.mkdir()
-    (new / "new").touch()
-    monkeypatch.setattr(Path, "rename", refuse_new)
-    with pytest.raises(OSError, match="refused"):
-        atomic_io._commit(new, path)
-    torch.testing.assert_close(load(path), OLD)
-
-
 @pytest.mark.parametrize("when", ["writing", "renaming"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_killed_process_leaves_the_checkpoint_before_and_the_next_one_clears_up(tmp_path, monkeypatch, kind, when):
@@ -157,27 +138,11 @@ def test_full_disk_is_an_error_that_names_the_path_and_leaves_the_checkpoint_bef
         save_in(kind, path, OLD)
     with files_of_at_most(2**16), pytest.raises(OSError, match="cannot save the checkpoint") as error:
         save_in(kind, path, NEW)
-    message = str(error.value)
-    assert error.value.errno == errno.EFBIG
-    assert error.value.filename == str(path)
-    assert "bytes are free" in message
-    assert ("the previous checkpoint is unchanged" in message) == is_there
+    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(path))
+    assert ("the previous checkpoint is unchanged" in str(error.value)) == is_there
     assert list(tmp_path.iterdir()) == [path] * is_there
     if is_there:
         torch.testing.assert_close(load(path), OLD)
-
-
-def test_full_disk_is_told_where_pytorch_does_not(tmp_path, monkeypatch):
-    def fail(_: Path) -> None:
-        raise RuntimeError("basic_ios::clear: iostream error")
-
-    with pytest.raises(RuntimeError, match="iostream error"):
-        save_on_all_ranks(tmp_path / "last.ckpt", fail)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
-    with pytest.raises(OSError, match=r"No space left.*4,096 bytes are free.*last.ckpt") as error:
-        save_on_all_ranks(tmp_path / "last.ckpt", fail)
-    assert error.value.errno == errno.ENOSPC
 
 
 def test_other_errors_stay_what_they_are(tmp_path):
@@ -206,13 +171,13 @@ def test_removed_folder_loses_its_name_first(tmp_path, monkeypatch, kind):
         path.symlink_to(tmp_path)
     else:
         save_in(kind, path, OLD)
-    names: list[list[str]] = []
+    names: list[str] = []
     remove = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda folder: (names.append(os.listdir(tmp_path)), remove(folder)))
-    AtomicCheckpointIO().remove_checkpoint(path)
+    monkeypatch.setattr(shutil, "rmtree", lambda folder: (names.extend(os.listdir(tmp_path)), remove(folder)))
+    for _ in range(2):  # nothing is there the second time
+        AtomicCheckpointIO().remove_checkpoint(path)
     assert os.listdir(tmp_path) == []
-    assert [name[:12] for listed in names for name in listed] == [".incomplete-"] * (kind == "folder")
-    AtomicCheckpointIO().remove_checkpoint(path)  # nothing there
+    assert [name[:12] for name in names] == [".incomplete-"] * (kind == "folder")
 
 
 # Strategies
@@ -221,20 +186,12 @@ def test_removed_folder_loses_its_name_first(tmp_path, monkeypatch, kind):
 @pytest.mark.parametrize("strategy", [LigerSingleDeviceStrategy, LigerDDPStrategy, LigerStrategy])
 def test_strategies_write_atomically_unless_told_otherwise(strategy):
     own = TorchCheckpointIO()
-    for given, innermost in (
-        (None, AtomicCheckpointIO),
-        (own, TorchCheckpointIO),
-        (AsyncCheckpointIO(), AtomicCheckpointIO),
-        (AsyncCheckpointIO(own), TorchCheckpointIO),
-        (AsyncCheckpointIO(AsyncCheckpointIO()), AtomicCheckpointIO),
-    ):
-        found = strategy(checkpoint_io=given).checkpoint_io
-        assert given is None or found is given
-        while hasattr(found, "checkpoint_io"):
-            found = found.checkpoint_io
-        assert type(found) is innermost
-    trainer = make_trainer(root=None, strategy="liger_fsdp", plugins=[own])
-    assert trainer.strategy.checkpoint_io is own
+    assert type(strategy().checkpoint_io) is AtomicCheckpointIO
+    assert strategy(checkpoint_io=own).checkpoint_io is own
+    for inner, kind in ((None, AtomicCheckpointIO), (own, TorchCheckpointIO)):
+        given = AsyncCheckpointIO(inner)
+        assert strategy(checkpoint_io=given).checkpoint_io is given
+        assert type(given.checkpoint_io) is kind
 
 
 def test_asynchronous_saving_is_atomic_too(tmp_path):
