@@ -122,19 +122,13 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
         )
     check_metadata(metadata, weights_only)
     reader = FileSystemReader(path)
-    stored = {
-        key: entry
-        for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    entries = reader.read_metadata().state_dict_metadata.items()
+    stored = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
     prefix = next((each for each in _FOLDER_PREFIXES if any(key.startswith(each) for key in stored)), None)
     if prefix is None:
         raise ValueError(f"{path} is not a sharded Lightning checkpoint: no name starts with one of {_FOLDER_PREFIXES}")
-    weights = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.items()
-        if key.startswith(prefix)
-    }
+    own = ((key, entry) for key, entry in stored.items() if key.startswith(prefix))
+    weights = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in own}
     with warnings.catch_warnings(), sharded_errors_explained(path):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(weights, storage_reader=reader, no_dist=True)
@@ -145,22 +139,16 @@ def _fitting(weights: dict[str, Tensor], model: nn.Module, ckpt_path: Any, tied:
     """The weights under the model's names, without those of ``tied``, the second names of tied tensors."""
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name.startswith(_PREFIX)}
     wanted = model.state_dict(keep_vars=True)
-    wrong = sorted(
-        [f"{name} is missing" for name in wanted.keys() - found.keys() - set(tied)]
-        + [f"{name} is not in the model" for name in found.keys() - wanted.keys()]
-        + [
-            f"{name} is {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
-            for name in wanted.keys() & found.keys()
-            if found[name].shape != wanted[name].shape
-        ]
-        + [
-            f"{name} is {found[name].dtype} instead of {wanted[name].dtype}"
-            for name in wanted.keys() & found.keys()
-            if found[name].is_floating_point() != wanted[name].is_floating_point()
-        ]
-    )
+    wrong = [f"{name} is missing" for name in wanted.keys() - found.keys() - set(tied)]
+    wrong += [f"{name} is not in the model" for name in found.keys() - wanted.keys()]
+    for name in wanted.keys() & found.keys():
+        got, want = found[name], wanted[name]
+        if got.shape != want.shape:
+            wrong.append(f"{name} is {tuple(got.shape)} instead of {tuple(want.shape)}")
+        elif got.is_floating_point() != want.is_floating_point():
+            wrong.append(f"{name} is {got.dtype} instead of {want.dtype}")
     if wrong:
-        raise ValueError(f"{ckpt_path} does not fit {type(model).__name__}: {', '.join(wrong[:5])}")
+        raise ValueError(f"{ckpt_path} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:5])}")
     return {name: tensor for name, tensor in found.items() if name not in tied}
 
 

@@ -60,21 +60,27 @@ class Materializer:
         self.units = {root, *units}
         self._device = device
         self._names = {module: name for name, module in root.named_modules()}
-        self._models = dict(_innermost_models(root))
-        self._tied = set(_tied_places(root))
-        self._lora_initializations = dict(_lora_initializations(root))
+        self._models: dict[nn.Module, PreTrainedModel] = {}  # of nested models the innermost one
+        self._tied: set[Place] = set()  # where models reuse a tensor of another place
+        self._lora_initializations: dict[str, Any] = {}
+        for module in self._names:
+            if isinstance(module, PreTrainedModel):
+                self._models |= dict.fromkeys(module.modules(), module)
+                targets = (target.rpartition(".") for target in module.all_tied_weights_keys)
+                self._tied |= {(module.get_submodule(parent), name) for parent, _, name in targets}
+            for adapter, config in (vars(module).get("peft_config") or {}).items():
+                self._lora_initializations[adapter] = getattr(config, "init_lora_weights", True)
         self._weights = take_pretrained(root)
         self._check_known()
         self._seed = _seed_of_all_ranks()
 
     @torch.no_grad()
     def __call__(self, unit: nn.Module) -> None:
-        """Materializes ``unit``, except for units inside it, which were materialized before.
-
-        Raises:
-            RuntimeError: As :func:`materialize`.
-        """
-        modules = list(self._inside_first(unit))
+        """Materializes ``unit``, except for units inside it, which were materialized before."""
+        inside = list(unit.modules())
+        units = (each for each in inside[1:] if each in self.units or isinstance(each, FullyShardedDataParallel))
+        others = {module for each in units for module in each.modules()}
+        modules = [module for module in reversed(inside) if module not in others]  # children before parents
         blank: set[int] = set()
         for module in modules:
             for name, tensor in _own_tensors(module):
@@ -109,22 +115,19 @@ class Materializer:
         for place, tensor in before.items():
             # The values of a tied tensor are drawn at its other place.
             is_drawn = id(tensor) in blank and not (place in self._tied and id(tensor) in untied)
-            if is_drawn and id(tensor) in whole:
-                value = whole[id(tensor)]
-            elif is_drawn and not isinstance(tensor, DTensor):
-                value = tensor
-            else:
+            value = whole.get(id(tensor), tensor) if is_drawn else tensor
+            if value is tensor and (not is_drawn or isinstance(tensor, DTensor)):
                 value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device if is_drawn else "meta")
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
             if is_drawn:
                 whole[id(tensor)] = drawn[place] = value.fill_(math.nan if value.is_floating_point() else 0)
-            _put(place, value)
+            setattr(*place, value)
         try:
             yield drawn
         finally:
             for place, tensor in before.items():
-                _put(place, tensor)
+                setattr(*place, tensor)
         for tensor in before.values():
             if id(tensor) in whole and whole[id(tensor)] is not tensor:
                 local, index = own_part(tensor)
@@ -155,19 +158,6 @@ class Materializer:
                     " the meta device, or load weights with load_pretrained"
                 )
 
-    def _inside_first(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules of ``module``, children before parents, without other units."""
-        seen = {module}
-
-        def walk(parent: nn.Module) -> Iterator[nn.Module]:
-            for child in parent.children():
-                if child not in seen and child not in self.units and not isinstance(child, FullyShardedDataParallel):
-                    seen.add(child)
-                    yield from walk(child)
-            yield parent
-
-        yield from walk(module)
-
     def _check_known(self) -> None:
         unknown = {
             f"{self._names[module]} ({type(module).__name__})"
@@ -184,40 +174,8 @@ class Materializer:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in (module._parameters | module._buffers).items():
-        if tensor is not None:
-            yield name, tensor
-
-
-def _put(place: Place, tensor: Tensor) -> None:
-    module, name = place
-    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-    tensors[name] = tensor
-
-
-def _innermost_models(root: nn.Module) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-    """Each module in a Hugging Face model, with the model; of nested models the innermost comes last."""
-    for model in root.modules():
-        if isinstance(model, PreTrainedModel):
-            for module in model.modules():
-                yield module, model
-
-
-def _tied_places(root: nn.Module) -> Iterator[Place]:
-    """The places at which Hugging Face models reuse a tensor of another place, according to their configuration."""
-    for model in root.modules():
-        if isinstance(model, PreTrainedModel):
-            for target in model.all_tied_weights_keys:
-                parent, _, name = target.rpartition(".")
-                yield model.get_submodule(parent), name
-
-
-def _lora_initializations(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Each adapter of peft, and its ``init_lora_weights``."""
-    for module in root.modules():
-        for adapter, config in (vars(module).get("peft_config") or {}).items():
-            if hasattr(config, "init_lora_weights"):
-                yield adapter, config.init_lora_weights
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _seed_of_all_ranks() -> int:

@@ -1,6 +1,5 @@
 """Loading a Hugging Face checkpoint into a model, tensor by tensor; of a sharded tensor each rank reads its shard."""
 
-import functools
 import json
 import os
 import re
@@ -69,10 +68,10 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     weights = PretrainedWeights(Path(folder), _found(model, Path(folder)))
     has_generation_config = isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file()
     generation_config = GenerationConfig.from_pretrained(folder) if has_generation_config else None
-    for module, name, tensor in weights.tensors():
-        if not tensor.is_meta:
-            weights.fill(module, name)
-    if any(tensor.is_meta for _, _, tensor in weights.tensors()):
+    late = [place for place in weights.places if getattr(*place).is_meta]
+    for place in weights.places.keys() - late:
+        weights.fill(*place)
+    if late:
         setattr(model, _ATTRIBUTE, weights)
     if isinstance(model, PreTrainedModel) and generation_config is not None:
         model.generation_config = generation_config
@@ -115,11 +114,6 @@ class PretrainedWeights:
     def __contains__(self, place: Place) -> bool:
         return place in self.places
 
-    def tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Module, name in the module, and tensor, of all tensors that the folder has weights for."""
-        for module, name in self.places:
-            yield module, name, _tensor(module, name)
-
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str) -> None:
         """Reads the values of ``module``'s tensor ``name``, or of this rank's shard of it, into that tensor.
@@ -127,7 +121,7 @@ class PretrainedWeights:
         Raises:
             ValueError: If the folder has different weights for tensors that the model ties.
         """
-        local, index = own_part(_tensor(module, name))
+        local, index = own_part(getattr(module, name))
         if not local.numel():
             return
         (first, source), *others = self.places[module, name]
@@ -165,13 +159,10 @@ class _Conversion:
         converter = deepcopy(self.converter)
         for key, pattern, part in self.parts:
             # The converter takes a function in place of a future, and calls it when it needs the tensor.
-            future: Any = functools.partial(self._read, read, part)
+            future: Any = lambda part=part: read(part).to(self.dtype)  # noqa: E731
             converter.add_tensor(self.name, key, pattern, future)
         converted = converter.convert(self.name, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
-
-    def _read(self, read: Callable[[Any], Tensor], part: Any) -> Tensor:
-        return read(part).to(self.dtype)
 
 
 Source = Any
@@ -182,11 +173,9 @@ def own_part(tensor: Tensor) -> tuple[Tensor, Index]:
     """This rank's shard of ``tensor``, and its index in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # private, so not at import
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = cast(DTensor, tensor.detach()).to_local()
-    return local, tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=False))
+    (chunk,) = tensor.__create_chunk_list__()  # as distributed checkpoints ask for it
+    index = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return cast(DTensor, tensor.detach()).to_local(), index
 
 
 def _found(model: nn.Module, folder: Path) -> "dict[Place, list[tuple[str, Source]]]":
@@ -197,7 +186,7 @@ def _found(model: nn.Module, folder: Path) -> "dict[Place, list[tuple[str, Sourc
             " checkpoint with floating-point weights"
         )
     places = _places(model)
-    wanted = {name: _tensor(*place) for name, place in places.items()}
+    wanted: dict[str, Tensor] = {name: getattr(*place) for name, place in places.items()}
     found, unexpected = _sources(model, wanted, _open(folder))
     _check_shapes_and_dtypes(folder, wanted, found)
     # A tied tensor is one object with several names, and a checkpoint may use any of them.
@@ -219,18 +208,8 @@ def _found(model: nn.Module, folder: Path) -> "dict[Place, list[tuple[str, Sourc
 
 def _places(model: nn.Module) -> dict[str, Place]:
     """Module and name in the module of each tensor of the state dict."""
-    return {
-        f"{prefix}.{name}" if prefix else name: (module, name)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, tensor in (module._parameters | module._buffers).items()
-        if tensor is not None and name not in module._non_persistent_buffers_set
-    }
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
-    assert tensor is not None  # `_places` has no others
-    return tensor
+    tensors = (name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor))
+    return {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in tensors}
 
 
 def _open(folder: Path) -> dict[str, Any]:
@@ -272,7 +251,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def naming_damaged(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A context in which a ValueError that names ``path`` takes the place of what safetensors raises."""
+    """Names ``path`` in errors of safetensors."""
     try:
         yield
     except SafetensorError as error:
@@ -293,18 +272,12 @@ def _open_file(file: Path) -> dict[str, Any]:
     return tensors
 
 
-def _shape(source: Any) -> tuple[int, ...]:
-    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
-
-
-_FLOATING = re.compile(r"F\d|BF")
-"""The dtypes of safetensors that are floating-point: F64, F32, F16, BF16, F8_E4M3 …"""
-
-
-def _is_floating(source: Any) -> bool:
+def _shape_and_kind(source: Any) -> tuple[tuple[int, ...], bool]:
+    """The shape of an unread tensor, and whether it is floating-point."""
     if isinstance(source, Tensor):
-        return source.is_floating_point()
-    return _FLOATING.match(source.get_dtype()) is not None
+        return tuple(source.shape), source.is_floating_point()
+    # The dtypes of safetensors that are floating-point are F64, F32, F16, BF16, F8_E4M3 …
+    return tuple(source.get_shape()), re.match(r"F\d|BF", source.get_dtype()) is not None
 
 
 def _sources(
@@ -334,41 +307,36 @@ def _sources(
         elif pattern is None:
             found[name] = tensors[key]
         else:
-            conversion = conversions.get(name)
-            if conversion is None:
-                conversion = conversions[name] = _Conversion(
-                    model, name, converter_by_pattern[pattern], wanted[name].dtype
-                )
-            conversion.parts.append((key, pattern, tensors[key]))
+            new = _Conversion(model, name, converter_by_pattern[pattern], wanted[name].dtype)
+            conversions.setdefault(name, new).parts.append((key, pattern, tensors[key]))
     for conversion in conversions.values():
         found |= dict.fromkeys(conversion.convert(_without_values), conversion)
     return found, unexpected
 
 
-def _parts(source: Source) -> list[Any]:
-    return [part for _, _, part in source.parts] if isinstance(source, _Conversion) else [source]
-
-
 def _without_values(source: Any) -> Tensor:
-    return torch.empty(_shape(source), device="meta")
+    return torch.empty(_shape_and_kind(source)[0], device="meta")
 
 
 def _check_shapes_and_dtypes(folder: Path, wanted: dict[str, Tensor], found: dict[str, Source]) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
+    parts: list[tuple[str, Any]] = []
     for name, source in found.items():
-        if not isinstance(source, _Conversion):
-            shapes[name] = _shape(source)
-        elif name not in shapes:
-            shapes |= {each: tuple(value.shape) for each, value in source.convert(_without_values).items()}
+        if isinstance(source, _Conversion):
+            parts += [(name, part) for _, _, part in source.parts]
+            if name not in shapes:
+                shapes |= {each: tuple(value.shape) for each, value in source.convert(_without_values).items()}
+        else:
+            parts.append((name, source))
+            shapes[name] = _shape_and_kind(source)[0]
     wrong = [
-        f"{name} {shapes[name]} instead of {tuple(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in shapes and shapes[name] != tuple(tensor.shape)
+        f"{name} {shape} instead of {tuple(wanted[name].shape)}"
+        for name, shape in shapes.items()
+        if name in wanted and shape != tuple(wanted[name].shape)
     ]
     if wrong:
         raise ValueError(f"{folder} has tensors of other shapes than the model: {_shortened(wrong)}")
-    sources = [(name, part) for name, source in found.items() for part in _parts(source)]
-    wrong = [name for name, part in sources if _is_floating(part) != wanted[name].is_floating_point()]
+    wrong = [name for name, part in parts if _shape_and_kind(part)[1] != wanted[name].is_floating_point()]
     if wrong:
         kind = "not floating-point" if wanted[wrong[0]].is_floating_point() else "floating-point"
         raise ValueError(f"{folder} has tensors of other kinds of dtypes than the model, {kind}: {_shortened(wrong)}")
