@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from lightning_liger.activations.layers import Mode
-from lightning_liger.activations.profile import Profile
+from lightning_liger.activations.profile import Profile, Segment
 
 _SAME_RATE = 0.8
 """Layers whose seconds a byte differ by less count as equal: measured times of equal layers do."""
@@ -30,10 +30,9 @@ class Plan:
             "recompute": "recomputed",
             "offload": "recomputed from inputs in host memory",
         }
-        counts = [(self.modes.count(mode), how) for mode, how in words.items() if mode in self.modes]
-        (first, how), num_layers = counts[0], len(self.modes)
-        start = f"all {num_layers}" if first == num_layers else f"{first} of {num_layers}"
-        return ", ".join([f"{start} layers {how}", *(f"{count} {other}" for count, other in counts[1:])])
+        first, *others = [(self.modes.count(mode), how) for mode, how in words.items() if mode in self.modes]
+        start = f"{first[0]} of {len(self.modes)}" if others else f"all {first[0]}"
+        return ", ".join([f"{start} layers {first[1]}", *(f"{count} {how}" for count, how in others)])
 
 
 def choose(profile: Profile, limit: float) -> Plan:
@@ -44,17 +43,36 @@ def choose(profile: Profile, limit: float) -> Plan:
     If not even the recomputation of all layers fits, inputs of the first layers that matter wait in host memory.
     Without a plan that fits, the result is one with the smallest peak.
     """
-    load = _Load(profile)
-    while load.peak > limit and (index := load.relieving()) is not None:
-        load.change(index, "offload")
-    limit = max(limit, load.peak)
+    modes: list[Mode] = ["recompute"] * len(profile.layers)
+    peaks = dict(profile.peaks)
+    added = profile.added_bytes
+
+    def change(index: int, mode: Mode, limit: float = float("inf")) -> None:
+        """Changes the mode of a layer if the step then stays within ``limit``."""
+        changed = {each: peaks[each] + added(each, index, mode) - added(each, index, modes[index]) for each in peaks}
+        if _largest(changed) <= limit:
+            peaks.update(changed)
+            modes[index] = mode
+
+    while _largest(peaks) > limit:
+        worst = max(peaks, key=peaks.__getitem__)
+        recomputed = (index for index, mode in enumerate(modes) if mode == "recompute")
+        relieving = next((index for index in recomputed if added(worst, index, "offload") < 0), None)
+        if relieving is None:
+            break
+        change(relieving, "offload")
+    limit = max(limit, _largest(peaks))
     for index in _by_rate(profile):
-        if load.modes[index] == "recompute":
-            load.change(index, "cheap", limit)
-    if all(mode == "cheap" for mode in load.modes):
-        for index in reversed(range(len(load.modes))):
-            load.change(index, "store", limit)
-    return load.plan()
+        if modes[index] == "recompute":
+            change(index, "cheap", limit)
+    if all(mode == "cheap" for mode in modes):
+        for index in reversed(range(len(modes))):
+            change(index, "store", limit)
+    return Plan(tuple(modes), _largest(peaks))
+
+
+def _largest(peaks: dict[Segment, int]) -> int:
+    return max(peaks.values(), default=0)
 
 
 def _by_rate(profile: Profile) -> Iterator[int]:
@@ -70,37 +88,3 @@ def _by_rate(profile: Profile) -> Iterator[int]:
             group = []
         group.append(index)
     yield from sorted(group, reverse=True)
-
-
-class _Load:
-    """The expected peaks of a step while the modes of its layers are chosen; at first all are recomputed."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._peaks = dict(profile.peaks)
-        self.modes: list[Mode] = ["recompute"] * len(profile.layers)
-
-    @property
-    def peak(self) -> int:
-        return max(self._peaks.values(), default=0)
-
-    def relieving(self) -> int | None:
-        """The first recomputed layer whose offloading lowers the largest peak, None if there is none."""
-        worst = max(self._peaks, key=self._peaks.__getitem__)
-        added = self._profile.added_bytes
-        layers = (index for index, mode in enumerate(self.modes) if mode == "recompute")
-        return next((index for index in layers if added(worst, index, "offload") < 0), None)
-
-    def change(self, index: int, mode: Mode, limit: float = float("inf")) -> None:
-        """Changes the mode of a layer if the step then stays within ``limit``."""
-        added, before = self._profile.added_bytes, self.modes[index]
-        peaks = {
-            segment: peak + added(segment, index, mode) - added(segment, index, before)
-            for segment, peak in self._peaks.items()
-        }
-        if max(peaks.values(), default=0) <= limit:
-            self._peaks = peaks
-            self.modes[index] = mode
-
-    def plan(self) -> Plan:
-        return Plan(tuple(self.modes), self.peak)

@@ -7,12 +7,12 @@ moments between which a tensor that the layer stores for backward lives.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_liger.activations.layers import ControlledLayers, Mode
+from lightning_liger.activations.layers import ControlledLayers, LayerSizes, Mode
 
 
 class Segment(NamedTuple):
@@ -68,26 +68,16 @@ class CudaMemory:
         return start.elapsed_time(end) / 1000
 
 
-class LayerCosts(NamedTuple):
+@dataclass
+class LayerCosts(LayerSizes):
     """What the modes of a layer cost, in bytes and seconds.
 
     Attributes:
-        stored: What it allocates for backward if it is not recomputed, without cheap tensors.
-        cheap: What its cheap tensors take.
-        remade: What the largest of them takes, which is there again where the backward of an offloaded layer peaks.
-        tiled: What it allocates besides if it is not recomputed, because no part of it runs in tiles then; without
-            cheap tensors.
-        tiled_cheap: The same of cheap tensors.
-        inputs: What its inputs take.
+        stored: What it allocates for backward if it is not recomputed, without cheap tensors and ``tiled``.
         seconds: The time that its recomputation takes.
     """
 
-    stored: int
-    cheap: int = 0
-    remade: int = 0
-    tiled: int = 0
-    tiled_cheap: int = 0
-    inputs: int = 0
+    stored: int = 0
     seconds: float = 0.0
 
     @property
@@ -137,7 +127,7 @@ def merge(profiles: Sequence[Profile]) -> Profile:
 
     def covering(layers: Sequence[LayerCosts]) -> LayerCosts:
         freed = min(layer.inputs for layer in layers)  # by offloading, on every rank
-        return LayerCosts(*map(max, zip(*layers, strict=True)))._replace(inputs=freed)
+        return replace(LayerCosts(*map(max, zip(*map(astuple, layers), strict=True))), inputs=freed)
 
     return Profile(
         num_tokens=max(profile.num_tokens for profile in profiles),
@@ -152,13 +142,13 @@ class _Measured:
     """Of a layer so far."""
 
     mode: Mode
+    sizes: LayerSizes = field(default_factory=LayerSizes)
     kept: int = 0
     """Bytes that its recomputation allocates until its backward ends."""
-    tiled: int = 0
-    tiled_cheap: int = 0
-    starts: list[tuple[int, Any]] = field(default_factory=list)
-    """Bytes and moment at the start of each recomputation."""
-    ends: list[Any] = field(default_factory=list)
+    start: tuple[int, Any] = 0, None
+    """Bytes and moment at the start of the last recomputation."""
+    moments: list[tuple[Any, Any]] = field(default_factory=list)
+    """The start and the end of each recomputation."""
 
 
 class Recorder:
@@ -196,13 +186,13 @@ class Recorder:
         allocated = self._cut()
         self._recomputed = index
         self._live[index] = max(0, self._live[index] - 1)
-        self._layers[index].starts.append((allocated, self._memory.mark()))
+        self._layers[index].start = allocated, self._memory.mark()
 
     def recompute_ends(self, index: int) -> None:
-        layer, sizes, (allocated, _) = self._layers[index], self._controlled.sizes[index], self._memory.read()
-        layer.ends.append(self._memory.mark())
-        layer.kept = max(layer.kept, allocated - layer.starts[-1][0])
-        layer.tiled, layer.tiled_cheap = max(layer.tiled, sizes.tiled), max(layer.tiled_cheap, sizes.tiled_cheap)
+        layer, sizes, (allocated, start) = self._layers[index], self._controlled.sizes[index], self._layers[index].start
+        layer.moments.append((start, self._memory.mark()))
+        layer.kept = max(layer.kept, self._memory.read()[0] - allocated)
+        layer.sizes = LayerSizes(*map(max, astuple(layer.sizes), astuple(sizes)))
 
     def finish(self, num_tokens: int, start_bytes: int) -> Profile:
         """The profile of the step that has ended. Waits for the device.
@@ -212,18 +202,7 @@ class Recorder:
             start_bytes: Allocated when its first layer's forward started.
         """
         self._cut()
-        costs = tuple(
-            LayerCosts(
-                stored=max(0, layer.kept - (0 if layer.mode == "offload" else sizes.cheap)),
-                cheap=sizes.cheap,
-                remade=sizes.remade,
-                tiled=layer.tiled,
-                tiled_cheap=layer.tiled_cheap,
-                inputs=sizes.inputs,
-                seconds=self._seconds(layer),
-            )
-            for layer, sizes in zip(self._layers, self._controlled.sizes, strict=True)
-        )
+        costs = tuple(map(self._costs, self._layers))
         measured = Profile(num_tokens, start_bytes, self._peaks, costs)
         peaks = {
             segment: peak - sum(measured.added_bytes(segment, i, layer.mode) for i, layer in enumerate(self._layers))
@@ -231,7 +210,8 @@ class Recorder:
         }
         return replace(measured, peaks=peaks)
 
-    def _seconds(self, layer: _Measured) -> float:
-        pairs = zip(layer.starts, layer.ends, strict=False)  # backward may have ended a recomputation by an error
-        times = [self._memory.seconds(start, end) for (_, start), end in pairs]
-        return statistics.median(times) if times else 0.0
+    def _costs(self, layer: _Measured) -> LayerCosts:
+        cheap = 0 if layer.mode == "offload" else layer.sizes.cheap  # which are not kept there
+        times = [self._memory.seconds(start, end) for start, end in layer.moments]
+        seconds = statistics.median(times) if times else 0.0
+        return LayerCosts(**vars(layer.sizes), stored=max(0, layer.kept - cheap), seconds=seconds)

@@ -9,7 +9,7 @@ documents packed into a row, with sliding windows.
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.distributed.nn.functional import all_to_all_single
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -91,17 +91,14 @@ class ContextParallel:
         _check_module(model)
         for found in outermost_models(model):
             for module in _attention_modules(found):
-                whole = module.__dict__.pop("context_parallel", None)
-                if whole is not None:
+                if (whole := vars(module).pop("context_parallel", None)) is not None:
                     found.set_attn_implementation(whole.implementation)
 
     def split(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's shard of a batch of whole rows; see :func:`~lightning_liger.split_sequence`.
+        """This rank's shard of a batch of whole rows, as :func:`~lightning_liger.split_sequence` returns it.
 
         Raises:
-            TypeError: As :func:`~lightning_liger.split_sequence`.
-            ValueError: As :func:`~lightning_liger.split_sequence`, and if the first batch differs between the ranks of
-                the group.
+            ValueError: Also if the first batch differs between the ranks of the group.
         """
         shard = split_sequence(batch, self.rank, self.size)
         if not self._has_seen_rows:
@@ -128,7 +125,9 @@ class ContextParallel:
         ``[batch_size, heads, seq_len / size, head_dim]`` becomes ``[batch_size, heads / size, seq_len, head_dim]``, and
         ``[batch_size, seq_len, heads / size, head_dim]`` becomes ``[batch_size, seq_len / size, heads, head_dim]``.
         """
-        return _AllToAll.apply(states, self.group)
+        sent = states.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        received: Tensor = all_to_all_single(torch.empty_like(sent), sent, group=self.group)
+        return received.movedim(0, 2).flatten(2, 3)
 
     def layout(self, position_ids: Tensor) -> "_Layout":
         """The layout of the whole sequences, gathered once for all layers of a forward pass."""
@@ -142,8 +141,7 @@ def attention_implementation(model: nn.Module) -> str:
     name = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
     if name != _NAME:
         return name
-    found = (whole for module in _attention_modules(model) if (whole := _whole_attention(module)) is not None)
-    return next((whole.implementation for whole in found), "")
+    return next((whole.implementation for whole in map(_whole_attention, _attention_modules(model)) if whole), "")
 
 
 def check_size(size: int, num_processes: int) -> None:
@@ -187,27 +185,6 @@ class _WholeAttention:
     """A copy of the module's configuration, with that implementation."""
 
 
-class _AllToAll(torch.autograd.Function):
-    """Splits dimension 1 over the ranks of a group, and joins dimension 2, of which each rank holds a shard."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(states, group, split_dim=1, join_dim=2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad_output, ctx.group, split_dim=2, join_dim=1), None
-
-
-def _all_to_all(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
-    sent = tensor.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.movedim(0, join_dim).flatten(join_dim, join_dim + 1)
-
-
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -234,15 +211,11 @@ def _attention(
     query, key, value = (context.all_to_all(states) for states in (query, key, value))
     layout = context.layout(position_ids)
     mask = layout.mask(whole.config, kwargs.get("sliding_window") is not None, query)
-    function = _function(module, whole.implementation)
+    # What transformers would call; eager attention is defined in the model's file.
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(whole.implementation, eager)
     output, _ = function(module, query, key, value, mask, position_ids=layout.position_ids, **kwargs)
     return context.all_to_all(output), None
-
-
-def _function(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """The function that transformers would call; eager attention is defined in the model's file."""
-    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)
 
 
 def _check_module(model: Any) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_floating, check_integer, check_tensor, wrong_type, wrong_value
+from liger_ops.arguments import check_floating, check_integer, wrong_type, wrong_value
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "seq_idx")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -81,7 +81,11 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
         if first in whole and second in whole:
             raise ValueError(f"the batch has both {first!r} and {second!r}: expected one of them")
     for key in filter(whole.__contains__, _PER_TOKEN):
-        _check_per_token(f"batch[{key!r}]", whole[key], is_floating=key == "inputs_embeds")
+        name, value, has_states = f"batch[{key!r}]", whole[key], key == "inputs_embeds"
+        (check_floating if has_states else _check_integers)(name, value)
+        if value.dim() != 2 + has_states:
+            expected = "[batch_size, seq_len" + (", hidden_size]" if has_states else "]")
+            raise wrong_value(name, f"a tensor of shape {expected}", value)
     batch_size, seq_len = tokens.shape[:2]
     if seq_len % size:
         raise ValueError(f"size={size} must divide the {seq_len} tokens of a row: pad the rows")
@@ -104,18 +108,6 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
 def _check_integers(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
         raise wrong_type(name, "a tensor of signed integers", value)
-
-
-def _check_per_token(name: str, value: Any, is_floating: bool) -> None:
-    """Raises unless ``value`` is ``[batch_size, seq_len]``, or ``[batch_size, seq_len, hidden_size]`` if floating."""
-    check_tensor(name, value)
-    if is_floating:
-        check_floating(name, value)
-    else:
-        _check_integers(name, value)
-    if value.dim() != 2 + is_floating:
-        expected = "[batch_size, seq_len" + (", hidden_size]" if is_floating else "]")
-        raise wrong_value(name, f"a tensor of shape {expected}", value)
 
 
 def _check_positions(position_ids: Any, tokens: Tensor, shape: tuple[int, ...]) -> None:

@@ -16,9 +16,8 @@ from torch.nn import Module
 from liger_ops.arguments import check_number, shown, wrong_type, wrong_value
 from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers, find_layers
 from lightning_liger.activations.plan import Plan
-from lightning_liger.activations.planner import Budget, Planner
+from lightning_liger.activations.planner import AllRanks, Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
-from lightning_liger.activations.ranks import AllRanks
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy, select_modules
 
 ActivationCheckpointing = Literal["none", "full"] | int | list[str] | set[type[Module]] | type[Module]

@@ -19,7 +19,7 @@ def make_profile(layers: list[tuple[int, float]], seed: int = 0) -> Profile:
         peaks[Segment(live, None)] = generator.randint(20, 60)
         if length < num_layers:
             peaks[Segment(live, length)] = generator.randint(20, 60)
-    costs = (LayerCosts(stored, cheap=3, remade=3, inputs=2, seconds=seconds) for stored, seconds in layers)
+    costs = (LayerCosts(stored=stored, cheap=3, remade=3, inputs=2, seconds=seconds) for stored, seconds in layers)
     return Profile(100, 10, peaks, tuple(costs))
 
 
@@ -95,7 +95,9 @@ def test_different_layers_fit_and_save_nearly_as_much_time_as_any_choice(seed):
 )
 def test_modes_follow_the_budget(limit, modes):
     live = (1, 1, 1, 1)
-    layers = tuple(LayerCosts(10, cheap=5, remade=5, inputs=2, seconds=seconds) for seconds in (1.0, 1.1, 0.9, 1.0))
+    layers = tuple(
+        LayerCosts(stored=10, cheap=5, remade=5, inputs=2, seconds=seconds) for seconds in (1.0, 1.1, 0.9, 1.0)
+    )
     profile = Profile(7, 0, {Segment(live, None): 100}, layers)
     plan = choose(profile, limit)
     assert list(plan.modes) == modes
@@ -104,7 +106,7 @@ def test_modes_follow_the_budget(limit, modes):
 
 def test_only_layers_that_stand_in_the_way_are_offloaded_and_others_still_stored():
     segments = {Segment((1, 1, 1), None): 60, Segment((1, 0, 0), 1): 100, Segment((0, 0, 0), 0): 70}
-    profile = Profile(7, 0, segments, 3 * (LayerCosts(10, cheap=5, remade=5, inputs=2, seconds=1.0),))
+    profile = Profile(7, 0, segments, 3 * (LayerCosts(stored=10, cheap=5, remade=5, inputs=2, seconds=1.0),))
     plan = choose(profile, 98)
     assert plan == Plan(("offload", "cheap", "cheap"), 98)
     assert choose(profile, 90) == plan  # nothing lowers the peak any more
@@ -140,7 +142,10 @@ def test_plan_is_told_in_words(modes, text):
 def test_layers_that_are_not_recomputed_keep_what_tiles_do_not() -> None:
     live, before = (1, 1), (1, 0)
     segments = {Segment(live, None): 100, Segment(before, 1): 100}
-    layers = LayerCosts(10, 5, 2, tiled=40, tiled_cheap=20, inputs=2, seconds=1.0), LayerCosts(10, 5, inputs=2)
+    layers = (
+        LayerCosts(stored=10, cheap=5, remade=2, tiled=40, tiled_cheap=20, inputs=2, seconds=1.0),
+        LayerCosts(stored=10, cheap=5, inputs=2),
+    )
     added = Profile(7, 0, segments, layers).added_bytes
     for mode, kept in (("recompute", 0), ("offload", -2), ("cheap", 50), ("store", 75)):
         assert added(Segment(live, None), 0, mode) == kept
