@@ -54,8 +54,7 @@ class _Call:
     __slots__ = ("args", "function", "layouts", "num_waiting", "outputs")
 
     def __init__(self, outputs: Sequence[Tensor], function: Callable[..., Any], args: Sequence[Any]) -> None:
-        self.function = function
-        self.args = args
+        self.function, self.args = function, args
         self.layouts = [_layout(each) for each in outputs]
         self.num_waiting = 0
         self.outputs: Sequence[Tensor] | None = None
@@ -78,9 +77,7 @@ class Recomputed:
     __slots__ = ("call", "has_asked", "index", "layout")
 
     def __init__(self, call: _Call, index: int, layout: _Layout) -> None:
-        self.call = call
-        self.index = index
-        self.layout = layout
+        self.call, self.index, self.layout = call, index, layout
         self.has_asked = False
         call.num_waiting += 1
 
@@ -106,8 +103,7 @@ class _Made:
     __slots__ = ("call", "index", "is_counted", "num_writes", "storage", "writes")
 
     def __init__(self, call: _Call, index: int, output: Tensor) -> None:
-        self.call = call
-        self.index = index
+        self.call, self.index = call, index
         # While it exists, no other storage has this one's address, even after this one's memory was freed.
         self.storage = StorageWeakRef(output.untyped_storage())
         self.num_writes = output._version
@@ -141,15 +137,15 @@ class CheapTensors:
             return
         kept: list[Any] = []
         for arg in args:
-            found = self._find(arg) if isinstance(arg, Tensor) else None
-            if found is None and isinstance(arg, Tensor):
-                if type(arg) not in _PLAIN or (arg.requires_grad and not keeps_inputs):
-                    return
-                if hasattr(arg, "ds_id"):  # DeepSpeed frees a parameter outside of its module's forward and backward
-                    return
+            if isinstance(arg, Tensor) and (found := self._find(arg)) is not None:
+                kept.append(Recomputed(found.call, found.index, _view(arg)))
+            elif not isinstance(arg, Tensor):
+                kept.append(arg)
+            # DeepSpeed frees a parameter outside of its module's forward and backward.
+            elif type(arg) in _PLAIN and (keeps_inputs or not arg.requires_grad) and not hasattr(arg, "ds_id"):
                 kept.append(keep(arg))
             else:
-                kept.append(arg if found is None else Recomputed(found.call, found.index, _view(arg)))
+                return
         call = _Call(outputs, function, kept)
         has_casts = autocast_dtype(self._device_type) is not None
         for index, output in enumerate(outputs):
@@ -172,9 +168,9 @@ class CheapTensors:
 
     def _find_cast(self, tensor: Tensor) -> _Made | None:
         """The same for a cast of an output, which autocast makes for each linear layer anew."""
-        cast = tensor._base if tensor._is_view() else tensor
-        node: Any = None if cast is None else cast.grad_fn
-        if cast is None or node is None or tensor._version or node.name() != _CAST:
+        cast = tensor if tensor._base is None else tensor._base
+        node: Any = cast.grad_fn
+        if node is None or tensor._version or node.name() != _CAST:
             return None
         source = self._by_node.get(node.next_functions[0])
         if source is None or source.writes is None or source.writes._version != source.num_writes:
@@ -188,7 +184,7 @@ class CheapTensors:
         return made if not tensor.is_neg() else None
 
     def pack(self, tensor: Tensor) -> Kept | Recomputed:
-        """What to save in the place of ``tensor``; :func:`unpack` gives the tensor back."""
+        """What to save in the place of ``tensor``, whose ``get`` gives the tensor back."""
         made = self._find(tensor)
         if made is None:
             return keep(tensor)
@@ -198,11 +194,6 @@ class CheapTensors:
             self.dropped_bytes += num_bytes
             self.largest_bytes = max(self.largest_bytes, num_bytes)
         return Recomputed(made.call, made.index, _view(tensor)) if self._drops else keep(tensor)
-
-
-def unpack(packed: Kept | Recomputed) -> Tensor:
-    """The tensor that :meth:`CheapTensors.pack` was given."""
-    return packed.get()
 
 
 def _owns_memory(output: Tensor) -> bool:

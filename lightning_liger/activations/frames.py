@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from liger_ops.recipes import listening
-from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, keep, unpack
+from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, keep
 from lightning_liger.activations.offload import Offloaded
 
 _MAX_COPIED = 1024
@@ -57,8 +57,7 @@ class _LayerState:
         self._buffers = [
             (module, name, buffer, count_writes(buffer), _copy_of_state(buffer))
             for module, _ in self._training
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            for name, buffer in module.named_buffers(recurse=False)
         ]
 
     def check(self) -> None:
@@ -76,22 +75,20 @@ class _LayerState:
         """Gives the modules back what they had, for as long as the context lasts."""
         flags = [(module, module.training) for module, _ in self._training]
         copies: dict[int, Tensor] = {}  # of the copies, as this run may write too; one however often it is shared
-        before: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        before: list[tuple[nn.Module, str, Tensor | None]] = []
         for module, name, buffer, _, copy in self._buffers:
-            current = module._buffers.get(name)
+            current = getattr(module, name)
             # A cache that was replaced, as of rotary embeddings, stays: attributes that stay may tell its length.
-            is_new_cache = current is not buffer and name in module._non_persistent_buffers_set
-            if not is_new_cache:
-                before.append((module._buffers, name, current))
-                copies.setdefault(id(buffer), copy if copy is buffer else copy.clone())
-                module._buffers[name] = copies[id(buffer)]
+            if current is buffer or name not in module._non_persistent_buffers_set:
+                before.append((module, name, current))
+                setattr(module, name, copies.setdefault(id(buffer), copy if copy is buffer else copy.clone()))
         _set_training(self._training)
         try:
             yield
         finally:
             _set_training(flags)
-            for buffers, name, current in before:
-                buffers[name] = current
+            for module, name, current in before:
+                setattr(module, name, current)
 
 
 def _copy_of_state(buffer: Tensor) -> Tensor:
@@ -121,11 +118,8 @@ class _Finished(BaseException):  # which no "except Exception" of a layer takes 
     """Ends a second run as soon as the last tensor that is still wanted was saved."""
 
 
-class _Running(threading.local):
-    frame: "Frame | None" = None
-
-
-_running = _Running()
+_running = threading.local()
+"""Its ``frame`` is the one that this thread runs again."""
 
 
 class Frame:
@@ -178,7 +172,7 @@ class Frame:
             self._slots.pop()
         self._num_seen = 0
         args, kwargs = _map((Kept, Offloaded), lambda held: held.get(), self._arguments)
-        outer, _running.frame = _running.frame, self
+        outer, _running.frame = getattr(_running, "frame", None), self
         try:
             with (
                 self._surroundings.again(),
@@ -226,7 +220,7 @@ def end_recomputation_with(saved: Sequence[Tensor]) -> None:
 
     For an op that is about to save these tensors, and need then not compute its output.
     """
-    frame = _running.frame
+    frame: Frame | None = getattr(_running, "frame", None)
     if frame is not None and frame.num_wanted <= len(saved):
         for tensor in saved:
             frame.fill(tensor)
@@ -237,7 +231,8 @@ def _fetch(slot: _Slot) -> Tensor:
         if not slot.is_filled:  # the first one that backward asks for, or backward runs once more over the same graph
             slot.frame.run_again()
         packed, slot.packed, slot.is_filled = slot.packed, None, False
-    return unpack(packed)
+    tensor: Tensor = packed.get()
+    return tensor
 
 
 def _refuse(nothing: None) -> Tensor:

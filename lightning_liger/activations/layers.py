@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Cache
 
 from liger_ops.recipes import listening
-from lightning_liger.activations.cheap import CheapTensors, Kept, unpack
+from lightning_liger.activations.cheap import CheapTensors, Kept
 from lightning_liger.activations.frames import Frame, tensors_in
 from lightning_liger.activations.offload import HostMemory, Offloaded
 from lightning_liger.subclasses import made_subclass
@@ -67,8 +68,8 @@ class ControlledLayers:
         sizes: Of each layer.
         has_run: Whether any of them ran, other than compiled.
         observer: None, or what layers tell, on the host, in the order of execution: ``forward_starts(index,
-            num_tokens)`` of the first input's rows, ``forward_ends(index)``, and in backward, before and after a layer
-            runs again, ``recompute_starts(index)``, which returns whether to measure, and ``recompute_ends(index)``.
+            num_tokens)`` of the first input's rows, and in backward, before and after a layer runs again,
+            ``recompute_starts(index)``, which returns whether to measure, and ``recompute_ends(index)``.
         context: Makes a context that each run of a layer enters, the second one too.
     """
 
@@ -84,8 +85,8 @@ class ControlledLayers:
         self.modes = ["cheap"] * len(self.layers)
         self.sizes = [LayerSizes() for _ in self.layers]
 
-    def __getstate__(self) -> dict[str, Any]:  # of a copied or pickled model, whose layers enter themselves
-        return {**vars(self), "layers": [None] * len(self.layers), "observer": None, "_host_memory": {}}
+    def __reduce__(self) -> Any:  # nothing controls a copied or pickled model
+        return type(None), ()
 
     def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
@@ -114,14 +115,12 @@ class ControlledLayers:
             outputs = run(*args, **kwargs)
         elif mode == "cheap":
             cheap = CheapTensors(first.device.type)
-            with listening(cheap.listener), saved_tensors_hooks(cheap.pack, unpack):
+            with listening(cheap.listener), saved_tensors_hooks(cheap.pack, _unpack):
                 outputs = run(*args, **kwargs)
             run.sizes.cheap = cheap.dropped_bytes
         else:
             keep = self._offload if mode == "offload" and first.is_cuda else Kept
             outputs = Frame(layer, run, keep).run(args, kwargs)
-        if self.observer is not None:
-            self.observer.forward_ends(index)
         return outputs
 
     def _offload(self, tensor: Tensor) -> Kept | Offloaded:
@@ -172,6 +171,7 @@ class LayerRun:
             self.control.observer.recompute_ends(self.index)
 
 
+_unpack = methodcaller("get")
 _run: ContextVar[LayerRun | None] = ContextVar("lightning_liger_layer_run", default=None)
 
 
@@ -213,12 +213,6 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 class _Controlled:
     """Base of the classes that controlled layers get."""
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[misc]  # of the module
-        control, index = vars(self).get(_CONTROL, (None, 0))
-        if control is not None and control.layers[index] is None:
-            control.layers[index] = self
 
 
 @made_subclass

@@ -44,21 +44,21 @@ class Budget:
 
     value: float | str
 
-    def check(self, memory: CudaMemory) -> None:
-        """Raises ValueError if the budget is above the device's memory."""
-        total = memory.total() / _GIB
-        if not isinstance(self.value, str) and self.value > max(1, total):
+    def limit(self, memory: CudaMemory) -> int:
+        """The bytes, no more than the process can have.
+
+        Raises:
+            ValueError: If the budget is above the device's memory.
+        """
+        value, total, available = self.value, memory.total(), memory.available()
+        if isinstance(value, str):
+            return int((1 - _FRAGMENTATION) * available)
+        if value > max(1, total / _GIB):
             raise ValueError(
-                f"memory_budget must be at most {total:.1f} GiB, the memory of the GPU, got {shown(self.value)}:"
+                f"memory_budget must be at most {total / _GIB:.1f} GiB, the memory of the GPU, got {shown(value)}:"
                 " numbers up to 1 are shares of it, such as 0.9"
             )
-
-    def limit(self, memory: CudaMemory) -> int:
-        """The bytes, no more than the process can have."""
-        available = memory.available()
-        if isinstance(self.value, str):
-            return int((1 - _FRAGMENTATION) * available)
-        return min(available, int(self.value * (memory.total() if self.value <= 1 else _GIB)))
+        return min(available, int(value * (total if value <= 1 else _GIB)))
 
     def __str__(self) -> str:
         value = self.value
@@ -107,6 +107,10 @@ class Planner:
         memory: Of the layers' device.
         ranks: The ranks that train together, None for one process.
         announce: Is called with a line about each new plan, the plan, and whether it stays within the budget.
+
+    Attributes:
+        plan: Of the last batch, None while layers are measured.
+        line: About the last plan.
     """
 
     def __init__(
@@ -117,28 +121,17 @@ class Planner:
         ranks: AllRanks | None = None,
         announce: Callable[[str, Plan, bool], None] = lambda line, plan, fits: None,
     ) -> None:
-        self._layers = layers
-        self._budget = budget
-        self._memory = memory
-        self._ranks = ranks
-        self._announce = announce
+        self._layers, self._budget, self._memory, self._ranks, self._announce = layers, budget, memory, ranks, announce
         self._limit = budget.limit(memory)
         self._base: Mode = "recompute"
-        self._num_steps = 0
+        self._is_first_step = self._is_between_steps = True
         self._profiles: dict[int, Profile] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         self._recorder: Recorder | None = None
         self._needed = 0, 0  # bytes in a step in which all layers are recomputed, for so many tokens
-        self._correction = 0
-        self._is_between_steps = True
-        self._first_layer = 0
-        self._num_tokens = 0
-        self._start_bytes = 0
-        self._start_peak = 0
+        self._correction = self._first_layer = self._num_tokens = self._start_bytes = self._start_peak = 0
         self.plan: Plan | None = None
-        """Of the last batch, None while layers are measured."""
         self.line = ""
-        """About the last plan."""
         self._set_base(self._base)
 
     # What layers report
@@ -147,14 +140,11 @@ class Planner:
         if self._is_between_steps or index == self._first_layer:
             self._first_layer = index
             self._batch_starts(num_tokens)
+            inputs = self._layers.sizes[index].inputs * len(self._layers.modes)
+            if self.plan is None and inputs > (self._limit - self._memory.read()[0]) / 2:
+                self._set_base("offload")
         if self._recorder is not None:
             self._recorder.forward_starts(index)
-
-    def forward_ends(self, index: int) -> None:
-        if self.plan is None and self._base == "recompute" and index == self._first_layer:
-            inputs = self._layers.sizes[index].inputs * len(self._layers.modes)
-            if inputs > (self._limit - self._memory.read()[0]) / 2:
-                self._set_base("offload")
 
     def recompute_starts(self, index: int) -> bool:
         if self._recorder is not None:
@@ -181,16 +171,9 @@ class Planner:
             if peak > max(self._limit, self._start_peak):  # within this step, not before it
                 self._correction += peak - self.plan.predicted_peak
                 self._memory.reset_peak()
-        self._num_steps += 1
-        self._is_between_steps = True
+        self._is_first_step, self._is_between_steps = False, True
 
     # The rest
-
-    def _may_exceed(self, num_tokens: int) -> bool:
-        """Whether a step in which all layers are recomputed might leave less than the margin, as one before tells."""
-        num_bytes, for_tokens = self._needed
-        limit = self._limit - self._margin
-        return for_tokens > 0 and self._start_bytes + num_bytes * num_tokens / for_tokens > limit
 
     @property
     def _margin(self) -> int:
@@ -209,26 +192,22 @@ class Planner:
             numbers = num_tokens, self._start_bytes, self._correction
             num_tokens, self._start_bytes, self._correction = self._ranks.largest(*numbers)
         self._num_tokens = max(self._num_tokens, num_tokens)
-        covering = self._covering(num_tokens)
-        if covering is not None and self._recorder is None:
-            self.plan = self._plan_for(covering)
+        covering = [measured for measured in self._profiles if measured >= num_tokens]
+        if covering and self._recorder is None:
+            self.plan = self._plan_for(self._profiles[min(covering)])
             self._layers.modes[:] = self.plan.modes
             return
         if starts or self.plan is not None:
             self.plan = None
-            self._set_base("offload" if self._may_exceed(num_tokens) else self._base)
-        if self._num_steps and self._recorder is None:
+            # Whether all layers recomputed might leave less than the margin, as a step before tells.
+            needed, for_tokens = self._needed
+            left = self._limit - self._margin - self._start_bytes
+            exceeds = for_tokens > 0 and needed * num_tokens / for_tokens > left
+            self._set_base("offload" if exceeds else self._base)
+        if not self._is_first_step and self._recorder is None:
             self._recorder = Recorder(self._layers, self._memory)
-        elif starts and not self._num_steps:
+        elif starts and self._is_first_step:
             self._memory.reset_peak()  # what was allocated before says nothing about steps
-
-    def _covering(self, num_tokens: int) -> Profile | None:
-        """The smallest measured step with at least ``num_tokens``."""
-        return min(
-            (profile for profile in self._profiles.values() if profile.num_tokens >= num_tokens),
-            key=lambda profile: profile.num_tokens,
-            default=None,
-        )
 
     def _add(self, profile: Profile) -> None:
         if not self._profiles:

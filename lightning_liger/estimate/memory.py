@@ -253,9 +253,7 @@ def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
     if gpu is None and (isinstance(memory_budget, str) or memory_budget <= 1):
         raise wrong_value("memory_budget", "GiB above 1 without gpu, which 'auto' and shares need", memory_budget)
     memory: Any = _GpuMemory() if gpu is None else _GpuMemory(gpu.memory_bytes)
-    budget = Budget(memory_budget)
-    budget.check(memory)
-    return budget.limit(memory)
+    return Budget(memory_budget).limit(memory)
 
 
 class _Steps:

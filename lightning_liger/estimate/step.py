@@ -276,8 +276,6 @@ class _Observer:
         self.events.append((index, True))
         self._recorder.forward_starts(index)
 
-    def forward_ends(self, index: int) -> None: ...
-
     def recompute_starts(self, index: int) -> bool:
         self.events.append((index, False))
         self._recorder.recompute_starts(index)

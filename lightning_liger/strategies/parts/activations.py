@@ -112,12 +112,10 @@ class ActivationControl:
                     f" {str(device)!r}: leave it out there, set 'auto', or choose layers by activation_checkpointing"
                 )
             return
-        budget = Budget(self.budget)
-        budget.check(self._memory)
         ranks = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             ranks = AllRanks(partial(_run_together, controlled, runs_layers_together))
-        controlled.observer = Planner(controlled, budget, self._memory, ranks, announce or announce_plan)
+        controlled.observer = Planner(controlled, Budget(self.budget), self._memory, ranks, announce or announce_plan)
 
     def _find(self, model: Module) -> ControlledLayers | None:
         """Controls the layers of a new model, each in its mode."""

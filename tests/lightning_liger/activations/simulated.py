@@ -105,7 +105,6 @@ class SimulatedModel:
                 control.sizes[index].cheap = layer.cheap * num_tokens
             if mode == "offload":
                 memory.add(-layer.inputs * num_tokens)
-            observer.forward_ends(index)
         memory.transient(self.logits * num_tokens)
         for index, layer in reversed(list(enumerate(self.layers))):
             mode, kept = ran[index], self._kept(layer, ran[index])

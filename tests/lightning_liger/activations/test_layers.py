@@ -346,10 +346,6 @@ class Events:
     def forward_starts(self, index: int, num_tokens: int) -> None:
         self.events.append((self.name or "forward", index, num_tokens))
 
-    def forward_ends(self, index: int) -> None:
-        if not self.name:
-            self.events.append(("forward ends", index))
-
     def recompute_starts(self, index: int) -> bool:
         self.events.append(("recompute", index))
         return True
@@ -364,8 +360,7 @@ def test_observers_see_the_order_of_execution() -> None:
     control.observer = observer = Events()
     model(torch.randn(2, 3, 8)).sum().backward()
     assert observer.events == [
-        *(("forward", 0, 6), ("forward ends", 0), ("forward", 1, 6), ("forward ends", 1)),
-        *(("recompute", 0), ("recompute ends", 0)),
+        *(("forward", 0, 6), ("forward", 1, 6), ("recompute", 0), ("recompute ends", 0)),
     ]
     assert min(each.cheap for each in control.sizes) > 0  # counted in both modes
 
