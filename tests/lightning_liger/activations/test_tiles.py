@@ -97,28 +97,9 @@ def tokens(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> Te
     return torch.randn(SHAPE, dtype=dtype).requires_grad_(requires_grad)
 
 
-def _shared_module() -> nn.Module:
+def changed(change: Callable[[Any], Any]) -> nn.Module:
     module = MLP().double()
-    module.gate = module.up
-    return module
-
-
-def _shared_weight() -> nn.Module:
-    module = MLP().double()
-    module.gate.weight = module.up.weight
-    return module
-
-
-def _some_trained() -> nn.Module:
-    module = MLP().double().requires_grad_(False)
-    module.up.weight.requires_grad_()
-    module.down.bias.requires_grad_()
-    return module
-
-
-def _with_unused() -> nn.Module:
-    module = MLP().double()
-    module.other = nn.Linear(2, 2).double()
+    change(module)
     return module
 
 
@@ -130,26 +111,25 @@ def _with_adapters() -> nn.Module:
     return module
 
 
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "all": lambda: MLP().double(),
+    "input": lambda: MLP().double().requires_grad_(False),
+    "some parameters": lambda: changed(lambda mlp: (mlp.requires_grad_(False), mlp.up.requires_grad_())),
+    "shared module": lambda: changed(lambda mlp: setattr(mlp, "gate", mlp.up)),
+    "shared weight": lambda: changed(lambda mlp: setattr(mlp.gate, "weight", mlp.up.weight)),
+    "unused parameters": lambda: changed(lambda mlp: mlp.add_module("other", nn.Linear(2, 2).double())),
+    "dropout": lambda: MLP(p=0.5).double(),
+    "adapters with dropout": _with_adapters,
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "input_is_trained"),
-    [
-        pytest.param(lambda: MLP().double(), True, id="all"),
-        pytest.param(lambda: MLP().double(), False, id="parameters"),
-        pytest.param(lambda: MLP().double().requires_grad_(False), True, id="input"),
-        pytest.param(_some_trained, True, id="some parameters"),
-        pytest.param(_shared_module, True, id="shared module"),
-        pytest.param(_shared_weight, True, id="shared weight"),
-        pytest.param(_with_unused, True, id="unused parameters"),
-        pytest.param(lambda: MLP(p=0.5).double(), True, id="dropout"),
-        pytest.param(_with_adapters, True, id="adapters with dropout"),
-    ],
+    ("kind", "input_is_trained"), [("all", False), ("some parameters", False), *((kind, True) for kind in MODULES)]
 )
-def test_gradients_equal_those_of_the_same_tiles_with_a_stored_graph(
-    make: Callable[[], nn.Module], input_is_trained: bool
-) -> None:
-    module, x = make(), tokens(requires_grad=input_is_trained)
+def test_gradients_equal_those_of_the_same_tiles_with_a_stored_graph(kind: str, input_is_trained: bool) -> None:
+    module, x = MODULES[kind](), tokens(requires_grad=input_is_trained)
     assert_same(module, x, by_hand)
-    if not any(isinstance(each, nn.Dropout) and each.p for each in module.modules()):
+    if "dropout" not in kind:
         assert_same(module, x, compute)
         transposed = x.detach().mT.contiguous().mT.requires_grad_(input_is_trained)
         assert_same(module, transposed, compute)
@@ -198,15 +178,11 @@ def test_parameters_are_restored_after_backward_and_after_an_error_in_it() -> No
     assert all(module.get_parameter(name) is parameter for name, parameter in before.items())
 
 
-def test_hooks_of_parameters_run_once() -> None:
+def test_hooks_of_parameters_run_once_and_changed_parameters_are_an_error() -> None:
     module, calls = MLP(), []
     module.up.weight.register_hook(lambda gradient: calls.append(gradient.shape))
     tiled(module, tokens(torch.float32)).sum().backward()
     assert calls == [module.up.weight.shape]
-
-
-def test_parameters_changed_before_backward_are_an_error() -> None:
-    module = MLP()
     output = tiled(module, tokens(torch.float32))
     with torch.no_grad():
         module.up.weight.mul_(2)
@@ -221,26 +197,19 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_autocast_is_the_same_in_backward() -> None:
-    module = MLP()
-    x = tokens(torch.float32)
     seen = []
 
     def noting(module: Any, x: Tensor) -> Tensor:
-        gate = module.gate(x)
-        seen.append(gate.dtype)
-        return module.down(F.silu(gate) * module.up(x))
+        seen.append(module.gate(x).dtype)
+        return compute(module, x)
 
-    def run(function: Callable[[nn.Module, Tensor], Tensor]) -> Any:
-        def of(module: nn.Module, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return function(module, x)
+    def run(function: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+        return torch.autocast("cpu", torch.bfloat16)(function)
 
-        return gradients(of, module, x)
-
-    got, want = run(lambda module, x: tiled(module, x, noting)), run(compute)
-    assert set(seen) == {torch.bfloat16}
-    assert len(seen) == 8  # each of four tiles twice
-    for one, other in zip(got, want, strict=True):
+    module, x = MLP(), tokens(torch.float32)
+    got = gradients(run(lambda module, x: tiled(module, x, noting)), module, x)
+    assert seen == [torch.bfloat16] * 8  # each of four tiles twice
+    for one, other in zip(got, gradients(run(compute), module, x), strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one.float(), other.float(), rtol=0.03, atol=0.03)
 
@@ -293,56 +262,32 @@ def test_no_gradients() -> None:
     assert not tiled(frozen, x.detach()).requires_grad
 
 
-class Counting(nn.Linear):
-    """Statistics of its inputs, as of batch norms."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.register_buffer("mean", torch.zeros(HIDDEN_SIZE))
-
-
-def _with_statistics(module: Any) -> None:
-    module.up = Counting(HIDDEN_SIZE, WIDTH)
-
-
-def _without_elements(module: Any) -> None:
-    module.extra = nn.Parameter(torch.empty(0))
-
-
 NOT_TILED: dict[str, Callable[[Any], Any]] = {
     "forward hook": lambda module: module.up.register_forward_hook(lambda *_: None),
     "forward pre-hook": lambda module: module.up.register_forward_pre_hook(lambda *_: None),
     "backward hook": lambda module: module.up.register_full_backward_hook(lambda *_: None),
     "backward pre-hook": lambda module: module.up.register_full_backward_pre_hook(lambda *_: None),
-    "statistics": _with_statistics,
-    "a parameter that another rank holds": _without_elements,
+    "statistics": lambda module: module.up.register_buffer("mean", torch.zeros(HIDDEN_SIZE)),
+    "a parameter that another rank holds": lambda module: module.register_parameter(
+        "extra", nn.Parameter(torch.empty(0))
+    ),
 }
 
 
-@pytest.mark.parametrize("name", NOT_TILED)
-def test_modules_with_effects_of_their_own_run_at_once(name: str) -> None:
+@pytest.mark.parametrize("name", [*NOT_TILED, "own hook", "None", "store", "cheap"])
+def test_modules_with_effects_of_their_own_and_other_layers_run_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = MLP()
-    NOT_TILED[name](module)
+    if name == "own hook":  # it runs outside of the tiles
+        module.register_forward_hook(lambda *_: None)
+    elif name in NOT_TILED:
+        NOT_TILED[name](module)
+    else:
+        monkeypatch.setattr(tiles, "current_run", lambda: None if name == "None" else a_run(name))
     with calls_of(module.down) as calls:
         tiled(module, tokens(torch.float32))
-    assert calls == [30]
-
-
-def test_hooks_of_the_module_itself_run_outside_of_the_tiles() -> None:
-    module = MLP()
-    module.register_forward_hook(lambda *_: None)
-    with calls_of(module.up) as calls:
-        tiled(module, tokens(torch.float32))
-    assert calls == [8, 8, 8, 6]
-
-
-@pytest.mark.parametrize("mode", [None, "store", "cheap"])
-def test_layers_that_are_not_recomputed_run_at_once(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "current_run", lambda: mode and a_run(mode))
-    module = MLP()
-    with calls_of(module.up) as calls:
-        tiled(module, tokens(torch.float32))
-    assert calls == [30]
+    assert calls == ([8, 8, 8, 6] if name == "own hook" else [30])
 
 
 def test_observed_layers_know_what_they_would_keep_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,29 +351,13 @@ class Adapted(nn.Module):
 
     def __init__(self, uses_no_grad: bool) -> None:
         super().__init__()
-        self.mlp = MLP(bias=False)
-        self.mlp.requires_grad_(uses_no_grad)
+        self.mlp = MLP(bias=False).requires_grad_(uses_no_grad)
         self.adapter = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(not self.mlp.down.weight.requires_grad):
-            y = tiled(self.mlp, x)
+            y = tiled(self.mlp, x.detach())
         return x + self.adapter(y)
-
-
-@pytest.mark.parametrize("uses_no_grad", [False, True])
-def test_tiles_that_save_nothing_are_all_computed_again(uses_no_grad: bool) -> None:
-    """However few tensors the recomputed layer still wants: none of them are the module's."""
-    model = nn.Sequential(Adapted(uses_no_grad), Adapted(uses_no_grad))
-    x = tokens(torch.float32)
-    found = []
-    for mode in ("store", "recompute"):
-        control = control_layers(model)
-        assert control is not None
-        control.modes[:] = [mode] * 2  # type: ignore[list-item]
-        found.append(torch.autograd.grad(model(x.detach()).sum(), list(model[0].adapter.parameters())))
-    for got, want in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(got, want)
 
 
 class Squashed(nn.Module):
@@ -442,14 +371,17 @@ class Squashed(nn.Module):
         return torch.tanh(tiled(self.mlp, x))
 
 
-def test_layers_run_on_after_tiles_as_far_as_backward_needs() -> None:
-    model = nn.Sequential(Squashed(), Squashed())
+@pytest.mark.parametrize("make", [lambda: Adapted(False), lambda: Adapted(True), Squashed])
+def test_layers_run_again_as_far_as_backward_needs(make: Callable[[], nn.Module]) -> None:
+    """Tiles that save nothing are all computed again, however few tensors the layer still wants."""
+    model = nn.Sequential(make(), make())
     x, found = tokens(torch.float32), []
     for mode in ("store", "recompute"):
         control = control_layers(model)
         assert control is not None
         control.modes[:] = [mode] * 2  # type: ignore[list-item]
-        found.append(torch.autograd.grad(model(x).sum(), [x, *model.parameters()]))
+        inputs = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+        found.append(torch.autograd.grad(model(x).sum(), inputs, allow_unused=True))
     for got, want in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(got, want)
 
