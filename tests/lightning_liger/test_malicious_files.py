@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import yaml
@@ -19,6 +18,7 @@ from lightning_liger import LigerCausalLM, export_pretrained, load_pretrained
 from lightning_liger.cli import main
 from lightning_liger.data.tokenizer import load_tokenizer
 from tests.lightning_liger.malicious import Payload, with_metadata, write_deepspeed, write_sharded
+from tests.lightning_liger.strategies.workers.distributed import make_trainer
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch
 
 REFUSED = "holds an object of .*, and loading it could run code"
@@ -45,66 +45,45 @@ def metadata(path: Path, marker: Path) -> Path:
     return with_metadata(path, Payload(marker))
 
 
-def optimizer_entry(path: Path, marker: Path) -> Path:
-    return write_sharded(path, optimizer_0={"lr": Payload(marker)})
-
-
-def meta(path: Path, marker: Path) -> Path:
-    return file(write_sharded(path) / "meta.pt", marker).parent
-
-
 def deepspeed(path: Path, marker: Path) -> Path:
     return write_deepspeed(path, {"module": {}}, {"loss_scaler": Payload(marker)})
 
 
-FOLDERS = (metadata, optimizer_entry, meta, deepspeed)
-ENGINES = {"Single": (), "DDP": (), "FSDP": FOLDERS, "ModelParallel": FOLDERS, "DeepSpeed": FOLDERS}
+ENGINES = {"Single": (), "DDP": (), "FSDP": (metadata,), "ModelParallel": (metadata,), "DeepSpeed": (deepspeed,)}
 
 
-def strategy_of(name: str, is_fabric: bool, **options: Any) -> Any:
-    prefix, suffix = "Fabric" if is_fabric else "", "Device" if name == "Single" else ""
-    if name == "DeepSpeed":
-        pytest.importorskip("deepspeed")
-    return getattr(liger, f"{prefix}Liger{name}{suffix}Strategy")(**options)
-
-
-@pytest.mark.parametrize("is_fabric", [False, True], ids=["trainer", "fabric"])
+@pytest.mark.parametrize("prefix", ["", "Fabric"], ids=["trainer", "fabric"])
 @pytest.mark.parametrize("fault_tolerance", [True, False])
 @pytest.mark.parametrize(("name", "write"), [(name, write) for name in ENGINES for write in (file, *ENGINES[name])])
-def test_strategies_refuse_a_checkpoint_before_they_read_it(tmp_path, marker, name, is_fabric, fault_tolerance, write):
+def test_strategies_refuse_a_checkpoint_before_they_read_it(tmp_path, marker, name, prefix, fault_tolerance, write):
     if name in ("Single", "DDP") and not fault_tolerance:
         pytest.skip("Lightning and PyTorch read the file")
-    strategy = strategy_of(name, is_fabric, fault_tolerance=fault_tolerance)
+    if name == "DeepSpeed":
+        pytest.importorskip("deepspeed")
+    suffix = "Device" if name == "Single" else ""
+    strategy = getattr(liger, f"{prefix}Liger{name}{suffix}Strategy")(fault_tolerance=fault_tolerance)
     path = write(tmp_path / "evil", marker)
     with pytest.raises(pickle.UnpicklingError, match=f"{path}.* {REFUSED}"):
         strategy.load_checkpoint(path)
 
 
-def fit(folder: Path, strategy: str, **options: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = L.Trainer(
-        default_root_dir=folder, strategy=strategy, accelerator="cpu", devices=1, max_steps=1, **quiet,
-        enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(LigerCausalLM(config=TINY_CONFIG), DataLoader([tiny_batch()] * 2, batch_size=None), **options)
-    return trainer
+def fit(folder: Path, strategy: str, ckpt_path: Path) -> None:
+    trainer = make_trainer(root=folder, strategy=strategy, max_steps=1)
+    loader = DataLoader([tiny_batch()] * 2, batch_size=None)
+    trainer.fit(LigerCausalLM(config=TINY_CONFIG), loader, ckpt_path=ckpt_path)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "write"),
-    [("liger", file), ("liger_fsdp", file), ("liger_fsdp", metadata), ("liger_model_parallel", metadata)],
-)
+@pytest.mark.parametrize(("strategy", "write"), [("liger", file), ("liger_fsdp", metadata)])
 def test_fit_refuses_a_checkpoint(tmp_path, marker, strategy, write):
-    path = write(tmp_path / "evil", marker)
     with pytest.raises(pickle.UnpicklingError, match=REFUSED):
-        fit(tmp_path, strategy, ckpt_path=path)
+        fit(tmp_path, strategy, write(tmp_path / "evil", marker))
 
 
 @pytest.mark.parametrize("strategy", ["liger_fsdp", "liger_model_parallel"])
 def test_shards_of_another_model_are_an_error_that_names_the_folder(tmp_path, strategy):
     path = write_sharded(tmp_path / "other")
     with pytest.raises(ValueError, match=rf"^{path} is incomplete, or does not fit the model: .*Missing key"):
-        fit(tmp_path, strategy, ckpt_path=path)
+        fit(tmp_path, strategy, path)
 
 
 @pytest.mark.parametrize("write", [file, metadata])
@@ -153,23 +132,20 @@ def own_code(folder: Path, marker: Path, **config: Any) -> Path:
 
 
 def test_code_in_a_models_folder_is_not_run(tmp_path, marker):
+    unknown = own_code(tmp_path / "unknown", marker, model_type="evil")
     with pytest.raises(ValueError, match="trust_remote_code"):
-        LigerCausalLM(pretrained=str(own_code(tmp_path / "unknown", marker, model_type="evil")))
+        LigerCausalLM(pretrained=str(unknown))
     folder = own_code(tmp_path / "llama", marker, **TINY_CONFIG, model_type="llama")
     LigerCausalLM(pretrained=str(folder))
-    with pytest.raises(ValueError, match="config must not have trust_remote_code"):
-        LigerCausalLM(pretrained=str(folder), config={"trust_remote_code": True})
     with pytest.raises(ValueError, match="could not be loaded by AutoTokenizer"):
         load_tokenizer(folder)
-
-
-def test_hyperparameters_of_a_checkpoint_cannot_trust_a_folder(tmp_path, marker):
-    folder = own_code(tmp_path / "unknown", marker, model_type="evil")
-    hyperparameters = {"pretrained": str(folder), "config": {"trust_remote_code": True}}
-    content = {"pytorch-lightning_version": "2.6.0", "state_dict": {}, "hyper_parameters": hyperparameters}
+    # Neither do hyperparameters of a checkpoint trust a folder.
+    trusting = {"pretrained": str(unknown), "config": {"trust_remote_code": True}}
+    content = {"pytorch-lightning_version": "2.6.0", "state_dict": {}, "hyper_parameters": trusting}
     torch.save(content, tmp_path / "evil.ckpt")
-    with pytest.raises(ValueError, match="config must not have trust_remote_code"):
-        LigerCausalLM.load_from_checkpoint(tmp_path / "evil.ckpt")
+    for make in (lambda: LigerCausalLM(**trusting), lambda: LigerCausalLM.load_from_checkpoint(tmp_path / "evil.ckpt")):
+        with pytest.raises(ValueError, match="config must not have trust_remote_code"):
+            make()
 
 
 def test_tags_of_yaml_are_not_followed(tmp_path, marker, monkeypatch, capsys):

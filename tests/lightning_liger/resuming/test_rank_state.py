@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_liger import TrainingSummary
-from lightning_liger.resuming.rank_state import HasRankState
 from tests.lightning_liger.resuming.workers.resume import (
     EXCHANGES,
     MICRO_BATCHES,
@@ -27,7 +26,7 @@ from tests.lightning_liger.resuming.workers.resume import (
     num_left,
     shuffled_loader,
 )
-from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, launch
+from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, launch, make_trainer
 
 TOLERANCE = {"cpu": 0.0, "cuda": 1e-5}
 
@@ -56,6 +55,9 @@ ANYWHERE = {
     "epoch": ("epoch", 0, NUM_BATCHES - 1),
     "second": ("batch", 1, 0),
     "second-window": ("batch", 1, 4),
+    # Only with validation after each third batch: in the middle of a step, and after one.
+    "validation-in-step": ("validation", 1, 2),
+    "validation": ("validation", 0, 5),
 }
 
 
@@ -75,13 +77,13 @@ def generator_loader() -> DataLoader[Any]:
     return DataLoader(rows, batch_size=ROWS, sampler=RandomSampler(rows, generator=generator))
 
 
-def fixed_workers(**options: Any) -> DataLoader[Any]:
+def fixed_workers(is_persistent: bool) -> DataLoader[Any]:
     # Random numbers of workers start anew when they do.
-    return shuffled_loader(is_random=False, num_workers=2, **options)
+    return shuffled_loader(is_random=False, num_workers=2, persistent_workers=is_persistent)
 
 
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "shuffled": ({}, list(ANYWHERE)),
+    "shuffled": ({}, list(ANYWHERE)[:-2]),
     "liger_fsdp": ({"strategy": "liger_fsdp"}, ["window", "epoch"]),
     "not-accumulated": ({"accumulate_grad_batches": 1}, ["second-window"]),
     "three-accumulated": ({"accumulate_grad_batches": 3}, ["second-window"]),
@@ -92,7 +94,9 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"limit_train_batches": NUM_BATCHES, "loader": lambda: shuffled_loader(num_ranks=2)},
         ["epoch", "second-window"],
     ),
-    "validated": ({"val_check_interval": 3}, ["window", "second-window"]),
+    "validated": ({"val_check_interval": 3}, ["window", "second-window", "validation-in-step", "validation"]),
+    "workers": ({"loader": lambda: fixed_workers(False)}, ["window", "epoch", "second-window"]),
+    "persistent workers": ({"loader": lambda: fixed_workers(True)}, ["window", "epoch", "second-window"]),
 }
 """Options of a run, and the points at which it is resumed."""
 
@@ -110,33 +114,11 @@ def test_one_process_goes_on_from_anywhere(way, tmp_path):
     options, names = WAYS[way]
     options = {"strategy": "liger", **options}
     uninterrupted = fit(tmp_path, points=ANYWHERE, **options)
+    assert len(set(uninterrupted.losses)) == len(uninterrupted.losses)  # epochs differ, and dropout is random
     for name in names:
         run = fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options)
         left = num_left(ANYWHERE[name], options.get("accumulate_grad_batches", MICRO_BATCHES))
         assert_goes_on(run, uninterrupted, left)
-
-
-def test_epochs_differ_and_dropout_is_random(tmp_path):
-    one, other = fit(tmp_path, strategy="liger"), fit(tmp_path, strategy="liger", seed=1)
-    assert len(set(one.losses) | set(other.losses)) == 2 * NUM_EPOCHS * NUM_BATCHES
-
-
-@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "new"])
-def test_loading_in_workers_goes_on_from_anywhere(persistent, tmp_path):
-    options = {"strategy": "liger", "loader": lambda: fixed_workers(persistent_workers=persistent)}
-    points = {name: ANYWHERE[name] for name in ("window", "epoch", "second-window")}
-    uninterrupted = fit(tmp_path, points=points, **options)
-    for name, point in points.items():
-        assert_goes_on(fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options), uninterrupted, num_left(point))
-
-
-def test_checkpoint_of_validation_goes_on_after_it(tmp_path):
-    options = {"strategy": "liger", "val_check_interval": 3}
-    # Validation after the third batch is in the middle of a step, the one after the sixth is not.
-    points = {"middle": ("validation", 1, 2), "boundary": ("validation", 0, 5)}
-    uninterrupted = fit(tmp_path, points=points, **options)
-    for name, point in points.items():
-        assert_goes_on(fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options), uninterrupted, num_left(point))
 
 
 def test_checkpoint_of_an_exception_starts_with_the_step_that_it_interrupted(tmp_path):
@@ -190,25 +172,19 @@ def test_summary_of_a_resumed_run_has_the_metrics_of_the_whole_epoch(tmp_path):
 
 
 def test_lightnings_checkpoint_goes_on_with_the_batches_not_yet_seen(tmp_path):
-    seen: list[list[int]] = []
+    seen: list[int] = []
 
     class Notes(DropoutLM):
         def training_step(self, batch, batch_idx):
-            seen[-1] += batch["input_ids"][:, 0].tolist()
+            seen.extend(batch["input_ids"][:, 0].tolist())
             return super().training_step(batch, batch_idx)
 
     def loader() -> DataLoader[Any]:
         return DataLoader(Rows(NUM_BATCHES * ROWS, is_random=False), batch_size=ROWS)
 
-    options = {"loader": loader, "max_epochs": 1}
-    for strategy, more in (
-        ("auto", {"points": {"point": ("batch", 0, 3)}}),
-        ("liger", {"ckpt_path": tmp_path / "point"}),
-    ):
-        seen.append([])
-        fit(tmp_path, strategy=strategy, module=Notes(dropout=0.0), **options, **more)
-    assert len(seen[1]) == (NUM_BATCHES - 4) * ROWS
-    assert seen[1] == seen[0][4 * ROWS :]
+    for options in ({"strategy": "auto", "points": {"point": ("batch", 0, 3)}}, {"ckpt_path": tmp_path / "point"}):
+        fit(tmp_path, **{"strategy": "liger", "module": Notes(0.0), "loader": loader, "max_epochs": 1, **options})
+    assert seen[NUM_BATCHES * ROWS :] == seen[4 * ROWS : NUM_BATCHES * ROWS]
 
 
 @pytest.mark.parametrize("name", ["epoch", "second-window"])
@@ -225,9 +201,7 @@ def test_checkpoint_loads_in_lightnings_strategy(tmp_path, name):
 
 
 def test_state_of_a_checkpoint_is_dropped_if_its_run_does_not_train(tmp_path):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    on_cpu = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, "enable_checkpointing": False}
-    trainer = L.Trainer(strategy="liger", max_steps=1, **on_cpu, **quiet)
+    trainer = make_trainer(root=tmp_path, strategy="liger", max_steps=1)
     trainer.fit(DropoutLM(), shuffled_loader())
     trainer.save_checkpoint(tmp_path / "done.ckpt")
     trainer.fit(DropoutLM(), shuffled_loader(), ckpt_path=tmp_path / "done.ckpt")  # has no steps left
@@ -288,12 +262,6 @@ def test_modules_keep_a_state_of_each_rank(tmp_path):
             super().load_rank_state_dict(state)
             self.num_batches = state["num_batches"]
 
-    class NoState(L.LightningModule):
-        def rank_state_dict(self):
-            return {}
-
-    assert isinstance(Counts(), HasRankState)
-    assert not isinstance(NoState(), HasRankState)
     resumed = Counts()
     fit(tmp_path, strategy="liger", module=Counts(), points={"point": ANYWHERE["second"]})
     fit(tmp_path, strategy="liger", module=resumed, ckpt_path=tmp_path / "point")
@@ -351,16 +319,18 @@ def _losses_after(path: Path, strategy: Any, folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("saved_by", ["liger_fsdp", "liger_model_parallel-full"])
-def test_one_process_goes_on_from_the_whole_checkpoint_of_several(ranks, saved_by, tmp_path):
-    path = ranks[2] / f"fixed-{saved_by}" / "epoch.ckpt"
-    expected = _losses_after(path, "auto", tmp_path)
-    for strategy in ("liger", "liger_ddp", "liger_fsdp"):
-        torch.testing.assert_close(_losses_after(path, strategy, tmp_path), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("saved_by", ["liger_fsdp-sharded", "liger_model_parallel"])
-def test_one_process_goes_on_from_the_shards_of_several(ranks, saved_by, tmp_path):
-    expected = _losses_after(ranks[2] / "liger_ddp" / "epoch.ckpt", "auto", tmp_path)
-    losses = _losses_after(ranks[2] / saved_by / "epoch.ckpt", STRATEGIES[saved_by](), tmp_path)
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(
+    ("saved_by", "expected_of"),
+    [
+        ("fixed-liger_fsdp", "fixed-liger_fsdp"),
+        ("fixed-liger_model_parallel-full", "fixed-liger_model_parallel-full"),
+        ("liger_fsdp-sharded", "liger_ddp"),
+        ("liger_model_parallel", "liger_ddp"),
+    ],
+)
+def test_one_process_goes_on_from_the_checkpoint_of_several(ranks, saved_by, expected_of, tmp_path):
+    expected = _losses_after(ranks[2] / expected_of / "epoch.ckpt", "auto", tmp_path)
+    is_whole = saved_by == expected_of
+    for strategy in ("liger", "liger_ddp", "liger_fsdp") if is_whole else (STRATEGIES[saved_by](),):
+        losses = _losses_after(ranks[2] / saved_by / "epoch.ckpt", strategy, tmp_path)
+        torch.testing.assert_close(losses, expected, rtol=1e-5 if is_whole else 1e-4, atol=1e-5 if is_whole else 1e-4)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerLMMixin, apply_liger_kernels, shift_labels, split_sequence
+from tests.lightning_liger.strategies.workers.distributed import make_trainer
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_model
 
 Batch = dict[str, Tensor]
@@ -87,10 +88,7 @@ def model_of(architecture: str, patched: bool = True) -> nn.Module:
 def train(model: nn.Module, batches: list[Batch]) -> tuple[dict[str, float], dict[str, Tensor]]:
     """What one optimizer step over all batches logs, and its gradients."""
     module = LM(model)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=len(batches),
-    )  # fmt: skip
+    trainer = make_trainer(root=Path(), accumulate_grad_batches=len(batches))
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return {name: value.item() for name, value in trainer.callback_metrics.items()}, module.gradients
 
@@ -114,25 +112,6 @@ def test_packed_documents_train_as_in_rows_of_their_own(architecture: str, num_r
     assert logged.keys() >= {"train_loss", "train_perplexity", "train_accuracy", "train_loss_step"}
     largest = max(gradient.abs().max().item() for gradient in wanted_gradients.values())
     torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-5 * largest)
-
-
-def test_sum_and_counts_of_a_packed_row_are_those_of_its_documents() -> None:
-    batch = packed()
-    module = LM(model_of("llama", patched=False).double())
-    module.model.config.use_cache = False
-
-    def result(batch: Batch) -> Any:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        logits = module.model(**inputs).logits
-        return module.lm_loss_with_counts(logits, batch["labels"], position_ids=batch.get("position_ids"))
-
-    whole, parts = result(batch), [result(part) for part in apart(batch)]
-    assert whole.num_tokens.item() == sum(part.num_tokens.item() for part in parts) == sum(LENGTHS) - len(LENGTHS) - 1
-    assert whole.num_correct.item() == sum(part.num_correct.item() for part in parts)
-    torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts), rtol=1e-6, atol=0.0)
-    (gradient,) = torch.autograd.grad(whole.loss_sum, module.model.lm_head.weight)
-    (wanted,) = torch.autograd.grad(sum(part.loss_sum for part in parts), module.model.lm_head.weight)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_labels_that_cross_documents_are_another_loss() -> None:
@@ -255,16 +234,11 @@ def test_pieces_together_are_the_rows(data: st.DataObject, num_rows: int, size: 
 
 def test_piece_has_the_positions_of_the_row_and_what_is_given_as_it_is() -> None:
     lengths = torch.tensor([0, 4, 8], dtype=torch.int32)
-    batch = {
-        "input_ids": None,
-        "inputs_embeds": torch.randn(2, 8, 5),
-        "shift_labels": torch.arange(16).view(2, 8),
-        "cu_seq_lens_q": lengths,
-        "max_length_q": 4,
-    }
-    piece = split_sequence(batch, 1, 2)
+    states, labels = torch.randn(2, 8, 5), torch.arange(16).view(2, 8)
+    batch = {"input_ids": None, "inputs_embeds": states, "shift_labels": labels, "cu_seq_lens_q": lengths}
+    piece = split_sequence(batch | {"max_length_q": 4}, 1, 2)
     assert piece.keys() == {"inputs_embeds", "shift_labels", "cu_seq_lens_q", "max_length_q", "position_ids"}
-    assert piece["inputs_embeds"].equal(batch["inputs_embeds"][:, 4:])
+    assert piece["inputs_embeds"].equal(states[:, 4:])
     assert piece["shift_labels"].tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
     assert piece["position_ids"].tolist() == [[4, 5, 6, 7]]
     assert piece["cu_seq_lens_q"] is lengths

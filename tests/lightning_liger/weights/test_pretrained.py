@@ -113,11 +113,15 @@ def test_random_weights_have_the_distributions_of_a_model_built_whole(saved):
             assert tensor.mean().item() == pytest.approx(expected.mean().item(), abs=1.5 * spread), name
 
 
-def test_random_weights_follow_the_seed():
+def test_random_weights_follow_the_seed_of_which_one_number_is_drawn():
     def made(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
         model = on_meta(tiny_llama())
         materialize(model, CPU)
+        after = torch.rand(3)
+        torch.manual_seed(seed)
+        torch.randint(2**62, (1,))
+        assert torch.equal(after, torch.rand(3))
         return tensors(model)
 
     first, second, other = made(0), made(0), made(1)
@@ -128,7 +132,7 @@ def test_random_weights_follow_the_seed():
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
 
 
-@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight", "both"])
+@pytest.mark.parametrize("kept", ["lm_head.weight", "model.embed_tokens.weight", "both", "different"])
 def test_tied_weights_may_have_any_of_their_names(tmp_path, kept):
     model = tiny_llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
@@ -136,25 +140,19 @@ def test_tied_weights_may_have_any_of_their_names(tmp_path, kept):
 
     def change(weights):
         del weights["model.embed_tokens.weight"]
-        names = ("lm_head.weight", "model.embed_tokens.weight") if kept == "both" else (kept,)
-        weights |= {name: weight.clone() for name in names}
+        names = (kept,) if "." in kept else ("lm_head.weight", "model.embed_tokens.weight")
+        weights |= {name: weight + number * (kept == "different") for number, name in enumerate(names)}
 
     rewrite(tmp_path, change)
     loaded = on_meta(model)
     load_pretrained(loaded, tmp_path)
+    if kept == "different":
+        with pytest.raises(ValueError, match=r"different weights for 'model\.embed_tokens\.weight' and 'lm_head\."):
+            materialize(loaded, CPU)
+        return
     materialize(loaded, CPU)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert_equal(loaded, model)
-
-
-def test_different_weights_for_tied_tensors_are_refused(tmp_path):
-    model = tiny_llama(tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
-    rewrite(tmp_path, lambda weights: weights.update({"lm_head.weight": torch.zeros(model.lm_head.weight.shape)}))
-    loaded = on_meta(model)
-    load_pretrained(loaded, tmp_path)
-    with pytest.raises(ValueError, match=r"different weights for 'model\.embed_tokens\.weight' and 'lm_head\.weight'"):
-        materialize(loaded, CPU)
 
 
 def test_weights_of_a_base_model_and_float16_ones_fit(tmp_path):
@@ -213,40 +211,6 @@ def test_unexpected_tensors_are_named_in_a_warning(llama_folder):
         load_pretrained(on_meta(tiny_llama()), llama_folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weights: weights.pop("model.norm.weight"), r"lacks tensors of the model: model\.norm\.weight$"),
-        (
-            lambda weights: weights.clear(),
-            r"lacks tensors of the model: .* and \d+ more$",
-        ),
-        (
-            lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}),
-            r"other shapes than the model: model\.norm\.weight \(7,\) instead of \(32,\)$",
-        ),
-    ],
-    ids=["missing", "empty", "shape"],
-)
-def test_folder_that_does_not_fit_is_refused_before_anything_is_loaded(llama_folder, change, message):
-    rewrite(llama_folder, change)
-    model = tiny_llama(rms_norm_eps=0.5)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    with pytest.raises(ValueError, match=message):
-        load_pretrained(model, llama_folder)
-    assert not model.lm_head.weight.any()
-
-
-def test_folders_without_weights_are_refused(tmp_path):
-    tiny_llama().config.save_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"has no weights: expected one of \['model.safetensors'"):
-        load_pretrained(on_meta(tiny_llama()), tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match=r"names 'gone\.safetensors', which does not exist"):
-        load_pretrained(on_meta(tiny_llama()), tmp_path)
-
-
 def test_quantized_weights_are_refused(llama_folder):
     model = on_meta(tiny_llama())
     model.config.quantization_config = {"quant_method": "fp8"}
@@ -264,9 +228,7 @@ def test_tensors_stay_the_same_objects_with_what_was_set_on_them():
     weight.no_decay = True
     module.bias.requires_grad_(False)
     materialize(module, CPU)
-    assert module.weight is weight
-    assert weight.no_decay
-    assert weight.device == CPU
+    assert (module.weight is weight, weight.no_decay, weight.device) == (True, True, CPU)
     assert (weight.requires_grad, module.bias.requires_grad) == (True, False)
 
 
@@ -317,16 +279,6 @@ def test_adapters_change_nothing_at_first(llama_folder):
     assert torch.equal(model(**tiny_batch()).loss, tiny_llama()(**tiny_batch()).loss)
     others = [parameter for name, parameter in model.named_parameters() if "lora_A" in name or "embedding_B" in name]
     assert all(parameter.requires_grad and parameter.std() > 0.05 for parameter in others)
-
-
-def test_global_random_state_advances_by_one_number_only():
-    model = on_meta(tiny_llama())
-    torch.manual_seed(0)
-    materialize(model, CPU)
-    after = torch.rand(3)
-    torch.manual_seed(0)
-    torch.randint(2**62, (1,))
-    assert torch.equal(after, torch.rand(3))
 
 
 def test_kernels_are_verified_on_the_meta_device_and_keep_the_weights(llama_folder):

@@ -81,12 +81,7 @@ class DropoutLM(LM):
 
 
 class SaveAt(L.Callback):
-    """Saves in hooks of the Trainer.
-
-    Args:
-        folder: Where to; the name is the key in ``points``.
-        points: Hook, epoch and batch.
-    """
+    """Saves to ``folder`` under names that ``points`` gives a hook of the Trainer, an epoch and a batch."""
 
     def __init__(self, folder: Path, points: dict[str, tuple[str, int, int]]) -> None:
         self.folder, self.points = folder, points
@@ -114,15 +109,11 @@ class EpochMetrics(L.Callback):
         self.metrics: dict[int, dict[str, float]] = {}
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._note(trainer, trainer.current_epoch - 1)
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._note(trainer, trainer.current_epoch - 1)
-
-    def _note(self, trainer: L.Trainer, epoch: int) -> None:
         logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
         if "train_loss" in logged:
-            self.metrics[epoch] = logged
+            self.metrics[trainer.current_epoch - 1] = logged
+
+    on_train_end = on_train_epoch_start
 
 
 class Run(NamedTuple):
@@ -215,43 +206,33 @@ EXCHANGES = [
 def _run_rank(device: str, folder: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    accelerator = {"cuda": "gpu"}.get(device, device)
+    devices = {"accelerator": {"cuda": "gpu"}.get(device, device), "devices": NUM_RANKS}
 
-    def train(strategy: Any, seed: int, way: str, **options: Any) -> dict[str, Any]:
+    def train(name: str, seed: int, way: str, **options: Any) -> dict[str, Any]:
         (folder / way).mkdir(exist_ok=True)
-        run = fit(
-            folder / way, seed=seed + rank, strategy=strategy, accelerator=accelerator, devices=NUM_RANKS, **options
-        )
-        return run._asdict()
+        strategy = (STRATEGIES | LIGHTNINGS)[name]()
+        return fit(folder / way, seed=seed + rank, strategy=strategy, **devices, **options)._asdict()
+
+    def train_fixed(name: str, seed: int, **options: Any) -> dict[str, Any]:
+        def loader() -> DataLoader[Batch]:
+            return shuffled_loader(is_random=False, num_ranks=NUM_RANKS)
+
+        module = DropoutLM(dropout=0.0)
+        return train(name, seed, f"fixed-{name}", module=module, loader=loader, limit_val_batches=0, **options)
 
     def loader() -> DataLoader[Batch]:
         return shuffled_loader(num_ranks=NUM_RANKS)
 
-    def fixed_loader() -> DataLoader[Batch]:
-        return shuffled_loader(is_random=False, num_ranks=NUM_RANKS)
-
     results: dict[str, Any] = {}
-    for way, strategy in STRATEGIES.items():
-        results[way] = {"uninterrupted": train(strategy(), 0, way, points=POINTS, loader=loader)}
+    for way in STRATEGIES:
+        results[way] = {"uninterrupted": train(way, 0, way, points=POINTS, loader=loader)}
         for name in POINTS:
-            results[way][name] = train(strategy(), 90, way, loader=loader, ckpt_path=folder / way / name)
-    fixed = {"loader": fixed_loader, "limit_val_batches": 0}
+            results[way][name] = train(way, 90, way, loader=loader, ckpt_path=folder / way / name)
     for way in dict.fromkeys(name for exchange in EXCHANGES for name in exchange):
-        strategy = (STRATEGIES | LIGHTNINGS)[way]
-        points = {"epoch.ckpt": POINTS["epoch.ckpt"]}
-        results[f"fixed-{way}"] = train(
-            strategy(), 0, f"fixed-{way}", points=points, module=DropoutLM(dropout=0.0), **fixed
-        )
+        results[f"fixed-{way}"] = train_fixed(way, 0, points={"epoch.ckpt": POINTS["epoch.ckpt"]})
     for saved_by, resumed_by in EXCHANGES:
-        strategy = (STRATEGIES | LIGHTNINGS)[resumed_by]
-        results[f"{saved_by} to {resumed_by}"] = train(
-            strategy(),
-            90,
-            f"fixed-{resumed_by}",
-            module=DropoutLM(dropout=0.0),
-            ckpt_path=folder / f"fixed-{saved_by}" / "epoch.ckpt",
-            **fixed,
-        )
+        path = folder / f"fixed-{saved_by}" / "epoch.ckpt"
+        results[f"{saved_by} to {resumed_by}"] = train_fixed(resumed_by, 90, ckpt_path=path)
     torch.save(results, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
