@@ -70,6 +70,12 @@ class _LayerState:
                     " activation checkpointing"
                 )
 
+    @staticmethod
+    def _set_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+        for module, is_training in flags:
+            if module.training != is_training:
+                module.training = is_training
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Gives the modules back what they had, for as long as the context lasts."""
@@ -82,11 +88,11 @@ class _LayerState:
             if current is buffer or name not in module._non_persistent_buffers_set:
                 before.append((module, name, current))
                 setattr(module, name, copies.setdefault(id(buffer), copy if copy is buffer else copy.clone()))
-        _set_training(self._training)
+        self._set_training(self._training)
         try:
             yield
         finally:
-            _set_training(flags)
+            self._set_training(flags)
             for module, name, current in before:
                 setattr(module, name, current)
 
@@ -94,12 +100,6 @@ class _LayerState:
 def _copy_of_state(buffer: Tensor) -> Tensor:
     """A copy of a buffer that may hold statistics or counters, whose writes by kernels are not counted, else itself."""
     return buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else buffer
-
-
-def _set_training(flags: Iterable[tuple[nn.Module, bool]]) -> None:
-    for module, is_training in flags:
-        if module.training != is_training:
-            module.training = is_training
 
 
 class _Slot:
@@ -128,8 +128,7 @@ class Frame:
     Args:
         layer: Whose buffers and training flags the second run sees as the first one did.
         run: Runs it, a :class:`~lightning_liger.activations.layers.LayerRun`, which is told about the second run.
-        keep: Makes something that has a ``get`` of each tensor in the arguments that requires a gradient; by default
-            the tensor stays where it is.
+        keep: Keeps a tensor in the arguments that requires a gradient.
     """
 
     def __init__(self, layer: nn.Module, run: Any, keep: Callable[[Tensor], Kept | Offloaded] = Kept) -> None:

@@ -14,7 +14,7 @@ forward looks up the mode; parameters, their names and other instances do not.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -108,8 +108,10 @@ class ControlledLayers:
                     " config for training"
                 )
                 mode = "cheap"
-            else:
-                args, kwargs = _without_cache(args, kwargs)
+            else:  # a second run would extend a cache of keys and values again
+                args = tuple(None if isinstance(value, Cache) else value for value in args)
+                kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+                kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         run = LayerRun(self, index, mode, first.device, forward)
         if mode == "store":
             outputs = run(*args, **kwargs)
@@ -204,13 +206,6 @@ def _has_history(layer: nn.Module, value: Any) -> bool:
         return True
 
 
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without caches of keys and values, which a second run would extend again."""
-    args = tuple(None if isinstance(value, Cache) else value for value in args)
-    kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
-    return args, kwargs | ({"use_cache": False} if kwargs.get("use_cache") else {})
-
-
 class _Controlled:
     """Base of the classes that controlled layers get."""
 
@@ -270,8 +265,8 @@ def find_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = 
     """
     wanted = tuple(classes) if classes is not None else tuple(unsplit_classes(model))
     if wanted:
-        return list(_outermost(model, lambda module, parent: isinstance(module, wanted)))
-    return list(_outermost(model, _is_repeated))
+        return _outermost(model, lambda module, parent: isinstance(module, wanted))
+    return _outermost(model, _is_repeated)
 
 
 def unsplit_classes(model: nn.Module) -> set[type[nn.Module]]:
@@ -288,11 +283,7 @@ def _is_repeated(module: nn.Module, parent: nn.Module | None) -> bool:
     return Counter(map(type, parent.children()))[type(module)] > 1 and any(True for _ in module.parameters())
 
 
-def _outermost(
-    module: nn.Module, is_layer: Callable[[nn.Module, nn.Module | None], bool], parent: nn.Module | None = None
-) -> Iterator[nn.Module]:
+def _outermost(module: nn.Module, is_layer: Callable[..., bool], parent: nn.Module | None = None) -> list[nn.Module]:
     if is_layer(module, parent):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child, is_layer, module)
+        return [module]
+    return [layer for child in module.children() for layer in _outermost(child, is_layer, module)]
