@@ -129,14 +129,14 @@ def test_profile_of_all_ranks_covers_each():
 @pytest.mark.parametrize(
     ("modes", "text"),
     [
-        (("store",) * 3, "all 3 layers stored"),
-        (("recompute",) * 2 + ("cheap",), "1 of 3 layers stored but for cheap tensors, 2 recomputed"),
-        (("offload", "recompute", "recompute"), "2 of 3 layers recomputed, 1 recomputed from inputs in host memory"),
-        (("offload",) * 3, "all 3 layers recomputed from inputs in host memory"),
+        ("sss", "all 3 layers stored"),
+        ("rrc", "1 of 3 layers stored but for cheap tensors, 2 recomputed"),
+        ("orr", "2 of 3 layers recomputed, 1 recomputed from inputs in host memory"),
     ],
 )
 def test_plan_is_told_in_words(modes, text):
-    assert str(Plan(modes, 5)) == text
+    names = {"s": "store", "c": "cheap", "r": "recompute", "o": "offload"}
+    assert str(Plan(tuple(names[mode] for mode in modes), 5)) == text
 
 
 def test_layers_that_are_not_recomputed_keep_what_tiles_do_not() -> None:
