@@ -49,12 +49,11 @@ class RankStates:
             return
         loops = checkpoint["loops"]["fit_loop"]
         progress = loops["epoch_loop.batch_progress"]["current"]
-        fetched, num_batches = progress["ready"], progress["processed"]
-        if not _epoch_is_over(loops):
-            num_batches -= _num_batches_since_step(trainer, num_batches)
+        fetched, processed = progress["ready"], progress["processed"]
+        num_batches = processed - (0 if _epoch_is_over(loops) else _num_batches_since_step(trainer, processed))
         state = _current_state(trainer)
         if fetched != num_batches:
-            _rewind(loops, progress["processed"] - num_batches)
+            _rewind(loops, processed - num_batches)
             state = self._step_start or state
         elif self._before_validation is not None:
             state |= {"random_state": self._before_validation}
@@ -79,8 +78,6 @@ class RankStates:
         """Keeps the state at the beginning of an optimizer step."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step_start = _current_state(trainer) | _random_state_before_fetch(trainer)
-
-    # Validation leaves the random states of training unchanged.
 
     def on_validation_start(self, trainer: L.Trainer) -> None:
         """Keeps the random state of training."""
@@ -125,13 +122,10 @@ class RankStates:
         self._loaded = None
 
     def process_dataloader(self, loader: Any, trainer: L.Trainer) -> Any:
-        """A resumable copy of ``loader``, at the position that the checkpoint has for it.
-
-        Validation's loaders too become resumable, because these draw no random numbers before their first batch.
-        """
+        """A resumable copy of ``loader``, at the position that the checkpoint has for it."""
         if not is_fitting(trainer):
             return loader
-        loader = resumable(loader)
+        loader = resumable(loader)  # validation's too: it draws no random numbers before its first batch
         if self._loaded is not None and trainer.training and isinstance(loader, ResumableDataLoader):
             if self._loaded["loaders"]:
                 loader.load_state_dict(self._loaded["loaders"].pop(0))
@@ -164,10 +158,11 @@ def _current_state(trainer: L.Trainer) -> dict[str, Any]:
 
 def _random_state_before_fetch(trainer: L.Trainer) -> dict[str, Any]:
     """``random_state`` before the current batch was fetched; empty if no loader knows it."""
-    leaves = CombinedLoader(trainer.train_dataloader).flattened
-    loaders = [leaf for leaf in leaves if isinstance(leaf, ResumableDataLoader)]
-    before = loaders[0].random_state_before_fetch if loaders else None
-    return {} if before is None else {"random_state": before}
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        if isinstance(loader, ResumableDataLoader):
+            before = loader.random_state_before_fetch
+            return {} if before is None else {"random_state": before}
+    return {}
 
 
 def _set(state: dict[str, Any] | None) -> None:

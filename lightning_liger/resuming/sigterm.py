@@ -20,14 +20,11 @@ EXIT_CODE = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-class _Agreed:
+class _Agreed(HostCopy):
     """Whether any rank got SIGTERM, in the place of Lightning's bool: known once it is asked for, after the batch."""
 
-    def __init__(self, received: torch.Tensor) -> None:
-        self._received = HostCopy(received)
-
     def __bool__(self) -> bool:
-        return bool(self._received.wait())
+        return bool(self.wait())
 
 
 class GracefulShutdown:
@@ -46,10 +43,10 @@ class GracefulShutdown:
         """Replaces Lightning's SIGTERM handler; to be called before the Trainer registers its handlers."""
         self._received = False
         # Private to Lightning, which has no public way to replace its handler or to request a stop.
-        _replace_method(trainer._signal_connector, "_sigterm_notifier_fn", functools.partial(self._handle, trainer))
+        _replace(trainer._signal_connector, "_sigterm_notifier_fn", functools.partial(self._handle, trainer))
         # It waits for the device in each batch; :meth:`agree` does the same without.
-        _replace_method(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        self._stop(trainer, trainer.received_sigterm)
+        _replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._stop(trainer, False)
         # By default Lightning starts the other processes of a machine from the first one.
         environment = getattr(trainer.strategy, "cluster_environment", None)
         self._is_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
@@ -75,8 +72,7 @@ class GracefulShutdown:
 
     @staticmethod
     def _stop(trainer: L.Trainer, received: Any) -> None:
-        connector: Any = trainer._signal_connector
-        connector.received_sigterm = received
+        _replace(trainer._signal_connector, "received_sigterm", received)
 
     def set_exit_code(self, exception: BaseException) -> None:
         """Makes 143 the exit code of the process if ``exception`` is due to SIGTERM; Lightning's exit code is 0."""
@@ -85,9 +81,9 @@ class GracefulShutdown:
             exception.code = EXIT_CODE
 
 
-def _replace_method(owner: Any, name: str, function: Any) -> None:
+def _replace(owner: Any, name: str, value: Any) -> None:
     getattr(owner, name)  # an AttributeError if Lightning has another one: setting it would have no effect
-    setattr(owner, name, function)
+    setattr(owner, name, value)
 
 
 def _has_several_ranks(trainer: L.Trainer) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -159,10 +160,12 @@ class _Conversion:
         converter = deepcopy(self.converter)
         for key, pattern, part in self.parts:
             # The converter takes a function in place of a future, and calls it when it needs the tensor.
-            future: Any = lambda part=part: read(part).to(self.dtype)  # noqa: E731
-            converter.add_tensor(self.name, key, pattern, future)
+            converter.add_tensor(self.name, key, pattern, partial(self._read, read, part))  # type: ignore[arg-type]
         converted = converter.convert(self.name, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+    def _read(self, read: Callable[[Any], Tensor], part: Any) -> Tensor:
+        return read(part).to(self.dtype)
 
 
 Source = Any

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -47,35 +48,24 @@ def test_sigterm_saves_and_the_exit_code_tells(tmp_path):
 # Several processes
 
 
-class Ended(NamedTuple):
-    returncode: int
-    output: str
-
-
-def _run_program(folder: Path, device: str, fault: str) -> Ended:
-    """One command, whose other processes Lightning starts."""
+def _run_program(folder: Path, device: str, fault: str) -> tuple[int, str]:
+    """The exit code and the output of one command, whose other processes Lightning starts."""
     environment = {name: value for name, value in os.environ.items() if "RANK" not in name and "MASTER" not in name}
     environment["PYTHONPATH"] = python_path()
     command = [sys.executable, "-m", WORKER, device, str(folder), fault]
-    with (folder / f"{fault}.log").open("w") as log:
-        ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, stdout=log, stderr=log)
-    return Ended(ended.returncode, (folder / f"{fault}.log").read_text())
+    ended = subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, capture_output=True, text=True)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 def _wait_until_ended(folder: Path, fault: str) -> None:
     """Waits for every process of a program."""
     deadline = time.monotonic() + SECONDS
     for rank in range(NUM_RANKS):
-        while _is_running(int((folder / f"{fault}-{rank}.pid").read_text())):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
+        pid = int((folder / f"{fault}-{rank}.pid").read_text())
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
@@ -97,7 +87,7 @@ def ranks(programs):
 @pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
 def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
     _, folder, ended = programs
-    assert ended[fault].returncode != 0, ended[fault].output
+    assert ended[fault][0] != 0, ended[fault][1]
     _wait_until_ended(folder, fault)
     # Whole checkpoints only, and nothing that was begun.
     assert sorted(path.name for path in (folder / fault).iterdir()) == ["last.ckpt", "step=4.ckpt"]
@@ -106,7 +96,7 @@ def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
 
 def test_sigterm_to_the_program_ends_all_of_its_processes_with_a_checkpoint(programs):
     _, folder, ended = programs
-    assert ended["sigterm"].returncode == 128 + signal.SIGTERM, ended["sigterm"].output
+    assert ended["sigterm"][0] == 128 + signal.SIGTERM, ended["sigterm"][1]
     _wait_until_ended(folder, "sigterm")
     checkpoint = torch.load(folder / "sigterm" / "last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == FAULT_AT[0]

@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -73,38 +75,27 @@ def _error_of(action: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-class FullDisk:
-    """A disk that is full for one rank."""
-
-    def __init__(self, is_full: bool) -> None:
-        self.is_full = is_full
-        self._save, self._write_data = torch.save, FileSystemWriter.write_data
-
-    def __enter__(self) -> None:
-        def fail(*_: Any, **__: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def save(value: Any, file: Any, *args: Any, **options: Any) -> None:
-            if not isinstance(file, io.BytesIO):  # pickling of tensors, which collectives do, uses it too
-                fail()
-            self._save(value, file, *args, **options)
-
-        if self.is_full:
-            torch.save, FileSystemWriter.write_data = save, fail
-
-    def __exit__(self, *_: Any) -> None:
-        torch.save, FileSystemWriter.write_data = self._save, self._write_data
-
-
 class FillsDisk(L.Callback):
-    """Saves once more over a checkpoint, with a full disk."""
+    """Saves once more over a checkpoint, with a disk that is full for one rank."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
         self.error: BaseException | None = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        with FullDisk(trainer.global_rank == self.rank):
+        torch_save = torch.save
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def save(value: Any, file: Any, *args: Any, **options: Any) -> None:
+            # Pickling of tensors, which collectives do, uses it too.
+            (torch_save if isinstance(file, io.BytesIO) else fail)(value, file, *args, **options)
+
+        with ExitStack() as patches:
+            if trainer.global_rank == self.rank:
+                patches.enter_context(patch.object(torch, "save", save))
+                patches.enter_context(patch.object(FileSystemWriter, "write_data", fail))
             self.error = _error_of(lambda: trainer.save_checkpoint(self.path, weights_only=False))
 
 
