@@ -89,7 +89,8 @@ def buffers_that_grow(layer: Any, x: Tensor) -> Tensor:
     layer.counts += 1
     layer.other = layer.other * 1.5
     layer.large_counts = torch.cat((layer.large_counts, layer.large_counts))
-    return layer.q(x) * layer.scale.clone() / layer.counts * layer.other / len(layer.large_counts)
+    num_large = len(layer.large_counts) // (_MAX_COPIED + 1)
+    return layer.q(x) * layer.scale.clone() / layer.counts * layer.other / num_large
 
 
 def cache_that_grows(layer: Any, x: Tensor) -> Tensor:

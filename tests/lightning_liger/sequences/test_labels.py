@@ -123,20 +123,6 @@ def test_labels_that_cross_documents_are_another_loss() -> None:
     assert abs(crossing.loss.item() - within.item()) > 1e-3
 
 
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_loss_of_the_model_itself_is_the_same_where_first_labels_are_ignored(patched: bool) -> None:
-    """Hugging Face's own loss does not look at positions, and its attention only where it keeps no cache."""
-    model, batch = model_of("llama", patched), packed()
-    model.config.use_cache = False
-    batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
-    module, parts = LM(model_of("llama", patched=False)), apart(packed())
-    results = [module.lm_loss_with_counts(module.model(part["input_ids"]).logits, part["labels"]) for part in parts]
-    wanted = sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
-    torch.testing.assert_close(model(**batch).loss, wanted, rtol=1e-5, atol=0.0)
-    if patched:
-        assert ledger(model) == (1, 0)
-
-
 def test_positions_of_images_and_text_say_nothing_about_documents() -> None:
     class OfThreeAxes(nn.Module):
         """Takes positions as models of images do."""
