@@ -168,8 +168,8 @@ def test_buffers_are_the_same_in_every_backward_over_one_graph() -> None:
     set_mode(model, "recompute")
     x = torch.ones(2, 3, HIDDEN_SIZE, requires_grad=True)
     y = model(x * 1).sum()
-    first, second = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
+    first, *others = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(3))
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_writes_to_large_integer_buffers_are_an_error() -> None:
