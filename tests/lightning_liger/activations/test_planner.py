@@ -144,17 +144,6 @@ def test_measured_step_stays_within_a_budget_that_the_optimizers_states_leave_to
     assert "recompute" in trained.modes  # as many as fit
 
 
-def test_layers_are_offloaded_as_the_last_resort():
-    trained = Trained(budget=8300, layers=[Layer(inputs=6, stored=30, parameters=10) for _ in range(6)])
-    trained.step(100)
-    assert trained.modes == ["recompute"] * 6
-    trained.step(100)
-    assert trained.modes == ["offload"] * 6
-    assert trained.step(100) <= trained.planner.plan.predicted_peak <= 8300
-    assert trained.modes[0] == "offload"
-    assert trained.modes[-1] == "recompute"
-
-
 def test_message_says_what_is_needed_where_no_plan_fits():
     trained = planned(3500, 100)
     assert trained.modes[:5] == ["offload"] * 5
@@ -201,20 +190,17 @@ def test_layer_that_is_executed_several_times_counts_several_times():  # as that
 
 
 @pytest.mark.parametrize(
-    ("value", "limit"),
+    ("value", "limit", "text"),
     [
-        *((0.5, 5 * 2**30), (1, 9 * 2**30), (2, 2 * 2**30), (1.5, int(1.5 * 2**30)), (9.5, 9 * 2**30)),
-        ("auto", int(0.94 * 9 * 2**30)),
+        (0.5, 5 * 2**30, "0.5"),
+        (1, 9 * 2**30, "1"),
+        (1.5, int(1.5 * 2**30), "1.5 GiB"),
+        (9.5, 9 * 2**30, "9.5 GiB"),
+        ("auto", int(0.94 * 9 * 2**30), "auto"),
     ],
 )
-def test_budget_is_a_share_or_gib_and_never_more_than_there_is(value, limit):
+def test_budget_is_a_share_or_gib_and_never_more_than_there_is(value, limit, text):
     memory = FakeMemory(10 * 2**30)
     memory.available = lambda: 9 * 2**30
     assert Budget(value).limit(memory) == limit
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [("auto", "memory_budget=auto"), (0.5, "memory_budget=0.5"), (61.3, "memory_budget=61.3 GiB")]
-)
-def test_budget_is_shown_as_it_was_given(value, text):
-    assert str(Budget(value)) == text
+    assert str(Budget(value)) == f"memory_budget={text}"
