@@ -140,25 +140,6 @@ class Norms(nn.Module):
         return x + self.second(silu_mul(*self.first(rms_norm(x)).chunk(2, dim=-1)))
 
 
-def test_second_user_does_not_make_the_output_again() -> None:
-    calls = []
-
-    def doubled(x: Tensor) -> Tensor:
-        calls.append(1)
-        return x * 2
-
-    class Users(Norms):
-        def forward(self, x: Tensor) -> Tensor:
-            y = fused(doubled, x)
-            return self.second(y) + self.second(y) + self.second(y)
-
-    model = Stack(Users(), Users())
-    controlled(model, "cheap")
-    model(torch.randn(2, 3, 8, requires_grad=True)).sum().backward()
-    # Once in forward, once in the op's own backward of this test, once for the three users together.
-    assert len(calls) == 3 * 2
-
-
 @pytest.mark.parametrize(("mode", "is_kept"), [("store", True), ("cheap", False), ("recompute", False)])
 def test_outputs_are_freed_between_forward_and_backward_and_once_used(mode: Any, is_kept: bool) -> None:
     made: list[StorageWeakRef] = []
@@ -170,7 +151,8 @@ def test_outputs_are_freed_between_forward_and_backward_and_once_used(mode: Any,
 
     class Watched(Norms):
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.second(fused(doubled, x))
+            y = fused(doubled, x)
+            return self.second(y) + self.second(y) + self.second(y)
 
     model = Stack(Watched(), Watched())
     controlled(model, mode)
@@ -178,6 +160,9 @@ def test_outputs_are_freed_between_forward_and_backward_and_once_used(mode: Any,
     assert [each.expired() for each in made] == [not is_kept] * 2
     for retain_graph in (True, False):
         output.backward(retain_graph=retain_graph)
+        if retain_graph and mode == "cheap":
+            # Once in forward, once in the op's own backward of this test, once for the three users together.
+            assert len(made) == 3 * 2
         assert all(each.expired() for each in made) == (not is_kept or not retain_graph)
 
 
@@ -218,14 +203,6 @@ def test_layer_that_does_something_else_the_second_time_is_refused() -> None:
     controlled(model, "recompute")
     with pytest.raises(RuntimeError, match="the same each time"):
         model(torch.randn(2, 3, 8)).sum().backward()
-
-
-def test_layers_know_their_mode_in_both_runs() -> None:
-    model = Stack(Norms(), Norms())
-    controlled(model, "recompute", "cheap")
-    model(torch.randn(2, 3, 8)).sum().backward()
-    assert [layer.seen for layer in model.layers] == [["recompute", "recompute"], ["cheap"]]
-    assert current_run() is None
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -321,10 +298,11 @@ def test_observers_see_the_order_of_execution() -> None:
     control = controlled(model, "recompute", "cheap")
     control.observer = MagicMock()
     model(torch.randn(2, 3, 8)).sum().backward()
-    assert [each for each in control.observer.mock_calls if each[0] != "recompute_starts().__bool__"] == [
-        *(call.forward_starts(0, 6), call.forward_starts(1, 6), call.recompute_starts(0), call.recompute_ends(0)),
-    ]
+    starts = [call.forward_starts(0, 6), call.forward_starts(1, 6), call.recompute_starts(0)]
+    assert control.observer.method_calls == [*starts, call.recompute_ends(0)]
     assert min(each.cheap for each in control.sizes) > 0  # counted in both modes
+    assert [layer.seen for layer in model.layers] == [["recompute", "recompute"], ["cheap"]]
+    assert current_run() is None
 
 
 def test_layers_are_found_in_plain_models_and_not_inside_of_each_other() -> None:

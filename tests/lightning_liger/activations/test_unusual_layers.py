@@ -4,7 +4,7 @@ import copy
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -261,18 +261,12 @@ def test_threads_that_run_backward_over_one_graph(mode: Any, monkeypatch: pytest
     assert all(torch.equal(each, expected) for each in found)
 
 
-@pytest.fixture
-def _no_garbage_collection() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_no_garbage_collection")
 @pytest.mark.parametrize("end", ["abandoned", "backward", "error"])
 @pytest.mark.parametrize("mode", MODES)
-def test_no_tensor_outlives_its_graph(mode: Any, end: str) -> None:
+def test_no_tensor_outlives_its_graph(mode: Any, end: str, request: pytest.FixtureRequest) -> None:
     """Not even outputs that their own op saves, and not without a backward that frees what was saved."""
+    request.addfinalizer(gc.enable)
+    gc.disable()
     watched: list[StorageWeakRef] = []
 
     def watch(tensor: Tensor) -> Tensor:
