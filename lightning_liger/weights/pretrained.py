@@ -69,9 +69,10 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     weights = PretrainedWeights(Path(folder), _found(model, Path(folder)))
     has_generation_config = isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file()
     generation_config = GenerationConfig.from_pretrained(folder) if has_generation_config else None
-    late = [place for place in weights.places if getattr(*place).is_meta]
-    for place in weights.places.keys() - late:
-        weights.fill(*place)
+    late = {place for place in weights.places if getattr(*place).is_meta}
+    for place in weights.places:  # in this order, in which each conversion is made once
+        if place not in late:
+            weights.fill(*place)
     if late:
         setattr(model, _ATTRIBUTE, weights)
     if isinstance(model, PreTrainedModel) and generation_config is not None:
@@ -84,14 +85,7 @@ def take_pretrained(root: nn.Module) -> "list[PretrainedWeights]":
 
 
 def share_pretrained(model: nn.Module, other: nn.Module, place: Place, copies: list[Place]) -> None:
-    """Makes tensors of ``other`` start as one of ``model``, if :func:`load_pretrained` deferred the latter's values.
-
-    Args:
-        model: The module that :func:`load_pretrained` was called with, or one around it.
-        other: The module that the copies are in; all are on the meta device.
-        place: Module and name of the tensor in ``model``.
-        copies: Modules and names of those in ``other``.
-    """
+    """Makes ``copies`` in ``other`` start as the tensor ``place`` in ``model``, if its values are deferred."""
     for module in model.modules():
         weights = vars(module).get(_ATTRIBUTE)
         if weights is not None and place in weights:
@@ -101,15 +95,11 @@ def share_pretrained(model: nn.Module, other: nn.Module, place: Place, copies: l
 
 @dataclass(eq=False)
 class PretrainedWeights:
-    """The checkpoint tensors of each tensor of a model, unread.
-
-    Args:
-        folder: See :func:`load_pretrained`.
-        places: Of each module and name in it, the names and values in the checkpoint; tied tensors may have several.
-    """
+    """The checkpoint tensors of each tensor of a model, unread."""
 
     folder: Path
     places: "dict[Place, list[tuple[str, Source]]]"
+    """The names and values in the checkpoint; tied tensors may have several."""
     _converted: "tuple[_Conversion, dict[str, Tensor]] | None" = None
 
     def __contains__(self, place: Place) -> bool:

@@ -5,7 +5,7 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from torch import Tensor
 
 from lightning_liger import LigerDDPStrategy, LigerSingleDeviceStrategy, LigerStrategy
 from lightning_liger.resuming import atomic_io
 from lightning_liger.resuming.atomic_io import AtomicCheckpointIO, save_on_all_ranks
-from tests.lightning_liger.strategies.workers.distributed import (
-    LM,
-    build_model,
-    make_loader,
-    make_optimizer,
-    make_trainer,
-)
+from tests.lightning_liger.strategies.workers.distributed import LM, build_model, make_loader, make_trainer
 
 OLD, NEW = {"weight": torch.zeros(3)}, {"weight": torch.arange(300_000.0), "epoch": 4}
 
@@ -35,20 +28,16 @@ def load(path: Path) -> dict[str, Any]:
     return torch.load(path / "data" if path.is_dir() else path, weights_only=True)
 
 
-def save_folder(value: dict[str, Tensor]) -> Callable[[Path], None]:
+def save_in(kind: str, path: Path, value: dict[str, Any]) -> None:
     def save(folder: Path) -> None:
         folder.mkdir()
         with (folder / "data").open("wb") as file:
             torch.save(value, file)
 
-    return save
-
-
-def save_in(kind: str, path: Path, value: dict[str, Any]) -> None:
     if kind == "file":
         AtomicCheckpointIO().save_checkpoint(value, path)
     else:
-        save_on_all_ranks(path, save_folder(value))
+        save_on_all_ranks(path, save)
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -56,7 +45,6 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def half_then_die(value: Any, file: Any) -> None:
-    file = file.open("wb") if isinstance(file, Path) else file
     file.write(b"half a checkpoint")
     file.flush()
     die()
@@ -208,9 +196,9 @@ def test_fabric_writes_atomically(tmp_path, name):
     fabric = L.Fabric(strategy=name, accelerator="cpu", devices=1)
     fabric.launch()
     model = fabric.setup_module(build_model())
-    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
-    batch = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}
-    fabric.backward(model(**batch).loss)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    tokens = torch.arange(6)[None]
+    fabric.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
     path, state = tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer, "step": 1}
     fabric.save(path, state)

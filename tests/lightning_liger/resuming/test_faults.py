@@ -85,13 +85,16 @@ def ranks(programs):
 
 
 @pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
-def test_killed_rank_ends_the_program_and_every_process_of_it(programs, fault):
-    _, folder, ended = programs
+def test_killed_rank_ends_the_program_and_every_process_of_it(programs, ranks, fault):
+    device, folder, ended = programs
     assert ended[fault][0] != 0, ended[fault][1]
     _wait_until_ended(folder, fault)
-    # Whole checkpoints only, and nothing that was begun.
+    # Whole checkpoints only, and nothing that was begun, from which training goes on.
     assert sorted(path.name for path in (folder / fault).iterdir()) == ["last.ckpt", "step=4.ckpt"]
     assert torch.load(folder / fault / "last.ckpt", weights_only=True)["global_step"] == 4
+    for result in ranks[1]:
+        uninterrupted = Run(**result["liger_fsdp"]["uninterrupted"])
+        assert_goes_on(Run(**result[fault]), uninterrupted, num_left(SAVED), TOLERANCE[device])
 
 
 def test_sigterm_to_the_program_ends_all_of_its_processes_with_a_checkpoint(programs):
@@ -103,14 +106,6 @@ def test_sigterm_to_the_program_ends_all_of_its_processes_with_a_checkpoint(prog
     # The step whose first micro-batch it ended after starts again.
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
     assert progress["completed"] == progress["processed"] == FAULT_AT[1] + 1
-
-
-@pytest.mark.parametrize("fault", ["kill-0", "kill-1"])
-def test_training_goes_on_from_the_last_checkpoint_of_a_killed_program(ranks, fault):
-    device, results, _ = ranks
-    for result in results:
-        uninterrupted = Run(**result["liger_fsdp"]["uninterrupted"])
-        assert_goes_on(Run(**result[fault]), uninterrupted, num_left(SAVED), TOLERANCE[device])
 
 
 @pytest.mark.parametrize(("way", "to"), [(way, to) for way, to, _ in SIGTERMS])

@@ -1,7 +1,6 @@
 """Graceful shutdown relies on names that are private to Lightning, and says so when they are missing."""
 
 import itertools
-import signal
 
 import lightning as L
 import pytest
@@ -9,22 +8,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.resuming import sigterm
-from lightning_liger.resuming.sigterm import GracefulShutdown
 from tests.lightning_liger.resuming.workers.resume import fit
-
-
-def test_signal_is_remembered_by_the_trainer():
-    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    GracefulShutdown().install(trainer)
-    handler = signal.getsignal(signal.SIGTERM)
-    trainer._signal_connector.register_signal_handlers()
-    try:
-        assert not trainer.received_sigterm
-        signal.raise_signal(signal.SIGTERM)
-        assert trainer.received_sigterm
-    finally:
-        trainer._signal_connector.teardown()
-    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_ranks_exchange_the_signal_once_in_each_batch_and_read_it_at_its_end(tmp_path, monkeypatch):
