@@ -105,12 +105,11 @@ def _copy_of_state(buffer: Tensor) -> Tensor:
 class _Slot:
     """The place of one saved tensor: empty until the frame has run again, and after backward took the tensor."""
 
-    __slots__ = ("__weakref__", "frame", "is_filled", "layout", "packed")
+    __slots__ = ("__weakref__", "frame", "layout", "packed")
 
     def __init__(self, frame: "Frame", tensor: Tensor) -> None:
         self.frame = frame
         self.layout = tensor.shape, tensor.dtype
-        self.is_filled = False
         self.packed: Any = None
 
 
@@ -209,7 +208,6 @@ class Frame:
                     " activation checkpointing needs a forward that does the same each time it runs"
                 )
             slot.packed = keep(tensor) if self._cheap is None else self._cheap.pack(tensor)
-            slot.is_filled = True
         if not self.num_wanted:
             raise _Finished
 
@@ -227,9 +225,9 @@ def end_recomputation_with(saved: Sequence[Tensor]) -> None:
 
 def _fetch(slot: _Slot) -> Tensor:
     with slot.frame.lock:
-        if not slot.is_filled:  # the first one that backward asks for, or backward runs once more over the same graph
+        if slot.packed is None:  # the first one that backward asks for, or backward runs once more over the same graph
             slot.frame.run_again()
-        packed, slot.packed, slot.is_filled = slot.packed, None, False
+        packed, slot.packed = slot.packed, None
     tensor: Tensor = packed.get()
     return tensor
 
