@@ -1,4 +1,4 @@
-"""Tensors that autograd would keep although a memory-bound op can make them again from others that it keeps anyway.
+"""Selective recomputation: saved tensors that a memory-bound op can make again from others that autograd saves anyway.
 
 Norm outputs, gated products, their casts, and rotated queries and keys if a norm made what was rotated. Ops report how
 they made their outputs (``liger_ops.recipes``); when autograd saves such an output, the call that makes it is kept in

@@ -1,4 +1,4 @@
-"""One run of a layer that keeps nothing but its inputs, and runs again in backward.
+"""Activation checkpointing of one run of a layer, which keeps nothing but its inputs, and runs again in backward.
 
 As ``torch.utils.checkpoint`` without reentrance, with these differences: the second run may count the tensors that are
 cheap to make (:mod:`lightning_liger.activations.cheap`), inputs may wait in host memory

@@ -114,15 +114,6 @@ def test_packed_documents_train_as_in_rows_of_their_own(architecture: str, num_r
     torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-4, atol=1e-5 * largest)
 
 
-def test_labels_that_cross_documents_are_another_loss() -> None:
-    module, batch = LM(model_of("llama")), packed()
-    logits = module.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-    crossing = module.lm_loss_with_counts(logits, batch["labels"])
-    assert crossing.num_tokens.item() == sum(LENGTHS) - 2
-    within = module.lm_loss(logits, batch["labels"], position_ids=batch["position_ids"])
-    assert abs(crossing.loss.item() - within.item()) > 1e-3
-
-
 def test_positions_of_images_and_text_say_nothing_about_documents() -> None:
     class OfThreeAxes(nn.Module):
         """Takes positions as models of images do."""
