@@ -2,16 +2,26 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_ops.recipes import made
+from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers
 
+MODES = get_args(Mode)
 HIDDEN_SIZE = 8
 _SHAPE = (2, 3, HIDDEN_SIZE)
+
+
+def controlled(model: nn.Module, *modes: Any) -> ControlledLayers:
+    """Controls the layers of ``model``, all in one mode or each in its own."""
+    control = control_layers(model)
+    assert control is not None
+    control.modes = list(modes) if len(modes) > 1 else list(modes) * len(control.layers)
+    return control
 
 
 class _SavesInputs(torch.autograd.Function):

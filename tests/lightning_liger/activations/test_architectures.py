@@ -1,7 +1,7 @@
 """Layers of every architecture of ``AutoModelForCausalLM`` in every mode."""
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_liger import apply_liger_kernels
-from lightning_liger.activations.layers import Mode, control_layers, release_layers
+from lightning_liger.activations.layers import release_layers
+from tests.lightning_liger.activations.programs import MODES, controlled
 from tests.lightning_liger.architectures import (
     CAUSAL_LM_TYPES,
     NOT_TRAINED_BY_ALL_VERSIONS,
@@ -77,10 +78,9 @@ def assert_same_in_every_mode(model: PreTrainedModel, inputs: dict[str, Any], rt
     loss, gradients = train(model, inputs)
     expected = {name: None if gradient is None else gradient.clone() for name, gradient in gradients.items()}
     largest = max(each.abs().max().item() for each in expected.values() if each is not None and each.numel())
-    control = control_layers(model)
-    assert control is not None
-    for first, second in [*((mode, mode) for mode in get_args(Mode)), ("recompute", "cheap"), ("cheap", "offload")]:
-        control.modes[:] = [second if index % 2 else first for index in range(len(control.layers))]
+    for first, second in [*((mode, mode) for mode in MODES), ("recompute", "cheap"), ("cheap", "offload")]:
+        control = controlled(model, first)
+        control.modes[1::2] = [second] * len(control.modes[1::2])
         found_loss, found = train(model, inputs)
         torch.testing.assert_close(found_loss, loss, rtol=rtol, atol=0)
         for name, want in expected.items():

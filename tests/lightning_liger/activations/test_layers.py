@@ -15,16 +15,21 @@ from transformers import DynamicCache
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.activations.layers import (
-    ControlledLayers,
     control_layers,
     current_run,
     find_layers,
     release_layers,
 )
-from tests.lightning_liger.activations.programs import HIDDEN_SIZE, RandomLayer, fused, rms_norm, silu_mul
+from tests.lightning_liger.activations.programs import (
+    HIDDEN_SIZE,
+    MODES,
+    RandomLayer,
+    controlled,
+    fused,
+    rms_norm,
+    silu_mul,
+)
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
-
-MODES = ("store", "cheap", "recompute", "offload")
 
 
 class Stack(nn.Module):
@@ -36,13 +41,6 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def controlled(model: nn.Module, *modes: Any) -> ControlledLayers:
-    control = control_layers(model)
-    assert control is not None
-    control.modes = list(modes) if len(modes) > 1 else list(modes) * len(control.layers)
-    return control
 
 
 def gradients(model: nn.Module, x: Tensor, context: Any = None) -> tuple[Tensor, dict[str, Tensor | None]]:

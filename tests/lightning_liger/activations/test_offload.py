@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_liger.activations.layers import control_layers
 from lightning_liger.activations.offload import HostMemory
+from tests.lightning_liger.activations.programs import controlled
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +34,7 @@ def _train(model: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
 def test_inputs_leave_the_device_and_gradients_are_the_same() -> None:
     model = _stack(6)
     x = torch.randn(SIZE, SIZE, device="cuda", requires_grad=True)
-    control = control_layers(model)
-    assert control is not None
+    control = controlled(model, "store")
     held, expected = {}, _train(model, x)[1]
     for mode in ("recompute", "offload", "recompute", "offload"):
         control.modes = [mode] * 6  # type: ignore[list-item]

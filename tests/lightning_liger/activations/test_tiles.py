@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_liger import LigerLMMixin, apply_liger_kernels
 from lightning_liger.activations import tiles
-from lightning_liger.activations.layers import ControlledLayers, LayerRun, LayerSizes, control_layers, current_run
+from lightning_liger.activations.layers import ControlledLayers, LayerRun, LayerSizes, current_run
 from lightning_liger.activations.tiles import choose_tile_size, run_in_tiles
+from tests.lightning_liger.activations.programs import controlled
 from tests.lightning_liger.tiny import TensorSizes, tiny_batch, tiny_model
 
 HIDDEN_SIZE, WIDTH, TILE_SIZE = 6, 40, 8
@@ -320,9 +321,7 @@ def test_patched_models_whose_layers_are_recomputed(
 
     apply_liger_kernels(model)
     want = run(model)
-    control = control_layers(model)
-    assert control is not None
-    control.modes = ["recompute", "store"]
+    controlled(model, "recompute", "store")
     with (
         calls_of(model.model.layers[0].mlp.down_proj) as calls,
         calls_of(model.model.layers[1].mlp.down_proj) as others,
@@ -364,9 +363,7 @@ def test_layers_run_again_as_far_as_backward_needs(make: Callable[[], nn.Module]
     model = nn.Sequential(make(), make())
     x, found = tokens(torch.float32), []
     for mode in ("store", "recompute"):
-        control = control_layers(model)
-        assert control is not None
-        control.modes[:] = [mode] * 2  # type: ignore[list-item]
+        controlled(model, mode)
         inputs = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
         found.append(torch.autograd.grad(model(x).sum(), inputs, allow_unused=True))
     for got, want in zip(found[1], found[0], strict=True):
@@ -383,9 +380,7 @@ def test_no_tensor_of_a_step_grows_faster_than_the_hidden_states(
     model = tiny_model("llama", num_key_value_heads=4)
     model.set_attn_implementation("sdpa")
     apply_liger_kernels(model, {"linear_cross_entropy": {"chunk_bytes": 2**15}})
-    control = control_layers(model)
-    assert control is not None
-    control.modes = ["recompute", "recompute"]
+    controlled(model, "recompute")
     batch = tiny_batch(batch_size=1, seq_len=512)
     if with_mask:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])

@@ -16,10 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from liger_ops.recipes import made
 from lightning_liger.activations import frames
 from lightning_liger.activations.frames import _MAX_COPIED
-from lightning_liger.activations.layers import control_layers
-from tests.lightning_liger.activations.programs import HIDDEN_SIZE, fused, rms_norm, silu_mul
-
-MODES = ("store", "cheap", "recompute", "offload")
+from tests.lightning_liger.activations.programs import HIDDEN_SIZE, MODES, controlled, fused, rms_norm, silu_mul
 
 
 class Layer(nn.Module):
@@ -133,12 +130,6 @@ def layers_of(function: Callable[[Any, Tensor], Tensor]) -> nn.Sequential:
     return nn.Sequential(Layer(function), Layer(function))
 
 
-def set_mode(model: nn.Module, mode: Any) -> None:
-    control = control_layers(model)
-    assert control is not None
-    control.modes[:] = [mode] * len(control.layers)
-
-
 def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
     for got, want in zip(found, expected, strict=True):
         assert (got is None) == (want is None)
@@ -159,13 +150,13 @@ def test_gradients_and_buffers_are_those_of_the_plain_layers(
 ) -> None:
     model = layers_of(function)
     expected = train(copy.deepcopy(model), autocast)
-    set_mode(model, mode)
+    controlled(model, mode)
     assert_same(train(model, autocast), expected)
 
 
 def test_buffers_are_the_same_in_every_backward_over_one_graph() -> None:
     model = layers_of(buffers_that_grow)
-    set_mode(model, "recompute")
+    controlled(model, "recompute")
     x = torch.ones(2, 3, HIDDEN_SIZE, requires_grad=True)
     y = model(x * 1).sum()
     first, *others = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(3))
@@ -174,7 +165,7 @@ def test_buffers_are_the_same_in_every_backward_over_one_graph() -> None:
 
 def test_writes_to_large_integer_buffers_are_an_error() -> None:
     model = layers_of(lambda layer, x: layer.q(x) / layer.large_counts.add_(1)[0])
-    set_mode(model, "recompute")
+    controlled(model, "recompute")
     with pytest.raises(RuntimeError, match=r"writes to its buffer 'large_counts' of torch.int64 and shape \[1025\]"):
         train(model, False)
 
@@ -189,7 +180,7 @@ def test_gradients_of_gradients(mode: Any) -> None:
 
     model = layers_of(takes_gradients_of_gradients)
     expected = penalty(copy.deepcopy(model))
-    set_mode(model, mode)
+    controlled(model, mode)
     assert_same(penalty(model), expected)
 
 
@@ -211,7 +202,7 @@ def test_evaluation_between_forward_and_backward(in_attention: bool, mode: Any) 
 
     model = layers_of(dropped)
     expected = run(copy.deepcopy(model))
-    set_mode(model, mode)
+    controlled(model, mode)
     assert_same(run(model), expected)
 
 
@@ -226,7 +217,7 @@ def test_tuples_with_masks_made_in_inference_mode(mode: Any) -> None:
             return x + self.q(x).masked_fill(mask == 0, 0), mask
 
     model = nn.Sequential(Masked(batch_norm), Masked(batch_norm))
-    set_mode(model, mode)
+    controlled(model, mode)
     with torch.inference_mode():
         mask = torch.ones(2, 3, 1)
     x = torch.ones(2, 3, HIDDEN_SIZE, requires_grad=True)
@@ -240,7 +231,7 @@ def test_threads_that_run_backward_over_one_graph(mode: Any, monkeypatch: pytest
     model = layers_of(lambda layer, x: layer.k(silu_mul(layer.q(rms_norm(x)), x)))
     x = torch.ones(2, 3, HIDDEN_SIZE, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x * 1).sum(), x)
-    set_mode(model, mode)
+    controlled(model, mode)
     y = model(x * 1).sum()
     found: list[Tensor] = []
 
@@ -278,7 +269,7 @@ def test_no_tensor_outlives_its_graph(mode: Any, end: str, request: pytest.Fixtu
         return watch(layer.k(watch(silu_mul(y, watch(torch.softmax(y, -1))))))
 
     model = layers_of(function)
-    set_mode(model, mode)
+    controlled(model, mode)
     y = model(torch.ones(2, 3, HIDDEN_SIZE, requires_grad=True) * 1)
     if end == "backward":
         y.sum().backward()
@@ -293,7 +284,7 @@ def test_no_tensor_outlives_its_graph(mode: Any, end: str, request: pytest.Fixtu
 
 def test_error_before_a_second_run_leaves_nothing_behind() -> None:
     model = layers_of(batch_norm)
-    set_mode(model, "recompute")
+    controlled(model, "recompute")
     x = torch.ones(2, 3, HIDDEN_SIZE, requires_grad=True) * 1
     y = model(x)
     x.mul_(2)
@@ -306,6 +297,6 @@ def test_error_before_a_second_run_leaves_nothing_behind() -> None:
 def test_compiled_models_have_whole_graphs(mode: Any) -> None:
     model = layers_of(takes_gradients_of_gradients)
     expected = train(copy.deepcopy(model), False)
-    set_mode(model, mode)
+    controlled(model, mode)
     torch._dynamo.reset()
     assert_same(train(torch.compile(model, fullgraph=True, backend="aot_eager"), False), expected)  # type: ignore[arg-type]
