@@ -32,15 +32,12 @@ class MultipleChoiceDataModule(ExamplesDataModule):
     """
 
     _fields = ("question", "choices", "answer", "subject")
+    _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "answer_as")
 
     def __init__(self, *, answer_as: Literal["letter", "text"] = "letter", **settings: Any) -> None:
         super().__init__(**settings)
         check_choice("data.answer_as", answer_as, ("letter", "text"))
         self.answer_as: Literal["letter", "text"] = answer_as
-
-    @override
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {"answer_as": self.answer_as}
 
     @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
