@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from lightning_liger.strategies.registration import REGISTRATIONS
-from tests import docs_sections
+from benchmarks import docs_sections
 from tests.lightning_liger.models_table import HEADER, row
 
 ROOT = Path(__file__).parents[1]
