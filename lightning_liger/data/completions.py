@@ -8,7 +8,7 @@ import numpy as np
 from typing_extensions import override
 
 from liger_ops.arguments import check_bool, check_choice
-from lightning_liger.data.collate import TRUNCATIONS, SupervisedCollator
+from lightning_liger.data.collate import SupervisedCollator
 from lightning_liger.data.encoding import Encoder, TrainOn
 from lightning_liger.data.examples import ExamplesDataModule, first_learned, ids, scored
 from lightning_liger.data.records import Message, Record, Text
@@ -25,7 +25,6 @@ ALPACA_TEMPLATE_WITH_INPUT = (
     "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
-_TEACHER = "data.teacher_tokenizer"
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
@@ -37,49 +36,36 @@ class _SupervisedDataModule(ExamplesDataModule):
             Its own chat template renders its messages.
     """
 
+    _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "_teacher_files")
+    _collator_type = SupervisedCollator
+
     def __init__(self, *, teacher_tokenizer: str | Path | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        if teacher_tokenizer is not None:
-            tokenizer_files(teacher_tokenizer, _TEACHER)  # raises if it is not a tokenizer's folder
         self.teacher_tokenizer = teacher_tokenizer
-        self._teacher_encoder: Encoder | None = None
+        self._teacher_files: list[Any] = []
+        self._encoders: dict[str, Encoder] = {}  # of the teacher
+        if teacher_tokenizer is not None:
+            setting = "data.teacher_tokenizer"
+            self._teacher_files = fingerprints(tokenizer_files(teacher_tokenizer, setting))
+            tokenizer = load_tokenizer(teacher_tokenizer, f"{setting}={str(teacher_tokenizer)!r}")
+            self._encoders["teacher_"] = Encoder(tokenizer, self.chat_template_kwargs)
 
     def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
         """The ids of a record, and a mask of the same length: 1 at tokens to learn."""
         raise NotImplementedError
 
     @override
-    def _content_settings(self) -> dict[str, Any]:
-        path = self.teacher_tokenizer
-        teacher = None if path is None else fingerprints(tokenizer_files(path, _TEACHER))
-        return {**super()._content_settings(), "teacher_tokenizer": teacher}
-
-    @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
-        example = self._example(record, *self._tokens(record, encoder))
-        if (path := self.teacher_tokenizer) is not None:
-            if self._teacher_encoder is None:
-                tokenizer = load_tokenizer(path, f"{_TEACHER}={str(path)!r}")
-                self._teacher_encoder = Encoder(tokenizer, self.chat_template_kwargs)
-            teacher = self._example(record, *self._tokens(record, self._teacher_encoder))
-            for name, value in teacher.items():
-                if name in TRUNCATIONS:
-                    example[name] = max(example[name], value)
-                else:
-                    example[f"teacher_{name}"] = value
-        yield example
-
-    @staticmethod
-    def _example(record: Record, input_ids: list[int], loss_mask: list[int]) -> dict[str, np.ndarray]:
-        learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
-        if not len(learned):
-            raise record.error("there is no token to learn after the first token of the sequence")
-        places = first_learned(learned[0], len(input_ids) - learned[-1])
-        return {"input_ids": ids(input_ids), "loss_mask": np.asarray(loss_mask, dtype=np.uint8), **places}
-
-    @override
-    def _collator(self) -> SupervisedCollator:
-        return SupervisedCollator(self.layout)
+        example, places = {}, []
+        for prefix, each in {"": encoder, **self._encoders}.items():
+            input_ids, loss_mask = self._tokens(record, each)
+            learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
+            if not len(learned):
+                raise record.error("there is no token to learn after the first token of the sequence")
+            places.append((learned[0], len(input_ids) - learned[-1]))
+            example[f"{prefix}input_ids"] = ids(input_ids)
+            example[f"{prefix}loss_mask"] = np.asarray(loss_mask, dtype=np.uint8)
+        yield example | first_learned(*np.max(places, axis=0))
 
 
 class PromptCompletionDataModule(_SupervisedDataModule):
@@ -96,7 +82,7 @@ class PromptCompletionDataModule(_SupervisedDataModule):
     """
 
     _fields = ("prompt", "completion", "instruction", "input", "output")
-    _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "completion_only")
+    _settings_of_tokens = (*_SupervisedDataModule._settings_of_tokens, "completion_only")
 
     def __init__(self, *, completion_only: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
@@ -130,7 +116,7 @@ class ConversationDataModule(_SupervisedDataModule):
     """
 
     _fields = ("messages", "conversations")
-    _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "train_on")
+    _settings_of_tokens = (*_SupervisedDataModule._settings_of_tokens, "train_on")
 
     def __init__(self, *, train_on: TrainOn = "assistant", **settings: Any) -> None:
         super().__init__(**settings)

@@ -14,11 +14,13 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_integer, check_path, check_text, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_integer, check_path, check_text, shown, wrong_value
 from lightning_liger.data.collate import Batch, Layout
 from lightning_liger.data.module import BatchesDataModule, Split
 from lightning_liger.data.records import Record, read_records
 from lightning_liger.data.tokenizer import load_tokenizer
+
+_NEEDED = {"tokenizer", "image_size", "tokens_per_image"}
 
 
 class PlainProcessor:
@@ -133,12 +135,7 @@ class ImageTextDataModule(BatchesDataModule):
         check_integer("data.max_length", max_length, at_least=2, optional=True)
         self.max_length = max_length
         self.processor: Any = _load_processor(processor)
-
-    @property
-    def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the processor."""
-        tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
-        return tokenizer
+        self.text_tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
 
     @override
     def _read(self, split: Split) -> list[dict[str, Any]]:
@@ -146,7 +143,7 @@ class ImageTextDataModule(BatchesDataModule):
         return [_row(record, file.parent) for file in self._files(split) for record in read_records(setting, [file])]
 
     @override
-    def _collator(self) -> ImageTextCollator:
+    def _collator(self, split: Split) -> ImageTextCollator:
         return ImageTextCollator(self.processor, self.max_length)
 
 
@@ -170,13 +167,9 @@ def load_image(source: Path | bytes) -> Any:
 
 def _load_processor(processor: Any) -> Any:
     if isinstance(processor, Mapping):
-        try:
-            return PlainProcessor(**processor)
-        except TypeError as error:
-            if "argument" not in str(error):
-                raise
-            expected = "a folder, or a dict with tokenizer, image_size and tokens_per_image"
-            raise wrong_type("data.processor", expected, processor) from error
+        if not _NEEDED <= processor.keys() <= _NEEDED | {"image_token"}:
+            raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(_NEEDED))}", processor)
+        return PlainProcessor(**processor)
     check_path("data.processor", processor)
     folder = os.path.expanduser(processor)
     try:

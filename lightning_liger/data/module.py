@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation"]
 _T = TypeVar("_T")
-_UNPREPARED = "call prepare_data() first, and do not change the corpus."
 _FORMAT_VERSION = 4  # part of the cache key: raise it when the files change for the same settings
 _MAX_SEED = 2**63 - 1  # the epoch is added, and the sum must fit torch's 64 bits
 
@@ -112,7 +111,7 @@ class BatchesDataModule(L.LightningDataModule):
         """What is in these files: rows, or documents or records that rows are made of."""
         raise NotImplementedError
 
-    def _collator(self) -> Callable[..., Any]:
+    def _collator(self, split: Split) -> Callable[..., Any]:
         """Makes a batch of a list of rows."""
         raise NotImplementedError
 
@@ -134,7 +133,7 @@ class BatchesDataModule(L.LightningDataModule):
         sampler: DistributedSampler[Any] = DistributedSampler(
             train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True
         )
-        return resumable(self._dataloader(train_data, sampler=sampler, drop_last=True))
+        return resumable(self._dataloader("train", train_data, sampler=sampler, drop_last=True))
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -142,21 +141,23 @@ class BatchesDataModule(L.LightningDataModule):
 
         Lightning divides the rows over several processes, and repeats a few of them if they do not divide evenly.
         """
-        return [] if self.validation_data is None else self._dataloader(self.validation_data)
+        return [] if self.validation_data is None else self._dataloader("validation", self.validation_data)
 
     @override
     def test_dataloader(self) -> DataLoader[Any] | list[Any]:
         """The validation data."""
         return self.val_dataloader()
 
-    def _dataloader(self, rows: Any, **options: Any) -> DataLoader[Any]:
-        defaults = {
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),  # copies from pageable memory would wait for the device
-            "collate_fn": self._collator(),
-        }
-        return DataLoader(rows, batch_size=self.batch_size, **{**defaults, **options})
+    def _dataloader(self, split: Split, rows: Any, **options: Any) -> DataLoader[Any]:
+        return DataLoader(
+            rows,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),  # copies from pageable memory would wait for the device
+            collate_fn=self._collator(split),
+            **options,
+        )
 
     def _shard(self) -> dict[str, int]:
         """Arguments of DistributedSampler: the number of shards (tensor-parallel ranks share one), and this rank's."""
@@ -169,9 +170,7 @@ class BatchesDataModule(L.LightningDataModule):
 
     def _after_setup(self, value: _T | None) -> _T:
         if value is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no data before setup(): call prepare_data() and setup() first."
-            )
+            raise RuntimeError(f"{type(self).__name__} has no data before setup(): call setup() first.")
         return value
 
     def _check_enough_to_train(self, stage: str | None) -> None:
@@ -198,6 +197,7 @@ class SequencesDataModule(BatchesDataModule):
 
     text_tokenizer: PreTrainedTokenizerBase | None = None
     """The tokenizer, after ``setup``."""
+    _collator_type: Callable[[Layout], Callable[..., Any]]
 
     def __init__(
         self,
@@ -217,6 +217,10 @@ class SequencesDataModule(BatchesDataModule):
         tokenizer = self._after_setup(self.text_tokenizer)
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return replace(self._layout, pad_token_id=pad)
+
+    @override
+    def _collator(self, split: Split) -> Callable[..., Any]:
+        return self._collator_type(self.layout)
 
 
 class TokenizedDataModule(BatchesDataModule):
@@ -300,20 +304,14 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def prepare_data(self) -> None:
-        if self._predicts:
-            return
-        folder = self.cache_folder
-        if not folder.exists():
-            rank_zero_info(f"Tokenizing {self._corpus()} into {folder}")
-        keep_tokenizer(folder / "tokenizer", self._make_tokenizer)
-        tokenizer = load_tokenizer(folder / "tokenizer", self._tokenizer_source)
-        for split in self._splits:
-            self._cached(split, tokenizer)
+        if not self._predicts:
+            self._take_tokenizer()
+            for split in self._splits:
+                self._cached(split)
 
     @override
     def setup(self, stage: str | None = None) -> None:
         if self._predicts:  # the checkpoint, which is loaded later, may have the tokenizer
-            self._require_prompt()
             return
         self._take_tokenizer()
         for split in self._splits:
@@ -324,18 +322,16 @@ class TokenizedDataModule(BatchesDataModule):
         """The rows that batches are made of."""
         return rows
 
-    def _cached(self, split: Split, tokenizer: PreTrainedTokenizerBase | None = None) -> "datasets.Dataset":
-        """The rows in the cache; with a tokenizer they are made first if they are not there."""
+    def _cached(self, split: Split) -> "datasets.Dataset":
+        """The rows in the cache, which are made by one of several processes if they are not there."""
         import datasets
         from datasets.exceptions import DatasetGenerationError
 
         folder = self.cache_folder
 
         def generate() -> Iterator[dict[str, Any]]:
-            if tokenizer is None:
-                raise RuntimeError(f"{folder} is not complete: {_UNPREPARED}")
             row = None
-            for row in self._rows(self._items(split), tokenizer):
+            for row in self._rows(self._items(split), self._after_setup(self.text_tokenizer)):
                 yield row
             if row is None:
                 held_out = f" with data.validation_fraction={self.validation_fraction}" if split != "train" else ""
@@ -395,24 +391,19 @@ class TokenizedDataModule(BatchesDataModule):
         Raises:
             ValueError: If there is no prompt, or it has no tokens.
         """
-        prompt = self._require_prompt()
+        if not self.prompt:
+            raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
         if self._predicts and self.text_tokenizer is None:
-            keep_tokenizer(self.cache_folder / "tokenizer", self._make_tokenizer)
             self._take_tokenizer()
         if self.trainer is not None and self.trainer.ckpt_path and self._of_checkpoint is None:
             rank_zero_warn(
                 f"{self.trainer.ckpt_path} holds no tokenizer: the prompt is encoded with {self._tokenizer_source}."
             )
-        input_ids = self._after_setup(self.text_tokenizer)(prompt, add_special_tokens=False)["input_ids"]
+        input_ids = self._after_setup(self.text_tokenizer)(self.prompt, add_special_tokens=False)["input_ids"]
         if not input_ids:
-            raise wrong_value("data.prompt", "a text that has tokens", prompt)
+            raise wrong_value("data.prompt", "a text that has tokens", self.prompt)
         prompts: Any = [{"input_ids": torch.tensor(input_ids)}]  # a list is a map-style dataset
         return DataLoader(prompts, batch_size=1)
-
-    def _require_prompt(self) -> str:
-        if not self.prompt:
-            raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
-        return self.prompt
 
     @property
     def _predicts(self) -> bool:
@@ -420,10 +411,11 @@ class TokenizedDataModule(BatchesDataModule):
         return self.trainer is not None and self.trainer.predicting
 
     def _take_tokenizer(self) -> None:
-        """Loads the tokenizer of the cache, and keeps what checkpoints hold of it."""
+        """Loads the tokenizer of the cache, where it is made if it is not there, and keeps what checkpoints hold."""
         folder = self.cache_folder / "tokenizer"
-        if not folder.is_dir():
-            raise RuntimeError(f"{folder} does not exist: {_UNPREPARED}")
+        if not folder.exists():
+            rank_zero_info(f"Tokenizing {self._corpus()} into {folder.parent}")
+        keep_tokenizer(folder, self._make_tokenizer)
         tokenizer = load_tokenizer(folder, self._tokenizer_source)
         self._compare_with_checkpoint(tokenizer)
         self.text_tokenizer = tokenizer

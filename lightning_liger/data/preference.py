@@ -56,6 +56,7 @@ class PreferenceDataModule(ExamplesDataModule):
     """
 
     _fields = ("prompt", "chosen", "rejected", "reference", *_REFERENCE_LOG_PROBS)
+    _collator_type = PreferenceCollator
 
     @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
@@ -72,10 +73,6 @@ class PreferenceDataModule(ExamplesDataModule):
         if any(map(record.has, _REFERENCE_LOG_PROBS)):
             example |= {key: floats(record.number(key)) for key in _REFERENCE_LOG_PROBS}
         yield example
-
-    @override
-    def _collator(self) -> PreferenceCollator:
-        return PreferenceCollator(self.layout)
 
 
 class UnpairedFeedbackDataModule(ExamplesDataModule):
@@ -94,6 +91,7 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
     """
 
     _fields = ("prompt", "completion", "label", "ref_logps", "chosen", "rejected", *_REFERENCE_LOG_PROBS)
+    _collator_type = FeedbackCollator
 
     def __init__(self, *, with_kl: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
@@ -124,10 +122,6 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
     def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
         rows = super()._usable(split, rows)
         return _MismatchedExamples(rows, self.seed) if self.with_kl else rows
-
-    @override
-    def _collator(self) -> FeedbackCollator:
-        return FeedbackCollator(self.layout)
 
 
 class _MismatchedExamples(Dataset[dict[str, Any]]):

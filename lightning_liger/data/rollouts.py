@@ -39,6 +39,7 @@ class RolloutDataModule(ExamplesDataModule):
         "tool_mask",
     )
     _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "scale_rewards")
+    _collator_type = RolloutCollator
 
     def __init__(self, *, scale_rewards: Literal["group", "none"] = "group", **settings: Any) -> None:
         super().__init__(**settings)
@@ -88,10 +89,6 @@ class RolloutDataModule(ExamplesDataModule):
             for index, each in enumerate(record.items("completions"))
         ]
         return encoder.split(record, prompt, texts)
-
-    @override
-    def _collator(self) -> RolloutCollator:
-        return RolloutCollator(self.layout)
 
 
 def _token_values(record: Record, key: str, lengths: list[int]) -> np.ndarray:

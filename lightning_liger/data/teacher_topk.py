@@ -24,9 +24,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
@@ -125,12 +125,13 @@ def _checked(name: str, row: Any, top_k: int | None) -> dict[str, np.ndarray]:
         raise ValueError(f"{name} must have {missing[0]!r}, got the keys {shown(sorted(map(str, row)))}")
     found = {key: _array(f"{name}[{key!r}]", row[key], key) for key in _OF_TOKENS}
     ids, log_probs = found[_IDS], found[_LOG_PROBS]
-    shape = len(found["input_ids"]), ids.shape[1] if top_k is None else top_k
+    shape = found["input_ids"].size, top_k or (ids.shape[1] if ids.ndim > 1 else 1)
     for key, array in found.items():
-        if array.shape != shape[: array.ndim] or not array.size:
+        wanted = shape if key in (_IDS, _LOG_PROBS) else shape[:1]
+        if array.shape != wanted or not array.size:
             raise ValueError(
-                f"{name}[{key!r}] must have the shape [L{', K' * (array.ndim > 1)}] with the L of input_ids and the"
-                f" same K in all rows, of at least 1: here {list(shape[: array.ndim])}; got {list(array.shape)}"
+                f"{name}[{key!r}] must have the shape [L] or [L, K], with the L of input_ids and the K of other rows:"
+                f" expected {list(wanted)}, got {list(array.shape)}"
             )
     with np.errstate(over="ignore"):
         mass = np.exp(log_probs).sum(axis=1)
@@ -150,24 +151,21 @@ def _checked(name: str, row: Any, top_k: int | None) -> dict[str, np.ndarray]:
 
 def _array(name: str, value: Any, key: str) -> np.ndarray:
     """``value``, which the row has under ``key``, as an array of int32 or float32."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value  # numpy has no bfloat16
     try:
-        array = np.asarray(value)
-    except (TypeError, ValueError) as error:  # lists of different lengths
+        tensor = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths
         raise wrong_type(name, "an array", value) from error
-    num_dims, kind = (2 if key in (_IDS, _LOG_PROBS) else 1), (np.floating if key == _LOG_PROBS else np.integer)
-    if array.ndim != num_dims or not array.size:
-        raise ValueError(f"{name} must have {num_dims} dimensions and values, got the shape {array.shape}")
-    if not np.issubdtype(array.dtype, kind):
-        raise wrong_type(name, f"an array of {'integers' if kind is np.integer else 'floating-point numbers'}", value)
-    if kind is np.floating:
-        return array.astype(np.float32)
-    if array.max() >= 2**31 or ((array < 0) & ((key != "labels") | (array != IGNORE_INDEX))).any():
+    if key == _LOG_PROBS:
+        if not tensor.is_floating_point():
+            raise wrong_type(name, "an array of floating-point numbers", value)
+        return tensor.float().numpy()
+    if tensor.is_floating_point() or tensor.dtype in (torch.bool, torch.complex64):
+        raise wrong_type(name, "an array of integers", value)
+    tensor = tensor.long()
+    if ((tensor < 0) & ((key != "labels") | (tensor != IGNORE_INDEX)) | (tensor >= 2**31)).any():
         expected = f"ids of at least 0{', or -100' if key == 'labels' else ''}"
-        raise ValueError(f"{name} must be {expected}, got {array.min()} to {array.max()}")
-    return array.astype(np.int32)
+        raise ValueError(f"{name} must be {expected}, got {int(tensor.min())} to {int(tensor.max())}")
+    return tensor.int().numpy()
 
 
 class TeacherTopKFile(Dataset[dict[str, Any]]):
@@ -247,6 +245,7 @@ class TeacherTopKDataModule(SequencesDataModule):
     """
 
     _suffixes = (SUFFIX,)
+    _collator_type = TeacherTopKCollator
 
     def __init__(
         self,
@@ -296,7 +295,3 @@ class TeacherTopKDataModule(SequencesDataModule):
         if self.pad_token_id is None and self.text_tokenizer is not None:
             return super().layout
         return replace(self._layout, pad_token_id=self.pad_token_id or 0)
-
-    @override
-    def _collator(self) -> TeacherTopKCollator:
-        return TeacherTopKCollator(self.layout)

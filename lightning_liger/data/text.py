@@ -107,5 +107,5 @@ class TextDataModule(TokenizedDataModule):
         return token_blocks(items, tokenizer, self.block_size)
 
     @override
-    def _collator(self) -> _Blocks:
+    def _collator(self, split: Split) -> _Blocks:
         return _Blocks(self._after_setup(self.text_tokenizer).eos_token_id if self.separate_documents else None)

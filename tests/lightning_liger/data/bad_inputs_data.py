@@ -214,11 +214,11 @@ TOKENIZERS: list[tuple[Any, ...]] = [
 # Changes of a row of a stored teacher, and what messages say.
 TEACHER_ROWS: list[tuple[Any, ...]] = [
     ({"input_ids": None}, "must have 'input_ids'", "the keys"),
-    ({"input_ids": []}, "input_ids", "1 dimensions", "(0,)"),
+    ({"input_ids": []}, "input_ids", "an array of integers", "[]"),
     ({"input_ids": [1.5, 2]}, "input_ids", "an array of integers", "1.5"),
     ({"input_ids": [1, -1]}, "input_ids", "at least 0", "-1"),
     ({"input_ids": [1, 2**31]}, "input_ids", "at least 0", "2147483648"),
-    ({"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, "teacher_topk_ids", "[L, K]", "[2, 2]"),
+    ({"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, "teacher_topk_ids", "[L, K]", "[3, 2]", "[2, 2]"),
     ({"input_ids": [[1], [2, 3]]}, "input_ids", "an array", "[[1], [2, 3]]"),
     ({"labels": [1]}, "labels", "[L]", "[1]"),
     ({"labels": [-5, 1]}, "labels", "-100", "-5"),

@@ -69,7 +69,7 @@ def rows(batches: Any) -> list[tuple[int, ...]]:
 
 def all_rows(data: Any, split: str = "train") -> list[tuple[int, ...]]:
     """Those of all examples of a split in the order of the data."""
-    return rows(DataLoader(getattr(data, f"{split}_data"), collate_fn=data._collator()))
+    return rows(DataLoader(getattr(data, f"{split}_data"), collate_fn=data._collator("train")))
 
 
 def only_batch(data: Any) -> dict[str, Any]:

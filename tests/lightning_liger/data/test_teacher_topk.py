@@ -113,7 +113,7 @@ def test_tokenizer_must_be_the_one_of_the_file(tmp_path):
 
 def test_failed_rows_leave_no_file(tmp_path):
     good = rows(1)[0]
-    with pytest.raises(ValueError, match=r"rows\[1\]"):
+    with pytest.raises(TypeError, match=r"rows\[1\]"):
         write_teacher_topk(tmp_path / "a.safetensors", [good, {**good, "input_ids": []}])
     assert not list(tmp_path.iterdir())
 
