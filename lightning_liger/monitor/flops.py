@@ -15,7 +15,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import flop_registry
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, wrong_type
@@ -31,9 +32,9 @@ from lightning_liger.activations.layers import release_layers
 from lightning_liger.patching.rules.base import HOOKS, Patched
 from lightning_liger.training.language_model import LanguageModel
 
-_SEQ_LENS = (251, 61, 31)
-"""Tokens of the row, the first that the model takes: primes, so that FLOPs which its square divides are those of
-attention, and 251 is almost the 256 tokens that linear attention pads to."""
+_SEQ_LENS = ((128, 256), (16, 32))
+"""Tokens of two rows, the first pair that the model takes; multiples of 64, to which linear attention pads."""
+_ASKS_FOR_VALUE = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -104,79 +105,62 @@ def model_flops(model: nn.Module) -> ModelFlops:
         except Exception:  # of modules that cannot be copied, such as those of TorchScript, or that have no shapes yet
             return _count_weights(model)
         if not any(isinstance(module, nn.RNNBase) for module in structure.modules()):  # which run token by token
-            for seq_len in _SEQ_LENS:
+            for seq_lens in _SEQ_LENS:
                 with suppress(Exception):  # whatever code does with tensors without values, or with longer rows
-                    return _trace(structure, seq_len)
+                    return _trace(structure, *seq_lens)
     return _count_weights(structure)
 
 
 # By running a copy
 
 
-class FlopCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Passes the FLOPs of each operator in its context to ``add``, by the formulas of PyTorch.
+class ValuesOfMeta(TorchFunctionMode):
+    """Answers code that asks for values of tensors on the meta device: conditions hold."""
 
-    PyTorch's own FlopCounterMode also tells modules apart, for which it needs several times as long.
-    """
-
-    formulas: Mapping[Any, Callable[..., int]] = flop_registry
-
-    def __init__(self, add: Callable[[int], None]) -> None:
-        super().__init__()
-        self.add_flops = add
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # of a tensor without value
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS_FOR_VALUE and args[0].is_meta:
             return self.value_of(args[0])
-        out = func(*args, **(kwargs or {}))
-        formula = self.formulas.get(func._overloadpacket)
-        if formula is not None:
-            self.add_flops(formula(*args, **(kwargs or {}), out_val=out))
-        return out
+        return func(*args, **(kwargs or {}))
 
     def value_of(self, tensor: Tensor) -> Any:
-        """What stands for the value of a tensor: conditions hold."""
+        """What stands for the value of a tensor."""
         return torch.ones((), dtype=tensor.dtype, device="cpu").item()
 
 
-def _trace(model: nn.Module, seq_len: int) -> ModelFlops:
+def _trace(model: nn.Module, short: int, long: int) -> ModelFlops:
+    """The FLOPs of rows of two lengths tell those of a token and of a pair."""
+
+    def per_pair(of_short: float, of_long: float) -> float:
+        return (of_long / long - of_short / short) / (long - short)
+
+    (short_forward, of_short), (long_forward, of_long) = (_run(model, seq_len) for seq_len in (short, long))
+    windows: dict[str, int] = {}
+    for name, module in model.named_modules(prefix=type(model).__name__):
+        window = getattr(module, "sliding_window", None)
+        if isinstance(window, int) and next(module.children(), None) and not name.startswith(tuple(windows)):
+            windows[name] = window
+    forward: Counter[int | None] = Counter({None: per_pair(short_forward["Global"], long_forward["Global"])})  # type: ignore[dict-item]
+    pairs, of_forward = per_pair(of_short, of_long), forward.total()
+    for name in windows.keys() & long_forward.keys():
+        number = per_pair(short_forward[name], long_forward[name])
+        forward.update({windows[name]: number, None: -number})  # type: ignore[dict-item]
+    # Backward does not know the window of a layer; its FLOPs are a multiple of those of forward.
+    attention = tuple((number * (pairs / of_forward), width) for width, number in forward.items() if number > 0)
+    return ModelFlops(of_long / long - pairs * long, attention)
+
+
+def _run(model: nn.Module, seq_len: int) -> tuple[dict[str, int], int]:
+    """The FLOPs of the forward of a row, of each module by its name, and those of forward and backward in all."""
     inputs = {"input_ids": torch.zeros(1, seq_len, dtype=torch.int64, device="meta")}
-    linear = 0
-    forward: Counter[int | None] = Counter()
-    """FLOPs of attention by the width of the window, in units of the squared length."""
-    backward: Counter[int | None] = Counter()
-    pairs, window = forward, None
-
-    def add(flops: int) -> None:
-        nonlocal linear
-        if flops % seq_len**2:
-            linear += flops
-        else:
-            pairs[window] += flops // seq_len**2
-
-    def enter(module: Any, args: Any) -> None:
-        nonlocal window
-        window = module.sliding_window
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal window
-        window = None
-
-    for module in model.modules():
-        if isinstance(getattr(module, "sliding_window", None), int) and next(module.children(), None) is not None:
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave)
-    with torch.device("meta"), FlopCounter(add):
+    with torch.device("meta"), ValuesOfMeta(), FlopCounterMode(display=False) as counter:
         LanguageModel(model).leave_out_cache(inputs)
         is_named = "input_ids" in inspect.signature(model.forward).parameters
         output = model(**inputs) if is_named else model(inputs["input_ids"])
         result = next(_floating(getattr(output, "logits", output)))
-        pairs = backward
+        forward = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
         if result.requires_grad:
             result.sum().backward()
-    # Backward does not know the window of a layer; its FLOPs are a multiple of those of forward.
-    factor = 1 + backward.total() / max(1, forward.total())
-    return ModelFlops(linear / seq_len, tuple((number * factor, width) for width, number in forward.items()))
+    return forward, counter.get_total_flops()
 
 
 def _floating(value: Any) -> Iterator[Tensor]:
