@@ -83,7 +83,7 @@ def run_step(
     ledger.hold("optimizer", OPTIMIZER, states.optimizer_bytes)
     ledger.hold("buckets", GRADIENTS, states.bucket_bytes)
     gradient_bytes = states.gradient_bytes(states.with_gradients(model))
-    if states.keeps_gradients:
+    if states.sharding.zero_stage == 3:  # which keeps them between steps too
         ledger.hold("kept gradients", GRADIENTS, gradient_bytes)
     on_gpu = partial(OnGpu, ledger)
     controlled = control_layers(model) or ControlledLayers([])
@@ -186,7 +186,7 @@ class _Units:
                 handle.remove()
 
     def _gather(self, index: int) -> None:
-        if self._states.gathers:
+        if self._states.is_split and self._states.sharding.weights:
             num_bytes = sum(each.nbytes for each in self._parameters[index])
             self._ledger.hold(("gathered", index), WEIGHTS, num_bytes)
 
@@ -217,17 +217,17 @@ class _Units:
     def _own_gradient(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         self._ledger.give(parameter.grad, GRADIENTS)
-        if self._states.fills_buckets:
+        if stage := self._states.sharding.zero_stage:  # copied into a bucket, before it is reduced
             parameter.grad = None
-            if not self._states.keeps_gradients:
+            if stage < 3:
                 self._ledger.hold(("shard", id(parameter)), GRADIENTS, self._states.gradient_bytes([parameter]))
 
     def _reduce(self, index: int) -> None:
         """Reduces the gradients of a unit whose backward has ended."""
         ledger, states = self._ledger, self._states
-        if not states.reduces or all(each.grad is None for each in self._parameters[index]):
+        own, is_reduced = states.trained(self._parameters[index]), states.is_split and states.sharding.gradients
+        if not is_reduced or all(each.grad is None for each in self._parameters[index]):
             return
-        own = states.trained(self._parameters[index])
         ledger.hold("joined", GRADIENTS, 0)  # of the unit before, which has been reduced meanwhile
         ledger.hold("joined", GRADIENTS, sum(each.nbytes for each in own))
         for each in own:
