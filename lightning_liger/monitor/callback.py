@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -68,8 +68,7 @@ class Totals:
                 setattr(self, name, max(mine, its) if name.endswith("memory") else mine + its)
 
 
-@dataclass
-class _Lap:
+class _Lap(NamedTuple):
     """Some steps whose numbers the device has not delivered yet."""
 
     step: int
@@ -77,14 +76,10 @@ class _Lap:
     """Whether it is logged: others end for a checkpoint or at the end of the warm-up."""
     totals: Totals
     spans: Spans
-    known: list[float]
-    """Seconds of waiting for data and the numbers of :class:`BatchCounter` that shapes tell, if no device has them."""
     copied: HostCopy
-    """Those that the device counted or that all ranks have added up, then the scalars."""
+    """Seconds of waiting for data and the numbers of :class:`BatchCounter`, added up over all ranks; then scalars."""
     scalars: list[str]
-    """The names of the last numbers in ``copied``: ``loss``, ``gradient_norm``."""
-    gradient_norm: float | None
-    """Where the host knows it."""
+    """The names of these: ``loss``, ``gradient_norm``."""
 
     def has_arrived(self) -> bool:
         return self.copied.has_arrived() and (not self.spans or self.spans[-1][1].has_arrived())
@@ -273,33 +268,19 @@ class LigerMonitor(L.Callback):
         """Starts to bring what was counted to the host; every rank does so after the same batch."""
         assert self._counter is not None
         device = trainer.strategy.root_device
-        waited, self._fetches.seconds = self._fetches.seconds, 0.0
-        spans = self._clock.lap()
-        known, counted = self._counter.take()
-        known = [waited, *known]
-        counted = torch.cat([counted.new_zeros(1), counted])
+        waited = torch.tensor([self._fetches.seconds], dtype=torch.float64).to(device, non_blocking=True)
+        self._fetches.seconds = 0.0
+        counted = torch.cat([waited, self._counter.take()])
         if trainer.world_size > 1:  # not by the strategy, whose barrier would wait for the device
-            counted = counted + torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
-            known = [0.0] * len(known)
             dist.all_reduce(counted)
-        norm = self._norm(trainer) if ends_step else None
-        scalars = {"loss": loss, "gradient_norm": norm}
-        on_device = {name: _number(value, device) for name, value in scalars.items() if isinstance(value, Tensor)}
+        scalars = {"loss": loss, "gradient_norm": self._norm(trainer) if ends_step else None}
+        numbers = {name: _number(value, device) for name, value in scalars.items() if value is not None}
         peak, reserved = peak_memory(trainer.strategy)
-        steps, self._num_logged = self._num_steps - self._num_logged, self._num_steps
-        self._open.append(
-            _Lap(
-                step=trainer.global_step - 1,
-                ends_step=ends_step,
-                totals=Totals(steps=steps, peak_memory=peak, reserved_memory=reserved),
-                spans=spans,
-                known=known,
-                copied=HostCopy(torch.cat([counted, *on_device.values()])),  # one copy to the host, not several
-                scalars=list(on_device),
-                gradient_norm=None if norm is None or isinstance(norm, Tensor) else float(norm),
-            )
-        )
-        self._has_counts = False
+        totals = Totals(steps=self._num_steps - self._num_logged, peak_memory=peak, reserved_memory=reserved)
+        copied = HostCopy(torch.cat([counted, *numbers.values()]))  # one copy to the host, not several
+        lap = _Lap(trainer.global_step - 1, ends_step, totals, self._clock.lap(), copied, list(numbers))
+        self._open.append(lap)
+        self._num_logged, self._has_counts = self._num_steps, False
 
     def _norm(self, trainer: L.Trainer) -> Tensor | float | None:
         """The norm of the gradients of the last step."""
@@ -309,17 +290,16 @@ class LigerMonitor(L.Callback):
             norms, self._norms = list(self._norms.values()), {}
             return joined_norm(norms, trainer.strategy.root_device)
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
-        if engine is not None:
-            norm: Tensor | float | None = engine.get_global_grad_norm()
-            return norm
-        return trainer.callback_metrics.get("grad_norm")
+        norm: Tensor | float | None = engine.get_global_grad_norm() if engine is not None else None
+        return trainer.callback_metrics.get("grad_norm") if engine is None else norm
 
     def _finish_lap(self, trainer: L.Trainer) -> None:
         """Reads the oldest open lap, adds it to the totals, and logs it."""
         lap = self._open.popleft()
         assert self._flops is not None
         copied, totals = lap.copied.wait().tolist(), lap.totals
-        waited, *counts = (known + counted for known, counted in zip(lap.known, copied, strict=False))
+        num_counts = len(copied) - len(lap.scalars)
+        waited, *counts = copied[:num_counts]
         counts = [count * share_of_each(trainer) for count in counts]
         totals.rows, totals.tokens, totals.padding, totals.labels, totals.ignored = counts[:NUM_SUMS]
         pairs, totals.lengths = counts[NUM_SUMS : -len(LENGTH_EDGES)], counts[-len(LENGTH_EDGES) :]
@@ -331,9 +311,7 @@ class LigerMonitor(L.Callback):
         self._totals.add(totals)
         if not lap.ends_step:
             return
-        point = dict(zip(lap.scalars, copied[len(lap.known) :], strict=True))
-        if lap.gradient_norm is not None:
-            point["gradient_norm"] = lap.gradient_norm
+        point = dict(zip(lap.scalars, copied[num_counts:], strict=True))
         metrics = {**self._metrics(totals, trainer.world_size), "tokens": self._totals.tokens, **point}
         self.points.append({"step": lap.step, **metrics})
         metrics.pop("loss", None)
@@ -549,10 +527,9 @@ def _logs_norm(trainer: L.Trainer) -> bool:
     )
 
 
-def _number(value: Tensor, device: torch.device) -> Tensor:
+def _number(value: Tensor | float, device: torch.device) -> Tensor:
     """The mean of a tensor, ``[1]`` in float64 on the device."""
-    value = value.detach().to(device, torch.float64, non_blocking=True)
-    return value.view(1) if value.numel() == 1 else value.mean().view(1)
+    return torch.as_tensor(value).detach().to(device, torch.float64, non_blocking=True).mean().view(1)
 
 
 @contextmanager

@@ -93,19 +93,19 @@ class FetchTimer:
 
     def __init__(self, profiler: Any) -> None:
         self.seconds = self._last = self._begin = 0.0
-        self._profiler, self._start, self._stop = profiler, profiler.start, profiler.stop
-        profiler.start, profiler.stop = self._starts, self._stops
+        self._profiler, start, stop = profiler, profiler.start, profiler.stop
 
-    def _starts(self, action_name: str) -> None:
-        self._start(action_name)
-        if action_name.endswith(_FETCH):
-            self._begin = time.perf_counter()
+        def starts(action_name: str) -> None:
+            start(action_name)
+            self._begin = time.perf_counter() if action_name.endswith(_FETCH) else self._begin
 
-    def _stops(self, action_name: str) -> None:
-        if action_name.endswith(_FETCH):
-            self._last = time.perf_counter() - self._begin
-            self.seconds += self._last
-        self._stop(action_name)
+        def stops(action_name: str) -> None:
+            if action_name.endswith(_FETCH):
+                self._last = time.perf_counter() - self._begin
+                self.seconds += self._last
+            stop(action_name)
+
+        profiler.start, profiler.stop = starts, stops
 
     def leave_out_last(self) -> None:
         """Leaves out the last wait."""
