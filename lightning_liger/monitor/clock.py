@@ -15,13 +15,10 @@ class Moment:
     """Now, on a device: on a GPU, when it has done all that it was given so far. The host does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = None
-        self._seconds = 0.0
+        self._event, self._seconds = None, time.perf_counter()
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
-        else:
-            self._seconds = time.perf_counter()
 
     def has_arrived(self) -> bool:
         """Whether :meth:`seconds_since` would return at once."""

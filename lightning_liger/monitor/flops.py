@@ -15,7 +15,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, wrong_type
+from lightning_liger.activations.frames import tensors_in
 from lightning_liger.activations.layers import release_layers
 from lightning_liger.patching.rules.base import HOOKS, Patched
 from lightning_liger.training.language_model import LanguageModel
@@ -44,19 +45,14 @@ class ModelFlops:
     """The FLOPs of forward and backward of a model, as a function of the lengths of its sequences."""
 
     per_token: float
-    """FLOPs of a token in all but attention."""
+    """In all but attention."""
     attention: tuple[tuple[float, int | None], ...] = ()
     """FLOPs for each pair of a token and one that it attends to, with the width of the window, None without."""
     is_traced: bool = True
     """False if the model does not run on the meta device: weights are counted then, attention is not."""
 
     def of(self, num_tokens: float, lengths: Iterable[tuple[int, float]]) -> float:
-        """The FLOPs of some rows.
-
-        Args:
-            num_tokens: The number of all tokens, those of padding included.
-            lengths: Pairs of a length of sequences and how many have it.
-        """
+        """The FLOPs of tokens, those of padding included, in sequences: pairs of a length and how many have it."""
         lengths = list(lengths)
         pairs = [sum(count * num_pairs(length, window) for length, count in lengths) for _, window in self.attention]
         return self.of_pairs(num_tokens, pairs)
@@ -139,11 +135,11 @@ def _trace(model: nn.Module, short: int, long: int) -> ModelFlops:
         window = getattr(module, "sliding_window", None)
         if isinstance(window, int) and next(module.children(), None) and not name.startswith(tuple(windows)):
             windows[name] = window
-    forward: Counter[int | None] = Counter({None: per_pair(short_forward["Global"], long_forward["Global"])})  # type: ignore[dict-item]
+    forward: Counter[int | None] = Counter({None: per_pair(short_forward["Global"], long_forward["Global"])})
     pairs, of_forward = per_pair(of_short, of_long), forward.total()
     for name in windows.keys() & long_forward.keys():
         number = per_pair(short_forward[name], long_forward[name])
-        forward.update({windows[name]: number, None: -number})  # type: ignore[dict-item]
+        forward.update({windows[name]: number, None: -number})
     # Backward does not know the window of a layer; its FLOPs are a multiple of those of forward.
     attention = tuple((number * (pairs / of_forward), width) for width, number in forward.items() if number > 0)
     return ModelFlops(of_long / long - pairs * long, attention)
@@ -156,21 +152,11 @@ def _run(model: nn.Module, seq_len: int) -> tuple[dict[str, int], int]:
         LanguageModel(model).leave_out_cache(inputs)
         is_named = "input_ids" in inspect.signature(model.forward).parameters
         output = model(**inputs) if is_named else model(inputs["input_ids"])
-        result = next(_floating(getattr(output, "logits", output)))
+        result = next(each for each in tensors_in(getattr(output, "logits", output)) if each.is_floating_point())
         forward = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
         if result.requires_grad:
             result.sum().backward()
     return forward, counter.get_total_flops()
-
-
-def _floating(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a model's output."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _floating(part)
 
 
 def _structure(model: nn.Module) -> nn.Module:
@@ -202,34 +188,25 @@ def _structure(model: nn.Module) -> nn.Module:
 def _count_weights(model: nn.Module) -> ModelFlops:
     """Two FLOPs for each weight of a matrix product in forward, two for its input's gradient, two for its own."""
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    flops = sum(2 * number * (1 + is_trained + trained) for number, trained in _matrix_weights(model))
-    return ModelFlops(float(flops), is_traced=False)
-
-
-def _matrix_weights(model: nn.Module) -> Iterator[tuple[float, bool]]:
-    """How many numbers of each weight a token is multiplied with, and whether the weight is trained."""
-    config = getattr(model, "config", None)
-    configs = (
-        [config, *(value for key, value in vars(config).items() if key.rpartition("_")[2] == "config")]
-        if config
-        else []
-    )
+    flops = 0.0
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        share = _share_of_experts([module, *configs]) if "experts" in name.split(".") else 1.0
+        share = _share_of_experts(module, model) if "experts" in name.split(".") else 1.0
         for parameter in module.parameters(recurse=False):
-            if not is_lazy(parameter) and parameter.ndim > 1:
-                # The weight of a linear module may be packed.
-                is_linear = isinstance(module, nn.Linear)
-                number = module.in_features * module.out_features if is_linear else parameter.numel()
-                yield number * share, parameter.requires_grad
+            if isinstance(module, nn.Embedding) or is_lazy(parameter) or parameter.ndim < 2:
+                continue
+            # The weight of a linear module may be packed.
+            is_linear = isinstance(module, nn.Linear)
+            number = module.in_features * module.out_features if is_linear else parameter.numel()
+            flops += 2 * number * share * (1 + is_trained + parameter.requires_grad)
+    return ModelFlops(flops, is_traced=False)
 
 
-def _share_of_experts(owners: list[Any]) -> float:
+def _share_of_experts(module: nn.Module, model: nn.Module) -> float:
     """The share of the experts that a token is sent to, from attributes of modules and configurations; 1 if unknown."""
+    config = vars(getattr(model, "config", module))
+    owners = [vars(module), config, *(vars(each) for name, each in config.items() if name.endswith("config") and each)]
     top_k, total = (
-        next((getattr(owner, name) for owner in owners for name in names if getattr(owner, name, None)), 0)
+        next((owner[name] for owner in owners for name in names if owner.get(name)), 0)
         for names in (_TOP_K, _NUM_EXPERTS)
     )
     return min(1.0, top_k / total) if top_k and total else 1.0
