@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from lightning_liger import LigerCausalLM, LigerStrategy
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli import LigerCLI, main
-from lightning_liger.cli.training import _Guard, _Summary
+from lightning_liger.cli.training import _Guard, Summary
 from lightning_liger.data import TextDataModule
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
@@ -93,7 +93,7 @@ def test_tiny_yaml_instantiates():
     assert isinstance(made.datamodule, TextDataModule)
     assert type(made.trainer.strategy) is LigerStrategy
     kinds = {type(callback) for callback in made.trainer.callbacks}
-    assert {_Summary, PredictionPrinter} <= kinds
+    assert {Summary, PredictionPrinter} <= kinds
     assert made.trainer.num_devices == 1
 
 

@@ -51,7 +51,8 @@ COMMAND_LINES = [
     (
         (*FIT, "--model=torch.nn.Linear"),
         "model",
-        "does not correspond to a subclass of LightningModule, got torch.nn.Linear",
+        "does not correspond to a subclass of LightningModule",
+        "torch.nn.Linear",
     ),
     (
         (*FIT, "--model.learning_rat=1"),
@@ -88,7 +89,7 @@ FILES = [
     ("- 1\n", "config must be a yaml file with settings such as `trainer:`, got a.yaml, which holds a list"),
     ("trainer: 3\n", "trainer must be settings such as `max_steps: 10`, got 3 in a.yaml"),
     ("summary: [1]\n", "summary must be settings such as `skip_steps: 2`, got [1] in a.yaml"),
-    ("model: &x [*x]\n", "model", "Not a valid subclass of LightningModule", "got [[...]]"),
+    ("model: &x [*x]\n", "model", "Not a valid subclass of LightningModule", "[[...]]"),
     ("", "got a.yaml, which holds nothing: `lightning-liger init` writes one"),
     (yaml_of(trainr__max_steps="1"), "trainr is no option (did you mean 'trainer'?)"),
     (yaml_of(trainer__max_stepz="1"), "trainer.max_stepz is no option (did you mean 'trainer.max_steps'?)"),
