@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from liger_ops.loss.head_passes import BackwardArguments, ForwardArguments
@@ -28,7 +27,7 @@ _FLASH_ROWS, _EFFICIENT_ROWS = 128, 32
 _SECONDS_PER_FLOP = 1e-15
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the bytes of meta tensors and the matrix products made inside of its context.
 
     A :class:`~lightning_liger.activations.profile.Memory`, whose clock counts floating-point operations.

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from lightning.fabric.strategies.fsdp import _METADATA_FILENAME
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -20,7 +19,7 @@ from transformers import AutoTokenizer
 from lightning_liger import LigerCausalLM, LigerStrategy
 from lightning_liger.callbacks.predictions import PredictionPrinter
 from lightning_liger.cli import LigerCLI, main
-from lightning_liger.cli.training import _Guard, Summary
+from lightning_liger.cli.training import Summary, _Guard
 from lightning_liger.data import TextDataModule
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
@@ -303,7 +302,7 @@ def test_export_reads_the_tokenizer_of_a_sharded_checkpoint(trained, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(weights, checkpoint_id=folder, no_dist=True)
-    torch.save(contents, folder / _METADATA_FILENAME)
+    torch.save(contents, folder / "meta.pt")
     main(["export", *arguments, f"--ckpt_path={folder}", f"--output={tmp_path / 'exported'}"])
     assert not (tmp_path / "other").exists()
     expected = contents["TextDataModule"]["tokenizer"]["tokenizer.json"].decode()
