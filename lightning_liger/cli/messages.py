@@ -90,7 +90,7 @@ def message_of(error: BaseException) -> str | None:
         return None
     is_setting = any(frame.name == "instantiate_classes" for frame in frames)
     if is_setting or frames[-1].name == "load_state_dict" or set(_callers(error)) <= _PACKAGES:
-        return text
+        return " ".join(text.split())
     return None
 
 
@@ -103,6 +103,9 @@ def _callers(error: BaseException) -> list[str]:
 def in_one_line(message: str) -> str:
     """A message of jsonargparse in one line: of a list of reasons, those that are not about another type."""
     first, *lines = (line.strip() for line in message.strip().splitlines())
-    reasons = [line[2:] for line in lines if line.startswith("- ") and not line.startswith("- Expected ")]
-    given = [line for line in lines if line.startswith("Given value: ")]
-    return textwrap.shorten("; ".join([first, *reasons, *given]) if reasons else message, 450, placeholder=" ...")
+    listed = [line for line in lines if line.startswith("- ")]
+    reasons = [line[2:] for line in listed if not line.startswith(("- Expected ", "- Does not validate"))]
+    if not reasons:
+        return " ".join(message.split())
+    given = [f"got {line[13:]}" for line in lines if line.startswith("Given value: ") and len(line) < 93]
+    return ", ".join([f"{'' if first.startswith('Does not') else first} {'; '.join(reasons)}".strip(), *given])

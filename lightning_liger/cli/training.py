@@ -309,8 +309,8 @@ def _check_engine(trainer: Namespace) -> None:
 
 def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
-    file = next(ckpt_path.glob("*.pt"), ckpt_path) if ckpt_path.is_dir() else ckpt_path
-    contents = load_file(file, weights_only) if file.is_file() else {}
+    file = next(ckpt_path.glob("*.pt"), None) if ckpt_path.is_dir() else ckpt_path
+    contents = {} if file is None else load_file(file, weights_only)
     if not isinstance(contents, dict) or (file == ckpt_path and "state_dict" not in contents):
         raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(contents)}")
     return contents

@@ -66,7 +66,6 @@ OPTIONS = {
     'model.config={"hiden_size":32}': ("config", "hiden_size", "'hidden_size'"),
     'model.config={"num_hidden_layers":"two"}': ("config", "num_hidden_layers", "int"),
     "data.batch_siz=1": ("data.batch_siz is no option of PromptCompletionDataModule (did you mean 'batch_size'?)",),
-    "data.separate_documents=maybe --data=lightning_liger.data.TextDataModule": ("separate_documents", "maybe"),
     "data.batch_size=0": ("data.batch_size must be an integer of at least 1, got 0",),
     "data.path=/no/such/text": ("data.path", "/no/such/text", "does not exist"),
     "seed_everything=lucky": ("seed_everything", "lucky"),
