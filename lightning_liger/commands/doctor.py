@@ -30,13 +30,10 @@ TIME_LIMIT = 55.0
 _DISTRIBUTION = "lightning-liger"
 _GROUPS = ("Packages", "Hardware", "Triton", "Distributed", "Ops")
 _COLORS = {"ok": 32, "slow": 33, "wrong": 31, "missing": 36}
-_HIDDEN_EXTRAS = ("dev", "docs")  # not for users
-_NO_CULPRITS = ("importlib", "__main__")  # of imports that fail
 _MODULES = {"pillow": "PIL"}  # of packages with another name
 # As a script this file would put its folder, which has modules named as those of Python, before all others.
 _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-_DIED = "; import fails: "
-"""Ends a row of which the process that yields it may die."""
+_DIED = "; import fails: "  # ends a row of which the process that yields it may die
 _GIB = 2**30
 _interrupted = threading.Event()
 
@@ -67,8 +64,7 @@ def run_doctor(*, json: bool = False) -> int:
         print("Looking at this machine, for up to a minute ...", file=sys.stderr)
     start = time.monotonic()
     checks = examine(start + TIME_LIMIT)
-    seconds = time.monotonic() - start
-    broken = [check.name for check in checks if check.is_broken]
+    seconds, broken = time.monotonic() - start, [check.name for check in checks if check.is_broken]
     status = int(bool(broken))
     if json:
         report = {"exit_status": status, "seconds": round(seconds, 1), "checks": [asdict(check) for check in checks]}
@@ -92,11 +88,10 @@ def examine(end: float) -> list[Check]:
         parts = [threads.submit(probe, name, end) for name in ("packages", "machine")]
         parts.append(threads.submit(check_ops, end))
         try:
-            checks = [check for part in parts for check in part.result()]
+            return sorted((each for part in parts for each in part.result()), key=lambda row: _GROUPS.index(row.group))
         except KeyboardInterrupt:  # the processes have it too
             _interrupted.set()
             raise
-    return sorted(checks, key=lambda check: _GROUPS.index(check.group))
 
 
 def probe(name: str, end: float) -> list[Check]:
@@ -150,7 +145,7 @@ def packages(first: int) -> Iterator[Check]:
     needed = [("", Requirement(_DISTRIBUTION))]
     for each in requirements:
         extra = str(each.marker).rpartition('extra == "')[2].partition('"')[0] if each.marker else ""
-        if extra not in _HIDDEN_EXTRAS and each.name != _DISTRIBUTION:  # an extra that takes another
+        if extra not in ("dev", "docs") and each.name != _DISTRIBUTION:  # an extra that takes another
             needed.append((extra, each))
     installed = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
     for extra, each in sorted(needed, key=lambda package: bool(package[0]))[max(0, first - 1) :]:
@@ -170,7 +165,9 @@ def packages(first: int) -> Iterator[Check]:
                 yield row("ok", f"{version}{use}")
             except Exception as raised:  # whatever a broken package raises
                 names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(raised.__traceback__)]
-                others = (name.partition(".")[0] for name in reversed(names) if name[:9] not in _NO_CULPRITS)
+                others = (
+                    name.partition(".")[0] for name in reversed(names) if name[:9] not in ("importlib", "__main__")
+                )
                 culprit = next(others, module)
                 hint = hint if culprit == module else f"{culprit} is at fault"
                 yield row("wrong", f"{detail}{_one_line(raised)}", hint, not extra)
@@ -199,8 +196,7 @@ def machine() -> Iterator[Check]:
         hint = "install torch for your driver's CUDA version (pytorch.org/get-started), or a newer driver"
         yield Check("Hardware", "GPU", "wrong", detail, hint, is_broken=True)
     elif not count:
-        detail = "none: ops run plain PyTorch. A GPU would run Triton kernels, with NCCL and memory budgets"
-        yield Check("Hardware", "GPU", "missing", detail)
+        yield Check("Hardware", "GPU", "missing", "none: ops run plain PyTorch. A GPU would run Triton kernels")
     for index in range(count):
         found = torch.cuda.get_device_properties(index)
         free, total = (size / _GIB for size in torch.cuda.mem_get_info(index))
@@ -231,8 +227,7 @@ def machine() -> Iterator[Check]:
     hint = "" if shutil.which(compiler) else "launches need one: apt-get install gcc, or set CC to a compiler"
     yield Check("Triton", "C compiler", "missing" if hint else "ok", compiler, hint, is_broken=bool(hint and count))
     if triton.knobs.runtime.interpret:
-        detail = "TRITON_INTERPRET is set: kernels run in NumPy"
-        yield Check("Triton", "interpreter", "slow", detail, "unset TRITON_INTERPRET", is_broken=count > 0)
+        yield Check("Triton", "interpreter", "slow", "kernels run in NumPy", "unset TRITON_INTERPRET", count > 0)
     elif count:
         problem = hint = ""
         try:
@@ -273,9 +268,7 @@ def _check_part(part: str, end: float) -> Iterator[Check]:
     while names:
         rows, failure = run([sys.executable, "-m", "liger_ops.self_check", *names], end)
         if not rows:
-            yield Check(
-                "Ops", "self-checks", "wrong", failure or "no result", "see the rows of packages", is_broken=True
-            )
+            yield Check("Ops", "self-checks", "wrong", failure or "no result", "see the rows of packages", True)
             return
         names = rows[0]["ops"]
         for op, results in itertools.groupby(rows[1:], lambda result: result["op"]):
