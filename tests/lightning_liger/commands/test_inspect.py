@@ -38,15 +38,16 @@ def test_a_budget_that_no_plan_keeps_is_said(small_gpu, monkeypatch, capsys):  #
 
 def test_unknown_activations_are_shown(monkeypatch):
     def fails(*args):
-        raise NotImplementedError("no [such] kernel")
+        raise NotImplementedError("no [such] kernel\nmore")
 
     monkeypatch.setattr("lightning_liger.estimate.memory.run_step", fails)
     console = Console(width=160, color_system=None)
+    found = inspect_model("llama", config=TINY)
     with console.capture() as capture:
-        show(replace(inspect_model("llama", config=TINY), model="runs/[bold]"), console)
-    assert "runs/[bold] (" in capture.get()
-    assert "unknown" in capture.get()
-    assert "no [such] kernel" in capture.get()
+        show(replace(found, model="runs/[bold]"), console)
+    assert (found.rows, found.unknown) == ([], "NotImplementedError: no [such] kernel")
+    assert found.state_bytes["weights"] > 0
+    assert all(text in capture.get() for text in ("runs/[bold] (", "unknown", "no [such] kernel"))
 
 
 def test_json(capsys):

@@ -61,26 +61,18 @@ def test_inspection_of_an_architecture(small_gpu):
 def test_what_fits_a_gpu_is_within_the_memory_budget(small_gpu):
     sizes = []
     for budget in ("auto", 0.17, 0.14, 0.02):
-        found = inspect_model("llama", config=TINY, gpu=small_gpu, memory_budget=budget, batch_size=8, seq_len=256)
+        given = {"config": TINY, "gpu": small_gpu, "memory_budget": budget, "seq_len": 256}
+        found = inspect_model("llama", **given, batch_size=8)
         ours, plain = found.fits
         plan = next(row for row in found.rows if row.activations == "plan")
-        assert found.budget_bytes is not None
         assert plan.fits == (plan.total <= found.budget_bytes) == (budget != 0.02), budget
         assert found.rows[2].fits  # not of the plan
         sizes.append((ours.longest_seq_len, ours.largest_batch_size))
         assert plain.largest_batch_size > 0
         if ours.largest_batch_size:
-            again = inspect_model(
-                "llama",
-                config=TINY,
-                gpu=small_gpu,
-                memory_budget=budget,
-                batch_size=ours.largest_batch_size,
-                seq_len=256,
-            )
+            again = inspect_model("llama", **given, batch_size=ours.largest_batch_size)
             assert next(row for row in again.rows if row.activations == "plan").fits
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) == 4
+    assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] == (0, 0)
 
 
@@ -107,17 +99,6 @@ def test_models_by_folder_and_by_name_in_the_cache(tmp_path, monkeypatch):
     path = str(tmp_path / "config.json")
     monkeypatch.setattr("lightning_liger.estimate.models.try_to_load_from_cache", lambda name, file: path)
     assert find_config("someone/some-model").vocab_size == 500
-
-
-def test_unknown_activations_are_said_to_be(monkeypatch):
-    def fails(*args):
-        raise NotImplementedError("aten::nonzero\nmore")
-
-    monkeypatch.setattr("lightning_liger.estimate.memory.run_step", fails)
-    found = inspect_model("llama", config=TINY)
-    assert found.rows == []
-    assert found.unknown == "NotImplementedError: aten::nonzero"
-    assert found.state_bytes["weights"] > 0
 
 
 def test_the_largest_that_fits():
