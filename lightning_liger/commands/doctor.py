@@ -30,7 +30,7 @@ TIME_LIMIT = 55.0
 _DISTRIBUTION = "lightning-liger"
 _GROUPS = ("Packages", "Hardware", "Triton", "Distributed", "Ops")
 _COLORS = {"ok": 32, "slow": 33, "wrong": 31, "missing": 36}
-_MODULES = {"pillow": "PIL"}  # of packages with another name
+_MODULES = {"pillow": "PIL", "pyyaml": "yaml"}  # of packages with another name
 # As a script this file would put its folder, which has modules named as those of Python, before all others.
 _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 _DIED = "; import fails: "  # ends a row of which the process that yields it may die
@@ -151,7 +151,8 @@ def packages(first: int) -> Iterator[Check]:
     for extra, each in sorted(needed, key=lambda package: bool(package[0]))[max(0, first - 1) :]:
         title, use = (f"{each.name} (optional)", f"; extra {extra}") if extra else (each.name, "")
         hint = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install '{each.name}{each.specifier}'"
-        version, module = installed.get(each.name, ""), _MODULES.get(each.name, each.name.replace("-", "_"))
+        name = each.name.lower().replace("_", "-")
+        version, module = installed.get(name, ""), _MODULES.get(name, name.replace("-", "_"))
         row = partial(Check, "Packages", title)
         if not version or not each.specifier.contains(version, prereleases=True):
             detail = f"{version or 'not installed'}; needs {each.specifier or 'any version'}{use}"
@@ -164,11 +165,9 @@ def packages(first: int) -> Iterator[Check]:
                 importlib.import_module(module)
                 yield row("ok", f"{version}{use}")
             except Exception as raised:  # whatever a broken package raises
-                names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(raised.__traceback__)]
-                others = (
-                    name.partition(".")[0] for name in reversed(names) if name[:9] not in ("importlib", "__main__")
-                )
-                culprit = next(others, module)
+                walked = [frame.f_globals for frame, _ in traceback.walk_tb(raised.__traceback__)]
+                callers = [each.get("__name__", "").partition(".")[0] for each in reversed(walked)]
+                culprit = next((each for each in callers if each not in ("importlib", "__main__")), module)
                 hint = hint if culprit == module else f"{culprit} is at fault"
                 yield row("wrong", f"{detail}{_one_line(raised)}", hint, not extra)
 
