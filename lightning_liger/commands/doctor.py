@@ -1,7 +1,6 @@
 """``lightning-liger doctor``: what works on this machine, what does not, and how to get it.
 
-Imports the standard library only. What imports other packages runs in other processes: a package that is broken or
-crashes is a row of the table.
+Imports the standard library only. Other packages are imported in other processes: one that crashes is a row.
 """
 
 import importlib
@@ -129,10 +128,7 @@ def run(command: Sequence[str], end: float) -> tuple[list[dict[str, Any]], str]:
 
 
 def packages(first: int) -> Iterator[Check]:
-    """Versions of packages against what this distribution needs, and whether they can be imported.
-
-    Before each import there is a row, which the one after it replaces unless the process dies.
-    """
+    """Versions of packages against what is needed, and imports, each after a row that stays if the process dies."""
     from packaging.requirements import Requirement
 
     try:
@@ -243,26 +239,26 @@ def machine() -> Iterator[Check]:
 
     cxx = shutil.which(os.environ.get("CXX", "c++"))
     tools = {"ninja": is_ninja_available(), "a C++ compiler": cxx, "nvcc": CUDA_HOME or not count}
-    missing = [tool for tool, found in tools.items() if not found]
-    hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version" if missing else ""
-    detail = f"its optimizers need {', '.join(missing)}" if missing else "its optimizers can be built"
-    yield Check("Distributed", "DeepSpeed", "missing" if missing else "ok", detail, hint)
+    if missing := [tool for tool, found in tools.items() if not found]:
+        hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version"
+        yield Check("Distributed", "DeepSpeed", "missing", f"its optimizers need {', '.join(missing)}", hint)
+    else:
+        yield Check("Distributed", "DeepSpeed", "ok", "its optimizers can be built")
 
 
 # Ops
 
 
 def check_ops(end: float) -> list[Check]:
-    """Self-checks of all ops; on a GPU several processes share them, because compilation takes most of the time."""
+    """Self-checks of all ops; on a GPU several processes share them, because kernels compile."""
     count = min(8, max(1, (os.cpu_count() or 1) // 2)) if Path("/dev/nvidiactl").exists() else 1
     with ThreadPoolExecutor(count) as threads:
         parts = list(threads.map(lambda part: list(_check_part(f"{part}/{count}", end)), range(count)))
-    # Each part has every count-th op.
-    return [check for group in itertools.zip_longest(*parts) for check in group if check is not None]
+    return [check for group in itertools.zip_longest(*parts) for check in group if check]  # as ops are dealt out
 
 
 def _check_part(part: str, end: float) -> Iterator[Check]:
-    """The rows of some ops; a process that ends early is followed by one for the ops after the one that it ended in."""
+    """The rows of some ops; a process that ends early is followed by one for the ops after its last one."""
     names = ["--part", part]
     while names:
         rows, failure = run([sys.executable, "-m", "liger_ops.self_check", *names], end)

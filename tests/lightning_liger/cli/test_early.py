@@ -54,21 +54,12 @@ def test_the_script_runs_early_and_processes_that_it_starts_do_not(tmp_path):
         assert "PyTorch is imported" in errors
 
 
-def test_a_reader_that_ends_is_no_bug(tmp_path):
+def test_a_reader_that_ends_and_a_closed_output_are_no_bugs(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run(
-        [sys.executable, "-m", "lightning_liger", "init"],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+    command, environment = [sys.executable, "-m", "lightning_liger", "init"], {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
-    assert (process.returncode, process.stderr) == (141, "")
-
-
-def test_a_closed_output_is_no_bug(monkeypatch):
+    assert (done.returncode, done.stderr) == (141, "")
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["--version"]) == 0

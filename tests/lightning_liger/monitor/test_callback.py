@@ -318,10 +318,9 @@ class Unusual(BoringModel):
         self.losses.append(loss.item())
         if self.automatic_optimization:
             return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
+        self.optimizers().zero_grad()
         self.manual_backward(loss)
-        optimizer.step()
+        self.optimizers().step()
         return None
 
     def configure_optimizers(self):
