@@ -52,7 +52,7 @@ def _configs(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     """Each option with its value, and whether it names a yaml file."""
     for arg, after in itertools.pairwise([*args, ""]):
         option, has_value, value = arg.partition("=")
-        if option.startswith("-"):
+        if option.startswith("--") or option == "-c":
             yield option, value if has_value else after, option in ("-c", "--config")
 
 
