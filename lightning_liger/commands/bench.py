@@ -67,7 +67,7 @@ def run_bench(
 
     Takes all options of lightning-liger fit, such as --config (also several) and --trainer.devices=2. Each arm trains
     in fresh processes on the same data, without logger, checkpoints, validation and callbacks that write. An arm that
-    runs out of memory is a row of the table. Writes bench.json and the log of each arm to the output folder. The exit
+    runs out of memory is a row of the table. Writes bench.json, and the log and monitor page of each arm. The exit
     status is 0, or 1 if an arm failed for another reason or the losses differ.
 
     Args:
@@ -205,8 +205,8 @@ class _ArmCLI(LigerCLI):
     """``fit`` with the kernels and the memory budget of an arm, and without callbacks that write."""
 
     def __init__(self, arm: dict[str, Any], args: list[str]) -> None:
-        # A monitor with a page measures, whichever others there are.
-        self.arm, self.monitor = arm, _Meter(1, arm["warm_up"], gradient_norm=False, page=f"{arm['name']}.html")
+        page = f"{Path(arm['output']).stem}.html"  # a monitor with a page measures, whichever others there are
+        self.arm, self.monitor = arm, _Meter(1, arm["warm_up"], gradient_norm=False, page=page)
         super().__init__(args, save_config_callback=None, trainer_defaults={"callbacks": [self.monitor]})
 
     @override

@@ -1,7 +1,7 @@
 """Model FLOPs of a training step, counted from the architecture.
 
-A copy of the model without memory (on the meta device, without kernels and hooks) runs forward and backward, and
-PyTorch's formulas count the FLOPs of matrix products, convolutions and attention. Frozen weights therefore need no
+A copy of the model without memory (on the meta device, without kernels and hooks) runs forward and backward with rows
+of two lengths, and PyTorch's formulas count the FLOPs of matrix products, convolutions and attention. Frozen weights therefore need no
 weight gradients, a layer in front of which nothing is trained needs no backward, adapters cost little, and of experts
 those count that a token is sent to. Nothing is recomputed in the copy: the FLOPs are those of the model, not of the
 hardware.
