@@ -96,12 +96,9 @@ def model_flops(model: nn.Module) -> ModelFlops:
         raise wrong_type("model", "a torch.nn.Module", model)
     inner = getattr(model, "model", None)
     model = inner if hasattr(model, "training_step") and isinstance(inner, nn.Module) else model
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
-        warnings.catch_warnings(action="ignore"),  # of compiled modules, about the counter's hooks
-    ):
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.inference_mode(False), torch.enable_grad(), eager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of compiled modules, about the counter's hooks
         try:
             structure = _structure(model)
         except Exception:  # of modules that cannot be copied, such as those of TorchScript, or that have no shapes yet
