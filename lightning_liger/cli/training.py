@@ -207,6 +207,8 @@ class LigerCLI(LightningCLI):
             super().parse_arguments(parser, args)
         except ArgumentError as error:
             hints = {f"trainer.{name}": hint for name, hint in get_type_hints(L.Trainer.__init__).items()}
+            method = getattr(self.trainer_type, str(next(iter(self.given), "")), None)
+            hints |= get_type_hints(method) if method else {}
             refuse(self.options, self.given, hints, error)
         self._ckpt_path = None
         if self.config.get("subcommand"):  # not there yet for Lightning, which would take all settings from it

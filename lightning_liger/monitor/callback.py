@@ -242,7 +242,6 @@ class LigerMonitor(L.Callback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._counter is not None:
-            self._clock.pause()
             self._finish_all(trainer)
 
     # Laps
@@ -345,7 +344,6 @@ class LigerMonitor(L.Callback):
             return
         with _telling("lost the last numbers"):  # of a device that may be broken, and is not waited for
             if trainer.world_size == 1 and self._has_counts:  # ranks would have to add up their numbers
-                self._clock.pause()
                 self._close_lap(trainer)
             patience = time.monotonic() + _PATIENCE
             while self._open and time.monotonic() < patience:
