@@ -224,14 +224,12 @@ def machine() -> Iterator[Check]:
     if triton.knobs.runtime.interpret:
         yield Check("Triton", "interpreter", "slow", "kernels run in NumPy", "unset TRITON_INTERPRET", count > 0)
     elif count:
-        problem = hint = ""
         try:
             silu_mul(torch.ones(1, 16, device="cuda"), torch.ones(1, 16, device="cuda")).sum().item()
+            yield Check("Triton", "compiler", "ok", "a kernel compiled and ran")
         except Exception as raised:  # a compiler that is missing or broken
-            problem = _one_line(raised)
             hint = "needs a C compiler, Python's headers (apt-get install python3-dev) and a recent driver"
-        detail = problem or "a kernel compiled and ran"
-        yield Check("Triton", "compiler", "wrong" if problem else "ok", detail, hint, is_broken=bool(problem))
+            yield Check("Triton", "compiler", "wrong", _one_line(raised), hint, is_broken=True)
 
     if find_spec("deepspeed") is None:
         return
@@ -297,8 +295,7 @@ def _one_line(error: BaseException) -> str:
 if __name__ == "__main__":  # prints a line of JSON for each row
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # packages that print when they are imported
-    first = int(sys.argv[2])
-    for check in packages(first) if sys.argv[1] == "packages" else itertools.islice(machine(), first, None):
+    name, first = sys.argv[1], int(sys.argv[2])
+    for check in packages(first) if name == "packages" else itertools.islice(machine(), first, None):
         print(json_module.dumps(asdict(check)), file=lines, flush=True)
-    sys.stderr.flush()
     os._exit(0)  # some packages take long to shut down
