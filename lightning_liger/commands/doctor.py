@@ -24,8 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-TIME_LIMIT = 55.0
-"""Seconds after which processes that are not done are ended."""
+TIME_LIMIT = 55.0  # seconds after which processes that are not done are ended
 _DISTRIBUTION = "lightning-liger"
 _GROUPS = ("Packages", "Hardware", "Triton", "Distributed", "Ops")
 _COLORS = {"ok": 32, "slow": 33, "wrong": 31, "missing": 36}

@@ -20,7 +20,7 @@ import torch
 
 from lightning_liger.cli.help import plain
 from lightning_liger.cli.mistakes import CLASSES, options_of
-from lightning_liger.cli.training import SEED, LigerCLI, Summary
+from lightning_liger.cli.training import LigerCLI, Summary
 from lightning_liger.commands.writing import check_output, write_files
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # which all editors know
@@ -65,7 +65,10 @@ def make_schema() -> dict[str, Any]:
     for subcommand, skipped in LigerCLI.subcommands().items():
         # Some need what others may leave out, such as ckpt_path.
         found = schema.options(LigerCLI.trainer_type, subcommand, skipped) | found
-    found |= {"seed_everything": {**schema.of_type(bool | int), "description": SEED}}
+    found["seed_everything"] = {
+        **schema.of_type(bool | int),
+        "description": "Seed of all random numbers; true draws one.",
+    }
     found |= {"trainer": _object(schema.options(L.Trainer)), "summary": _object(schema.options(Summary))}
     found |= {name: schema.of_type(base | None) for name, base in _BASES.items()}
     return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}
