@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_liger.cli import main
-from lightning_liger.cli.messages import closest
 
 ROOT = Path(__file__).parents[3]
 FIT = ("fit", f"--config={ROOT / 'examples' / 'sft.yaml'}", "--trainer.accelerator=cpu", "--trainer.callbacks=null")
@@ -124,8 +123,3 @@ def test_mistakes_end_the_command_with_one_sentence(tmp_path, monkeypatch, capsy
         assert options == "" or options.endswith("--help\n"), printed
         for part in parts:
             assert part in message, f"{part!r} is not in {message!r}"
-
-
-def test_closest_is_one_name_or_none():
-    assert closest("max_stepz", ["max_steps", "min_steps"]) == " (did you mean 'max_steps'?)"
-    assert closest("zebra", ["max_steps", "min_steps"]) == ""
