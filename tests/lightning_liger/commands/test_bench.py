@@ -85,7 +85,7 @@ def fsdp(**options):
             {**ON, "memory_budget": "auto"},
             {"memory_budget": "auto", "activation_checkpointing": None, "activation_checkpointing_policy": None},
         ),
-        ("ddp", OFF, None),
+        ("ddp", OFF, {"kernels": "none", "memory_budget": None}),
         ("ddp", HALF, {"memory_budget": 0.5, "activation_checkpointing": None}),
     ],
 )  # fmt: skip
@@ -98,7 +98,7 @@ def test_settings_of_a_strategy(strategy, arm, expected, monkeypatch):
     cli.arm, cli.config = arm, Namespace(fit=Namespace(trainer=trainer))
     cli.before_instantiate_classes()
     changed = trainer.callbacks if strategy == "ddp" else [trainer.strategy]
-    assert [vars(each.init_args) for each in changed] == ([] if expected is None else [expected])
+    assert [vars(each.init_args) for each in changed] == [expected]
     assert strategy == "ddp" or changed[0].class_path.endswith(".LigerFSDPStrategy")
     assert strategy == "ddp" or trainer.callbacks == []
 
