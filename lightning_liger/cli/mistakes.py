@@ -4,7 +4,7 @@ import importlib
 import inspect
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -48,18 +48,22 @@ def refuse(parser: ArgumentParser, args: Sequence[str], hints: Mapping[str, Any]
     end(f"{text}\nOptions: {parser.prog.replace(' [options]', '')} --help")
 
 
-def _given(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The keys of options and of yaml files with their values, in the order in which they are read."""
+def _configs(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Each option with its value, and whether it names a yaml file."""
     for arg, after in itertools.pairwise([*args, ""]):
         option, has_value, value = arg.partition("=")
-        if option in ("-c", "--config"):
-            content = None
-            with suppress(OSError, ValueError, yaml.YAMLError):
-                content = yaml.safe_load(Path(value or after).read_text(encoding="utf-8"))
-            yield from content.items() if isinstance(content, dict) else ()
-        elif option.startswith("--"):
-            text = value if has_value else after
-            with suppress(yaml.YAMLError):
+        if option.startswith("--") or option == "-c":
+            yield option, value if has_value else after, option in ("-c", "--config")
+
+
+def _given(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The keys of options and of yaml files with their values, in the order in which they are read."""
+    for option, text, is_file in _configs(args):
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            if is_file:
+                content = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
+                yield from content.items() if isinstance(content, dict) else ()
+            else:
                 is_yaml = text[:1] in ("[", "{") or text == "null"
                 yield option[2:].removesuffix("+"), yaml.safe_load(text) if is_yaml else text
 
@@ -75,7 +79,9 @@ class _Names:
         known = next((name for name in self._names if f"{key}.".startswith(f"{name}.")), "")
         if known in CLASSES:
             option = key[len(known) + 1 :].removeprefix("init_args.")
-            yield from self._of_class(known, {"init_args": {option: value}} if option else value)
+            value = {"init_args": {option: value}} if option else value
+            for each in value if isinstance(value, list) else [value]:
+                yield from self._of_class(known, each)
         elif known:
             yield from _wrong_value(key, self._hints.get(known), value)
         elif isinstance(value, dict) and any(name.startswith(f"{key}.") for name in self._names):
@@ -87,31 +93,27 @@ class _Names:
             yield f"{key} is no option{hint}"
 
     def _of_class(self, key: str, value: Any) -> Iterator[str]:
-        """The mistakes in a class with options, or in a list of them."""
-        for each in value if isinstance(value, list) else [value]:
-            described = {"class_path": each} if isinstance(each, str) else each if isinstance(each, dict) else {}
-            path, options = described.get("class_path"), described.get("init_args")
-            if isinstance(path, str):
-                problem = self._find_class(key, path)
-                if problem and (key != "trainer.strategy" or isinstance(each, dict)):  # else a name
-                    yield problem
-            found = self._classes.get(key)
-            if found is None or not isinstance(options, dict):
-                if isinstance(options, dict) and path is None and key == "trainer.strategy":
-                    yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
-                continue
-            hints: dict[str, Any] = {}
-            for base in reversed(found.__mro__):  # a class may pass options on to its bases
-                with suppress(Exception):  # of annotations that cannot be read
-                    hints |= get_type_hints(base.__init__)
-            added: list[Any] = ArgumentParser().add_class_arguments(found, "it", fail_untyped=False)
-            names = [str(name).partition(".")[2] for name in added]
-            for name, given in options.items():
-                first = str(name).partition(".")[0]
-                if first not in names:
-                    yield f"{key}.{name} is no option of {found.__name__}{closest(first, names)}"
-                elif first == name:
-                    yield from _wrong_value(f"{key}.{name}", hints.get(name), given)
+        """The mistakes in a class with options."""
+        described = value if isinstance(value, dict) else {"class_path": value}
+        path, options = described.get("class_path"), described.get("init_args")
+        if isinstance(path, str):
+            problem = self._find_class(key, path)
+            if problem and (key != "trainer.strategy" or isinstance(value, dict)):  # else a name
+                yield problem
+        found = self._classes.get(key)
+        if not isinstance(options, dict):
+            return
+        if found is None:
+            if path is None and key == "trainer.strategy":
+                yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
+            return
+        names, hints = options_of(found)
+        for name, given in options.items():
+            first = str(name).partition(".")[0]
+            if first not in names:
+                yield f"{key}.{name} is no option of {found.__name__}{closest(first, names)}"
+            elif first == name:
+                yield from _wrong_value(f"{key}.{name}", hints.get(name), given)
 
     def _find_class(self, key: str, path: str) -> str:
         """Notes the class of a key; what is wrong with its path, or nothing."""
@@ -126,9 +128,25 @@ class _Names:
             self._classes[key] = found
             return ""
         names = [each for known in modules for each in vars(known) if each[:1].isupper()]
-        return (
-            f"{key} must be the name of a class that is imported, or module.Class, got {path!r}{closest(name, names)}"
-        )
+        hint = closest(name, names)
+        return f"{key} must be the name of a class that is imported, or module.Class, got {path!r}{hint}"
+
+
+def options_of(
+    cls: type, method: str = "__init__", skip: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a class, or of one of its methods, with their defaults, and the types of those that have one."""
+    parser = ArgumentParser()
+    if method == "__init__":
+        added: list[Any] = parser.add_class_arguments(cls, "it", fail_untyped=False)
+    else:
+        added = parser.add_method_arguments(cls, method, "it", skip=set(skip), fail_untyped=False)
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):  # a class may pass options on to its bases
+        with suppress(Exception):  # of annotations that cannot be read
+            hints |= get_type_hints(vars(base)[method])
+    defaults, names = parser.get_defaults().get("it") or {}, (str(name).split(".")[1] for name in added)
+    return {name: defaults.get(name) for name in names}, hints
 
 
 def _wrong_value(key: str, hint: Any, value: Any) -> Iterator[str]:
@@ -161,11 +179,7 @@ def _flat(hint: Any) -> list[Any]:
 
 def check_yaml_files(args: Sequence[str]) -> None:
     """Ends the command if a file after ``--config`` is no yaml with settings; the message names file and line."""
-    for arg, after in itertools.pairwise([*args, ""]):
-        option, _, value = arg.partition("=")
-        path = Path(value or after)
-        if option not in ("-c", "--config") or not path.is_file():
-            continue
+    for path in (Path(value) for _, value, is_file in _configs(args) if is_file and Path(value).is_file()):
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:

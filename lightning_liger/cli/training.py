@@ -32,7 +32,6 @@ MAX_CPU_PROCESSES = 2
 
 _WITHOUT_TRAINER = ("export", "teacher_topk")
 """Subcommands that use no settings of the Trainer."""
-SEED = "Seed of all random numbers; true draws one, false leaves them as they are."
 _CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning looks for
 
 
@@ -109,7 +108,7 @@ class _Trainer(L.Trainer):
 
 
 class Summary(LigerMonitor):
-    """Measures trainings whose settings have no monitor.
+    """Measures trainings whose settings have no monitor. Of a class of its own, as checkpoints hold one state of each.
 
     Args:
         skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
@@ -198,15 +197,13 @@ class LigerCLI(LightningCLI):
         parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
 
     @override
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=SEED)
-
-    @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
             hints = {f"trainer.{name}": hint for name, hint in get_type_hints(L.Trainer.__init__).items()}
+            method = getattr(self.trainer_type, str(next(iter(self.given), "")), None)
+            hints |= get_type_hints(method) if method else {}
             refuse(self.options, self.given, hints, error)
         self._ckpt_path = None
         if self.config.get("subcommand"):  # not there yet for Lightning, which would take all settings from it

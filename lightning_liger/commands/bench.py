@@ -22,7 +22,6 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from typing_extensions import override
 
@@ -40,8 +39,8 @@ _SETTINGS = (
     *("--trainer.max_epochs=-1", "--trainer.max_time=null"),
 )
 """Options of ``fit`` that every arm has in place of the user's."""
-_KEPT_CALLBACKS = ("LigerCallback", "GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
-"""Callbacks of Lightning and of this package that change how a step trains. Those of users are all kept."""
+_KEPT_CALLBACKS = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks of Lightning that change how a step trains. Those of users are all kept."""
 _OURS: Any = tuple(getattr(strategies, name) for name in strategies.__all__ if name.startswith("Liger"))
 _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 """Relative, of losses: four roundings in the dtype of the precision, since errors grow from step to step."""
@@ -67,7 +66,7 @@ def run_bench(
 
     Takes all options of lightning-liger fit, such as --config (also several) and --trainer.devices=2. Each arm trains
     in fresh processes on the same data, without logger, checkpoints, validation and callbacks that write. An arm that
-    runs out of memory is a row of the table. Writes bench.json and the log of each arm to the output folder. The exit
+    runs out of memory is a row of the table. Writes bench.json, and the log and monitor page of each arm. The exit
     status is 0, or 1 if an arm failed for another reason or the losses differ.
 
     Args:
@@ -152,9 +151,9 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
         raise ValueError(refusal[2].partition("\nOptions: ")[0])
     if result.exists() and not failure:
         return {"status": "ok", **json_module.loads(result.read_text(encoding="utf-8"))}
-    ran_out = [line for line in said.splitlines() if "out of memory" in line.lower() or line.startswith("MemoryError")]
-    if ran_out and not failure:
-        return {"status": "out of memory", "error": ran_out[0][:300]}
+    for line in [] if failure else said.splitlines():
+        if "out of memory" in line.lower() or line.startswith("MemoryError"):
+            return {"status": "out of memory", "error": line[:300]}
     return {"status": "failed", "error": failure or said.rpartition("\n")[2][:300]}
 
 
@@ -192,10 +191,8 @@ def _print(rows: Sequence[dict[str, Any]], more: str) -> None:
             cells = [f"{row[key] * factor:{form}}" if row[key] else "-" for key, factor, form in _COLUMNS.values()]
         table.add_row(row["arm"], *cells)
     console.print(table)
-    for row in rows:
-        if text := row.get("error") or row.get("plan"):
-            console.print(f"{row['arm']}: {escape(text)}")
-    console.print(more, markup=False)
+    texts = [f"{row['arm']}: {text}" for row in rows if (text := row.get("error") or row.get("plan"))]
+    console.print("\n".join([*texts, more]), markup=False)
 
 
 # An arm
@@ -205,26 +202,25 @@ class _ArmCLI(LigerCLI):
     """``fit`` with the kernels and the memory budget of an arm, and without callbacks that write."""
 
     def __init__(self, arm: dict[str, Any], args: list[str]) -> None:
-        # A monitor with a page measures, whichever others there are.
-        self.arm, self.monitor = arm, _Meter(1, arm["warm_up"], gradient_norm=False, page=f"{arm['name']}.html")
+        page = f"{Path(arm['output']).stem}.html"  # a monitor with a page measures, whichever others there are
+        self.arm, self.monitor = arm, _Meter(1, arm["warm_up"], gradient_norm=False, page=page)
         super().__init__(args, save_config_callback=None, trainer_defaults={"callbacks": [self.monitor]})
 
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
-        trainer, budget = self.config["fit"].trainer, self.arm.get("memory_budget")
+        trainer = self.config["fit"].trainer
         given = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
-        callbacks = [each for each in given if each is not None and _changes_training(each)]
-        ours = [each for each in callbacks if each.class_path.endswith(".LigerCallback")]
-        trainer.callbacks = [each for each in callbacks if each not in ours]
+        trainer.callbacks = [each for each in given if each is not None and _changes_training(each)]
+        ours = [each for each in given if each is not None and each.class_path.endswith(".LigerCallback")]
         if changed := _with_class(trainer.strategy):
             trainer.strategy = changed
-            if not self.arm["kernels"]:
-                changed.init_args.kernels, changed.init_args.memory_budget = "none", None
-        elif self.arm["kernels"]:  # a strategy of others, whose kernels come with a callback
+        else:  # a strategy of others, whose kernels come with a callback
             changed = ours[0] if ours else Namespace(class_path="lightning_liger.LigerCallback", init_args=Namespace())
             trainer.callbacks.append(changed)
-        if budget is not None and changed:
+        if not self.arm["kernels"]:
+            changed.init_args.kernels, changed.init_args.memory_budget = "none", None
+        elif (budget := self.arm.get("memory_budget")) is not None:
             changed.init_args.memory_budget, changed.init_args.activation_checkpointing = budget, None
             if changed.init_args.get("activation_checkpointing_policy") is not None:
                 changed.init_args.activation_checkpointing_policy = None
@@ -252,7 +248,7 @@ class _ArmCLI(LigerCLI):
 
 
 def _changes_training(callback: Namespace) -> bool:
-    package, name = callback.class_path.partition(".")[0], callback.class_path.rpartition(".")[2]
+    package, *_, name = callback.class_path.split(".")
     return package not in ("lightning", "pytorch_lightning", "lightning_liger") or name in _KEPT_CALLBACKS
 
 

@@ -1,7 +1,6 @@
 """``lightning-liger doctor``: what works on this machine, what does not, and how to get it.
 
-Imports the standard library only. What imports other packages runs in other processes: a package that is broken or
-crashes is a row of the table.
+Imports the standard library only. Other packages are imported in other processes: one that crashes is a row.
 """
 
 import importlib
@@ -25,18 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-TIME_LIMIT = 55.0
-"""Seconds after which processes that are not done are ended."""
+TIME_LIMIT = 55.0  # seconds after which processes that are not done are ended
 _DISTRIBUTION = "lightning-liger"
 _GROUPS = ("Packages", "Hardware", "Triton", "Distributed", "Ops")
 _COLORS = {"ok": 32, "slow": 33, "wrong": 31, "missing": 36}
-_HIDDEN_EXTRAS = ("dev", "docs")  # not for users
-_NO_CULPRITS = ("importlib", "__main__")  # of imports that fail
-_MODULES = {"pillow": "PIL"}  # of packages with another name
+_MODULES = {"pillow": "PIL", "pyyaml": "yaml"}  # of packages with another name
 # As a script this file would put its folder, which has modules named as those of Python, before all others.
 _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-_DIED = "; import fails: "
-"""Ends a row of which the process that yields it may die."""
+_DIED = "; import fails: "  # ends a row of which the process that yields it may die
 _GIB = 2**30
 _interrupted = threading.Event()
 
@@ -67,8 +62,7 @@ def run_doctor(*, json: bool = False) -> int:
         print("Looking at this machine, for up to a minute ...", file=sys.stderr)
     start = time.monotonic()
     checks = examine(start + TIME_LIMIT)
-    seconds = time.monotonic() - start
-    broken = [check.name for check in checks if check.is_broken]
+    seconds, broken = time.monotonic() - start, [check.name for check in checks if check.is_broken]
     status = int(bool(broken))
     if json:
         report = {"exit_status": status, "seconds": round(seconds, 1), "checks": [asdict(check) for check in checks]}
@@ -92,11 +86,10 @@ def examine(end: float) -> list[Check]:
         parts = [threads.submit(probe, name, end) for name in ("packages", "machine")]
         parts.append(threads.submit(check_ops, end))
         try:
-            checks = [check for part in parts for check in part.result()]
+            return sorted((each for part in parts for each in part.result()), key=lambda row: _GROUPS.index(row.group))
         except KeyboardInterrupt:  # the processes have it too
             _interrupted.set()
             raise
-    return sorted(checks, key=lambda check: _GROUPS.index(check.group))
 
 
 def probe(name: str, end: float) -> list[Check]:
@@ -134,10 +127,7 @@ def run(command: Sequence[str], end: float) -> tuple[list[dict[str, Any]], str]:
 
 
 def packages(first: int) -> Iterator[Check]:
-    """Versions of packages against what this distribution needs, and whether they can be imported.
-
-    Before each import there is a row, which the one after it replaces unless the process dies.
-    """
+    """Versions of packages against what is needed, and imports, each after a row that stays if the process dies."""
     from packaging.requirements import Requirement
 
     try:
@@ -150,13 +140,14 @@ def packages(first: int) -> Iterator[Check]:
     needed = [("", Requirement(_DISTRIBUTION))]
     for each in requirements:
         extra = str(each.marker).rpartition('extra == "')[2].partition('"')[0] if each.marker else ""
-        if extra not in _HIDDEN_EXTRAS and each.name != _DISTRIBUTION:  # an extra that takes another
+        if extra not in ("dev", "docs") and each.name != _DISTRIBUTION:  # an extra that takes another
             needed.append((extra, each))
     installed = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
     for extra, each in sorted(needed, key=lambda package: bool(package[0]))[max(0, first - 1) :]:
         title, use = (f"{each.name} (optional)", f"; extra {extra}") if extra else (each.name, "")
         hint = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install '{each.name}{each.specifier}'"
-        version, module = installed.get(each.name, ""), _MODULES.get(each.name, each.name.replace("-", "_"))
+        name = each.name.lower().replace("_", "-")
+        version, module = installed.get(name, ""), _MODULES.get(name, name.replace("-", "_"))
         row = partial(Check, "Packages", title)
         if not version or not each.specifier.contains(version, prereleases=True):
             detail = f"{version or 'not installed'}; needs {each.specifier or 'any version'}{use}"
@@ -169,9 +160,9 @@ def packages(first: int) -> Iterator[Check]:
                 importlib.import_module(module)
                 yield row("ok", f"{version}{use}")
             except Exception as raised:  # whatever a broken package raises
-                names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(raised.__traceback__)]
-                others = (name.partition(".")[0] for name in reversed(names) if name[:9] not in _NO_CULPRITS)
-                culprit = next(others, module)
+                walked = [frame.f_globals for frame, _ in traceback.walk_tb(raised.__traceback__)]
+                callers = [each.get("__name__", "").partition(".")[0] for each in reversed(walked)]
+                culprit = next((each for each in callers if each not in ("importlib", "__main__")), module)
                 hint = hint if culprit == module else f"{culprit} is at fault"
                 yield row("wrong", f"{detail}{_one_line(raised)}", hint, not extra)
 
@@ -199,8 +190,7 @@ def machine() -> Iterator[Check]:
         hint = "install torch for your driver's CUDA version (pytorch.org/get-started), or a newer driver"
         yield Check("Hardware", "GPU", "wrong", detail, hint, is_broken=True)
     elif not count:
-        detail = "none: ops run plain PyTorch. A GPU would run Triton kernels, with NCCL and memory budgets"
-        yield Check("Hardware", "GPU", "missing", detail)
+        yield Check("Hardware", "GPU", "missing", "none: ops run plain PyTorch. A GPU would run Triton kernels")
     for index in range(count):
         found = torch.cuda.get_device_properties(index)
         free, total = (size / _GIB for size in torch.cuda.mem_get_info(index))
@@ -231,17 +221,14 @@ def machine() -> Iterator[Check]:
     hint = "" if shutil.which(compiler) else "launches need one: apt-get install gcc, or set CC to a compiler"
     yield Check("Triton", "C compiler", "missing" if hint else "ok", compiler, hint, is_broken=bool(hint and count))
     if triton.knobs.runtime.interpret:
-        detail = "TRITON_INTERPRET is set: kernels run in NumPy"
-        yield Check("Triton", "interpreter", "slow", detail, "unset TRITON_INTERPRET", is_broken=count > 0)
+        yield Check("Triton", "interpreter", "slow", "kernels run in NumPy", "unset TRITON_INTERPRET", count > 0)
     elif count:
-        problem = hint = ""
         try:
             silu_mul(torch.ones(1, 16, device="cuda"), torch.ones(1, 16, device="cuda")).sum().item()
+            yield Check("Triton", "compiler", "ok", "a kernel compiled and ran")
         except Exception as raised:  # a compiler that is missing or broken
-            problem = _one_line(raised)
             hint = "needs a C compiler, Python's headers (apt-get install python3-dev) and a recent driver"
-        detail = problem or "a kernel compiled and ran"
-        yield Check("Triton", "compiler", "wrong" if problem else "ok", detail, hint, is_broken=bool(problem))
+            yield Check("Triton", "compiler", "wrong", _one_line(raised), hint, is_broken=True)
 
     if find_spec("deepspeed") is None:
         return
@@ -249,33 +236,31 @@ def machine() -> Iterator[Check]:
 
     cxx = shutil.which(os.environ.get("CXX", "c++"))
     tools = {"ninja": is_ninja_available(), "a C++ compiler": cxx, "nvcc": CUDA_HOME or not count}
-    missing = [tool for tool, found in tools.items() if not found]
-    hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version" if missing else ""
-    detail = f"its optimizers need {', '.join(missing)}" if missing else "its optimizers can be built"
-    yield Check("Distributed", "DeepSpeed", "missing" if missing else "ok", detail, hint)
+    if missing := [tool for tool, found in tools.items() if not found]:
+        hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version"
+        yield Check("Distributed", "DeepSpeed", "missing", f"its optimizers need {', '.join(missing)}", hint)
+    else:
+        yield Check("Distributed", "DeepSpeed", "ok", "its optimizers can be built")
 
 
 # Ops
 
 
 def check_ops(end: float) -> list[Check]:
-    """Self-checks of all ops; on a GPU several processes share them, because compilation takes most of the time."""
+    """Self-checks of all ops; on a GPU several processes share them, because kernels compile."""
     count = min(8, max(1, (os.cpu_count() or 1) // 2)) if Path("/dev/nvidiactl").exists() else 1
     with ThreadPoolExecutor(count) as threads:
         parts = list(threads.map(lambda part: list(_check_part(f"{part}/{count}", end)), range(count)))
-    # Each part has every count-th op.
-    return [check for group in itertools.zip_longest(*parts) for check in group if check is not None]
+    return [check for group in itertools.zip_longest(*parts) for check in group if check]  # as ops are dealt out
 
 
 def _check_part(part: str, end: float) -> Iterator[Check]:
-    """The rows of some ops; a process that ends early is followed by one for the ops after the one that it ended in."""
+    """The rows of some ops; a process that ends early is followed by one for the ops after its last one."""
     names = ["--part", part]
     while names:
         rows, failure = run([sys.executable, "-m", "liger_ops.self_check", *names], end)
         if not rows:
-            yield Check(
-                "Ops", "self-checks", "wrong", failure or "no result", "see the rows of packages", is_broken=True
-            )
+            yield Check("Ops", "self-checks", "wrong", failure or "no result", "see the rows of packages", True)
             return
         names = rows[0]["ops"]
         for op, results in itertools.groupby(rows[1:], lambda result: result["op"]):
@@ -309,8 +294,7 @@ def _one_line(error: BaseException) -> str:
 if __name__ == "__main__":  # prints a line of JSON for each row
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # packages that print when they are imported
-    first = int(sys.argv[2])
-    for check in packages(first) if sys.argv[1] == "packages" else itertools.islice(machine(), first, None):
+    name, first = sys.argv[1], int(sys.argv[2])
+    for check in packages(first) if name == "packages" else itertools.islice(machine(), first, None):
         print(json_module.dumps(asdict(check)), file=lines, flush=True)
-    sys.stderr.flush()
     os._exit(0)  # some packages take long to shut down

@@ -54,18 +54,9 @@ def run_inspect(
         The exit status, 0.
     """
     found = inspect_model(
-        model,
-        config=config,
-        lora=lora,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        num_gpus=num_gpus,
-        strategy=strategy,
-        precision=precision,
-        optimizer=optimizer,
-        memory_budget=memory_budget,
-        gpu=gpu,
-    )
+        model, config=config, lora=lora, batch_size=batch_size, seq_len=seq_len, num_gpus=num_gpus, strategy=strategy,
+        precision=precision, optimizer=optimizer, memory_budget=memory_budget, gpu=gpu,
+    )  # fmt: skip
     if json:
         print(json_format.dumps(found.as_dict(), indent=2))
     else:

@@ -11,18 +11,16 @@ import inspect
 import json
 import types
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import docstring_parser
 import lightning as L
 import torch
-from jsonargparse import ArgumentParser
 
 from lightning_liger.cli.help import plain
-from lightning_liger.cli.mistakes import CLASSES
-from lightning_liger.cli.training import SEED, LigerCLI, Summary
+from lightning_liger.cli.mistakes import CLASSES, options_of
+from lightning_liger.cli.training import LigerCLI, Summary
 from lightning_liger.commands.writing import check_output, write_files
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # which all editors know
@@ -67,7 +65,10 @@ def make_schema() -> dict[str, Any]:
     for subcommand, skipped in LigerCLI.subcommands().items():
         # Some need what others may leave out, such as ckpt_path.
         found = schema.options(LigerCLI.trainer_type, subcommand, skipped) | found
-    found |= {"seed_everything": {**schema.of_type(bool | int), "description": SEED}}
+    found["seed_everything"] = {
+        **schema.of_type(bool | int),
+        "description": "Seed of all random numbers; true draws one.",
+    }
     found |= {"trainer": _object(schema.options(L.Trainer)), "summary": _object(schema.options(Summary))}
     found |= {name: schema.of_type(base | None) for name, base in _BASES.items()}
     return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}
@@ -86,22 +87,13 @@ class _Schema:
 
     def options(self, cls: type, method: str = "__init__", skip: Collection[str] = ()) -> dict[str, Any]:
         """The options of a class, or of one of its methods."""
-        parser = ArgumentParser()
-        if method == "__init__":
-            names = parser.add_class_arguments(cls, fail_untyped=False)
-        else:
-            names = parser.add_method_arguments(cls, method, skip=set(skip), fail_untyped=False)
-        hints, texts = dict[str, Any](), dict[str, str | None]()
-        for base in reversed(cls.__mro__):  # a class may pass options on to its bases
-            function = vars(base).get(method)
-            with suppress(Exception):  # of annotations that cannot be read
-                hints |= get_type_hints(function)
-            for text in map(inspect.getdoc, (function, base)):
+        (defaults, hints), texts = options_of(cls, method, skip), dict[str, str | None]()
+        for base in reversed(cls.__mro__):
+            for text in map(inspect.getdoc, (vars(base).get(method), base)):
                 texts |= {each.arg_name: each.description for each in docstring_parser.parse(text or "").params}
-        defaults = parser.get_defaults()
         found: dict[str, Any] = {}
-        for name in dict.fromkeys(str(each).partition(".")[0] for each in names):
-            default, hint, text = defaults.get(name), hints.get(name, Any), texts.get(name)
+        for name, default in defaults.items():
+            hint, text = hints.get(name, Any), texts.get(name)
             # Without `| None` in the signature, as in some of Lightning, None is written to yaml files too.
             found[name] = self.of_type(hint | None if default is None else hint)
             found[name] |= {"description": " ".join(plain(text).split())} if text else {}

@@ -20,32 +20,30 @@ def check_output(output: str | Path) -> None:
 
 
 def write_files(files: Mapping[Path, bytes]) -> None:
-    """Writes files and the folders that they need; after an error, those that were not there before are gone.
+    """Writes files and the folders that they need: all contents next to the files, which they replace at the end.
 
     Raises:
-        OSError: Naming the file that could not be written.
+        OSError: Naming the file that could not be written; what was there before is as it was.
     """
-    new: list[Path] = []
+    parts: dict[Path, Path] = {}
+    folders: list[Path] = []
     try:
         for path, content in files.items():
-            new += [each for each in (path, *path.parents) if not each.exists()]
-            _write(path, content)
+            if path.exists() and not path.is_file():  # a pipe or a device, which nothing may replace
+                path.write_bytes(content)
+                continue
+            folders += [folder for folder in path.parents if not folder.exists()]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            target = path.resolve()  # a link stays one
+            part = target.with_name(f"{target.name}.part")
+            parts[part] = target
+            part.write_bytes(content)
+        for part, path in parts.items():
+            os.replace(part, path)
     except OSError as error:
-        for each in sorted(set(new), key=lambda path: len(path.parts), reverse=True):
+        for part in parts:
+            part.unlink(missing_ok=True)
+        for folder in sorted(folders, key=lambda each: len(each.parts), reverse=True):
             with contextlib.suppress(OSError):
-                each.rmdir() if each.is_dir() else each.unlink()
+                folder.rmdir()
         raise OSError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # a pipe or a device, which nothing may replace
-        path.write_bytes(content)
-        return
-    path = path.resolve()  # a link stays one
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, cast
 
 import lightning as L
@@ -30,10 +30,6 @@ from lightning_liger.monitor.page import page, short, table
 
 _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
-_SPEEDS = {
-    "tokens": ("tokens_per_second", "tokens_per_second_per_device"),
-    "rows": ("rows_per_second", "rows_per_second_per_device"),
-}
 _PATIENCE = 1.0
 """Seconds for which the numbers of a training that was interrupted may arrive."""
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer-engine": torch.bfloat16}
@@ -61,12 +57,12 @@ class Totals:
     lengths: list[float] = field(default_factory=lambda: [0.0] * len(LENGTH_EDGES))
 
     def add(self, other: "Totals") -> None:
-        for name in (each.name for each in fields(self)):
-            mine, its = getattr(self, name), getattr(other, name)
+        for name, value in asdict(other).items():
+            mine = getattr(self, name)
             if name == "lengths":
-                self.lengths = [a + b for a, b in zip(mine, its, strict=True)]
+                self.lengths = [a + b for a, b in zip(mine, value, strict=True)]
             else:
-                setattr(self, name, max(mine, its) if name.endswith("memory") else mine + its)
+                setattr(self, name, max(mine, value) if name.endswith("memory") else mine + value)
 
 
 class _Lap(NamedTuple):
@@ -151,7 +147,7 @@ class LigerMonitor(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        monitors = [callback for callback in _callbacks(trainer) if isinstance(callback, LigerMonitor)]
+        monitors = [each for each in cast(Any, trainer).callbacks if isinstance(each, LigerMonitor)]
         self._is_first = self is max(monitors, key=lambda monitor: monitor.page is not None)
         if stage != "fit" or not self._is_first:
             return
@@ -171,7 +167,8 @@ class LigerMonitor(L.Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
         if trainer.is_global_zero:
-            reports = (getattr(each, "patch_report", None) for each in (trainer.strategy, *_callbacks(trainer)))
+            owners = (trainer.strategy, *cast(Any, trainer).callbacks)  # set outside of Trainer.__init__
+            reports = (getattr(each, "patch_report", None) for each in owners)
             Console().print(next(filter(None, reports), "lightning-liger: no kernels were applied"))
 
     @override
@@ -242,7 +239,6 @@ class LigerMonitor(L.Callback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._counter is not None:
-            self._clock.pause()
             self._finish_all(trainer)
 
     # Laps
@@ -265,7 +261,7 @@ class LigerMonitor(L.Callback):
         self._open.append(lap)
         self._num_logged, self._has_counts = self._num_steps, False
 
-    def _norm(self, trainer: L.Trainer) -> Tensor | float | None:
+    def _norm(self, trainer: L.Trainer) -> Any:
         """The norm of the gradients of the last step."""
         if not self.gradient_norm:
             return None
@@ -273,8 +269,7 @@ class LigerMonitor(L.Callback):
             norms, self._norms = list(self._norms.values()), {}
             return joined_norm(norms, trainer.strategy.root_device)
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
-        norm: Tensor | float | None = engine.get_global_grad_norm() if engine is not None else None
-        return trainer.callback_metrics.get("grad_norm") if engine is None else norm
+        return trainer.callback_metrics.get("grad_norm") if engine is None else engine.get_global_grad_norm()
 
     def _finish_lap(self, trainer: L.Trainer) -> None:
         """Reads the oldest open lap, adds it to the totals, and logs it."""
@@ -315,8 +310,8 @@ class LigerMonitor(L.Callback):
         unit, number = ("tokens", totals.timed_tokens) if totals.tokens else ("rows", totals.timed_rows)
         flops = self._peak_flops if totals.tokens and totals.flops else 0
         shares = {  # numerator and denominator, without which a number is left out
-            _SPEEDS[unit][0]: (number, totals.seconds),
-            _SPEEDS[unit][1]: (number, totals.seconds * world_size),
+            f"{unit}_per_second": (number, totals.seconds),
+            f"{unit}_per_second_per_device": (number, totals.seconds * world_size),
             "step_seconds": (totals.seconds, totals.timed_steps),
             "model_flops_utilization": (totals.flops, totals.seconds * world_size * flops),
             "data_wait_share": (min(totals.seconds, totals.wait_seconds), totals.seconds),
@@ -345,7 +340,6 @@ class LigerMonitor(L.Callback):
             return
         with _telling("lost the last numbers"):  # of a device that may be broken, and is not waited for
             if trainer.world_size == 1 and self._has_counts:  # ranks would have to add up their numbers
-                self._clock.pause()
                 self._close_lap(trainer)
             patience = time.monotonic() + _PATIENCE
             while self._open and time.monotonic() < patience:
@@ -403,8 +397,8 @@ class LigerMonitor(L.Callback):
         results, device, world_size = self.results, trainer.strategy.root_device.type, trainer.world_size
         yield "Steps", f"{results['steps']:,.0f} on {world_size} {device} process{'es' if world_size > 1 else ''}"
         unit = "rows" if results["rows"] and not results["tokens"] else "tokens"
-        speed, each = map(results.get, _SPEEDS[unit])
-        of_each = f" ({each:,.0f} a device)" if world_size > 1 and each else ""
+        speed = results.get(f"{unit}_per_second")
+        of_each = f" ({speed / world_size:,.0f} a device)" if world_size > 1 and speed else ""
         yield f"{unit.title()}/s", f"{speed:,.0f}{of_each}" if speed else "too few steps to tell"
         for name, value in results.items():
             stage, _, rest = name.partition("_")
@@ -470,11 +464,6 @@ def after_configure_model(module: L.LightningModule, call: Callable[[], None]) -
         call()
     else:
         module.configure_model = configure_and_call  # type: ignore[method-assign]  # of this instance only
-
-
-def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of Trainer.__init__
-    return callbacks
 
 
 def _device(trainer: L.Trainer) -> tuple[str, float]:

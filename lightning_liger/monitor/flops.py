@@ -1,10 +1,10 @@
 """Model FLOPs of a training step, counted from the architecture.
 
-A copy of the model without memory (on the meta device, without kernels and hooks) runs forward and backward, and
-PyTorch's formulas count the FLOPs of matrix products, convolutions and attention. Frozen weights therefore need no
-weight gradients, a layer in front of which nothing is trained needs no backward, adapters cost little, and of experts
-those count that a token is sent to. Nothing is recomputed in the copy: the FLOPs are those of the model, not of the
-hardware.
+A copy of the model without memory (on the meta device, without kernels and hooks) runs forward and backward with rows
+of two lengths, and PyTorch's formulas count the FLOPs of matrix products, convolutions and attention. Frozen weights
+therefore need no weight gradients, a layer in front of which nothing is trained needs no backward, adapters cost
+little, and of experts those count that a token is sent to. Nothing is recomputed in the copy: the FLOPs are those of
+the model, not of the hardware.
 
 Convention, that of PaLM (arXiv:2204.02311, appendix B): a multiplication and an addition are two FLOPs; every token
 attends to its whole row, of which a causal mask would need half; element-wise work is not counted. A sliding window
@@ -14,6 +14,7 @@ counts with its width, and in packed rows a token attends to its own document.
 import copy
 import inspect
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -95,7 +96,9 @@ def model_flops(model: nn.Module) -> ModelFlops:
         raise wrong_type("model", "a torch.nn.Module", model)
     inner = getattr(model, "model", None)
     model = inner if hasattr(model, "training_step") and isinstance(inner, nn.Module) else model
-    with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.inference_mode(False), torch.enable_grad(), eager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of compiled modules, about the counter's hooks
         try:
             structure = _structure(model)
         except Exception:  # of modules that cannot be copied, such as those of TorchScript, or that have no shapes yet

@@ -7,7 +7,6 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_liger import LazyLogits, LigerCallback
 from lightning_liger.lazy.logits import is_loss_wanted
-from lightning_liger.patching import KERNELS
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -24,18 +23,13 @@ NUM_BATCHES = 4
 
 
 class BuiltInInit(LM):
-    """Its model is built in ``__init__``, and Lightning's ``configure_model`` does nothing."""
+    """Its model is built in ``__init__``, and it defines no ``configure_model``."""
+
+    configure_model = L.LightningModule.configure_model
 
     def __init__(self) -> None:
         super().__init__()
         self.model = build_model()
-
-    def configure_model(self) -> None:
-        return None
-
-
-# As if the class did not define the hook at all.
-BuiltInInit.configure_model = L.LightningModule.configure_model
 
 
 def is_patched(module) -> list[str]:
@@ -89,17 +83,22 @@ def test_activations_are_controlled_and_a_budget_is_planned_at_optimizer_steps(t
     assert seen == [["recompute"] * 2] * 2 + [["store"] * 2] * 2
 
 
-def test_named_kernels_are_the_only_ones_applied(tmp_path):
-    callback, module = LigerCallback(kernels=["silu_mul"]), LM()
-    make_trainer(callback, root=tmp_path).fit(module, make_loader(0, 1))
+def test_named_kernels_are_the_only_ones_applied_and_reported_after_later_stages(tmp_path):
+    module, during = LM(), []
+
+    class Watching(LigerCallback):
+        def on_fit_start(self, trainer, pl_module):
+            during.append("configure_model" in vars(pl_module))
+
+    callback = Watching(kernels=["silu_mul"])
+    trainer = make_trainer(callback, root=tmp_path)
+    trainer.fit(module, make_loader(0, 1))
     assert is_patched(module) == ["LigerLlamaMLP"] * 2
-    assert callback.patch_report.num_replaced == 2
-
-
-def test_unknown_kernel_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'foo'") as refused:
-        LigerCallback(kernels=["foo"])
-    assert all(name in str(refused.value) for name in KERNELS)
+    first = callback.patch_report
+    assert first.num_replaced == 2
+    trainer.validate(module, make_loader(1, 1), verbose=False)
+    assert callback.patch_report is first
+    assert (during, "configure_model" in vars(module)) == ([True], False)
 
 
 def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(tmp_path):
@@ -110,29 +109,6 @@ def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(tmp_pat
     trainer.predict(module, make_loader(1, 1))
     assert module.kinds == {"train": LazyLogits, "val": LazyLogits, "test": LazyLogits, "predict": torch.Tensor}
     assert not is_loss_wanted()
-
-
-def test_teardown_gives_the_module_its_own_configure_model_back(tmp_path):
-    module = LM()
-    during = []
-
-    class Watching(LigerCallback):
-        def on_fit_start(self, trainer, pl_module):
-            during.append("configure_model" in vars(pl_module))
-
-    trainer = make_trainer(Watching(), root=tmp_path)
-    trainer.fit(module, make_loader(0, 1))
-    assert during == [True]
-    assert "configure_model" not in vars(module)
-
-
-def test_report_of_the_first_stage_stays_in_later_ones(tmp_path):
-    callback, module = LigerCallback(), LM()
-    trainer = make_trainer(callback, root=tmp_path)
-    trainer.fit(module, make_loader(0, 1))
-    first = callback.patch_report
-    trainer.validate(module, make_loader(1, 1), verbose=False)
-    assert callback.patch_report is first
 
 
 def test_lazy_logits_end_with_a_failing_validation_step(tmp_path):

@@ -44,12 +44,8 @@ def test_decoded_rows_are_printed_on_rank_zero_only(tmp_path, capsys, monkeypatc
     assert printed == (["hi", "bye", "no"] if is_global_zero else [])
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "prediction"),
-    [(None, torch.ones(1, 2, dtype=torch.int64)), (Letters(), {"loss": 1.0}), (Letters(), None)],
-    ids=["no tokenizer", "no tensor", "nothing"],
-)
-def test_what_is_no_text_is_not_printed(capsys, tokenizer, prediction):
-    trainer = SimpleNamespace(datamodule=SimpleNamespace(text_tokenizer=tokenizer), is_global_zero=True)
-    PredictionPrinter().write_on_batch_end(trainer, None, prediction, None, None, 0, 0)
+def test_what_is_no_text_is_not_printed(capsys):
+    for tokenizer, prediction in ((None, torch.ones(1, 2).long()), (Letters(), {"loss": 1.0}), (Letters(), None)):
+        trainer = SimpleNamespace(datamodule=SimpleNamespace(text_tokenizer=tokenizer), is_global_zero=True)
+        PredictionPrinter().write_on_batch_end(trainer, None, prediction, None, None, 0, 0)
     assert capsys.readouterr().out == ""

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from lightning_liger.cli import main
 PYTHONPATH = os.pathsep.join(path for path in sys.path if path)
 
 
-def start(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "lightning_liger")) -> tuple[int, str, str]:
+def start(folder, *arguments, program=("-m", "lightning_liger")):
     """The status, output and errors of a program that cannot import PyTorch."""
     (folder / "torch.py").write_text("raise ImportError('PyTorch is imported')")
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{PYTHONPATH}"}
@@ -35,16 +34,14 @@ def start(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "ligh
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_commands_that_need_no_pytorch_do_not_import_it(
-    arguments: list[str], status: int, words: str, tmp_path: Path
-) -> None:
+def test_commands_that_need_no_pytorch_do_not_import_it(arguments, status, words, tmp_path):
     found, output, errors = start(tmp_path, *arguments)
     assert found == status, errors
     assert words in (errors if status else output)
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["torch.py"]
 
 
-def test_the_script_runs_early_and_processes_that_it_starts_do_not(tmp_path: Path) -> None:
+def test_the_script_runs_early_and_processes_that_it_starts_do_not(tmp_path):
     script = tmp_path / "lightning-liger"
     script.write_text("import sys\nfrom lightning_liger.cli import main\nsys.exit(main())\n")
     status, output, errors = start(tmp_path, "--version", program=(str(script),))
@@ -57,21 +54,12 @@ def test_the_script_runs_early_and_processes_that_it_starts_do_not(tmp_path: Pat
         assert "PyTorch is imported" in errors
 
 
-def test_a_reader_that_ends_is_no_bug(tmp_path: Path) -> None:
+def test_a_reader_that_ends_and_a_closed_output_are_no_bugs(monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run(
-        [sys.executable, "-m", "lightning_liger", "init"],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+    command, environment = [sys.executable, "-m", "lightning_liger", "init"], {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
-    assert (process.returncode, process.stderr) == (141, "")
-
-
-def test_a_closed_output_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (done.returncode, done.stderr) == (141, "")
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["--version"]) == 0

@@ -64,35 +64,6 @@ def test_printed_config_is_the_same_when_it_is_read_again(printed):
         assert contains(yaml.safe_load(text), last), given
 
 
-def test_later_files_and_options_win(printed):
-    def config(*arguments: str):
-        return yaml.safe_load(printed("fit", f"--config={SFT}", *arguments))
-
-    Path("a.yaml").write_text(
-        "trainer: {max_steps: 3, callbacks: [lightning.pytorch.callbacks.LearningRateMonitor]}\n"
-        "model: {init_args: {learning_rate: 0.5, config: {hidden_size: 32}}}\n",
-        encoding="utf-8",
-    )
-    before, after = config(), config("--config=a.yaml", "--trainer.max_steps=4")
-    assert (before["trainer"]["max_steps"], after["trainer"]["max_steps"]) == (-1, 4)
-    assert after["trainer"]["max_epochs"] == before["trainer"]["max_epochs"]
-    assert after["model"]["class_path"] == before["model"]["class_path"]
-    assert after["model"]["init_args"]["learning_rate"] == 0.5
-    # Lists and dictionaries are replaced; an option with the name of a key changes this one, and + appends.
-    assert [each["class_path"].rpartition(".")[2] for each in after["trainer"]["callbacks"]] == ["LearningRateMonitor"]
-    assert after["model"]["init_args"]["config"] == {"hidden_size": 32}
-    one_key = config("--model.config.hidden_size=32", "--trainer.callbacks+=LearningRateMonitor")
-    assert one_key["model"]["init_args"]["config"] == before["model"]["init_args"]["config"] | {"hidden_size": 32}
-    assert len(one_key["trainer"]["callbacks"]) == len(before["trainer"]["callbacks"]) + 1
-
-
-def test_another_class_keeps_the_options_that_it_has_too(printed):
-    text = printed("fit", f"--config={SFT}", "--model=lightning_liger.LigerMedusa")
-    model = yaml.safe_load(text)["model"]
-    assert model["class_path"] == "lightning_liger.LigerMedusa"
-    assert model["init_args"]["learning_rate"] == 3.0e-3
-
-
 @pytest.mark.parametrize("by_lightning", [False, True], ids=["here", "in Lightning"])
 def test_interrupt_ends_in_one_line(monkeypatch, capsys, by_lightning):
     def interrupted(*args, **kwargs):

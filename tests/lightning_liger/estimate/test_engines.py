@@ -1,7 +1,6 @@
 """Estimates of engines next to counted allocations of real training on two CPU processes."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -15,7 +14,7 @@ from tests.lightning_liger.estimate.workers import counted
 from tests.lightning_liger.strategies.workers.distributed import launch
 
 
-def estimate(name: str) -> int:
+def estimate(name):
     strategy, precision, settings, with_adapters = counted.ENGINES[name]
     config = AutoConfig.for_model("llama", **counted.CONFIG, **settings)
     model = make_model(config, PRECISIONS[precision].compute, counted.LORA if with_adapters else None)
@@ -25,7 +24,7 @@ def estimate(name: str) -> int:
     return sum(parts.values()) - parts[WORKSPACE]
 
 
-def test_engines_take_what_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_take_what_was_counted(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     monkeypatch.setattr(states_module, "_BUCKET_SIZE", counted.BUCKET_SIZE)
     found = launch(

@@ -1,31 +1,30 @@
 """A step's memory: all layers and few, plans, sharding."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.activations.layers import find_layers
 from lightning_liger.estimate.models import make_batch, make_model
 from lightning_liger.estimate.states import states_of
-from lightning_liger.estimate.step import GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, Step, run_step
+from lightning_liger.estimate.step import GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, run_step
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "num_attention_heads": 4, "head_dim": 16}
 
 
-def _model(model_type: str = "llama", num_layers: int = 9, **settings: Any) -> PreTrainedModel:
+def _model(model_type="llama", num_layers=9, **settings):
     config = AutoConfig.for_model(model_type, **SIZES, num_key_value_heads=2, num_hidden_layers=num_layers, **settings)
     return make_model(config, torch.bfloat16)
 
 
-def _step(model: PreTrainedModel, strategy: str = "single", num_gpus: int = 1, **options: Any) -> Step:
+def _step(model, strategy="single", num_gpus=1, **options):
     return run_step(model, partial(make_batch, 2, 512), states_of(model, strategy, num_gpus), **options)
 
 
-def test_parts_of_a_step() -> None:
+def test_parts_of_a_step():
     model = _model()
     num_bytes = 2 * sum(each.numel() for each in model.parameters())
     plain = _step(model, frees_early=False)
@@ -43,7 +42,7 @@ def test_parts_of_a_step() -> None:
     assert sum(late.peak(["store"] * 9).values()) - sizes[0] == pytest.approx(num_bytes, rel=0.05)
 
 
-def test_shards_are_gathered_layer_by_layer() -> None:
+def test_shards_are_gathered_layer_by_layer():
     model = _model(num_layers=12)
     apply_liger_kernels(model)
     layer = 2 * sum(each.numel() for each in find_layers(model)[0].parameters())
@@ -57,7 +56,7 @@ def test_shards_are_gathered_layer_by_layer() -> None:
     assert ddp[GRADIENTS] == 2 * total  # in the second step's forward: its buckets and those of the first step
 
 
-def test_states_of_precisions() -> None:
+def test_states_of_precisions():
     model = _model(num_layers=1)
     numbers = sum(each.numel() for each in model.parameters())
     for strategy, precision, optimizer, expected in (
@@ -77,7 +76,7 @@ def test_states_of_precisions() -> None:
         assert [size / numbers for size in totals.values()] == pytest.approx(expected, rel=0.01), (strategy, precision)
 
 
-def test_a_forward_without_loss_is_refused() -> None:
+def test_a_forward_without_loss_is_refused():
     model = _model(num_layers=2)
     with pytest.raises(TypeError, match="loss"):
         run_step(model, lambda: {"input_ids": make_batch(1, 8)["input_ids"]}, states_of(model))

@@ -258,26 +258,22 @@ def test_the_page_goes_to_urls_of_fsspec(tmp_path, clock, capsys, monkeypatch):
 
 
 def test_device_is_known_or_measured(monkeypatch):
-    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=GPUS["h100-80gb"].memory_bytes)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    memory = GPUS["h100-80gb"].memory_bytes
     monkeypatch.setattr(callback_module, "measure_matmul_flops", lambda device, dtype: (device.type, dtype))
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(root_device=torch.device("cuda")), precision="bf16-mixed", is_global_zero=True
-    )
-    trainer.lightning_module = Unusual()
-    assert callback_module._device(trainer) == ("NVIDIA H100 80GB (SXM)", 989.4e12)
-    properties.name = "Another GPU"
-    assert callback_module._device(trainer) == ("Another GPU", ("cuda", torch.bfloat16))
-    trainer.precision = "16-true"
-    assert callback_module._device(trainer)[1] == ("cuda", torch.float16)
-    properties.name, trainer.precision = "NVIDIA H100 80GB HBM3", "64-true"
-    assert callback_module._device(trainer)[1] == ("cuda", torch.float64)
-    trainer.precision = "32-true"
-    assert callback_module._device(trainer)[1] == GPUS["h100-80gb"].float32_flops
-    trainer.lightning_module = Unusual().bfloat16()  # whose weights stay so
-    assert callback_module._device(trainer)[1] == 989.4e12
-    trainer.lightning_module, trainer.strategy.root_device = LM(), torch.device("cpu")
-    assert callback_module._device(trainer) == ("cpu process", ("cpu", torch.float32))
+    known = "NVIDIA H100 80GB (SXM)"
+    for name, precision, module, expected in (
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", Unusual(), (known, 989.4e12)),
+        ("NVIDIA H100 80GB HBM3", "64-true", Unusual(), ("NVIDIA H100 80GB HBM3", ("cuda", torch.float64))),
+        ("NVIDIA H100 80GB HBM3", "32-true", Unusual(), (known, GPUS["h100-80gb"].float32_flops)),
+        ("NVIDIA H100 80GB HBM3", "32-true", Unusual().bfloat16(), (known, 989.4e12)),  # whose weights stay so
+        ("Another GPU", "16-true", Unusual(), ("Another GPU", ("cuda", torch.float16))),
+        ("", "32-true", LM(), ("cpu process", ("cpu", torch.float32))),
+    ):
+        properties = SimpleNamespace(name=name, total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        strategy = SimpleNamespace(root_device=torch.device("cuda" if name else "cpu"))
+        trainer = SimpleNamespace(strategy=strategy, precision=precision, is_global_zero=True, lightning_module=module)
+        assert callback_module._device(trainer) == expected
 
 
 def test_short_trainings_are_logged_more_often(tmp_path, clock):
@@ -322,10 +318,9 @@ class Unusual(BoringModel):
         self.losses.append(loss.item())
         if self.automatic_optimization:
             return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
+        self.optimizers().zero_grad()
         self.manual_backward(loss)
-        optimizer.step()
+        self.optimizers().step()
         return None
 
     def configure_optimizers(self):

@@ -92,12 +92,3 @@ def test_of_several_monitors_one_measures(tmp_path, capsys):
     assert printed.count("Training summary") == printed.count("Peak memory") == printed.count("no kernels were") == 1
     assert (monitor.results["tokens"], summary.results, summary.skip_steps) == (3 * TOKENS, {}, 0)
     assert "Page" in monitor.rows()
-
-
-def test_a_rank_other_than_zero_prints_nothing(tmp_path, capsys, monkeypatch):
-    trainer = make_trainer(LigerMonitor(), root=tmp_path)
-    monkeypatch.setattr(type(trainer), "is_global_zero", False)
-    trainer.fit(LM(), make_loader(0, 1))
-    printed = capsys.readouterr().out
-    assert "Training summary" not in printed
-    assert "no kernels" not in printed

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_liger import LigerDDPStrategy, LigerDeepSpeedStrategy, LigerFSDPStrategy, LigerModelParallelStrategy
+from lightning_liger.activations.frames import tensors_in
 from lightning_liger.training.lora import add_adapters
 
 CONFIG = {
@@ -48,21 +49,14 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._live: dict[int, weakref.ref[Any]] = {}
+        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        waiting = [result, args]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, tuple | list):
-                waiting.extend(value)
-            elif isinstance(value, Tensor) and value.device.type == "cpu":
-                storage = getattr(value, "_local_tensor", value).untyped_storage()
-                self._live[storage._cdata] = weakref.ref(storage)
-        storages = {key: storage for key, each in self._live.items() if (storage := each()) is not None}
-        self._live = {key: self._live[key] for key in storages}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages.values()))
+        for value in tensors_in((result, args)):
+            if value.device.type == "cpu":
+                self._live.add(getattr(value, "_local_tensor", value).untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._live))
         return result
 
 
@@ -87,10 +81,10 @@ class Module(L.LightningModule):
 class LastStep(L.Callback):
     """Counts from the third step on, when the optimizer has its states."""
 
-    def __init__(self, counter: Counter) -> None:
+    def __init__(self, counter):
         self.counter = counter
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == 2:
             self.counter.peak = 0
 
