@@ -24,17 +24,6 @@ class FabricStrategy(Strategy):
     """Kernels, activations and checkpoints. A mixin for strategies of Fabric.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all.
-
-    Args:
-        kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
-        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
-        memory_budget: The memory that a plan for the layers may take.
-        fault_tolerance: With False checkpoints are saved as in Lightning.
-        **kwargs: As in Lightning's strategy.
-
-    Raises:
-        TypeError: For an argument of another type.
-        ValueError: For a value that is not among those that the argument takes.
     """
 
     writes_itself = False
@@ -54,6 +43,7 @@ class FabricStrategy(Strategy):
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels)
         self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 
     # Set-up
@@ -113,16 +103,13 @@ class FabricStrategy(Strategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, by default one that writes atomically."""
-        if not self.fault_tolerance:
-            return super().checkpoint_io
-        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
-        return self._checkpoint_io
+        return self._io if self.fault_tolerance else super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if self.fault_tolerance:
-            self._checkpoint_io = io
-        else:  # Lightning's strategies for FSDP and FSDP2 refuse plugins
+            self._io = atomic_by_default(io)
+        else:  # FSDP and FSDP2 refuse plugins
             super(FabricStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
     OptimStateKeyType,
@@ -126,11 +127,6 @@ class _Sharding:
                 " their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
             )
         check_head_units(root, pairs)
-        if on_cpu:
-            # Full state dicts move parameters to the CPU and free what they moved, which on a CPU is the same memory.
-            for module in FullyShardedDataParallel.fsdp_modules(root):
-                if module._handle is not None:
-                    setattr(module._handle, _checked("to_cpu", module._handle), nullcontext)
         # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
         return self.backward_repair.watch(root)
@@ -145,14 +141,19 @@ class BackwardRepair:
 
     def __init__(self) -> None:
         self._with_gradients: set[Parameter] | None = None  # on the CPU before every forward since the last backward
-        self._whole_units: list[FullyShardedDataParallel] = []
+        self._whole_units: dict[FullyShardedDataParallel, list[Parameter]] = {}
 
     def watch(self, model: Module) -> Module:
         """Repairs what :meth:`context` is around, of a wrapped model, which is returned."""
         units = FullyShardedDataParallel.fsdp_modules(model)
         if any(unit.cpu_offload.offload_params for unit in units):
             model.register_forward_pre_hook(self.note_gradients)
-        self._whole_units = [unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD]
+        inner: set[Parameter] = set()
+        for unit in reversed(units):  # those inside others come first
+            own = [parameter for parameter in unit.parameters() if parameter not in inner]
+            inner.update(own)
+            if unit.sharding_strategy == ShardingStrategy.NO_SHARD:
+                self._whole_units[unit] = own
         return model
 
     def note_gradients(self, model: Module, args: Any) -> None:
@@ -172,9 +173,10 @@ class BackwardRepair:
         for parameter, gradient in earlier.items():
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
-        for unit in self._whole_units:
-            if unit._handle is not None and not unit._handle.flat_param.requires_grad:
-                unit._handle.reshard(False)
+        for unit, own in self._whole_units.items():
+            if not any(parameter.requires_grad for parameter in own):
+                with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                    pass  # restores them at its end
 
 
 class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
@@ -213,8 +215,6 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """
 
     strategy_name = "liger_fsdp"
-    # Lightning refuses to run the names that are registered here without a GPU.
-    _registered_strategies: list[str] = []
 
     def __init__(
         self,
@@ -253,12 +253,21 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         return self._saves_shards
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.saves_folders or self.root_device.type != "cpu":
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        with _whole_on_cpu(self.model):
+            return self.model.state_dict()
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.saves_folders or self.root_device.type != "cpu":
             return super().optimizer_state(optimizer)
         assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = _full_optimizer_state(self.model, optimizer)
+        with _whole_on_cpu(self.model):
+            state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
         if self.global_rank > 0:
             return state
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
@@ -345,21 +354,13 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
         return load_in_fabric(path, state, partial(super()._read, path, strict=strict, weights_only=weights_only))
 
     @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
         if not self._saves_shards and self.root_device.type == "cpu":
-            models = [part for part in state.values() if isinstance(part, FullyShardedDataParallel)]
-            optimizers = {
-                name: part for name, part in state.items() if isinstance(part, Optimizer) and len(models) == 1
-            }
-            state = state | {name: _full_optimizer_state(models[0], part) for name, part in optimizers.items()}
-        super().save_checkpoint(path, state, *args, **kwargs)
-
-    @override
-    def setup_module(self, module: Module) -> Module:
-        root = super().setup_module(module)
-        if isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD:
-            root.module.register_forward_pre_hook(partial(_check_gathered, root))
-        return root
+            raise ValueError(
+                "state_dict_type='full' is not supported by Fabric's 'liger_fsdp' on CPUs, where FSDP would free what it"
+                " saves; expected state_dict_type='sharded'"
+            )
+        super().save_checkpoint(path, *args, **kwargs)
 
     @override
     def clip_gradients_norm(
@@ -385,16 +386,6 @@ def _is_wrapped(model: Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _checked(name: str, owner: object) -> str:
-    """``name``, if it is a method of ``owner``; assigning to another name would change nothing, silently."""
-    if not callable(getattr(owner, name, None)):
-        raise RuntimeError(
-            f"torch {torch.__version__}: {type(owner).__name__} has no method {name!r}, which liger_fsdp replaces on"
-            " CPUs. Use a version of torch that lightning-liger supports, or train on GPUs"
-        )
-    return name
-
-
 def _check_sharding(sharding_strategy: str | ShardingStrategy) -> ShardingStrategy:
     known = ShardingStrategy.__members__
     if isinstance(sharding_strategy, str) and sharding_strategy.upper() in known:
@@ -404,22 +395,15 @@ def _check_sharding(sharding_strategy: str | ShardingStrategy) -> ShardingStrate
     return sharding_strategy
 
 
-def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole state of an optimizer of a model on CPUs, on the first rank.
+def _whole_on_cpu(model: Module) -> AbstractContextManager[Any]:
+    """A context in which state dicts of a model on CPUs are whole, on the first rank.
 
-    FSDP gathers all states of a unit into one buffer and offloads each from there to the CPU. On a CPU that copies
-    nothing: both moments of Adam would be the one that was gathered last.
+    Lightning's has FSDP move tensors to the CPU and free what it moved, which on a CPU is the same memory; and states of
+    optimizers are gathered into one buffer, so that both moments of Adam would be the one that was gathered last.
     """
-    copied = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=copied):
-        return FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-
-def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -> None:
-    """Raises if ``module`` is called from outside ``root``, as by a method that Fabric does not know."""
-    if root.training_state.name == "IDLE":
-        raise RuntimeError(
-            f"{type(module).__name__} is called outside FSDP's forward, where its parameters are sharded: call the"
-            " model that fabric.setup returned, and mark its other methods that call the model, as with"
-            ' model.mark_forward_method("generate")'
-        )
+    return FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),
+    )

@@ -22,7 +22,7 @@ from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.safe_loading import check_checkpoint
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
-from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer, states_left_empty
+from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer
 from lightning_liger.strategies.parts.policies import check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
@@ -189,8 +189,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with states_left_empty([optimizer]):
-            return super().optimizer_state(optimizer)
+        return super().optimizer_state(optimizer) if optimizer.state else optimizer.state_dict()
 
     @override
     def model_to_device(self) -> None:
@@ -304,8 +303,12 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        with states_left_empty(part for part in state.values() if isinstance(part, Optimizer)):
-            super().save_checkpoint(path, state, *args, **kwargs)
+        empty = {
+            name: part.state_dict()
+            for name, part in state.items()
+            if isinstance(part, Optimizer) and not part.state
+        }
+        super().save_checkpoint(path, state | empty, *args, **kwargs)
 
     @override
     def module_to_device(self, module: Module) -> None:

@@ -70,8 +70,8 @@ class GradientClipping(Precision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        # PyTorch's fused optimizers say so by this attribute, which its GradScaler looks for.
-        if clip_val > 0 and self.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if clip_val > 0 and self.scaler is not None and is_fused:
             raise RuntimeError(
                 f"gradient_clip_val={clip_val} with precision='16-mixed' needs an optimizer whose gradients are"
                 f" unscaled before its step, got {type(optimizer).__name__} with fused=True"

@@ -49,20 +49,6 @@ class TrainerStrategy(Strategy):
     With ``context_parallel_size`` consecutive ranks get the same batches, and the steps of
     :class:`~lightning_liger.LigerLMMixin` take each rank's shard of the rows. Parameters are still replicated or
     sharded over all ranks. In ``predict`` rows stay whole.
-
-    Args:
-        kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
-        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
-        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
-        memory_budget: The memory that a plan for the layers may take.
-        fault_tolerance: False leaves checkpoints, data loaders and SIGTERM to Lightning. Checkpoints saved with True
-            load with False, and the other way round.
-        **kwargs: As in Lightning's strategy.
-
-    Raises:
-        TypeError: For an argument of another type.
-        ValueError: For a value that is not among those that the argument takes.
     """
 
     def __init__(
@@ -91,6 +77,7 @@ class TrainerStrategy(Strategy):
         self._early_release: EarlyRelease | None = EarlyRelease()
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
+        self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 
     # Set-up
@@ -244,14 +231,14 @@ class TrainerStrategy(Strategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, by default one that writes atomically."""
-        if not self.fault_tolerance:
-            return super().checkpoint_io
-        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
-        return self._checkpoint_io
+        return self._io if self.fault_tolerance else super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        if self.fault_tolerance:
+            self._io = atomic_by_default(io)
+        else:
+            super(TrainerStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         def save(to: Any) -> None:

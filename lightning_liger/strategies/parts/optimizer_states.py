@@ -2,28 +2,23 @@
 
 No optimizer has a state before its first step, and plain SGD never has one. Lightning 2.6 fails to load a checkpoint of
 such an optimizer under FSDP and FSDP2. PyTorch, asked for its state under FSDP2, makes one by a step with zero
-gradients, which Adam counts. The learning-rate finder saves before the first step, and loads that after some steps.
+gradients, which Adam counts: it is not asked. The learning-rate finder saves before the first step, and loads that after
+some steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -94,7 +89,7 @@ def load_optimizer_state(
         optimizer: Of parameters of ``model``.
         path: The checkpoint: a file, or a folder of shards.
         key: The name of the optimizer in the checkpoint.
-        whole: The optimizer's state in a file, read on every rank.
+        whole: The optimizer's state in a file, read on every rank, or an empty one next to shards.
 
     Raises:
         ValueError: If the checkpoint has no optimizer of that name.
@@ -107,7 +102,7 @@ def load_optimizer_state(
             dcp.load(shards, storage_reader=reader)
             set_optimizer_state_dict(model, optimizer, shards[key])
             return
-        whole = load_sharded_optimizer_state_dict({}, key, reader)[key] if names else None
+        whole = load_sharded_optimizer_state_dict({}, key, reader)[key] if names else whole
     if whole is None:
         raise ValueError(f"the checkpoint {path} has no state of the optimizer {key!r}")
     if not whole.get("state"):
@@ -117,25 +112,6 @@ def load_optimizer_state(
         whole = FullyShardedDataParallel.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_NAME, model)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_distributed(model))
     set_optimizer_state_dict(model, optimizer, whole, options=options)
-
-
-@contextmanager
-def states_left_empty(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Keeps PyTorch from making states for optimizers without one, where it is asked for them.
-
-    It does so by a step with zero gradients, but not for an optimizer of a parameter that has a gradient.
-    """
-    marked = []
-    for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not optimizer.state and all(parameter.grad is None for parameter in parameters):
-            marked.append(min(parameters, key=Tensor.numel))
-            marked[-1].grad = torch.zeros_like(marked[-1])
-    try:
-        yield
-    finally:
-        for parameter in marked:
-            parameter.grad = None
 
 
 def _is_sharded(model: Module) -> bool:

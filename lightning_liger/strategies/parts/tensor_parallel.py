@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -30,16 +28,11 @@ class Replicated(ParallelStyle):
 
     def __init__(self, sums_gradients: bool = False) -> None:
         super().__init__()
-        self.sums_gradients = sums_gradients
+        self.gradient = Partial() if sums_gradients else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
-
-        def local(parameter: DTensor) -> Tensor:
-            tensor = parameter.to_local()
-            return _SumGradient.apply(tensor, device_mesh.get_group()) if self.sums_gradients else tensor
-
-        _compute_locally(module, local)
+        _compute_locally(module, [self.gradient])
         return module
 
 
@@ -66,7 +59,7 @@ class VocabParallelEmbedding(ParallelStyle):
 
         module.register_forward_pre_hook(look_up_own)
         module.register_forward_hook(add_up)
-        _compute_locally(module, DTensor.to_local, padding_idx=own_padding)
+        _compute_locally(module, [Shard(0)], padding_idx=own_padding)
         return module
 
 
@@ -202,20 +195,21 @@ def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh, replicas: dict[T
         module.register_parameter(name, replicas.setdefault(parameter, module.get_parameter(name)))
 
 
-def _compute_locally(module: nn.Module, local: Callable[[Any], Any], **settings: Any) -> None:
+def _compute_locally(module: nn.Module, gradients: list[Placement], **settings: Any) -> None:
     """Replaces a module's own parameters, which are DTensors, by local tensors during its forward.
 
     Args:
         module: The module.
-        local: Returns the local tensor of a parameter.
+        gradients: The placements of the gradients of the local tensors.
         **settings: Attributes that have other values during forward.
     """
     outside: list[tuple[dict[str, Any], dict[str, Any]]] = []  # one entry for each nested call
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        parameters: dict[str, Any] = {name: each for name, each in module._parameters.items() if each is not None}
         outside.append((parameters, {name: getattr(module, name) for name in settings}))
-        module._parameters.update({name: local(parameter) for name, parameter in parameters.items()})
+        local = {name: parameter.to_local(grad_placements=gradients) for name, parameter in parameters.items()}
+        module._parameters.update(local)
         vars(module).update(settings)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -226,18 +220,3 @@ def _compute_locally(module: nn.Module, local: Callable[[Any], Any], **settings:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
-
-
-class _SumGradient(torch.autograd.Function):
-    """The tensor itself, whose gradient is the sum of all ranks'."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
