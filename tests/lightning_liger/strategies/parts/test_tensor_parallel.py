@@ -1,12 +1,11 @@
 """Tensor parallelism under ``liger_model_parallel``: pairs of processes against one with the stock model."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_liger import LigerModelParallelStrategy
@@ -14,11 +13,10 @@ from lightning_liger.strategies.parts.tensor_parallel import parallelize
 from tests.lightning_liger.strategies.workers.distributed import (
     NUM_RANKS,
     VOCAB_SIZE,
-    Batch,
     launch,
-    make_optimizer,
     make_trainer,
 )
+from tests.lightning_liger.strategies.workers.trainings import assert_trained_as, reference_training
 from tests.lightning_liger.strategies.workers.tensor_parallel import (
     CASES,
     HIDDEN,
@@ -34,7 +32,6 @@ from tests.lightning_liger.strategies.workers.tensor_parallel import (
     make_uneven_tp_batches,
 )
 
-TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 WORKER = "tests.lightning_liger.strategies.workers.tensor_parallel"
 
 
@@ -58,54 +55,19 @@ def ranks(request, tmp_path_factory):
     return Ranks(request.param, folder, launch(request.param, folder, worker=WORKER, num_ranks=num_ranks))
 
 
-class Reference(NamedTuple):
-    losses: list[list[float]]
-    parameters: dict[str, Tensor]
-
-
-def reference_training(
-    name: str,
-    ranks: Ranks,
-    make: Callable[..., list[Batch]] = make_tp_batches,
-    num_micro_batches: int = 1,
-    max_norm: float | None = None,
-    of_tokens: bool = True,
-) -> Reference:
-    """One process, stock model, plain loop; the losses are those of each data-parallel rank's batches."""
-    model = build_tp_model(name).to(ranks.device)
-    optimizer = make_optimizer(model.parameters())
-    losses: list[list[float]] = [[] for _ in range(ranks.num_data_ranks)]
-    for start in range(0, NUM_STEPS, num_micro_batches):
-        optimizer.zero_grad()
-        stop = start + num_micro_batches
-        parts = [(rank, batch) for rank in range(len(losses)) for batch in make(rank, NUM_STEPS)[start:stop]]
-        counts = [int((batch["labels"][:, 1:] != -100).sum()) for _, batch in parts]
-        for (rank, batch), count in zip(parts, counts, strict=True):
-            loss = model(**{name: tensor.to(ranks.device) for name, tensor in batch.items()}).loss
-            losses[rank].append(loss.item() if count else 0.0)
-            if count:
-                (loss * (count / sum(counts) if of_tokens else 1 / len(parts))).backward()
-        if max_norm is not None:
-            assert torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) > max_norm
-        optimizer.step()
-    return Reference(losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()})
-
-
-def assert_as_in(reference: Reference, ranks: Ranks, way: str, num_micro_batches: int = 1) -> None:
-    tolerance = TOLERANCE[ranks.device]
-    for rank, result in enumerate(ranks.results):
-        run = result[way]
-        found = [num_micro_batches * loss for loss in run["losses"]]
-        torch.testing.assert_close(found, reference.losses[rank // TP_SIZE], rtol=tolerance, atol=1e-7)
-        assert run["whole"].keys() == reference.parameters.keys()
-        for name, parameter in run["whole"].items():
-            torch.testing.assert_close(parameter, reference.parameters[name], rtol=0.0, atol=10 * tolerance)
+def assert_as_in(name: str, ranks: Ranks, way: str, make: Any = make_tp_batches, **options: Any) -> None:
+    """As one process with the stock model; the losses are those of each data-parallel rank's batches."""
+    batches = [make(rank, NUM_STEPS) for rank in range(ranks.num_data_ranks)]
+    reference = reference_training(build_tp_model(name), batches, ranks.device, **options)
+    assert min(reference.norms) > MAX_NORM
+    runs = [result[way] for result in ranks.results]
+    assert_trained_as(reference, runs, ranks.device, ranks_per_loss=TP_SIZE)
 
 
 @pytest.mark.parametrize("way", ["untied", "tied", "qwen3", "no-kernels", "sharded-by-its-user"])
 def test_tensor_parallel_ranks_train_as_one_process_with_the_stock_model(ranks, way):
     name = way if way in ("tied", "qwen3") else "untied"
-    assert_as_in(reference_training(name, ranks), ranks, way)
+    assert_as_in(name, ranks, way)
     fused = way != "no-kernels"
     for result in ranks.results:
         # 5 norms, 2 attentions, 2 MLPs and the head; Qwen3 has norms of queries and keys besides.
@@ -121,7 +83,7 @@ def test_ranks_of_a_pair_have_the_same_losses_and_pairs_have_others(ranks):
 
 
 def test_fabric_spreads_a_whole_model_over_tensor_parallel_ranks(ranks):
-    assert_as_in(reference_training("tied", ranks, of_tokens=False), ranks, "fabric")
+    assert_as_in("tied", ranks, "fabric", of_tokens=False)
     for result in ranks.results:
         assert (result["fabric"]["num_replaced"], result["fabric"]["logit_counts"]) == (10, (NUM_STEPS, 0))
 
@@ -130,7 +92,8 @@ def test_fabric_spreads_a_whole_model_over_tensor_parallel_ranks(ranks):
 def test_lower_precisions_train_fused(ranks, precision):
     if precision == "bf16-true":
         torch.set_default_dtype(torch.bfloat16)  # as Lightning does while configure_model draws the weights
-    losses = reference_training("untied", ranks).losses
+    batches = [make_tp_batches(rank, NUM_STEPS) for rank in range(ranks.num_data_ranks)]
+    losses = reference_training(build_tp_model("untied"), batches, ranks.device).losses
     for rank, result in enumerate(ranks.results):
         assert result[precision]["logit_counts"] == (2, 0)
         assert result[precision]["losses"] == pytest.approx(losses[rank // TP_SIZE][:2], rel=2.0**-8)
@@ -146,13 +109,12 @@ def test_model_on_the_meta_device_gets_the_same_values_on_all_ranks(ranks):
 
 
 def test_tokens_count_the_same_whatever_micro_batch_they_are_in(ranks):
-    reference = reference_training("tied", ranks, make_uneven_tp_batches, num_micro_batches=2)
-    assert_as_in(reference, ranks, "uneven", num_micro_batches=2)
+    assert_as_in("tied", ranks, "uneven", make_uneven_tp_batches, num_micro_batches=2)
 
 
 @pytest.mark.parametrize(("way", "name"), [("clipped", "qwen3"), ("by-its-user", "untied")])
 def test_norm_of_the_gradients_counts_each_parameter_once(ranks, way, name):
-    assert_as_in(reference_training(name, ranks, max_norm=MAX_NORM), ranks, way)
+    assert_as_in(name, ranks, way, max_norm=MAX_NORM)
 
 
 @pytest.mark.parametrize("way", ["untied", "tied", "qwen3"])
