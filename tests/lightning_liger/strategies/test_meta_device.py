@@ -1,5 +1,6 @@
 """Models built on the meta device: sharded, then given their weights, train as those that were built whole."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,32 @@ from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     NUM_RANKS,
     VOCAB_SIZE,
-    Batch,
     build_model,
     launch,
     make_batches,
+)
+from tests.lightning_liger.strategies.workers.meta_device import (
+    ENGINES,
+    NUM_BF16_STEPS,
+    NUM_EPOCH_STEPS,
+    NUM_PRETRAINED_STEPS,
+    OnMeta,
+)
+from tests.lightning_liger.strategies.workers.trainings import (
+    TOLERANCE,
+    Reference,
+    assert_same_parameters,
+    assert_trained_as,
     reference_training,
 )
-from tests.lightning_liger.strategies.workers.meta_device import ENGINES, NUM_BF16_STEPS, NUM_PRETRAINED_STEPS, OnMeta
 
-TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 NUM_DEEP_LAYERS = 12
 
 
-def make_first_batches(rank: int) -> list[Batch]:
-    return make_batches(rank, NUM_PRETRAINED_STEPS)
+@functools.cache
+def reference_of(head: str, device: str) -> Reference:
+    batches = [make_batches(rank, NUM_PRETRAINED_STEPS) for rank in range(NUM_RANKS)]
+    return reference_training(build_model(HEADS[head]), batches, device)
 
 
 def build_deep_model() -> LlamaForCausalLM:
@@ -64,31 +77,19 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_model_on_meta_with_a_folders_weights_trains_as_one_process_with_the_stock_model(ranks, engine, head):
     device, results, _ = ranks
-    reference = reference_training(HEADS[head], device, True, make_first_batches)
     stock = build_model(HEADS[head])
-    for rank, result in enumerate(results):
-        run = result[f"{engine}-{head}"]
-        assert (
-            run["initial"].keys()
-            == {**dict(stock.named_parameters(remove_duplicate=False)), **dict(stock.named_buffers())}.keys()
-        )
-        for name, tensor in run["initial"].items():
-            assert torch.equal(
-                tensor, stock.get_parameter(name) if "inv_freq" not in name else stock.get_buffer(name)
-            ), name
-        torch.testing.assert_close(run["losses"], reference.losses[rank], rtol=TOLERANCE[device], atol=1e-7)
-        for name, tensor in reference.parameters.items():
-            torch.testing.assert_close(run["whole"][name], tensor, rtol=0.0, atol=10 * TOLERANCE[device])
+    expected = dict(stock.named_parameters(remove_duplicate=False)) | dict(stock.named_buffers())
+    runs = [result[f"{engine}-{head}"] for result in results]
+    assert_trained_as(reference_of(head, device), runs, device)
+    for run in runs:
+        assert run["initial"].keys() == expected.keys()
+        assert [name for name, tensor in run["initial"].items() if not tensor.equal(expected[name])] == []
         assert (run["num_replaced"], run["logit_counts"]) == (10, (NUM_PRETRAINED_STEPS, 0))
 
 
 def test_model_that_its_user_sharded_on_meta_trains_as_the_stock_model(ranks):
     device, results, _ = ranks
-    reference = reference_training(False, device, True, make_first_batches)
-    for rank, result in enumerate(results):
-        torch.testing.assert_close(
-            result["by-its-user"]["losses"], reference.losses[rank], rtol=TOLERANCE[device], atol=1e-7
-        )
+    assert_trained_as(reference_of("untied", device), [result["by-its-user"] for result in results], device)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -135,10 +136,9 @@ def test_sharded_checkpoint_is_loaded_over_a_model_built_on_meta(ranks, engine):
     for result in results:
         resumed, expected = result[f"{engine}-second-epoch"], result[f"{engine}-two-epochs"]
         torch.testing.assert_close(
-            resumed["losses"], expected["losses"][-len(resumed["losses"]) :], rtol=TOLERANCE[device], atol=1e-7
+            resumed["losses"], expected["losses"][NUM_EPOCH_STEPS:], rtol=TOLERANCE[device], atol=1e-7
         )
-        for name, tensor in expected["whole"].items():
-            torch.testing.assert_close(resumed["whole"][name], tensor, rtol=0.0, atol=10 * TOLERANCE[device])
+        assert_same_parameters(resumed["whole"], expected["whole"], 10 * TOLERANCE[device])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -16,7 +16,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     launch,
     make_trainer,
 )
-from tests.lightning_liger.strategies.workers.trainings import assert_trained_as, reference_training
 from tests.lightning_liger.strategies.workers.tensor_parallel import (
     CASES,
     HIDDEN,
@@ -31,6 +30,7 @@ from tests.lightning_liger.strategies.workers.tensor_parallel import (
     make_tp_batches,
     make_uneven_tp_batches,
 )
+from tests.lightning_liger.strategies.workers.trainings import assert_trained_as, reference_training
 
 WORKER = "tests.lightning_liger.strategies.workers.tensor_parallel"
 

@@ -1,33 +1,26 @@
-"""The worker that trains the tiny model on two nodes of one machine, each with half of the ranks.
-
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., environment_of=...)``.
-"""
+"""Trainings of the tiny model on two nodes of one machine, each with half of the ranks."""
 
 import os
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from torch.utils.data import DataLoader
 
 from lightning_liger import LigerDDPStrategy, LigerModelParallelStrategy, LigerStrategy
-from tests.lightning_liger.strategies.workers.distributed import (
-    LM,
-    NUM_RANKS,
-    Losses,
-    logit_counts,
-    make_trainer,
-    make_uneven_batches,
-)
-from tests.lightning_liger.strategies.workers.whole_parameters import whole_parameters
+from tests.lightning_liger.strategies.workers.distributed import LM, NUM_RANKS, make_uneven_batches
+from tests.lightning_liger.strategies.workers.trainings import fit, rank_main
 
 NUM_NODES = 2
 NUM_DEVICES = NUM_RANKS // NUM_NODES
 NUM_STEPS = 6
 
-STRATEGIES = {"ddp": LigerDDPStrategy, "fsdp": LigerStrategy, "model-parallel": LigerModelParallelStrategy}
+STRATEGIES = {
+    "ddp": LigerDDPStrategy,
+    "fsdp": LigerStrategy,
+    "model-parallel": LigerModelParallelStrategy,
+    # Parameters sharded within a node and replicated over nodes.
+    "hybrid": partial(LigerStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(NUM_NODES, NUM_DEVICES)),
+}
 
 
 def of_torchrun(rank: int) -> dict[str, str]:
@@ -69,48 +62,22 @@ def _devices_of_this_node() -> int:
     return int(os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ["LOCAL_WORLD_SIZE"])
 
 
-def _fit(strategy: Any, device: str, folder: Path, rank: int) -> dict[str, Any]:
-    module, recorder = LM(), Losses()
-    trainer = make_trainer(
-        recorder,
-        root=folder,
-        strategy=strategy,
-        accelerator={"cuda": "gpu"}.get(device, device),
-        devices=_devices_of_this_node(),
-        num_nodes=NUM_NODES,
-    )
-    trainer.fit(module, DataLoader(make_uneven_batches(rank, NUM_STEPS), batch_size=None))
-    return {
-        "place": (trainer.world_size, trainer.global_rank, trainer.node_rank, trainer.local_rank),
-        "sampler": trainer.distributed_sampler_kwargs,
-        "losses": recorder.losses,
-        "num_replaced": trainer.strategy.patch_report.num_replaced,
-        "logit_counts": logit_counts(module),
-        "environment": type(trainer.strategy.cluster_environment).__name__,
-        "whole": whole_parameters(module.model, trainer.strategy.model),
-    }
+def _fit(run: dict[str, Any], strategy: Any) -> dict[str, Any]:
+    batches = make_uneven_batches(run["rank"], NUM_STEPS)
+    options = {"devices": _devices_of_this_node(), "num_nodes": NUM_NODES}
+    result = fit(run, strategy, LM(), batches, may_fail=True, **options)
+    if result["error"] is None:
+        trainer = result["trainer"]
+        result["place"] = (trainer.world_size, trainer.global_rank, trainer.node_rank, trainer.local_rank)
+        result["sampler"] = trainer.distributed_sampler_kwargs
+        result["environment"] = type(trainer.strategy.cluster_environment).__name__
+    return result
 
 
-def _hybrid(device: str, folder: Path, rank: int) -> dict[str, Any] | str:
-    """Parameters sharded within a node and replicated over nodes, or why not."""
-    strategy = LigerStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(NUM_NODES, _devices_of_this_node()))
-    try:
-        return _fit(strategy, device, folder, rank)
-    except ValueError as error:
-        return str(error)
-
-
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    by_slurm = SLURMEnvironment.detect()
-    rank = int(os.environ["SLURM_PROCID" if by_slurm else "RANK"])
-    names = ["fsdp"] if by_slurm else list(STRATEGIES)
-    results: dict[str, Any] = {name: _fit(STRATEGIES[name](), device, folder, rank) for name in names}
-    if not by_slurm:
-        results["hybrid"] = _hybrid(device, folder, rank)
-    torch.save(results, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+def results(run: dict[str, Any]) -> dict[str, Any]:
+    names = ["fsdp"] if SLURMEnvironment.detect() else list(STRATEGIES)
+    return {name: _fit(run, STRATEGIES[name]()) for name in names}
 
 
 if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))
+    rank_main(results)

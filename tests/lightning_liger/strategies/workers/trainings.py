@@ -79,7 +79,7 @@ def fit(
         for optimizer in trainer.optimizers
         for state in optimizer.state.values()
         for name, value in state.items()
-        if name != "step"
+        if isinstance(value, Tensor) and name != "step"
     ]
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     result = {
@@ -122,8 +122,11 @@ def fit_with_fabric(
     """The same with Fabric; ``norms`` are what ``after_backward`` returned in each step, ``errors`` what it raised."""
     fabric = L.Fabric(strategy=strategy, accelerator=run["accelerator"], devices=run["size"])
     fabric.launch()
-    model = fabric.setup_module(inner)
-    optimizer = fabric.setup_optimizers(make_optimizer([each for each in model.parameters() if each.requires_grad]))
+    if type(fabric.strategy).__name__ == "FabricLigerDeepSpeedStrategy":
+        model, optimizer = fabric.setup(inner, make_optimizer(inner.parameters()))
+    else:
+        model = fabric.setup_module(inner)
+        optimizer = fabric.setup_optimizers(make_optimizer([each for each in model.parameters() if each.requires_grad]))
     losses, norms, errors = [], [], []
     for batch in batches:
         optimizer.zero_grad()
@@ -159,9 +162,9 @@ def whole_parameters(model: nn.Module, wrapped: nn.Module, buffers: bool = False
     parameters = list(model.parameters())
     gathered: Any = nullcontext()
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        gathered = GatheredParameters(parameters)
+        gathered = deepspeed.zero.GatheredParameters(parameters)
     with gathered, FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
         named = dict(model.named_parameters(remove_duplicate=False))
         named |= dict(model.named_buffers()) if buffers else {}
@@ -280,8 +283,13 @@ def rank_main(results: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     }
     found = results(run)
     for result in found.values():
-        for name in ("trainer", "fabric", "model", "optimizer") if isinstance(result, dict) else ():
-            result.pop(name, None)
+        drop_objects(result)
     torch.save(found, folder / f"rank{run['rank']}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def drop_objects(result: Any) -> None:
+    """Drops what cannot be saved of a run."""
+    for name in ("trainer", "fabric", "model", "optimizer") if isinstance(result, dict) else ():
+        result.pop(name, None)
