@@ -17,6 +17,7 @@ from lightning_liger.resuming.safe_loading import sharded_errors_explained
 from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
 from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.weights.materialize import materialize
 
 
@@ -34,6 +35,7 @@ class FabricStrategy(Strategy):
         kernels: KernelChoice = "auto",
         *,
         activation_checkpointing: ActivationCheckpointing | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         **kwargs: Any,
@@ -42,7 +44,7 @@ class FabricStrategy(Strategy):
         self.kernels = kernels
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.fabric.strategies.fsdp as fabric_fsdp
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
-import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -226,9 +225,8 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     ) -> None:
         refuse_unknown(self, kwargs, FullyShardedDataParallel)
         check_policy("auto_wrap_policy", auto_wrap_policy)
-        super().__init__(kernels, **kwargs)
+        super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
         self.engine.materializes = True
-        self._activations.take_policy(activation_checkpointing_policy)
         self._saves_shards = kwargs.get("state_dict_type", "full") == "sharded"
         self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self.kwargs)
 
@@ -318,8 +316,7 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     ) -> None:
         refuse_unknown(self, kwargs, FullyShardedDataParallel)
         check_policy("auto_wrap_policy", auto_wrap_policy)
-        super().__init__(kernels, **kwargs)
-        self._activations.take_policy(activation_checkpointing_policy)
+        super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
         self._saves_shards = kwargs.get("state_dict_type", "sharded") == "sharded"
         self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self._fsdp_kwargs)
 
@@ -357,8 +354,8 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
         if not self._saves_shards and self.root_device.type == "cpu":
             raise ValueError(
-                "state_dict_type='full' is not supported by Fabric's 'liger_fsdp' on CPUs, where FSDP would free what it"
-                " saves; expected state_dict_type='sharded'"
+                "state_dict_type='full' is not supported on CPUs with Fabric, where FSDP would free what it saves;"
+                " expected state_dict_type='sharded'"
             )
         super().save_checkpoint(path, *args, **kwargs)
 
@@ -398,8 +395,8 @@ def _check_sharding(sharding_strategy: str | ShardingStrategy) -> ShardingStrate
 def _whole_on_cpu(model: Module) -> AbstractContextManager[Any]:
     """A context in which state dicts of a model on CPUs are whole, on the first rank.
 
-    Lightning's has FSDP move tensors to the CPU and free what it moved, which on a CPU is the same memory; and states of
-    optimizers are gathered into one buffer, so that both moments of Adam would be the one that was gathered last.
+    Lightning's has FSDP move tensors to the CPU and free what it moved, which on a CPU is the same memory. States of an
+    optimizer are gathered into one buffer: both moments of Adam would be the one that was gathered last.
     """
     return FullyShardedDataParallel.state_dict_type(
         model,

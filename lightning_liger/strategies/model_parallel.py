@@ -11,9 +11,9 @@ import lightning.pytorch.strategies.model_parallel as pytorch_model_parallel
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from liger_ops.arguments import check_integer, wrong_type, wrong_value
@@ -143,12 +143,14 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
     ) -> None:
         self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
         super().__init__(
-            kernels, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **kwargs
+            kernels,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **kwargs,
         )
         self._saves_shards = kwargs.get("save_distributed_checkpoint", True)
         self.engine.materializes = True
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
-        self._activations.take_policy(activation_checkpointing_policy)
 
     @override
     def setup_environment(self) -> None:
@@ -242,15 +244,13 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
         super().__init__(
             kernels,
+            activation_checkpointing_policy=activation_checkpointing_policy,
             parallelize_fn=self._parallelize_and_materialize,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
-        self._activations.take_policy(activation_checkpointing_policy)
         self._parallelize = parallelize_fn or self._shard_whole
-        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @override
     def setup_environment(self) -> None:
@@ -283,30 +283,19 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         return super().setup_module_and_optimizers(module, *args, **kwargs)
 
     @override
-    def setup_module(self, module: Module) -> Module:
-        before = list(module.parameters())
-        module = super().setup_module(module)
-        after = set(module.parameters())
-        self._replaced.update((parameter, None) for parameter in before if parameter not in after)
-        return module
-
-    @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        num_replaced = sum(parameter in self._replaced for parameter in parameters)
-        if num_replaced:
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
             raise RuntimeError(
-                f"{type(optimizer).__name__} has {num_replaced} of {len(parameters)} parameters that sharding has"
-                f" replaced, so its steps would not train the model: {_SETUP_ORDER}"
+                f"{type(optimizer).__name__} has no sharded parameter, so its steps would not"
+                f" train the model, whose parameters sharding has replaced: {_SETUP_ORDER}"
             )
         return super().setup_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         empty = {
-            name: part.state_dict()
-            for name, part in state.items()
-            if isinstance(part, Optimizer) and not part.state
+            name: part.state_dict() for name, part in state.items() if isinstance(part, Optimizer) and not part.state
         }
         super().save_checkpoint(path, state | empty, *args, **kwargs)
 

@@ -186,15 +186,21 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        with super().val_step_context(), lazy_logits():
+        with lazy_until_the_end_of("a validation step"), super().val_step_context():
             yield
-        settle("the end of a validation step")
 
     @contextmanager
     def test_step_context(self) -> Iterator[None]:
-        with super().test_step_context(), lazy_logits():
+        with lazy_until_the_end_of("a test step"), super().test_step_context():
             yield
-        settle("the end of a test step")
+
+
+@contextmanager
+def lazy_until_the_end_of(step: str) -> Iterator[None]:
+    """Logits are lazy in a step without gradients; what somebody keeps of them is real after it."""
+    with lazy_logits():
+        yield
+    settle(f"the end of {step}")
 
 
 def settled(closure: Callable[[], Any], module: L.LightningModule) -> Callable[[], Any]:

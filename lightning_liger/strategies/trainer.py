@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from liger_ops.arguments import check_bool, check_path, wrong_value
 from lightning_liger.activations.plan import Plan
-from lightning_liger.lazy.lineage import settle
-from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
@@ -32,7 +30,14 @@ from lightning_liger.strategies.parts.activations import (
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.early_release import EarlyRelease
 from lightning_liger.strategies.parts.kernels import Kernels
-from lightning_liger.strategies.precision import OnNonfiniteGrad, check_on_nonfinite_grad, control_gradients, settled
+from lightning_liger.strategies.parts.policies import LayerPolicy
+from lightning_liger.strategies.precision import (
+    OnNonfiniteGrad,
+    check_on_nonfinite_grad,
+    control_gradients,
+    lazy_until_the_end_of,
+    settled,
+)
 from lightning_liger.training.protocol import Engine
 from lightning_liger.weights.materialize import materialize
 
@@ -58,6 +63,7 @@ class TrainerStrategy(Strategy):
         *,
         context_parallel_size: int = 1,
         activation_checkpointing: ActivationCheckpointing | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         **kwargs: Any,
@@ -73,7 +79,7 @@ class TrainerStrategy(Strategy):
         self.engine = Engine(self)
         """The strategy as the module sees it."""
         self._kernels = Kernels(kernels)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._early_release: EarlyRelease | None = EarlyRelease()
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
@@ -196,16 +202,12 @@ class TrainerStrategy(Strategy):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with lazy_logits():
-            output = super().validation_step(*args, **kwargs)
-        settle("the end of a validation step")
-        return output
+        with lazy_until_the_end_of("a validation step"):
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with lazy_logits():
-            output = super().test_step(*args, **kwargs)
-        settle("the end of a test step")
-        return output
+        with lazy_until_the_end_of("a test step"):
+            return super().test_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

@@ -2,8 +2,8 @@
 
 No optimizer has a state before its first step, and plain SGD never has one. Lightning 2.6 fails to load a checkpoint of
 such an optimizer under FSDP and FSDP2. PyTorch, asked for its state under FSDP2, makes one by a step with zero
-gradients, which Adam counts: it is not asked. The learning-rate finder saves before the first step, and loads that after
-some steps.
+gradients, which Adam counts, so it is not asked. The learning-rate finder saves before the first step, and loads that
+after some steps.
 """
 
 from collections.abc import Callable
