@@ -1,5 +1,6 @@
 """What Fabric's strategies have in common."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ from liger_ops.arguments import check_bool, check_path
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
-from lightning_liger.resuming.safe_loading import sharded_errors_explained
+from lightning_liger.resuming.safe_loading import check_checkpoint, sharded_errors_explained
 from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
+from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
 from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.strategies.parts.optimizer_states import load_in_fabric
 from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.weights.materialize import materialize
 
@@ -29,6 +32,12 @@ class FabricStrategy(Strategy):
 
     writes_itself = False
     """Whether the strategy writes and reads files and folders without its ``checkpoint_io``."""
+    _wrapper: Callable[..., Any] | None = None
+    """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
+    _shards_parameters = False
+    """Whether Lightning's strategy reads them into sharded models."""
+    _runs_layers_together = False
+    """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
 
     def __init__(
         self,
@@ -45,6 +54,7 @@ class FabricStrategy(Strategy):
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
+        refuse_unknown(self, kwargs, self._wrapper)
         self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 
@@ -84,11 +94,6 @@ class FabricStrategy(Strategy):
     def _final_parameters(self, module: Module) -> AbstractContextManager[None]:
         """A context in which the module's parameters look as the engine will have them."""
         return nullcontext()
-
-    @property
-    def _runs_layers_together(self) -> bool:
-        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
-        return False
 
     # Steps
 
@@ -137,7 +142,11 @@ class FabricStrategy(Strategy):
             return self._read(path, state, strict, weights_only)
 
     def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        return super().load_checkpoint(path, state, strict, weights_only)
+        read = partial(super().load_checkpoint, path, strict=strict, weights_only=weights_only)
+        if not self._shards_parameters:
+            return read(state)
+        check_checkpoint(Path(path), weights_only)
+        return load_in_fabric(path, state, read)
 
     # What callbacks read
 

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.fabric.strategies.fsdp as fabric_fsdp
@@ -32,12 +30,9 @@ from typing_extensions import override
 
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.safe_loading import check_checkpoint
 from lightning_liger.strategies.fabric import FabricStrategy
-from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
-from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
 from lightning_liger.strategies.trainer import TrainerStrategy
@@ -214,6 +209,9 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """
 
     strategy_name = "liger_fsdp"
+    _shards_parameters = True
+    _wrapper = FullyShardedDataParallel
+    mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision_plugin))
 
     def __init__(
         self,
@@ -223,11 +221,10 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(self, kwargs, FullyShardedDataParallel)
         check_policy("auto_wrap_policy", auto_wrap_policy)
         super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
         self.engine.materializes = True
-        self._saves_shards = kwargs.get("state_dict_type", "full") == "sharded"
+        self.saves_folders = kwargs.get("state_dict_type", "full") == "sharded"
         self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self.kwargs)
 
     @override
@@ -238,17 +235,6 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._sharding.make_mesh()
-
-    @property
-    @override
-    def mixed_precision_config(self) -> MixedPrecision | None:
-        plugin = self.precision_plugin
-        return self.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
-
-    @property
-    @override
-    def saves_folders(self) -> bool:
-        return self._saves_shards
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -275,11 +261,6 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         self._check_optimization(model)
         return self._sharding.wrap(super()._prepare(convert, model), self.precision_plugin)
 
-    @override
-    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_trainer(self, Path(path), partial(super()._read, path, weights_only))
-
     def _check_optimization(self, model: Module) -> None:
         """Raises before a module of manual optimization is wrapped: its backward would run inside FSDP's forward."""
         module = self.lightning_module
@@ -305,6 +286,9 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     """
 
     writes_itself = True
+    _shards_parameters = True
+    _wrapper = FullyShardedDataParallel
+    mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision))
 
     def __init__(
         self,
@@ -314,7 +298,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
         sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(self, kwargs, FullyShardedDataParallel)
         check_policy("auto_wrap_policy", auto_wrap_policy)
         super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
         self._saves_shards = kwargs.get("state_dict_type", "sharded") == "sharded"
@@ -324,13 +307,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._sharding.make_mesh()
-
-    @property
-    @override
-    def mixed_precision_config(self) -> MixedPrecision | None:
-        return self.mixed_precision or keep_buffer_dtypes(
-            self.precision.mixed_precision_config, self.precision.precision
-        )
 
     @override
     def module_to_device(self, module: Module) -> None:
@@ -344,11 +320,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     @override
     def _prepare(self, module: Module) -> Module:
         return self._sharding.wrap(super()._prepare(module), self.precision)
-
-    @override
-    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_fabric(path, state, partial(super()._read, path, strict=strict, weights_only=weights_only))
 
     @override
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -379,17 +350,21 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
 FabricLigerStrategy = FabricLigerFSDPStrategy
 
 
+def _mixed_precision_config(strategy: Any, plugin: Any) -> MixedPrecision | None:
+    return strategy.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
+
+
 def _is_wrapped(model: Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _check_sharding(sharding_strategy: str | ShardingStrategy) -> ShardingStrategy:
-    known = ShardingStrategy.__members__
-    if isinstance(sharding_strategy, str) and sharding_strategy.upper() in known:
-        return known[sharding_strategy.upper()]
-    if not isinstance(sharding_strategy, ShardingStrategy):
-        raise ValueError(f"sharding_strategy must be one of {list(known)}, got {sharding_strategy!r}")
-    return sharding_strategy
+def _check_sharding(sharding_strategy: Any) -> ShardingStrategy:
+    named = {name.lower(): strategy for name, strategy in ShardingStrategy.__members__.items()}
+    found = named.get(str(sharding_strategy).lower(), sharding_strategy)
+    if not isinstance(found, ShardingStrategy):
+        known = list(ShardingStrategy.__members__)
+        raise ValueError(f"sharding_strategy must be one of {known}, got {sharding_strategy!r}")
+    return found
 
 
 def _whole_on_cpu(model: Module) -> AbstractContextManager[Any]:

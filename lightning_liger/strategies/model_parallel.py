@@ -1,8 +1,6 @@
 """``liger_model_parallel``: FSDP2 and tensor parallelism on a device mesh with fused kernels."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -19,10 +17,8 @@ from typing_extensions import override
 from liger_ops.arguments import check_integer, wrong_type, wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.safe_loading import check_checkpoint
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
-from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer
 from lightning_liger.strategies.parts.policies import check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
@@ -132,6 +128,8 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             model without a plan, or sizes that cannot be divided by it.
     """
 
+    _shards_parameters = True
+
     def __init__(
         self,
         kernels: KernelChoice = "auto",
@@ -149,7 +147,8 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        self._saves_shards = kwargs.get("save_distributed_checkpoint", True)
+        self.saves_folders = kwargs.get("save_distributed_checkpoint", True)
+        self._runs_layers_together |= tensor_parallel_size > 1
         self.engine.materializes = True
 
     @override
@@ -173,21 +172,6 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         finally:
             for name in stand_in:
                 del vars(module)[name]
-
-    @property
-    @override
-    def _runs_layers_together(self) -> bool:
-        return self._sharding.tensor_parallel_size > 1 or super()._runs_layers_together
-
-    @override
-    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_trainer(self, Path(path), partial(super()._read, path, weights_only))
-
-    @property
-    @override
-    def saves_folders(self) -> bool:
-        return self._saves_shards
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -228,6 +212,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
     """
 
     writes_itself = True
+    _shards_parameters = True
 
     def __init__(
         self,
@@ -251,16 +236,12 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
             **kwargs,
         )
         self._parallelize = parallelize_fn or self._shard_whole
+        self._runs_layers_together = tensor_parallel_size > 1
 
     @override
     def setup_environment(self) -> None:
         self._sharding.check_size()
         super().setup_environment()
-
-    @property
-    @override
-    def _runs_layers_together(self) -> bool:
-        return self._sharding.tensor_parallel_size > 1
 
     def _shard_whole(self, module: Module, mesh: DeviceMesh) -> Module:
         self._sharding.shard(module, [module], mesh)
@@ -302,8 +283,3 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
     @override
     def module_to_device(self, module: Module) -> None:
         """Does nothing: sharding moves a module to its device."""
-
-    @override
-    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_fabric(path, state, partial(super()._read, path, strict=strict, weights_only=weights_only))

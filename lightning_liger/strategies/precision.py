@@ -228,16 +228,13 @@ class FabricLigerPrecisionPlugin(AppliesKernels, fabric_fsdp.FSDPPrecision):
 
 def control_gradients(
     plugin: Any,
-    on_nonfinite_grad: OnNonfiniteGrad | None,
+    on_nonfinite_grad: OnNonfiniteGrad,
     backward_context: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> None:
-    """Lets a plugin of the Trainer clip as a strategy says, unless its user chose another way.
+    """Lets a plugin of the Trainer clip as a strategy says, and run backward in a context.
 
-    Args:
-        plugin: A ``LigerPrecisionPlugin`` keeps its own settings, and a plugin with another ``clip_grad_by_norm`` than
-            Lightning's keeps that.
-        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`; None if the engine clips.
-        backward_context: Returns a context for backward.
+    A ``LigerPrecisionPlugin`` keeps its own settings, and a plugin with another ``clip_grad_by_norm`` than Lightning's
+    keeps that.
 
     Raises:
         ValueError: If the plugin cannot follow ``on_nonfinite_grad``.
@@ -246,8 +243,9 @@ def control_gradients(
     if backward_context is not None:
         mixins += (BackwardInContext,)
         plugin.backward_context = backward_context
-    if on_nonfinite_grad is not None and not isinstance(plugin, LigerPrecisionPlugin):
-        if _clips_as_lightning(plugin):
+    if not isinstance(plugin, LigerPrecisionPlugin):
+        lightnings = (Precision.clip_grad_by_norm, pytorch_fsdp.FSDPPrecision.clip_grad_by_norm)
+        if isinstance(plugin, GradientClipping) or type(plugin).clip_grad_by_norm in lightnings:
             mixins += (GradientClipping,)
             _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))
             plugin.on_nonfinite_grad = on_nonfinite_grad
@@ -259,11 +257,6 @@ def control_gradients(
             )
     if missing := tuple(mixin for mixin in mixins if not isinstance(plugin, mixin)):
         plugin.__class__ = _with_mixins(type(plugin), *missing)
-
-
-def _clips_as_lightning(plugin: Any) -> bool:
-    lightnings = (Precision.clip_grad_by_norm, pytorch_fsdp.FSDPPrecision.clip_grad_by_norm)
-    return isinstance(plugin, GradientClipping) or type(plugin).clip_grad_by_norm in lightnings
 
 
 @made_subclass

@@ -18,7 +18,7 @@ from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
 from lightning_liger.resuming.rank_state import RankStates
-from lightning_liger.resuming.safe_loading import check_is_of_trainer, sharded_errors_explained
+from lightning_liger.resuming.safe_loading import check_checkpoint, check_is_of_trainer, sharded_errors_explained
 from lightning_liger.resuming.sigterm import GracefulShutdown
 from lightning_liger.sequences.context_parallel import ContextParallel, check_size
 from lightning_liger.strategies.parts.activations import (
@@ -27,9 +27,11 @@ from lightning_liger.strategies.parts.activations import (
     MemoryBudget,
     announce_plan,
 )
+from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.early_release import EarlyRelease
 from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
 from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.strategies.precision import (
     OnNonfiniteGrad,
@@ -56,6 +58,13 @@ class TrainerStrategy(Strategy):
     sharded over all ranks. In ``predict`` rows stay whole.
     """
 
+    saves_folders = False
+    """Whether checkpoints are folders that all ranks write to."""
+    _wrapper: Callable[..., Any] | None = None
+    """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
+    _shards_parameters = False
+    """Whether Lightning's strategy reads checkpoints itself, into sharded models."""
+
     def __init__(
         self,
         kernels: KernelChoice = "auto",
@@ -75,6 +84,8 @@ class TrainerStrategy(Strategy):
         self.on_nonfinite_grad = on_nonfinite_grad
         self.context_parallel_size = context_parallel_size
         self.context_parallel: ContextParallel | None = None
+        self._runs_layers_together = context_parallel_size > 1
+        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
         self.fault_tolerance = fault_tolerance
         self.engine = Engine(self)
         """The strategy as the module sees it."""
@@ -83,6 +94,7 @@ class TrainerStrategy(Strategy):
         self._early_release: EarlyRelease | None = EarlyRelease()
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
+        refuse_unknown(self, kwargs, self._wrapper)
         self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 
@@ -154,11 +166,6 @@ class TrainerStrategy(Strategy):
         """A context in which the model's parameters look as the engine will have them."""
         return nullcontext()
 
-    @property
-    def _runs_layers_together(self) -> bool:
-        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
-        return self.context_parallel_size > 1
-
     def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
         announce_plan(line, plan, fits)
         assert self.lightning_module is not None
@@ -226,11 +233,6 @@ class TrainerStrategy(Strategy):
     # Checkpoints
 
     @property
-    def saves_folders(self) -> bool:
-        """Whether checkpoints are folders that all ranks write to."""
-        return False
-
-    @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, by default one that writes atomically."""
         return self._io if self.fault_tolerance else super().checkpoint_io
@@ -268,7 +270,11 @@ class TrainerStrategy(Strategy):
         return checkpoint
 
     def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        return super().load_checkpoint(path, weights_only)
+        read = partial(super().load_checkpoint, path, weights_only)
+        if not self._shards_parameters:
+            return read()
+        check_checkpoint(Path(path), weights_only)
+        return load_in_trainer(self, Path(path), read)
 
     # The end
 

@@ -44,15 +44,7 @@ def tied_pairs(model: Module) -> list[tuple[Module, Module]]:
 
 
 def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
-    """Raises if the fused loss would not find the head's weight, or a tied weight would be in two units.
-
-    Args:
-        model: A model of which all or parts are wrapped in FSDP.
-        pairs: The result of :func:`tied_pairs` before it was wrapped.
-
-    Raises:
-        ValueError: Naming the module and what to do.
-    """
+    """Raises if FSDP in ``model`` hides the head's weight from the fused loss, or separates ``pairs`` that are tied."""
     units, names = _units(model, lambda module: isinstance(module, FullyShardedDataParallel))
     _check_tied(units, names, pairs)
     for head in patched_heads(model):
@@ -66,11 +58,7 @@ def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
 
 
 def check_tied_units(model: Module, units: Collection[Module]) -> None:
-    """Raises if ``units``, which are to be sharded one by one inside ``model``, would separate two tied weights.
-
-    Raises:
-        ValueError: Naming both modules and what to do.
-    """
+    """Raises if ``units``, which are to be sharded one by one inside ``model``, would separate two tied weights."""
     _check_tied(*_units(model, units.__contains__), tied_pairs(model))
 
 

@@ -87,11 +87,7 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Spreads the Hugging Face models in ``model`` over the ranks of a mesh, by their own plans.
-
-    Args:
-        model: Whole on each rank, and not wrapped in FSDP.
-        device_mesh: Of one dimension.
+    """Spreads the Hugging Face models in ``model`` over the ranks of a mesh of one dimension, by their own plans.
 
     Raises:
         ValueError: If a model has no plan, a plan has a style that is not supported, or a size cannot be divided by the
@@ -198,10 +194,7 @@ def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh, replicas: dict[T
 def _compute_locally(module: nn.Module, gradients: list[Placement], **settings: Any) -> None:
     """Replaces a module's own parameters, which are DTensors, by local tensors during its forward.
 
-    Args:
-        module: The module.
-        gradients: The placements of the gradients of the local tensors.
-        **settings: Attributes that have other values during forward.
+    The gradients of these have the placements ``gradients``; attributes ``settings`` have other values then.
     """
     outside: list[tuple[dict[str, Any], dict[str, Any]]] = []  # one entry for each nested call
 

@@ -10,13 +10,13 @@ from lightning_liger.cli import LigerCLI
 
 
 @pytest.fixture
-def made_by_yaml(tmp_path, monkeypatch) -> Callable[[dict[str, Any]], Any]:
+def made_by_yaml(tmp_path, monkeypatch) -> Callable[..., Any]:
     """The strategy that the command line makes of its part of a yaml."""
     monkeypatch.setattr("sys.argv", ["lightning-liger"])
 
-    def make(strategy: dict[str, Any]) -> Any:
+    def make(strategy: Any, **options: Any) -> Any:
         config = {
-            "trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 1, "logger": False},
+            "trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 1, "logger": False, **options},
             "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
             "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
         }

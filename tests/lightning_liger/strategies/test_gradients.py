@@ -3,7 +3,6 @@
 import functools
 import math
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -15,7 +14,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     NUM_RANKS,
     build_model,
     launch,
-    logit_counts,
     make_batches,
     make_loader,
     make_optimizer,
@@ -217,30 +215,22 @@ def test_one_process_clips_as_plain_pytorch_does(name, clipping):
     assert_same_parameters(parameters, reference.parameters, 1e-4)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_one_device_acts_on_gradients_that_are_not_finite(policy):
-    strategy = LigerSingleDeviceStrategy(on_nonfinite_grad=policy)
-    if policy == "raise":
-        with pytest.raises(RuntimeError, match="on_nonfinite_grad='raise': the norm of the gradients is nan"):
-            train(strategy, broken=BROKEN_BATCH)
-        return
-    module, norms = train(strategy, broken=BROKEN_BATCH)
-    if policy == "ignore":
-        assert module.model.lm_head.weight.isnan().any()
-        return
-    reference = whole_reference(skips=True)
-    assert math.isnan(norms.pop(BROKEN_BATCH))
-    torch.testing.assert_close(norms, reference.norms, rtol=1e-5, atol=0.0)
-    assert_same_parameters(dict(module.model.named_parameters()), reference.parameters, 1e-4)
-
-
-def test_plugin_that_several_trainers_share_does_as_the_strategy_of_each_says():
+def test_one_device_acts_on_gradients_that_are_not_finite_whoever_shares_its_plugin():
     plugin = MixedPrecision("bf16-mixed", "cpu")
-    for policy in ("ignore", "skip"):
-        strategy = LigerSingleDeviceStrategy(on_nonfinite_grad=policy)
-        module, _ = train(strategy, "norm", BROKEN_BATCH, plugins=[plugin])
-        assert strategy.precision_plugin is plugin
-        assert module.model.lm_head.weight.isnan().any() == (policy == "ignore")
+    for options in ({}, {"plugins": [plugin]}):
+        with pytest.raises(RuntimeError, match="on_nonfinite_grad='raise': the norm of the gradients is nan"):
+            train(LigerSingleDeviceStrategy(on_nonfinite_grad="raise"), broken=BROKEN_BATCH, **options)
+        module, _ = train(LigerSingleDeviceStrategy(on_nonfinite_grad="ignore"), broken=BROKEN_BATCH, **options)
+        assert module.model.lm_head.weight.isnan().any()
+        strategy = LigerSingleDeviceStrategy(on_nonfinite_grad="skip")
+        module, norms = train(strategy, broken=BROKEN_BATCH, **options)
+        assert math.isnan(norms.pop(BROKEN_BATCH))
+        if options:
+            assert strategy.precision_plugin is plugin
+            continue
+        reference = whole_reference(skips=True)
+        torch.testing.assert_close(norms, reference.norms, rtol=1e-5, atol=0.0)
+        assert_same_parameters(dict(module.model.named_parameters()), reference.parameters, 1e-4)
 
 
 def test_norm_in_manual_optimization_is_of_the_optimizer_that_is_clipped():
@@ -283,30 +273,8 @@ def test_fused_optimizer_is_clipped_in_mixed_precision_without_a_scaler():
     torch.testing.assert_close(norms, whole_reference("norm").norms, rtol=2e-2, atol=0.0)
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_fused_optimizer_is_refused_where_gradients_would_be_clipped_scaled(algorithm):
+def test_fused_optimizer_is_refused_where_gradients_would_be_clipped_scaled():
     optimizer = torch.optim.AdamW(build_model().parameters(), fused=True)
-    with pytest.raises(RuntimeError, match=r"gradient_clip_val=0.2 with precision='16-mixed'.*AdamW with fused=True"):
-        LigerPrecisionPlugin("16-mixed").clip_gradients(optimizer, MAX_NORM, algorithm)
-
-
-@pytest.mark.parametrize("strategy", ["liger", "liger_ddp"])
-def test_float16_on_a_cpu_becomes_bfloat16_as_lightning_warns(tmp_path, strategy):
-    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU. Using `precision='bf16-mixed'`"):
-        trainer = make_trainer(root=tmp_path, strategy=strategy, precision="16-mixed")
-    module = LM()
-    trainer.fit(module, make_loader(0, 1))
-    assert logit_counts(module) == (1, 0)
-
-
-def test_mixed_float16_with_fsdp2_is_refused_with_what_there_is():
-    strategy = L.pytorch.strategies.StrategyRegistry.get("liger_model_parallel")
-    with pytest.raises(ValueError, match=r"does not support .*precision='16-mixed'.* among: 32-true, bf16-mixed"):
-        L.Trainer(strategy=strategy, accelerator="cpu", devices=1, precision="16-mixed", logger=False)
-
-
-def test_one_cpu_scales_its_losses_under_fsdp(tmp_path):
-    trainer = make_trainer(root=tmp_path, strategy="liger_fsdp", precision="16-mixed")
-    trainer.fit(LM(), make_loader(0, 2))
-    assert trainer.precision_plugin.scaler.get_scale() == 2.0**16
-    assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 2
+    for algorithm in ("norm", "value"):
+        with pytest.raises(RuntimeError, match=r"gradient_clip_val=0.2 with precision='16-mixed'.*with fused=True"):
+            LigerPrecisionPlugin("16-mixed").clip_gradients(optimizer, MAX_NORM, algorithm)

@@ -24,7 +24,7 @@ from lightning_liger import (
 from lightning_liger.resuming.atomic_io import AtomicCheckpointIO
 from lightning_liger.resuming.dataloader import ResumableDataLoader
 from tests.lightning_liger.resuming.workers.faults import Signalled
-from tests.lightning_liger.resuming.workers.resume import NUM_BATCHES, NUM_EPOCHS, DropoutLM, Run, fit, num_left
+from tests.lightning_liger.resuming.workers.resume import NUM_BATCHES, NUM_EPOCHS, DropoutLM, fit, num_left
 from tests.lightning_liger.strategies.workers.distributed import build_model, make_optimizer
 
 MIDDLE = ("batch", 1, 3)
@@ -54,18 +54,14 @@ def test_switch_decides_over_loaders_checkpoints_and_signals(tmp_path, on):
 
 
 def test_without_it_training_and_resuming_are_lightnings_own(tmp_path):
-    assert_equal(fit(tmp_path, strategy=off(), points={"ours": MIDDLE}), fit(tmp_path, points={"lightnings": MIDDLE}))
-    runs = [
+    runs = [fit(tmp_path, strategy=off(), points={"ours": MIDDLE}), fit(tmp_path, points={"lightnings": MIDDLE})]
+    resumed = [
         fit(tmp_path, seed=90, ckpt_path=tmp_path / path, **options)
         for path in ("ours", "lightnings")
         for options in ({"strategy": off()}, {"strategy": "auto"})
     ]
-    for run in runs[1:]:
-        assert_equal(run, runs[0])
-
-
-def assert_equal(run: Run, other: Run) -> None:
-    torch.testing.assert_close(run._asdict(), other._asdict(), rtol=0.0, atol=0.0)
+    for run, other in ((runs[1], runs[0]), *((each, resumed[0]) for each in resumed[1:])):
+        torch.testing.assert_close(run._asdict(), other._asdict(), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("saved_with", [True, False])
@@ -86,18 +82,15 @@ def test_without_it_sigterm_has_lightnings_exit_code(tmp_path):
     assert error.value.code is None
 
 
-@pytest.mark.parametrize("strategy", [LigerDDPStrategy, LigerStrategy, LigerModelParallelStrategy])
-def test_without_it_checkpoint_io_is_lightnings(strategy):
-    plain = strategy(fault_tolerance=False)
-    assert type(plain.checkpoint_io) is TorchCheckpointIO
-    plain.checkpoint_io = AsyncCheckpointIO()
-    assert type(plain.checkpoint_io.checkpoint_io) is TorchCheckpointIO
-
-
-@pytest.mark.parametrize("strategy", [FabricLigerStrategy, FabricLigerModelParallelStrategy])
-def test_without_it_lightnings_sharding_strategies_refuse_plugins(strategy):
-    with pytest.raises(NotImplementedError, match="CheckpointIO"):
-        strategy(fault_tolerance=False).checkpoint_io = TorchCheckpointIO()
+def test_without_it_checkpoint_io_is_lightnings():
+    for strategy in (LigerDDPStrategy, LigerStrategy, LigerModelParallelStrategy):
+        plain = strategy(fault_tolerance=False)
+        assert type(plain.checkpoint_io) is TorchCheckpointIO
+        plain.checkpoint_io = AsyncCheckpointIO()
+        assert type(plain.checkpoint_io.checkpoint_io) is TorchCheckpointIO
+    for fabrics in (FabricLigerStrategy, FabricLigerModelParallelStrategy):  # which refuse plugins
+        with pytest.raises(NotImplementedError, match="CheckpointIO"):
+            fabrics(fault_tolerance=False).checkpoint_io = TorchCheckpointIO()
 
 
 @pytest.mark.parametrize("on", [True, False])
