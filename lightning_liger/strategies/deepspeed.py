@@ -325,9 +325,7 @@ def _whole_parameters(model: Module, config: Any, device: torch.device) -> Itera
     Rules look at their shapes, dtypes and devices, and verify replacements with these. They take no memory.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        model.to(
-            device
-        )  # Lightning moved it to the CPU after an earlier stage; DeepSpeed moves what is not partitioned
+        model.to(device)  # Lightning moved it to the CPU after an earlier stage
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = next((each for name, each in dtypes.items() if config.get(name, {}).get("enabled")), None)
     stand_ins: dict[Parameter, Parameter] = {}

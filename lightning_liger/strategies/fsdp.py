@@ -9,7 +9,6 @@ import lightning.fabric.strategies.fsdp as fabric_fsdp
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,11 +43,7 @@ _ROOT = "liger_fsdp_root"
 class _Sharding:
     """Wraps models in FSDP for a strategy of Trainer or Fabric.
 
-    Args:
-        strategy: The strategy.
-        auto_wrap_policy: The layers to shard one by one.
-        sharding_strategy: As in Lightning's strategy.
-        arguments: The arguments of FSDP that neither the strategy nor Lightning's knows.
+    ``arguments`` are those of FSDP that neither the strategy nor Lightning's knows.
     """
 
     def __init__(
@@ -143,6 +138,7 @@ class BackwardRepair:
         if any(unit.cpu_offload.offload_params for unit in units):
             model.register_forward_pre_hook(self.note_gradients)
         inner: set[Parameter] = set()
+        self._whole_units = {}
         for unit in reversed(units):  # those inside others come first
             own = [parameter for parameter in unit.parameters() if parameter not in inner]
             inner.update(own)
@@ -258,21 +254,16 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
 
     @override
     def _prepare(self, convert: Callable[[Module], Module], model: Module) -> Module:
-        self._check_optimization(model)
-        return self._sharding.wrap(super()._prepare(convert, model), self.precision_plugin)
-
-    def _check_optimization(self, model: Module) -> None:
-        """Raises before a module of manual optimization is wrapped: its backward would run inside FSDP's forward."""
         module = self.lightning_module
-        if module is None or module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
-            return
-        if _ROOT in vars(model) or not _is_wrapped(model):
+        is_manual = module is not None and not module.automatic_optimization and module.trainer.training
+        if is_manual and (_ROOT in vars(model) or not _is_wrapped(model)):  # backward would run inside FSDP's forward
             raise ValueError(
                 "automatic_optimization=False is not supported by 'liger_fsdp' around a whole LightningModule, because"
                 " manual_backward would run inside FSDP's forward: use strategy='liger_model_parallel' (FSDP2) or"
                 " 'liger_ddp', or wrap the model inside the LightningModule in FullyShardedDataParallel in"
                 " configure_model"
             )
+        return self._sharding.wrap(super()._prepare(convert, model), self.precision_plugin)
 
 
 LigerStrategy = LigerFSDPStrategy

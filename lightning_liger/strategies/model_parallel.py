@@ -32,14 +32,7 @@ _SETUP_ORDER = (
 
 
 class _Sharding:
-    """Shards models by FSDP2 and tensor parallelism for a strategy of Trainer or Fabric.
-
-    Args:
-        strategy: The strategy.
-        auto_wrap_policy: The layers to shard one by one.
-        data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
-        tensor_parallel_size: Ranks that share each layer.
-    """
+    """Shards models by FSDP2 and tensor parallelism for a strategy of Trainer or Fabric."""
 
     def __init__(
         self,
@@ -68,10 +61,7 @@ class _Sharding:
             self._strategy._data_parallel_size = num_processes // size
 
     def shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
-        """Shards a whole ``model`` over both dimensions of ``mesh``.
-
-        Over the data-parallel dimension, it shards the layers of ``auto_wrap_policy`` one by one, then ``roots``.
-        """
+        """Shards a whole ``model``; over data-parallel ranks, layers of the policy one by one, then ``roots``."""
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, layers) and module not in roots] + roots
         check_tied_units(model, set(units))

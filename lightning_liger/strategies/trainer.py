@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from liger_ops.arguments import check_bool, check_path, wrong_value
+from liger_ops.arguments import check_bool, check_path
 from lightning_liger.activations.plan import Plan
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
@@ -101,9 +101,6 @@ class TrainerStrategy(Strategy):
     # Set-up
 
     def connect(self, model: L.LightningModule) -> None:
-        clip_val = model.trainer.gradient_clip_val
-        if clip_val is not None and not clip_val >= 0:
-            raise wrong_value("gradient_clip_val", "at least 0, or None", clip_val)
         self.precision_plugin = self.precision_plugin  # without one Lightning makes a new one each time
         self._control_plugin(self.precision_plugin)
         super().connect(model)

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from lightning_liger import LigerModelParallelStrategy
 from lightning_liger.strategies.parts.tensor_parallel import parallelize
 from tests.lightning_liger.strategies.workers.distributed import (
+    LM,
     NUM_RANKS,
     VOCAB_SIZE,
     launch,
@@ -24,7 +25,6 @@ from tests.lightning_liger.strategies.workers.tensor_parallel import (
     OPERATIONS,
     TP_SIZE,
     TinyHead,
-    TPModule,
     build_tp_model,
     make_hidden_states,
     make_tp_batches,
@@ -226,4 +226,4 @@ def test_tensor_parallel_size_needs_as_many_processes(tmp_path):
     strategy = LigerModelParallelStrategy(tensor_parallel_size=2)
     trainer = make_trainer(root=tmp_path, strategy=strategy, devices=1)
     with pytest.raises(ValueError, match="tensor_parallel_size must be a divisor of the number of processes, 1, got 2"):
-        trainer.fit(TPModule(), [make_tp_batches(0, 1)[0]])
+        trainer.fit(LM(), [make_tp_batches(0, 1)[0]])

@@ -91,15 +91,16 @@ def regularized(loss: Tensor) -> Tensor:
 
 
 class LM(LigerLMMixin, L.LightningModule):
-    """The tiny model with the mixin's own steps."""
+    """The tiny model, or what ``build`` makes in the place of it, with the mixin's own steps."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, build: Callable[[Any], nn.Module] | None = None) -> None:
         super().__init__()
         self.tied = tied
+        self.build = build or (lambda module: build_model(tied))
 
     def configure_model(self) -> None:
         if getattr(self, "model", None) is None:
-            self.model = build_model(self.tied)
+            self.model = self.build(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.parameters())

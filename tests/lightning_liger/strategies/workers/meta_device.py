@@ -4,7 +4,6 @@ Their folder has a Hugging Face folder for each head, and ``deep`` with a model 
 """
 
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,49 +88,37 @@ class Whole(OnMeta):
             self.model = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.get_default_dtype()).train()
 
 
-class Reads:
-    """What is read of files: in all, in the largest piece, and the most that was there at one time; in bytes."""
+class Slice:
+    """A tensor in a file, whose reads are noted by their sizes in bytes."""
 
-    def __init__(self) -> None:
-        self.total = self.largest = self.most = self._now = 0
+    def __init__(self, source: Any, sizes: list[int]) -> None:
+        self.source, self.sizes = source, sizes
+        self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
 
-    def note(self, tensor: Tensor) -> Tensor:
-        size = tensor.nbytes
-        self.total += size
-        self.largest = max(self.largest, size)
-        self._now += size
-        self.most = max(self.most, self._now)
-        weakref.finalize(tensor, self._forget, size)
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor = self.source[index]
+        self.sizes.append(tensor.nbytes)
         return tensor
 
-    def _forget(self, size: int) -> None:
-        self._now -= size
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        reads = self
+@contextmanager
+def noted_reads() -> Iterator[list[int]]:
+    """The sizes in bytes of what is read of files in the block."""
+    sizes: list[int] = []
 
-        class Slice:
-            def __init__(self, source: Any) -> None:
-                self.source = source
-                self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+    class File:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.file = safe_open(*args, **kwargs)
+            self.keys = self.file.keys
 
-            def __getitem__(self, index: Any) -> Tensor:
-                return reads.note(self.source[index])
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.file.get_slice(name), sizes)
 
-        class File:
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self.file = safe_open(*args, **kwargs)
-                self.keys = self.file.keys
-
-            def get_slice(self, name: str) -> Slice:
-                return Slice(self.file.get_slice(name))
-
-        pretrained.safe_open = File
-        try:
-            yield
-        finally:
-            pretrained.safe_open = safe_open
+    pretrained.safe_open = File
+    try:
+        yield sizes
+    finally:
+        pretrained.safe_open = safe_open
 
 
 def peak_bytes(device: str, action: Callable[[], Any]) -> tuple[int, Any]:
@@ -152,7 +139,7 @@ def peak_bytes(device: str, action: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _fabric(run: dict[str, Any], strategy: Any, how: str) -> dict[str, Any]:
-    folder, reads = run["folder"] / "deep", Reads()
+    folder = run["folder"] / "deep"
     fabric = L.Fabric(strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS)
     fabric.launch()
 
@@ -166,12 +153,12 @@ def _fabric(run: dict[str, Any], strategy: Any, how: str) -> dict[str, Any]:
             load_pretrained(model, folder)  # opens files, whose size the profiler would count
         return model
 
-    with reads.watching():
+    with noted_reads() as reads:
         model = None if how == "whole" else build()
         peak, model = peak_bytes(run["device"], lambda: fabric.setup_module(model or build()))
     batch = {name: tensor.to(fabric.device) for name, tensor in make_batches(0, 1)[0].items()}
     placements = {str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}
-    return {"peak": peak, "reads": vars(reads), "loss": model(**batch).loss.item(), "placements": placements}
+    return {"peak": peak, "reads": reads, "loss": model(**batch).loss.item(), "placements": placements}
 
 
 def results(run: dict[str, Any]) -> dict[str, Any]:

@@ -73,18 +73,6 @@ def make_tp_batches(
 make_uneven_tp_batches = partial(make_tp_batches, make=make_uneven_batches)
 
 
-class TPModule(LM):
-    """One of the models with the mixin's own steps, left whole for the strategy."""
-
-    def __init__(self, name: str = "untied") -> None:
-        super().__init__()
-        self.name = name
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            self.model = build_tp_model(self.name)
-
-
 def user_plan(model: PreTrainedModel) -> dict[str, Any]:
     """A plan of PyTorch's own styles."""
     plan: dict[str, Any] = {
@@ -99,36 +87,30 @@ def user_plan(model: PreTrainedModel) -> dict[str, Any]:
     return plan
 
 
-class BuiltOnMeta(TPModule):
+def _on_meta(module: LM) -> nn.Module:
     """Has neither memory nor values when the strategy sees it."""
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            with torch.device("meta"):
-                self.model = MODELS[self.name]()
+    with torch.device("meta"):
+        return MODELS["qwen3"]()
 
 
-class ParallelizedByItsUser(TPModule):
+def _parallelized(module: LM) -> nn.Module:
     """Is tensor-parallel when the strategy sees it, but not data-parallel."""
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            super().configure_model()
-            parallelize_module(self.model, self.device_mesh["tensor_parallel"], user_plan(self.model))
+    model = build_tp_model("untied")
+    return parallelize_module(model, module.device_mesh["tensor_parallel"], user_plan(model))
 
 
-class ShardedByItsUser(ParallelizedByItsUser):
+def _sharded(module: LM) -> nn.Module:
     """Is both."""
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            super().configure_model()
-            for layer in self.model.model.layers:
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+    model = _parallelized(module)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=module.device_mesh["data_parallel"])
+    return model
 
 
-def _fit(run: dict[str, Any], module: LM, make: Any = make_tp_batches, **options: Any) -> dict[str, Any]:
+def _fit(
+    run: dict[str, Any], model: str | Callable[[LM], nn.Module], make: Any = make_tp_batches, **options: Any
+) -> dict[str, Any]:
+    module = LM(build=model if callable(model) else lambda module: build_tp_model(model))
     strategy = LigerModelParallelStrategy(
         tensor_parallel_size=TP_SIZE, save_distributed_checkpoint=False, **options.pop("strategy", {})
     )
@@ -263,17 +245,17 @@ def _local_shard(device: str, mesh: DeviceMesh) -> Tensor:
 def results(run: dict[str, Any]) -> dict[str, Any]:
     fabric = FabricLigerModelParallelStrategy(tensor_parallel_size=TP_SIZE)
     found: dict[str, Any] = {
-        "untied": _fit(run, TPModule("untied"), save_as="untied.ckpt"),
-        "tied": _fit(run, TPModule("tied"), save_as="tied.ckpt"),
-        "qwen3": _fit(run, TPModule("qwen3")),
-        "no-kernels": _fit(run, TPModule("untied"), strategy={"kernels": "none"}),
-        "by-its-user": _fit(run, ParallelizedByItsUser(), gradient_clip_val=MAX_NORM),
-        "sharded-by-its-user": _fit(run, ShardedByItsUser()),
-        "clipped": _fit(run, TPModule("qwen3"), gradient_clip_val=MAX_NORM),
-        "meta": _fit(run, BuiltOnMeta("qwen3"), max_steps=2),
-        "bf16-mixed": _fit(run, TPModule("untied"), precision="bf16-mixed", max_steps=2),
-        "bf16-true": _fit(run, TPModule("untied"), precision="bf16-true", max_steps=2),
-        "uneven": _fit(run, TPModule("tied"), make_uneven_tp_batches, accumulate_grad_batches=2),
+        "untied": _fit(run, "untied", save_as="untied.ckpt"),
+        "tied": _fit(run, "tied", save_as="tied.ckpt"),
+        "qwen3": _fit(run, "qwen3"),
+        "no-kernels": _fit(run, "untied", strategy={"kernels": "none"}),
+        "by-its-user": _fit(run, _parallelized, gradient_clip_val=MAX_NORM),
+        "sharded-by-its-user": _fit(run, _sharded),
+        "clipped": _fit(run, "qwen3", gradient_clip_val=MAX_NORM),
+        "meta": _fit(run, _on_meta, max_steps=2),
+        "bf16-mixed": _fit(run, "untied", precision="bf16-mixed", max_steps=2),
+        "bf16-true": _fit(run, "untied", precision="bf16-true", max_steps=2),
+        "uneven": _fit(run, "tied", make_uneven_tp_batches, accumulate_grad_batches=2),
         "fabric": fit_with_fabric(run, fabric, build_tp_model("tied"), make_tp_batches(run["rank"] // TP_SIZE)),
     }
     shape = (run["size"] // TP_SIZE, TP_SIZE)
