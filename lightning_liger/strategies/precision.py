@@ -117,17 +117,18 @@ def keep_buffer_dtypes(config: MixedPrecision, precision: str) -> MixedPrecision
     return replace(config, buffer_dtype=None) if precision in ("16-true", "bf16-true") else config
 
 
-def _check_users_scaler(precision: str, scaler: Any) -> None:
-    if scaler is not None and precision != "16-mixed":
-        raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
-    if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
-        raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
-
-
 class AppliesKernels(FabricPrecision):
     """Applies kernels to the module that it converts. A mixin for FSDP's plugins."""
 
-    patching: Kernels
+    def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
+        super().__init__(precision)  # type: ignore[call-arg]  # of FSDP's; Lightning 2.6 refuses every scaler
+        if scaler is not None and precision != "16-mixed":
+            raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
+        if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
+            raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
+        self.scaler = scaler or self.scaler
+        self.kernels = kernels
+        self.patching = Kernels(kernels)
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -170,14 +171,10 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
         kernels: KernelChoice = "auto",
         on_nonfinite_grad: OnNonfiniteGrad = "ignore",
     ) -> None:
-        super().__init__(precision)
-        _check_users_scaler(precision, scaler)
+        super().__init__(precision, scaler, kernels)
         check_on_nonfinite_grad(on_nonfinite_grad)
-        self.scaler = scaler or self.scaler  # Lightning 2.6 refuses every scaler that it is given
         _check_scaler(on_nonfinite_grad, self.scaler)
-        self.kernels = kernels
         self.on_nonfinite_grad = on_nonfinite_grad
-        self.patching = Kernels(kernels)
 
     def optimizer_step(  # type: ignore[override]  # of the Trainer's, which has more arguments than Fabric's
         self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -217,13 +214,6 @@ def settled(closure: Callable[[], Any], module: L.LightningModule) -> Callable[[
 
 class FabricLigerPrecisionPlugin(AppliesKernels, fabric_fsdp.FSDPPrecision):
     """:class:`LigerPrecisionPlugin` for Fabric, which clips gradients elsewhere."""
-
-    def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
-        super().__init__(precision)
-        _check_users_scaler(precision, scaler)
-        self.scaler = scaler or self.scaler
-        self.kernels = kernels
-        self.patching = Kernels(kernels)
 
 
 def control_gradients(
