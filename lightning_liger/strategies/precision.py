@@ -120,8 +120,10 @@ def keep_buffer_dtypes(config: MixedPrecision, precision: str) -> MixedPrecision
 class AppliesKernels(FabricPrecision):
     """Applies kernels to the module that it converts. A mixin for FSDP's plugins."""
 
+    scaler: Any
+
     def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
-        super().__init__(precision)  # type: ignore[call-arg]  # of FSDP's; Lightning 2.6 refuses every scaler
+        super().__init__(precision)  # type: ignore[call-arg]  # FSDP's; Lightning 2.6 refuses every scaler
         if scaler is not None and precision != "16-mixed":
             raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
