@@ -41,7 +41,8 @@ class VocabParallelEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)  # see _check
-        start = _rows_per_rank(module.num_embeddings, device_mesh.size()) * device_mesh.get_local_rank()
+        # Every rank but the last, which may have fewer, has as many rows.
+        start = -(-module.num_embeddings // device_mesh.size()) * device_mesh.get_local_rank()
         _distribute(module, device_mesh, Shard(0))
         num_rows = cast(DTensor, module.weight).to_local().shape[0]
         padding = module.padding_idx
@@ -108,8 +109,12 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
     for embeddings, head in pairs:
         head.weight = embeddings.weight
     replicas: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        _replicate_rest(module, device_mesh, replicas)
+    for module in model.modules():  # the rest is replicated; shared parameters stay shared
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if own and not any(isinstance(parameter, DTensor) for parameter in own.values()):
+            Replicated()._apply(module, device_mesh)
+            for name, parameter in own.items():
+                module.register_parameter(name, replicas.setdefault(parameter, module.get_parameter(name)))
 
 
 def _planned(owner: Any, num_ranks: int) -> dict[nn.Module, str]:
@@ -154,17 +159,6 @@ def _check(owner: nn.Module, name: str, module: nn.Module, style: str, num_ranks
     size = getattr(module, _SPLIT[style]) if style in _SPLIT else 0
     if size % num_ranks:
         raise ValueError(f"tensor_parallel_size={num_ranks} must divide {_SPLIT[style]} of {name!r}, which is {size}")
-    num_rows = module.num_embeddings if isinstance(module, nn.Embedding) and style == "embedding_rowwise" else None
-    if num_rows is not None and _rows_per_rank(num_rows, num_ranks) * (num_ranks - 1) >= num_rows:
-        raise ValueError(
-            f"tensor_parallel_size={num_ranks} leaves a rank without any of the {num_rows} rows of {name!r}; expected"
-            " fewer ranks"
-        )
-
-
-def _rows_per_rank(num_rows: int, num_ranks: int) -> int:
-    """The number of rows of every rank but the last, which may have fewer."""
-    return -(-num_rows // num_ranks)
 
 
 def _unsupported(num_ranks: int, owner: nn.Module, name: str, style: str) -> str:
@@ -179,16 +173,6 @@ def _distribute(module: nn.Module, device_mesh: DeviceMesh, placement: Placement
     for name, parameter in module.named_parameters(recurse=False):
         distributed = distribute_tensor(parameter.detach(), device_mesh, [placement])
         module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
-
-
-def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh, replicas: dict[Tensor, nn.Parameter]) -> None:
-    """Replicates a module's own parameters if they are plain tensors; shared parameters stay shared."""
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if not own or any(isinstance(parameter, DTensor) for parameter in own.values()):
-        return
-    Replicated()._apply(module, device_mesh)
-    for name, parameter in own.items():
-        module.register_parameter(name, replicas.setdefault(parameter, module.get_parameter(name)))
 
 
 def _compute_locally(module: nn.Module, gradients: list[Placement], **settings: Any) -> None:
