@@ -123,14 +123,6 @@ def test_random_weights_are_the_same_for_every_engine_and_number_of_ranks(ranks,
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random_weights_are_learnt_from(ranks, engine):
-    _, results, _ = ranks
-    for result in results:
-        losses = result[f"{engine}-random-untied"]["losses"]
-        assert losses[-1] < losses[0] - 0.5
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_sharded_checkpoint_is_loaded_over_a_model_built_on_meta(ranks, engine):
     device, results, _ = ranks
     for result in results:
@@ -169,22 +161,15 @@ def test_ranks_read_one_tensor_at_a_time_and_under_fsdp2_only_what_they_hold(ran
     assert not any(result[f"{engine}-fabric-random"]["reads"] for result in results for engine in ENGINES)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_fabric_computes_what_the_stock_model_does(ranks, engine):
+def test_fabric_computes_what_the_stock_model_does(ranks):
     device, results, _ = ranks
     loss = build_deep_model()(**make_batches(0, 1)[0]).loss.item()
     for result in results:
-        assert result[f"{engine}-fabric-pretrained"]["loss"] == pytest.approx(loss, rel=TOLERANCE[device])
-        assert result[f"{engine}-fabric-whole"]["loss"] == pytest.approx(loss, rel=TOLERANCE[device])
-
-
-def test_ranks_read_their_parts_of_tensors_sharded_over_two_dimensions(ranks):
-    device, results, _ = ranks
-    loss = build_deep_model()(**make_batches(0, 1)[0]).loss.item()
-    for result in results:
-        run = result["tensor-parallel"]
-        assert "(Shard(dim=0), Shard(dim=1))" in run["placements"]
-        assert run["loss"] == pytest.approx(loss, rel=TOLERANCE[device])
+        for way in (f"{engine}-fabric-{how}" for engine in ENGINES for how in ("pretrained", "whole")):
+            assert result[way]["loss"] == pytest.approx(loss, rel=TOLERANCE[device])
+        # Ranks read their parts of tensors that are sharded over two dimensions.
+        assert "(Shard(dim=0), Shard(dim=1))" in result["tensor-parallel"]["placements"]
+        assert result["tensor-parallel"]["loss"] == pytest.approx(loss, rel=TOLERANCE[device])
 
 
 @pytest.mark.parametrize("head", HEADS)

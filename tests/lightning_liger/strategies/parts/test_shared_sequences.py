@@ -93,6 +93,8 @@ STRATEGIES = [LigerDDPStrategy, LigerStrategy, LigerModelParallelStrategy]
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_size_that_does_not_divide_the_processes_is_refused(strategy: type, tmp_path):
+    with pytest.raises(RuntimeError, match=r"torch\.distributed to be initialized"):
+        ContextParallel(2)
     trainer = make_trainer(root=tmp_path, strategy=strategy(context_parallel_size=2))
     with pytest.raises(ValueError, match=r"context_parallel_size=2 must divide the number of processes, which is 1"):
         trainer.fit(LM(RUNS["ddp"]), make_rows(RUNS["ddp"], 1))
@@ -168,8 +170,3 @@ def test_masks_and_missing_positions_are_refused(context):
     context.apply(model)
     with pytest.raises(ValueError, match=r"no attention_mask .* attention_mask of shape torch.Size\(\[1, 1, 4, 4\]\)"):
         model(ids, attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
-
-
-def test_process_group_has_to_be_there():
-    with pytest.raises(RuntimeError, match=r"torch\.distributed to be initialized"):
-        ContextParallel(2)

@@ -21,6 +21,7 @@ from tests.lightning_liger.strategies.workers.tensor_parallel import (
     CASES,
     HIDDEN,
     MAX_NORM,
+    MODELS,
     NUM_STEPS,
     OPERATIONS,
     TP_SIZE,
@@ -55,37 +56,37 @@ def ranks(request, tmp_path_factory):
     return Ranks(request.param, folder, launch(request.param, folder, worker=WORKER, num_ranks=num_ranks))
 
 
-def assert_as_in(name: str, ranks: Ranks, way: str, make: Any = make_tp_batches, **options: Any) -> None:
-    """As one process with the stock model; the losses are those of each data-parallel rank's batches."""
+WAYS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {},
+    "qwen3": {},
+    "no-kernels": {},
+    "sharded-by-its-user": {},
+    "by-its-user": {"max_norm": MAX_NORM},
+    "clipped": {"model": "qwen3", "max_norm": MAX_NORM},
+    "uneven": {"model": "tied", "make": make_uneven_tp_batches, "num_micro_batches": 2},
+    "fabric": {"model": "tied", "of_tokens": False},
+}
+"""What is trained, and how one process does it; by default the model of the same name, or the first."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensor_parallel_ranks_train_as_one_process_with_the_stock_model(ranks, way):
+    options = dict(WAYS[way])
+    model, make = options.pop("model", way if way in MODELS else "untied"), options.pop("make", make_tp_batches)
+    # The losses are those of each data-parallel rank's batches.
     batches = [make(rank, NUM_STEPS) for rank in range(ranks.num_data_ranks)]
-    reference = reference_training(build_tp_model(name), batches, ranks.device, **options)
+    reference = reference_training(build_tp_model(model), batches, ranks.device, **options)
     assert min(reference.norms) > MAX_NORM
+    assert reference.losses[0] != reference.losses[-1] or ranks.num_data_ranks == 1
     runs = [result[way] for result in ranks.results]
     assert_trained_as(reference, runs, ranks.device, ranks_per_loss=TP_SIZE)
-
-
-@pytest.mark.parametrize("way", ["untied", "tied", "qwen3", "no-kernels", "sharded-by-its-user"])
-def test_tensor_parallel_ranks_train_as_one_process_with_the_stock_model(ranks, way):
-    name = way if way in ("tied", "qwen3") else "untied"
-    assert_as_in(name, ranks, way)
-    fused = way != "no-kernels"
-    for result in ranks.results:
+    num_losses = 0 if way == "no-kernels" else NUM_STEPS
+    for run in runs:
         # 5 norms, 2 attentions, 2 MLPs and the head; Qwen3 has norms of queries and keys besides.
-        assert result[way]["num_replaced"] == {"no-kernels": 0, "qwen3": 14}.get(way, 10)
-        assert result[way]["logit_counts"] == (NUM_STEPS if fused else 0, 0)
-        assert result[way]["counts_after_validation"] == (2 * NUM_STEPS if fused else 0, 0)
-
-
-def test_ranks_of_a_pair_have_the_same_losses_and_pairs_have_others(ranks):
-    losses = [result["untied"]["losses"] for result in ranks.results]
-    assert losses[0::TP_SIZE] == losses[1::TP_SIZE]
-    assert all(first != losses[0] for first in losses[TP_SIZE::TP_SIZE])
-
-
-def test_fabric_spreads_a_whole_model_over_tensor_parallel_ranks(ranks):
-    assert_as_in("tied", ranks, "fabric", of_tokens=False)
-    for result in ranks.results:
-        assert (result["fabric"]["num_replaced"], result["fabric"]["logit_counts"]) == (10, (NUM_STEPS, 0))
+        assert run["num_replaced"] == {"no-kernels": 0, "qwen3": 14, "clipped": 14}.get(way, 10)
+        assert run["logit_counts"] == (num_losses, 0)
+        assert run.get("counts_after_validation", (2 * num_losses, 0)) == (2 * num_losses, 0)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -106,15 +107,6 @@ def test_model_on_the_meta_device_gets_the_same_values_on_all_ranks(ranks):
         assert all(torch.equal(parameter, other["whole"][name]) for other in others)
     assert first["losses"][0] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
     assert not first["whole"]["model.embed_tokens.weight"][52].any()  # the padding token's
-
-
-def test_tokens_count_the_same_whatever_micro_batch_they_are_in(ranks):
-    assert_as_in("tied", ranks, "uneven", make_uneven_tp_batches, num_micro_batches=2)
-
-
-@pytest.mark.parametrize(("way", "name"), [("clipped", "qwen3"), ("by-its-user", "untied")])
-def test_norm_of_the_gradients_counts_each_parameter_once(ranks, way, name):
-    assert_as_in(name, ranks, way, max_norm=MAX_NORM)
 
 
 @pytest.mark.parametrize("way", ["untied", "tied", "qwen3"])

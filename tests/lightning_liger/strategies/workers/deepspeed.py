@@ -6,7 +6,6 @@ from typing import Any
 
 import deepspeed
 import lightning as L
-import peft
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -39,6 +38,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_uneven_batches,
     outside_loss,
 )
+from tests.lightning_liger.strategies.workers.engines import with_adapters
 from tests.lightning_liger.strategies.workers.trainings import (
     drop_objects,
     fit,
@@ -83,19 +83,18 @@ class AddsToLossWholeAtFirst(AddsToLoss, WholeAtFirst):
     pass
 
 
-class PartitionedAtOnce(LM):
+def _partitioned_at_once(tied: bool) -> LM:
     """Makes its parameters where ZeRO-3 partitions each module's at once, and copies known values into them."""
+    stock = build_model(tied)
 
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__(tied)
-        stock = build_model(tied)
-        self.config, self.values = stock.config, stock.state_dict()
-
-    def configure_model(self) -> None:
-        self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.get_default_dtype())
-        for name, parameter in self.model.named_parameters():
+    def build(module: LM) -> nn.Module:
+        model = AutoModelForCausalLM.from_config(stock.config, dtype=torch.get_default_dtype())
+        for name, parameter in model.named_parameters():
             with torch.no_grad(), deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
-                parameter.copy_(self.values[name])
+                parameter.copy_(stock.get_parameter(name))
+        return model
+
+    return LM(build=build)
 
 
 class Frozen(WholeAtFirst):
@@ -114,10 +113,7 @@ class Adapted(Frozen):
 
     def __init__(self, tied: bool = False) -> None:
         LM.__init__(self, tied)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-            self.model = peft.get_peft_model(build_model(tied), config)
+        self.model = with_adapters("q_proj", "lm_head", model=build_model(tied))
 
 
 class NeedsWholeLogits(WholeAtFirst):
@@ -242,7 +238,7 @@ def _run_stage(run: dict[str, Any], stage: int) -> dict[str, Any]:
 
 def _run_partitioned(run: dict[str, Any]) -> dict[str, Any]:
     """What is special about parameters that are partitioned."""
-    found = {f"partitioned-{head}": _fit(run, 3, PartitionedAtOnce(tied)) for head, tied in HEADS.items()}
+    found = {f"partitioned-{head}": _fit(run, 3, _partitioned_at_once(tied)) for head, tied in HEADS.items()}
     config = build_model().config.to_diff_dict()
     modules = {
         "from-config": LigerCausalLM(model_type=config.pop("model_type"), config=config),

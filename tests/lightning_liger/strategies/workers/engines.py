@@ -56,7 +56,7 @@ def _freeze(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def _with_adapters(*layers: str, model: nn.Module) -> nn.Module:
+def with_adapters(*layers: str, model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -77,8 +77,8 @@ CHANGES: dict[str, Callable[[], nn.Module]] = {
     "without-head": lambda: _freeze(build_model(), "lm_head"),
     # Frozen and trained parameters side by side, in each layer and around them.
     "mixed": lambda: _freeze(build_model(), "embed_tokens", "mlp"),
-    "lora-attention": lambda: _with_adapters("q_proj", "v_proj", model=build_model()),
-    "lora-head": lambda: _with_adapters("q_proj", "lm_head", model=build_model()),
+    "lora-attention": lambda: with_adapters("q_proj", "v_proj", model=build_model()),
+    "lora-head": lambda: with_adapters("q_proj", "lm_head", model=build_model()),
     "partly-optimized": build_model,
     "unused": lambda: _with_unused(build_model()),
 }
