@@ -139,22 +139,12 @@ def precise_reference(device):
 
 
 @in_each_precision
-def test_dtypes_and_scales_are_as_promised_and_those_of_lightnings_own_strategy(ranks, engine, precision):
-    device, results = ranks
-    for result in results:
-        ours = result[f"{engine}-{precision}"]
-        assert [ours[kind] for kind in DTYPES] == [{KEPT_IN[precision]}] * 3 + [{torch.float32}]
-        assert ours["logit_counts"] == (NUM_PRECISE_BATCHES, 0)
-        if engine != "liger_fsdp" or device != "cpu":  # Lightning's FSDP needs GPUs
-            own = result[f"own-{engine}-{precision}"]
-            assert {kind: own[kind] for kind in (*DTYPES, "scale")} == {kind: ours[kind] for kind in (*DTYPES, "scale")}
-            assert own["logit_counts"] == (0, 0)
-
-
-@in_each_precision
-def test_losses_and_norms_are_those_of_float32_within_rounding(ranks, engine, precision):
+def test_losses_and_norms_are_those_of_float32_within_rounding_and_dtypes_as_promised(ranks, engine, precision):
     device, results = ranks
     reference, runs = precise_reference(device), [result[f"{engine}-{precision}"] for result in results]
+    for run in runs:
+        assert [run[kind] for kind in DTYPES] == [{KEPT_IN[precision]}] * 3 + [{torch.float32}]
+        assert run["logit_counts"] == (NUM_PRECISE_BATCHES, 0)
     eps = torch.finfo(COMPUTED_IN[precision]).eps
     exact = precision == "32-true"
     # Weights in bfloat16 do not take updates below half their spacing, so trainings part; what is mixed keeps them.

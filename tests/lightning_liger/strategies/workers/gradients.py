@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -17,13 +16,11 @@ from lightning_liger import (
 )
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
-    NUM_RANKS,
     Batch,
     build_model,
     make_batches,
     make_uneven_batches,
 )
-from tests.lightning_liger.strategies.workers.engines import Sharded2ByItsUser
 from tests.lightning_liger.strategies.workers.trainings import fit, fit_with_fabric, rank_main
 
 ENGINES = {
@@ -141,16 +138,6 @@ def _precision(engine: str, precision: str, device: str) -> dict[str, Any]:
     return {"precision": precision}
 
 
-def _lightnings_own(engine: str, device: str) -> tuple[Any, LM] | None:
-    """Lightning's strategy of the same kind, with a module that it can train; its FSDP needs GPUs."""
-    if engine == "liger_ddp":
-        return DDPStrategy(), LM()
-    if engine == "liger_fsdp":
-        return (FSDPStrategy(), LM()) if device == "cuda" else None
-    strategy = ModelParallelStrategy(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
-    return strategy, Sharded2ByItsUser("whole")
-
-
 def _precise(run: dict[str, Any]) -> dict[str, Any]:
     """What a rank got out of each precision; and, where there is a scaler, out of batches one of which overflows."""
     found, rank = {}, run["rank"]
@@ -160,9 +147,6 @@ def _precise(run: dict[str, Any]) -> dict[str, Any]:
         for precision in (each for each in PRECISIONS if is_trained(engine, each)):
             options = partial(_precision, engine, precision, run["device"])
             found[f"{engine}-{precision}"] = train(engine, LM(), batches, gradient_clip_val=1e6, **options())
-            own = _lightnings_own(engine, run["device"])
-            if own is not None:
-                found[f"own-{engine}-{precision}"] = train(*own, batches, **options())
         if engine in SCALED_ENGINES:
             options = partial(_precision, engine, "16-mixed", run["device"])
             broken = scaled(batches, rank, OVERFLOWING_BATCH)
