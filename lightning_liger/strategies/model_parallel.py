@@ -19,7 +19,7 @@ from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
-from lightning_liger.strategies.parts.policies import check_policy, resolve_policy
+from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
 from lightning_liger.strategies.trainer import TrainerStrategy
@@ -124,7 +124,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         self,
         kernels: KernelChoice = "auto",
         auto_wrap_policy: list[str] | set[type[Module]] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
         **kwargs: Any,
@@ -209,7 +209,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         parallelize_fn: Callable[[Module, DeviceMesh], Module] | None = None,
         kernels: KernelChoice = "auto",
         auto_wrap_policy: list[str] | set[type[Module]] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
         **kwargs: Any,

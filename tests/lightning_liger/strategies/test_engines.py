@@ -128,6 +128,11 @@ def test_ranks_hold_parts_of_units_or_the_whole(ranks):
     assert "FSDPLinear" in ranks.results[0]["fsdp2-each-linear"]["units"]
 
 
+def test_groups_of_one_process_whose_gradients_pytorch_would_not_average_are_refused(ranks):
+    for result in ranks.of("groups-of-one"):
+        assert "sharding_strategy=HYBRID_SHARD shards over groups of one process" in result["error"]
+
+
 def test_offloaded_parameters_and_states_lie_in_the_memory_of_the_cpu(ranks):
     for name, device in ((f"{OFFLOAD}-whole", "cpu"), ("liger_fsdp-whole", ranks.device)):
         assert [result["devices"] for result in ranks.of(name)] == [{device}] * NUM_RANKS

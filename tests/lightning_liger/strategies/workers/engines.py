@@ -329,6 +329,13 @@ def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
         **{name: _fit_with_fabric(run, name) for name in FABRIC_RUNS},
         **_checkpoints(run),
         "generated": _generate(run),
+        "groups-of-one": fit(
+            run,
+            LigerFSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=_MESH[::-1]),
+            LM(),
+            make_batches(run["rank"], 1),
+            may_fail=True,
+        ),
         **lifecycle.results(run, ENGINES),
     }
 
