@@ -164,7 +164,7 @@ class BackwardRepair:
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
         for unit, own in self._whole_units.items():
-            if not any(parameter.requires_grad for parameter in own):
+            if own and not any(parameter.requires_grad for parameter in own):
                 with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
                     pass  # restores them at its end
 
