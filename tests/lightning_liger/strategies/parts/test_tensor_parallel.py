@@ -64,7 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded-by-its-user": {},
     "by-its-user": {"max_norm": MAX_NORM},
     "clipped": {"model": "qwen3", "max_norm": MAX_NORM},
-    "uneven": {"model": "tied", "make": make_uneven_tp_batches, "num_micro_batches": 2},
+    "uneven": {"model": "qwen3", "make": make_uneven_tp_batches, "num_micro_batches": 2},
     "fabric": {"model": "tied", "of_tokens": False},
 }
 """What is trained, and how one process does it; by default the model of the same name, or the first."""
@@ -84,7 +84,7 @@ def test_tensor_parallel_ranks_train_as_one_process_with_the_stock_model(ranks, 
     num_losses = 0 if way == "no-kernels" else NUM_STEPS
     for run in runs:
         # 5 norms, 2 attentions, 2 MLPs and the head; Qwen3 has norms of queries and keys besides.
-        assert run["num_replaced"] == {"no-kernels": 0, "qwen3": 14, "clipped": 14}.get(way, 10)
+        assert run["num_replaced"] == {"no-kernels": 0, "qwen3": 14, "clipped": 14, "uneven": 14}.get(way, 10)
         assert run["logit_counts"] == (num_losses, 0)
         assert run.get("counts_after_validation", (2 * num_losses, 0)) == (2 * num_losses, 0)
 

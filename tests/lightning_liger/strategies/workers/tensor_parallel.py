@@ -255,7 +255,7 @@ def results(run: dict[str, Any]) -> dict[str, Any]:
         "meta": _fit(run, _on_meta, max_steps=2),
         "bf16-mixed": _fit(run, "untied", precision="bf16-mixed", max_steps=2),
         "bf16-true": _fit(run, "untied", precision="bf16-true", max_steps=2),
-        "uneven": _fit(run, "tied", make_uneven_tp_batches, accumulate_grad_batches=2),
+        "uneven": _fit(run, "qwen3", make_uneven_tp_batches, accumulate_grad_batches=2),
         "fabric": fit_with_fabric(run, fabric, build_tp_model("tied"), make_tp_batches(run["rank"] // TP_SIZE)),
     }
     shape = (run["size"] // TP_SIZE, TP_SIZE)
