@@ -130,20 +130,14 @@ class BackwardRepair:
 
     def __init__(self) -> None:
         self._with_gradients: set[Parameter] | None = None  # on the CPU before every forward since the last backward
-        self._whole_units: dict[FullyShardedDataParallel, list[Parameter]] = {}
+        self._whole_units: list[FullyShardedDataParallel] = []
 
     def watch(self, model: Module) -> Module:
         """Repairs what :meth:`context` is around, of a wrapped model, which is returned."""
         units = FullyShardedDataParallel.fsdp_modules(model)
         if any(unit.cpu_offload.offload_params for unit in units):
             model.register_forward_pre_hook(self.note_gradients)
-        inner: set[Parameter] = set()
-        self._whole_units = {}
-        for unit in reversed(units):  # those inside others come first
-            own = [parameter for parameter in unit.parameters() if parameter not in inner]
-            inner.update(own)
-            if unit.sharding_strategy == ShardingStrategy.NO_SHARD:
-                self._whole_units[unit] = own
+        self._whole_units = [unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD]
         return model
 
     def note_gradients(self, model: Module, args: Any) -> None:
@@ -163,10 +157,9 @@ class BackwardRepair:
         for parameter, gradient in earlier.items():
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
-        for unit, own in self._whole_units.items():
-            if own and not any(parameter.requires_grad for parameter in own):
-                with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                    pass  # restores them at its end
+        for unit in self._whole_units:
+            if unit._handle is not None and not unit._handle.flat_param.requires_grad:
+                unit._handle.reshard(False)
 
 
 class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):

@@ -85,18 +85,35 @@ def test_manual_optimization_trains_only_where_fsdp_is_inside_the_module(tmp_pat
     assert module.losses == pytest.approx(reference.losses[0], rel=1e-5)
 
 
-def test_frozen_layers_keep_their_parameters_where_fsdp_does_not_shard(tmp_path):
-    module = LM()
+class TrainsLayers(LM):
+    """All is frozen that is in no layer, as with adapters; notes how many parameters there are after each backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_parameters: list[int] = []
+
+    def configure_optimizers(self):
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("layers" in name)
+        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+    def on_after_backward(self):
+        self.num_parameters.append(len(list(self.parameters())))
+
+
+def test_frozen_parameters_are_not_lost_where_fsdp_does_not_shard(tmp_path):
+    module = TrainsLayers()
     module.configure_model()
-    module.model.model.layers[0].requires_grad_(False)
-    module.configure_optimizers = lambda: make_optimizer([p for p in module.parameters() if p.requires_grad])
+    module.configure_optimizers()  # frozen before FSDP sees it
     trainer = make_trainer(root=tmp_path, strategy="liger_fsdp")
     trainer.fit(module, make_loader(0, 2))
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     saved = torch.load(tmp_path / "model.ckpt", weights_only=False)["state_dict"]
-    for name, parameter in build_model().model.layers[0].named_parameters():
-        assert saved[f"model.model.layers.0.{name}"].equal(parameter)
-    assert len(list(module.parameters())) == len(list(build_model().parameters()))
+    stock = build_model()
+    assert module.num_parameters == [len(list(stock.parameters()))] * 2
+    assert all(
+        saved[f"model.{name}"].equal(stock.state_dict()[name]) for name in ("lm_head.weight", "model.norm.weight")
+    )
 
 
 def test_mesh_of_another_size_than_the_processes_is_refused(tmp_path):
