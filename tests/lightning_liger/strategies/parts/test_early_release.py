@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.lightning_liger.tiny import quiet_trainer
+
 
 class Module(L.LightningModule):
     """Notes before each forward whether parameters have gradients."""
@@ -43,11 +45,8 @@ class Watcher(L.Callback):
 
 def fit(module: L.LightningModule, strategy: str, accumulate: int = 1, callbacks: Any = None) -> Tensor:
     rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=callbacks, use_distributed_sampler=False,
-    )  # fmt: skip
+    options = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, **options)
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=1))
     return module.linear.weight.detach().clone()
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_liger import LigerLMMixin
+from tests.lightning_liger.tiny import quiet_trainer
 
 ROOT = Path(__file__).parents[4]
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -157,13 +158,8 @@ class Losses(L.Callback):
 
 def make_trainer(*callbacks: L.Callback, root: Path, **options: Any) -> L.Trainer:
     """A silent Trainer; on one CPU process unless told otherwise."""
-    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
-    return L.Trainer(
-        callbacks=list(callbacks),
-        default_root_dir=root,
-        **{**defaults, **dict.fromkeys(quiet, False), **options},
-    )
+    defaults = {"max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "use_distributed_sampler": False}
+    return quiet_trainer(callbacks=list(callbacks), default_root_dir=root, **{**defaults, **options})
 
 
 def squared_gradient_norm(parameters: Iterable[Tensor]) -> float:
