@@ -13,7 +13,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     build_model,
     make_batches,
     make_loader,
-    make_optimizer,
     make_trainer,
     wrapped_units,
 )
@@ -92,11 +91,6 @@ class TrainsLayers(LM):
         super().__init__()
         self.num_parameters: list[int] = []
 
-    def configure_optimizers(self):
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_("layers" in name)
-        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-
     def on_after_backward(self):
         self.num_parameters.append(len(list(self.parameters())))
 
@@ -104,7 +98,8 @@ class TrainsLayers(LM):
 def test_frozen_parameters_are_not_lost_where_fsdp_does_not_shard(tmp_path):
     module = TrainsLayers()
     module.configure_model()
-    module.configure_optimizers()  # frozen before FSDP sees it
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("layers" in name)
     trainer = make_trainer(root=tmp_path, strategy="liger_fsdp")
     trainer.fit(module, make_loader(0, 2))
     trainer.save_checkpoint(tmp_path / "model.ckpt")

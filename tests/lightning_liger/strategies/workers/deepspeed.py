@@ -34,11 +34,10 @@ from tests.lightning_liger.strategies.workers.distributed import (
     build_model,
     logit_counts,
     make_batches,
-    make_optimizer,
     make_uneven_batches,
     outside_loss,
 )
-from tests.lightning_liger.strategies.workers.engines import with_adapters
+from tests.lightning_liger.strategies.workers.engines import CHANGES, with_adapters
 from tests.lightning_liger.strategies.workers.trainings import (
     drop_objects,
     fit,
@@ -74,9 +73,9 @@ def _is_supported(precision: str) -> bool:
 class WholeAtFirst(LM):
     """Has its parameters before DeepSpeed can partition them as they are made."""
 
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__(tied)
-        self.model = build_model(tied)
+    def __init__(self, tied: bool = False, build: Callable[[Any], nn.Module] | None = None) -> None:
+        super().__init__(tied, build)
+        self.model = self.build(self)
 
 
 class AddsToLossWholeAtFirst(AddsToLoss, WholeAtFirst):
@@ -95,25 +94,6 @@ def _partitioned_at_once(tied: bool) -> LM:
         return model
 
     return LM(build=build)
-
-
-class Frozen(WholeAtFirst):
-    """Trains all but one child of the model."""
-
-    def __init__(self, frozen: str) -> None:
-        super().__init__()
-        getattr(self.model, frozen).requires_grad_(False)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-
-
-class Adapted(Frozen):
-    """Trains low-rank adapters of the head and of attention."""
-
-    def __init__(self, tied: bool = False) -> None:
-        LM.__init__(self, tied)
-        self.model = with_adapters("q_proj", "lm_head", model=build_model(tied))
 
 
 class NeedsWholeLogits(WholeAtFirst):
@@ -257,8 +237,10 @@ def _run_partitioned(run: dict[str, Any]) -> dict[str, Any]:
 
 
 OTHERS: dict[str, Callable[[], LM]] = {
-    "frozen-head": lambda: Frozen("lm_head"),
-    "adapted-tied": lambda: Adapted(True),
+    "frozen-head": lambda: WholeAtFirst(build=lambda module: CHANGES["without-head"]()),
+    "adapted-tied": lambda: WholeAtFirst(
+        build=lambda module: with_adapters("q_proj", "lm_head", model=build_model(tied=True))
+    ),
     "whole-logits": NeedsWholeLogits,
 }
 """What is trained with and without kernels under ZeRO-3."""

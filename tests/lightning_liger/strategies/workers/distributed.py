@@ -104,7 +104,7 @@ class LM(LigerLMMixin, L.LightningModule):
             self.model = self.build(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
+        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
 
 
 class AddsToLoss(LM):
