@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_liger.strategies.fabric import FabricStrategy
-from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
 from lightning_liger.strategies.trainer import TrainerStrategy
 
@@ -18,10 +17,10 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.DDPStrategy` with fused kernels and a fused loss.
 
     Args:
-        *args: ``kernels``, ``on_nonfinite_grad``.
-        **kwargs: ``kernels``, ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``,
-            ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in
-            Lightning's strategy.
+        kernels: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        **kwargs: ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and ``fault_tolerance`` as
+            in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
 
     Raises:
         TypeError: For an argument that neither Lightning's strategy nor ``DistributedDataParallel`` has.
@@ -29,10 +28,7 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     """
 
     strategy_name = "liger_ddp"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_unknown(self, kwargs, DistributedDataParallel)
-        super().__init__(*args, **kwargs)
+    _wrapper = DistributedDataParallel
 
 
 class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
@@ -41,9 +37,7 @@ class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_unknown(self, kwargs, DistributedDataParallel)
-        super().__init__(*args, **kwargs)
+    _wrapper = DistributedDataParallel
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

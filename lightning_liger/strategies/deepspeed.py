@@ -99,11 +99,6 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
     def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
         return _whole_parameters(model, self.config, self.root_device)
 
-    @property
-    @override
-    def _runs_layers_together(self) -> bool:
-        return self.zero_stage_3  # which gathers parameters in each forward
-
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
@@ -213,11 +208,6 @@ class FabricLigerDeepSpeedStrategy(FabricStrategy, fabric_deepspeed.DeepSpeedStr
     def _final_parameters(self, module: Module) -> AbstractContextManager[None]:
         return _whole_parameters(module, self.config, self.root_device)
 
-    @property
-    @override
-    def _runs_layers_together(self) -> bool:
-        return self.zero_stage_3
-
     @contextmanager
     @override
     def module_sharded_context(self) -> Iterator[None]:
@@ -256,6 +246,7 @@ def _adapt_config(strategy: Any) -> None:
     strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
     # Lightning sets this too where it makes the config: else only a few classes of optimizers are accepted.
     strategy.config.setdefault("zero_allow_untested_optimizer", True)
+    strategy._runs_layers_together = strategy.zero_stage_3  # which gathers parameters in each forward
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -317,12 +308,6 @@ def _expose_lazy_logits(engine: "DeepSpeedEngine") -> None:
             ALL_TENSORS.expose(module)
 
 
-def _bring_back(model: Module, device: torch.device) -> None:
-    """Undoes Lightning's move to the CPU after an earlier stage; DeepSpeed moves only what is not partitioned."""
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        model.to(device)
-
-
 class _ZeroConfig:
     """The configuration that transformers reads to build models whose parameters are partitioned as they are made."""
 
@@ -339,7 +324,8 @@ def _whole_parameters(model: Module, config: Any, device: torch.device) -> Itera
 
     Rules look at their shapes, dtypes and devices, and verify replacements with these. They take no memory.
     """
-    _bring_back(model, device)
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        model.to(device)  # Lightning moved it to the CPU after an earlier stage
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = next((each for name, each in dtypes.items() if config.get(name, {}).get("enabled")), None)
     stand_ins: dict[Parameter, Parameter] = {}

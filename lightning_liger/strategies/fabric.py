@@ -1,5 +1,6 @@
 """What Fabric's strategies have in common."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,13 @@ from liger_ops.arguments import check_bool, check_path
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
-from lightning_liger.resuming.safe_loading import sharded_errors_explained
+from lightning_liger.resuming.safe_loading import check_checkpoint, sharded_errors_explained
 from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
+from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
 from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.strategies.parts.optimizer_states import load_in_fabric
+from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.weights.materialize import materialize
 
 
@@ -24,27 +28,23 @@ class FabricStrategy(Strategy):
     """Kernels, activations and checkpoints. A mixin for strategies of Fabric.
 
     Checkpoints are atomic, and an error on one rank while saving is an error on all.
-
-    Args:
-        kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
-        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
-        memory_budget: The memory that a plan for the layers may take.
-        fault_tolerance: With False checkpoints are saved as in Lightning.
-        **kwargs: As in Lightning's strategy.
-
-    Raises:
-        TypeError: For an argument of another type.
-        ValueError: For a value that is not among those that the argument takes.
     """
 
     writes_itself = False
     """Whether the strategy writes and reads files and folders without its ``checkpoint_io``."""
+    _wrapper: Callable[..., Any] | None = None
+    """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
+    _shards_parameters = False
+    """Whether Lightning's strategy reads them into sharded models."""
+    _runs_layers_together = False
+    """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
 
     def __init__(
         self,
         kernels: KernelChoice = "auto",
         *,
         activation_checkpointing: ActivationCheckpointing | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         **kwargs: Any,
@@ -53,7 +53,9 @@ class FabricStrategy(Strategy):
         self.kernels = kernels
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
+        refuse_unknown(self, kwargs, self._wrapper)
+        self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 
     # Set-up
@@ -93,11 +95,6 @@ class FabricStrategy(Strategy):
         """A context in which the module's parameters look as the engine will have them."""
         return nullcontext()
 
-    @property
-    def _runs_layers_together(self) -> bool:
-        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
-        return False
-
     # Steps
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -113,16 +110,13 @@ class FabricStrategy(Strategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, by default one that writes atomically."""
-        if not self.fault_tolerance:
-            return super().checkpoint_io
-        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
-        return self._checkpoint_io
+        return self._io if self.fault_tolerance else super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if self.fault_tolerance:
-            self._checkpoint_io = io
-        else:  # Lightning's strategies for FSDP and FSDP2 refuse plugins
+            self._io = atomic_by_default(io)
+        else:  # FSDP and FSDP2 refuse plugins
             super(FabricStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +142,11 @@ class FabricStrategy(Strategy):
             return self._read(path, state, strict, weights_only)
 
     def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        return super().load_checkpoint(path, state, strict, weights_only)
+        read = partial(super().load_checkpoint, path, strict=strict, weights_only=weights_only)
+        if not self._shards_parameters:
+            return read(state)
+        check_checkpoint(Path(path), weights_only)
+        return load_in_fabric(path, state, read)
 
     # What callbacks read
 

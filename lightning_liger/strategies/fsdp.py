@@ -2,22 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.fabric.strategies.fsdp as fabric_fsdp
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
-import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
     OptimStateKeyType,
@@ -32,12 +29,9 @@ from typing_extensions import override
 
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.safe_loading import check_checkpoint
 from lightning_liger.strategies.fabric import FabricStrategy
-from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
-from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
 from lightning_liger.strategies.trainer import TrainerStrategy
@@ -49,11 +43,7 @@ _ROOT = "liger_fsdp_root"
 class _Sharding:
     """Wraps models in FSDP for a strategy of Trainer or Fabric.
 
-    Args:
-        strategy: The strategy.
-        auto_wrap_policy: The layers to shard one by one.
-        sharding_strategy: As in Lightning's strategy.
-        arguments: The arguments of FSDP that neither the strategy nor Lightning's knows.
+    ``arguments`` are those of FSDP that neither the strategy nor Lightning's knows.
     """
 
     def __init__(
@@ -126,11 +116,6 @@ class _Sharding:
                 " their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
             )
         check_head_units(root, pairs)
-        if on_cpu:
-            # Full state dicts move parameters to the CPU and free what they moved, which on a CPU is the same memory.
-            for module in FullyShardedDataParallel.fsdp_modules(root):
-                if module._handle is not None:
-                    setattr(module._handle, _checked("to_cpu", module._handle), nullcontext)
         # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
         return self.backward_repair.watch(root)
@@ -213,8 +198,9 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """
 
     strategy_name = "liger_fsdp"
-    # Lightning refuses to run the names that are registered here without a GPU.
-    _registered_strategies: list[str] = []
+    _shards_parameters = True
+    _wrapper = FullyShardedDataParallel
+    mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision_plugin))
 
     def __init__(
         self,
@@ -224,12 +210,10 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(self, kwargs, FullyShardedDataParallel)
         check_policy("auto_wrap_policy", auto_wrap_policy)
-        super().__init__(kernels, **kwargs)
+        super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
         self.engine.materializes = True
-        self._activations.take_policy(activation_checkpointing_policy)
-        self._saves_shards = kwargs.get("state_dict_type", "full") == "sharded"
+        self.saves_folders = kwargs.get("state_dict_type", "full") == "sharded"
         self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self.kwargs)
 
     @override
@@ -241,16 +225,13 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         super().setup_environment()
         self._sharding.make_mesh()
 
-    @property
     @override
-    def mixed_precision_config(self) -> MixedPrecision | None:
-        plugin = self.precision_plugin
-        return self.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
-
-    @property
-    @override
-    def saves_folders(self) -> bool:
-        return self._saves_shards
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.saves_folders or self.root_device.type != "cpu":
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        with _whole_on_cpu(self.model):
+            return self.model.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -258,33 +239,24 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
             return super().optimizer_state(optimizer)
         assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        state = _full_optimizer_state(self.model, optimizer)
+        with _whole_on_cpu(self.model):
+            state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
         if self.global_rank > 0:
             return state
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
 
     @override
     def _prepare(self, convert: Callable[[Module], Module], model: Module) -> Module:
-        self._check_optimization(model)
-        return self._sharding.wrap(super()._prepare(convert, model), self.precision_plugin)
-
-    @override
-    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_trainer(self, Path(path), partial(super()._read, path, weights_only))
-
-    def _check_optimization(self, model: Module) -> None:
-        """Raises before a module of manual optimization is wrapped: its backward would run inside FSDP's forward."""
         module = self.lightning_module
-        if module is None or module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
-            return
-        if _ROOT in vars(model) or not _is_wrapped(model):
+        is_manual = module is not None and not module.automatic_optimization and module.trainer.training
+        if is_manual and (_ROOT in vars(model) or not _is_wrapped(model)):  # backward would run inside FSDP's forward
             raise ValueError(
                 "automatic_optimization=False is not supported by 'liger_fsdp' around a whole LightningModule, because"
                 " manual_backward would run inside FSDP's forward: use strategy='liger_model_parallel' (FSDP2) or"
                 " 'liger_ddp', or wrap the model inside the LightningModule in FullyShardedDataParallel in"
                 " configure_model"
             )
+        return self._sharding.wrap(super()._prepare(convert, model), self.precision_plugin)
 
 
 LigerStrategy = LigerFSDPStrategy
@@ -298,6 +270,9 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     """
 
     writes_itself = True
+    _shards_parameters = True
+    _wrapper = FullyShardedDataParallel
+    mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision))
 
     def __init__(
         self,
@@ -307,10 +282,8 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
         sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(self, kwargs, FullyShardedDataParallel)
         check_policy("auto_wrap_policy", auto_wrap_policy)
-        super().__init__(kernels, **kwargs)
-        self._activations.take_policy(activation_checkpointing_policy)
+        super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
         self._saves_shards = kwargs.get("state_dict_type", "sharded") == "sharded"
         self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self._fsdp_kwargs)
 
@@ -318,13 +291,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._sharding.make_mesh()
-
-    @property
-    @override
-    def mixed_precision_config(self) -> MixedPrecision | None:
-        return self.mixed_precision or keep_buffer_dtypes(
-            self.precision.mixed_precision_config, self.precision.precision
-        )
 
     @override
     def module_to_device(self, module: Module) -> None:
@@ -340,26 +306,13 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
         return self._sharding.wrap(super()._prepare(module), self.precision)
 
     @override
-    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_fabric(path, state, partial(super()._read, path, strict=strict, weights_only=weights_only))
-
-    @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
         if not self._saves_shards and self.root_device.type == "cpu":
-            models = [part for part in state.values() if isinstance(part, FullyShardedDataParallel)]
-            optimizers = {
-                name: part for name, part in state.items() if isinstance(part, Optimizer) and len(models) == 1
-            }
-            state = state | {name: _full_optimizer_state(models[0], part) for name, part in optimizers.items()}
-        super().save_checkpoint(path, state, *args, **kwargs)
-
-    @override
-    def setup_module(self, module: Module) -> Module:
-        root = super().setup_module(module)
-        if isinstance(root, FullyShardedDataParallel) and root.sharding_strategy != ShardingStrategy.NO_SHARD:
-            root.module.register_forward_pre_hook(partial(_check_gathered, root))
-        return root
+            raise ValueError(
+                "state_dict_type='full' is not supported on CPUs with Fabric, where FSDP would free what it saves;"
+                " expected state_dict_type='sharded'"
+            )
+        super().save_checkpoint(path, *args, **kwargs)
 
     @override
     def clip_gradients_norm(
@@ -381,45 +334,32 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
 FabricLigerStrategy = FabricLigerFSDPStrategy
 
 
+def _mixed_precision_config(strategy: Any, plugin: Any) -> MixedPrecision | None:
+    return strategy.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
+
+
 def _is_wrapped(model: Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _checked(name: str, owner: object) -> str:
-    """``name``, if it is a method of ``owner``; assigning to another name would change nothing, silently."""
-    if not callable(getattr(owner, name, None)):
-        raise RuntimeError(
-            f"torch {torch.__version__}: {type(owner).__name__} has no method {name!r}, which liger_fsdp replaces on"
-            " CPUs. Use a version of torch that lightning-liger supports, or train on GPUs"
-        )
-    return name
+def _check_sharding(sharding_strategy: Any) -> ShardingStrategy:
+    named = {name.lower(): strategy for name, strategy in ShardingStrategy.__members__.items()}
+    found = named.get(str(sharding_strategy).lower(), sharding_strategy)
+    if not isinstance(found, ShardingStrategy):
+        known = list(ShardingStrategy.__members__)
+        raise ValueError(f"sharding_strategy must be one of {known}, got {sharding_strategy!r}")
+    return found
 
 
-def _check_sharding(sharding_strategy: str | ShardingStrategy) -> ShardingStrategy:
-    known = ShardingStrategy.__members__
-    if isinstance(sharding_strategy, str) and sharding_strategy.upper() in known:
-        return known[sharding_strategy.upper()]
-    if not isinstance(sharding_strategy, ShardingStrategy):
-        raise ValueError(f"sharding_strategy must be one of {list(known)}, got {sharding_strategy!r}")
-    return sharding_strategy
+def _whole_on_cpu(model: Module) -> AbstractContextManager[Any]:
+    """A context in which state dicts of a model on CPUs are whole, on the first rank.
 
-
-def _full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The whole state of an optimizer of a model on CPUs, on the first rank.
-
-    FSDP gathers all states of a unit into one buffer and offloads each from there to the CPU. On a CPU that copies
-    nothing: both moments of Adam would be the one that was gathered last.
+    Lightning's has FSDP move tensors to the CPU and free what it moved, which on a CPU is the same memory. States of an
+    optimizer are gathered into one buffer: both moments of Adam would be the one that was gathered last.
     """
-    copied = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=copied):
-        return FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-
-def _check_gathered(root: FullyShardedDataParallel, module: Module, args: Any) -> None:
-    """Raises if ``module`` is called from outside ``root``, as by a method that Fabric does not know."""
-    if root.training_state.name == "IDLE":
-        raise RuntimeError(
-            f"{type(module).__name__} is called outside FSDP's forward, where its parameters are sharded: call the"
-            " model that fabric.setup returned, and mark its other methods that call the model, as with"
-            ' model.mark_forward_method("generate")'
-        )
+    return FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),
+    )

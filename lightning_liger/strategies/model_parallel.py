@@ -1,8 +1,6 @@
 """``liger_model_parallel``: FSDP2 and tensor parallelism on a device mesh with fused kernels."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -11,19 +9,17 @@ import lightning.pytorch.strategies.model_parallel as pytorch_model_parallel
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from liger_ops.arguments import check_integer, wrong_type, wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.safe_loading import check_checkpoint
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
-from lightning_liger.strategies.parts.optimizer_states import load_in_fabric, load_in_trainer, states_left_empty
-from lightning_liger.strategies.parts.policies import check_policy, resolve_policy
+from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
 from lightning_liger.strategies.trainer import TrainerStrategy
@@ -36,14 +32,7 @@ _SETUP_ORDER = (
 
 
 class _Sharding:
-    """Shards models by FSDP2 and tensor parallelism for a strategy of Trainer or Fabric.
-
-    Args:
-        strategy: The strategy.
-        auto_wrap_policy: The layers to shard one by one.
-        data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
-        tensor_parallel_size: Ranks that share each layer.
-    """
+    """Shards models by FSDP2 and tensor parallelism for a strategy of Trainer or Fabric."""
 
     def __init__(
         self,
@@ -72,10 +61,7 @@ class _Sharding:
             self._strategy._data_parallel_size = num_processes // size
 
     def shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
-        """Shards a whole ``model`` over both dimensions of ``mesh``.
-
-        Over the data-parallel dimension, it shards the layers of ``auto_wrap_policy`` one by one, then ``roots``.
-        """
+        """Shards a whole ``model``; over data-parallel ranks, layers of the policy one by one, then ``roots``."""
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, layers) and module not in roots] + roots
         check_tied_units(model, set(units))
@@ -132,23 +118,28 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             model without a plan, or sizes that cannot be divided by it.
     """
 
+    _shards_parameters = True
+
     def __init__(
         self,
         kernels: KernelChoice = "auto",
         auto_wrap_policy: list[str] | set[type[Module]] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
         super().__init__(
-            kernels, data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **kwargs
+            kernels,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **kwargs,
         )
-        self._saves_shards = kwargs.get("save_distributed_checkpoint", True)
+        self.saves_folders = kwargs.get("save_distributed_checkpoint", True)
+        self._runs_layers_together |= tensor_parallel_size > 1
         self.engine.materializes = True
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
-        self._activations.take_policy(activation_checkpointing_policy)
 
     @override
     def setup_environment(self) -> None:
@@ -172,25 +163,9 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             for name in stand_in:
                 del vars(module)[name]
 
-    @property
-    @override
-    def _runs_layers_together(self) -> bool:
-        return self._sharding.tensor_parallel_size > 1 or super()._runs_layers_together
-
-    @override
-    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_trainer(self, Path(path), partial(super()._read, path, weights_only))
-
-    @property
-    @override
-    def saves_folders(self) -> bool:
-        return self._saves_shards
-
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with states_left_empty([optimizer]):
-            return super().optimizer_state(optimizer)
+        return super().optimizer_state(optimizer) if optimizer.state else optimizer.state_dict()
 
     @override
     def model_to_device(self) -> None:
@@ -227,13 +202,14 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
     """
 
     writes_itself = True
+    _shards_parameters = True
 
     def __init__(
         self,
         parallelize_fn: Callable[[Module, DeviceMesh], Module] | None = None,
         kernels: KernelChoice = "auto",
         auto_wrap_policy: list[str] | set[type[Module]] | None = None,
-        activation_checkpointing_policy: list[str] | set[type[Module]] | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
         **kwargs: Any,
@@ -243,25 +219,19 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
         super().__init__(
             kernels,
+            activation_checkpointing_policy=activation_checkpointing_policy,
             parallelize_fn=self._parallelize_and_materialize,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        check_policy("activation_checkpointing_policy", activation_checkpointing_policy, takes_functions=False)
-        self._activations.take_policy(activation_checkpointing_policy)
         self._parallelize = parallelize_fn or self._shard_whole
-        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._runs_layers_together = tensor_parallel_size > 1
 
     @override
     def setup_environment(self) -> None:
         self._sharding.check_size()
         super().setup_environment()
-
-    @property
-    @override
-    def _runs_layers_together(self) -> bool:
-        return self._sharding.tensor_parallel_size > 1
 
     def _shard_whole(self, module: Module, mesh: DeviceMesh) -> Module:
         self._sharding.shard(module, [module], mesh)
@@ -284,34 +254,22 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         return super().setup_module_and_optimizers(module, *args, **kwargs)
 
     @override
-    def setup_module(self, module: Module) -> Module:
-        before = list(module.parameters())
-        module = super().setup_module(module)
-        after = set(module.parameters())
-        self._replaced.update((parameter, None) for parameter in before if parameter not in after)
-        return module
-
-    @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        num_replaced = sum(parameter in self._replaced for parameter in parameters)
-        if num_replaced:
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
             raise RuntimeError(
-                f"{type(optimizer).__name__} has {num_replaced} of {len(parameters)} parameters that sharding has"
-                f" replaced, so its steps would not train the model: {_SETUP_ORDER}"
+                f"{type(optimizer).__name__} has no sharded parameter, so its steps would not"
+                f" train the model, whose parameters sharding has replaced: {_SETUP_ORDER}"
             )
         return super().setup_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        with states_left_empty(part for part in state.values() if isinstance(part, Optimizer)):
-            super().save_checkpoint(path, state, *args, **kwargs)
+        empty = {
+            name: part.state_dict() for name, part in state.items() if isinstance(part, Optimizer) and not part.state
+        }
+        super().save_checkpoint(path, state | empty, *args, **kwargs)
 
     @override
     def module_to_device(self, module: Module) -> None:
         """Does nothing: sharding moves a module to its device."""
-
-    @override
-    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only)
-        return load_in_fabric(path, state, partial(super()._read, path, strict=strict, weights_only=weights_only))

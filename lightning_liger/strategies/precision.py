@@ -70,8 +70,8 @@ class GradientClipping(Precision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        # PyTorch's fused optimizers say so by this attribute, which its GradScaler looks for.
-        if clip_val > 0 and self.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if clip_val > 0 and self.scaler is not None and is_fused:
             raise RuntimeError(
                 f"gradient_clip_val={clip_val} with precision='16-mixed' needs an optimizer whose gradients are"
                 f" unscaled before its step, got {type(optimizer).__name__} with fused=True"
@@ -117,17 +117,20 @@ def keep_buffer_dtypes(config: MixedPrecision, precision: str) -> MixedPrecision
     return replace(config, buffer_dtype=None) if precision in ("16-true", "bf16-true") else config
 
 
-def _check_users_scaler(precision: str, scaler: Any) -> None:
-    if scaler is not None and precision != "16-mixed":
-        raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
-    if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
-        raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
-
-
 class AppliesKernels(FabricPrecision):
     """Applies kernels to the module that it converts. A mixin for FSDP's plugins."""
 
-    patching: Kernels
+    scaler: Any
+
+    def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
+        super().__init__(precision)  # type: ignore[call-arg]  # FSDP's; Lightning 2.6 refuses every scaler
+        if scaler is not None and precision != "16-mixed":
+            raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
+        if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
+            raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
+        self.scaler = scaler or self.scaler
+        self.kernels = kernels
+        self.patching = Kernels(kernels)
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -170,14 +173,10 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
         kernels: KernelChoice = "auto",
         on_nonfinite_grad: OnNonfiniteGrad = "ignore",
     ) -> None:
-        super().__init__(precision)
-        _check_users_scaler(precision, scaler)
+        super().__init__(precision, scaler, kernels)
         check_on_nonfinite_grad(on_nonfinite_grad)
-        self.scaler = scaler or self.scaler  # Lightning 2.6 refuses every scaler that it is given
         _check_scaler(on_nonfinite_grad, self.scaler)
-        self.kernels = kernels
         self.on_nonfinite_grad = on_nonfinite_grad
-        self.patching = Kernels(kernels)
 
     def optimizer_step(  # type: ignore[override]  # of the Trainer's, which has more arguments than Fabric's
         self, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -186,15 +185,21 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        with super().val_step_context(), lazy_logits():
+        with lazy_until_the_end_of("a validation step"), super().val_step_context():
             yield
-        settle("the end of a validation step")
 
     @contextmanager
     def test_step_context(self) -> Iterator[None]:
-        with super().test_step_context(), lazy_logits():
+        with lazy_until_the_end_of("a test step"), super().test_step_context():
             yield
-        settle("the end of a test step")
+
+
+@contextmanager
+def lazy_until_the_end_of(step: str) -> Iterator[None]:
+    """Logits are lazy in a step without gradients; what somebody keeps of them is real after it."""
+    with lazy_logits():
+        yield
+    settle(f"the end of {step}")
 
 
 def settled(closure: Callable[[], Any], module: L.LightningModule) -> Callable[[], Any]:
@@ -212,26 +217,16 @@ def settled(closure: Callable[[], Any], module: L.LightningModule) -> Callable[[
 class FabricLigerPrecisionPlugin(AppliesKernels, fabric_fsdp.FSDPPrecision):
     """:class:`LigerPrecisionPlugin` for Fabric, which clips gradients elsewhere."""
 
-    def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
-        super().__init__(precision)
-        _check_users_scaler(precision, scaler)
-        self.scaler = scaler or self.scaler
-        self.kernels = kernels
-        self.patching = Kernels(kernels)
-
 
 def control_gradients(
     plugin: Any,
-    on_nonfinite_grad: OnNonfiniteGrad | None,
+    on_nonfinite_grad: OnNonfiniteGrad,
     backward_context: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> None:
-    """Lets a plugin of the Trainer clip as a strategy says, unless its user chose another way.
+    """Lets a plugin of the Trainer clip as a strategy says, and run backward in a context.
 
-    Args:
-        plugin: A ``LigerPrecisionPlugin`` keeps its own settings, and a plugin with another ``clip_grad_by_norm`` than
-            Lightning's keeps that.
-        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`; None if the engine clips.
-        backward_context: Returns a context for backward.
+    A ``LigerPrecisionPlugin`` keeps its own settings, and a plugin with another ``clip_grad_by_norm`` than Lightning's
+    keeps that.
 
     Raises:
         ValueError: If the plugin cannot follow ``on_nonfinite_grad``.
@@ -240,8 +235,9 @@ def control_gradients(
     if backward_context is not None:
         mixins += (BackwardInContext,)
         plugin.backward_context = backward_context
-    if on_nonfinite_grad is not None and not isinstance(plugin, LigerPrecisionPlugin):
-        if _clips_as_lightning(plugin):
+    if not isinstance(plugin, LigerPrecisionPlugin):
+        lightnings = (Precision.clip_grad_by_norm, pytorch_fsdp.FSDPPrecision.clip_grad_by_norm)
+        if isinstance(plugin, GradientClipping) or type(plugin).clip_grad_by_norm in lightnings:
             mixins += (GradientClipping,)
             _check_scaler(on_nonfinite_grad, getattr(plugin, "scaler", None))
             plugin.on_nonfinite_grad = on_nonfinite_grad
@@ -253,11 +249,6 @@ def control_gradients(
             )
     if missing := tuple(mixin for mixin in mixins if not isinstance(plugin, mixin)):
         plugin.__class__ = _with_mixins(type(plugin), *missing)
-
-
-def _clips_as_lightning(plugin: Any) -> bool:
-    lightnings = (Precision.clip_grad_by_norm, pytorch_fsdp.FSDPPrecision.clip_grad_by_norm)
-    return isinstance(plugin, GradientClipping) or type(plugin).clip_grad_by_norm in lightnings
 
 
 @made_subclass

@@ -12,15 +12,13 @@ from lightning.pytorch.strategies import Strategy
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from liger_ops.arguments import check_bool, check_path, wrong_value
+from liger_ops.arguments import check_bool, check_path
 from lightning_liger.activations.plan import Plan
-from lightning_liger.lazy.lineage import settle
-from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
 from lightning_liger.resuming.rank_state import RankStates
-from lightning_liger.resuming.safe_loading import check_is_of_trainer, sharded_errors_explained
+from lightning_liger.resuming.safe_loading import check_checkpoint, check_is_of_trainer, sharded_errors_explained
 from lightning_liger.resuming.sigterm import GracefulShutdown
 from lightning_liger.sequences.context_parallel import ContextParallel, check_size
 from lightning_liger.strategies.parts.activations import (
@@ -29,10 +27,19 @@ from lightning_liger.strategies.parts.activations import (
     MemoryBudget,
     announce_plan,
 )
+from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.early_release import EarlyRelease
 from lightning_liger.strategies.parts.kernels import Kernels
-from lightning_liger.strategies.precision import OnNonfiniteGrad, check_on_nonfinite_grad, control_gradients, settled
+from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
+from lightning_liger.strategies.parts.policies import LayerPolicy
+from lightning_liger.strategies.precision import (
+    OnNonfiniteGrad,
+    check_on_nonfinite_grad,
+    control_gradients,
+    lazy_until_the_end_of,
+    settled,
+)
 from lightning_liger.training.protocol import Engine
 from lightning_liger.weights.materialize import materialize
 
@@ -49,21 +56,14 @@ class TrainerStrategy(Strategy):
     With ``context_parallel_size`` consecutive ranks get the same batches, and the steps of
     :class:`~lightning_liger.LigerLMMixin` take each rank's shard of the rows. Parameters are still replicated or
     sharded over all ranks. In ``predict`` rows stay whole.
-
-    Args:
-        kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
-        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
-        activation_checkpointing: The layers that are recomputed in backward; see docs/training.md.
-        memory_budget: The memory that a plan for the layers may take.
-        fault_tolerance: False leaves checkpoints, data loaders and SIGTERM to Lightning. Checkpoints saved with True
-            load with False, and the other way round.
-        **kwargs: As in Lightning's strategy.
-
-    Raises:
-        TypeError: For an argument of another type.
-        ValueError: For a value that is not among those that the argument takes.
     """
+
+    saves_folders = False
+    """Whether checkpoints are folders that all ranks write to."""
+    _wrapper: Callable[..., Any] | None = None
+    """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
+    _shards_parameters = False
+    """Whether Lightning's strategy reads checkpoints itself, into sharded models."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class TrainerStrategy(Strategy):
         *,
         context_parallel_size: int = 1,
         activation_checkpointing: ActivationCheckpointing | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         **kwargs: Any,
@@ -83,22 +84,23 @@ class TrainerStrategy(Strategy):
         self.on_nonfinite_grad = on_nonfinite_grad
         self.context_parallel_size = context_parallel_size
         self.context_parallel: ContextParallel | None = None
+        self._runs_layers_together = context_parallel_size > 1
+        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
         self.fault_tolerance = fault_tolerance
         self.engine = Engine(self)
         """The strategy as the module sees it."""
         self._kernels = Kernels(kernels)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._early_release: EarlyRelease | None = EarlyRelease()
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
+        refuse_unknown(self, kwargs, self._wrapper)
+        self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 
     # Set-up
 
     def connect(self, model: L.LightningModule) -> None:
-        clip_val = model.trainer.gradient_clip_val
-        if clip_val is not None and not clip_val >= 0:
-            raise wrong_value("gradient_clip_val", "at least 0, or None", clip_val)
         self.precision_plugin = self.precision_plugin  # without one Lightning makes a new one each time
         self._control_plugin(self.precision_plugin)
         super().connect(model)
@@ -161,11 +163,6 @@ class TrainerStrategy(Strategy):
         """A context in which the model's parameters look as the engine will have them."""
         return nullcontext()
 
-    @property
-    def _runs_layers_together(self) -> bool:
-        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
-        return self.context_parallel_size > 1
-
     def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
         announce_plan(line, plan, fits)
         assert self.lightning_module is not None
@@ -209,16 +206,12 @@ class TrainerStrategy(Strategy):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with lazy_logits():
-            output = super().validation_step(*args, **kwargs)
-        settle("the end of a validation step")
-        return output
+        with lazy_until_the_end_of("a validation step"):
+            return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with lazy_logits():
-            output = super().test_step(*args, **kwargs)
-        settle("the end of a test step")
-        return output
+        with lazy_until_the_end_of("a test step"):
+            return super().test_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -237,21 +230,16 @@ class TrainerStrategy(Strategy):
     # Checkpoints
 
     @property
-    def saves_folders(self) -> bool:
-        """Whether checkpoints are folders that all ranks write to."""
-        return False
-
-    @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, by default one that writes atomically."""
-        if not self.fault_tolerance:
-            return super().checkpoint_io
-        self._checkpoint_io = atomic_by_default(self._checkpoint_io)
-        return self._checkpoint_io
+        return self._io if self.fault_tolerance else super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        if self.fault_tolerance:
+            self._io = atomic_by_default(io)
+        else:
+            super(TrainerStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         def save(to: Any) -> None:
@@ -279,7 +267,11 @@ class TrainerStrategy(Strategy):
         return checkpoint
 
     def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        return super().load_checkpoint(path, weights_only)
+        read = partial(super().load_checkpoint, path, weights_only)
+        if not self._shards_parameters:
+            return read()
+        check_checkpoint(Path(path), weights_only)
+        return load_in_trainer(self, Path(path), read)
 
     # The end
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 
 from liger_ops.arguments import check_number, shown, wrong_type, wrong_value
-from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers, find_layers
+from lightning_liger.activations.layers import ControlledLayers, control_layers, find_layers
 from lightning_liger.activations.plan import Plan
 from lightning_liger.activations.planner import AllRanks, Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
@@ -47,28 +47,23 @@ class ActivationControl:
     ) -> None:
         _check_checkpointing(checkpointing)
         _check_budget(budget)
-        self.checkpointing = checkpointing
-        self.budget = budget
-        self.take_policy(policy)
+        check_policy("activation_checkpointing_policy", policy)
+        self.checkpointing, self.budget, self.policy = checkpointing, budget, policy
+        arguments = {
+            "activation_checkpointing": checkpointing,
+            "activation_checkpointing_policy": policy,
+            "memory_budget": budget,
+        }
+        self._given = {name: value for name, value in arguments.items() if value is not None}
+        if len(self._given) > 1:
+            (name, value), (other, _) = list(self._given.items())[:2]
+            raise ValueError(f"{name}={shown(value)} must be None if {other} is given: both choose layers")
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
         self._memory: CudaMemory | None = None
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
         return type(self), (self.checkpointing, self.budget, self.policy)
-
-    def take_policy(self, policy: LayerPolicy | None) -> None:
-        """Takes the value of ``activation_checkpointing_policy``, in strategies that have it.
-
-        Raises:
-            ValueError: If another argument was given.
-        """
-        check_policy("activation_checkpointing_policy", policy)
-        self.policy = policy
-        given = [(name, value) for name, value in self._arguments.items() if value is not None]
-        if len(given) > 1:
-            (name, value), (other, _) = given[:2]
-            raise ValueError(f"{name}={shown(value)} must be None if {other} is given: both choose layers")
 
     def control(
         self,
@@ -119,24 +114,32 @@ class ActivationControl:
 
     def _find(self, model: Module) -> ControlledLayers | None:
         """Controls the layers of a new model, each in its mode."""
-        names = "activation_checkpointing" if self.policy is None else "activation_checkpointing_policy"
+        name = "activation_checkpointing" if self.policy is None else "activation_checkpointing_policy"
         layers = self.policy if self.policy is not None else self.checkpointing
         if layers is None or isinstance(layers, str | int):
             controlled = control_layers(model)
             if controlled is None:
                 if layers in (None, "none", 0) and self.budget in (None, "auto"):
                     return None
-                argument = f"memory_budget={shown(self.budget)}" if layers is None else f"{names}={shown(layers)}"
                 raise ValueError(
-                    f"{argument} needs a model with repeated layers, got {type(model).__name__} without: name their"
-                    " classes, as in activation_checkpointing=['MyLayer']"
+                    f"{self.recomputes} needs a model with repeated layers, got {type(model).__name__} without: name"
+                    " their classes, as in activation_checkpointing=['MyLayer']"
                 )
-            controlled.modes[:] = _modes(layers, len(controlled.layers), model)
+            # The first are recomputed: their backward comes last, when others are freed.
+            num_layers = len(controlled.layers)
+            named: dict[Any, int] = {None: 0, "none": 0, "full": num_layers}
+            num_recomputed: Any = named.get(layers, layers)
+            if num_recomputed > num_layers:
+                raise ValueError(
+                    f"activation_checkpointing must be at most {num_layers}, the number of layers of"
+                    f" {type(model).__name__}, got {layers}"
+                )
+            controlled.modes[:num_recomputed] = ["recompute"] * num_recomputed
             return controlled
         classes: Any = [layers] if isinstance(layers, type) else layers
-        chosen = select_modules(resolve_policy(names, classes, model), model)
+        chosen = select_modules(resolve_policy(name, classes, model), model)
         if not chosen:
-            raise ValueError(f"{names}={shown(layers)} names no layer that {type(model).__name__} has")
+            raise ValueError(f"{name}={shown(layers)} names no layer that {type(model).__name__} has")
         usual = set(find_layers(model))
         controlled = control_layers(model, None if usual.issuperset(chosen) else {type(layer) for layer in chosen})
         assert controlled is not None  # it has the chosen ones
@@ -144,23 +147,14 @@ class ActivationControl:
         return controlled
 
     @property
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "activation_checkpointing": self.checkpointing,
-            "activation_checkpointing_policy": self.policy,
-            "memory_budget": self.budget,
-        }
-
-    @property
     def is_asked_for(self) -> bool:
         """Whether one of the arguments was given."""
-        return any(value is not None for value in self._arguments.values())
+        return bool(self._given)
 
     @property
     def recomputes(self) -> str:
         """The argument that may have layers recomputed and its value, empty if none was given."""
-        given = (item for item in self._arguments.items() if item[1] not in (None, "none"))
-        return "".join(f"{name}={shown(value)}" for name, value in given)
+        return "".join(f"{name}={shown(value)}" for name, value in self._given.items() if value != "none")
 
     @property
     def plan(self) -> str:
@@ -205,15 +199,15 @@ class ActivationControl:
 
 def _check_checkpointing(layers: Any) -> None:
     name = "activation_checkpointing"
-    expected = "'none', 'full', a number of layers, or a list or set of layer classes or their names"
+    expected = "'none', 'full', a number of layers, or a list or set of layer classes or their names, or None"
     if layers is None or (isinstance(layers, type) and issubclass(layers, Module)):
         return
     if isinstance(layers, list | tuple | set | frozenset):
         check_policy(name, layers, takes_functions=False)
     elif isinstance(layers, bool) or not isinstance(layers, str | numbers.Integral):
-        raise wrong_type(name, f"{expected}, or None", layers)
+        raise wrong_type(name, expected, layers)
     elif layers not in ("none", "full") if isinstance(layers, str) else layers < 0:
-        raise wrong_value(name, f"{expected}, or None", layers)
+        raise wrong_value(name, expected, layers)
 
 
 def _check_budget(budget: Any) -> None:
@@ -230,18 +224,6 @@ def _check_budget(budget: Any) -> None:
 def memory_of(device: torch.device) -> CudaMemory | None:
     """The counters of a device's allocator, None for devices without."""
     return CudaMemory(device) if device.type == "cuda" else None
-
-
-def _modes(layers: str | int | None, num_layers: int, model: Module) -> Iterator[Mode]:
-    """The mode of each layer: the first are recomputed, as their backward comes last, when others are freed."""
-    named = {None: 0, "none": 0, "full": num_layers}
-    num_recomputed = named[layers] if layers is None or isinstance(layers, str) else layers
-    if num_recomputed > num_layers:
-        raise ValueError(
-            f"activation_checkpointing must be at most {num_layers}, the number of layers of {type(model).__name__},"
-            f" got {layers}"
-        )
-    return ("recompute" if index < num_recomputed else "cheap" for index in range(num_layers))
 
 
 def _run_together(controlled: ControlledLayers, always: bool) -> bool:

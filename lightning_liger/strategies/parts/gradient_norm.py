@@ -16,21 +16,14 @@ from torch.nn import Module
 def clip_gradient_norm(
     model: Module | None, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Scales the gradients of ``parameters`` so that their norm over all ranks is at most ``max_norm``.
+    """Scales the gradients of ``parameters`` so that their p-norm over all ranks is at most ``max_norm``.
 
-    Args:
-        model: An FSDP root, or a module with one or several of them inside; None without FSDP.
-        parameters: Those of an optimizer; gradients of other parameters neither count nor change. Outside of FSDP units
-            they are the same on every rank, or ``DTensor`` on any device meshes.
-        max_norm: The largest norm; ``math.inf`` changes nothing.
-        norm_type: The p of the p-norm.
+    Gradients of other parameters neither count nor change. ``model`` holds FSDP roots; without it parameters are the
+    same on every rank, or ``DTensor`` on any device meshes.
 
     Returns:
         The norm before clipping, a plain tensor, the same on every rank; 0 without any gradient. Under FSDP it has the
         dtype of the gradients.
-
-    Raises:
-        ValueError: If a parameter is in no FSDP unit of ``model``, so that ranks do not average its gradient.
     """
     parameters = list(parameters)
     if model is None or dist.get_world_size() == 1:
@@ -50,10 +43,8 @@ def clip_gradient_norm(
 def _clip_whole_norm(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     on_meshes: dict[object, list[Tensor]] = {}  # PyTorch computes no norm over several meshes at once
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            on_meshes.setdefault(mesh, []).append(parameter)
+        if parameter.grad is not None:
+            on_meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     norms = [
         torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
         for group in on_meshes.values()

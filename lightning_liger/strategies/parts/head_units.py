@@ -1,6 +1,6 @@
 """Checks of which FSDP units hold the LM head and the embeddings tied to it."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -44,62 +44,43 @@ def tied_pairs(model: Module) -> list[tuple[Module, Module]]:
 
 
 def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
-    """Raises if the fused loss would not find the head's weight, or a tied weight would be in two units.
-
-    Args:
-        model: A model of which all or parts are wrapped in FSDP.
-        pairs: The result of :func:`tied_pairs` before it was wrapped.
-
-    Raises:
-        ValueError: Naming the module and what to do.
-    """
-    units, names = _units(model, lambda module: isinstance(module, FullyShardedDataParallel))
-    _check_tied(units, names, pairs)
+    """Raises if FSDP in ``model`` hides the head's weight from the fused loss, or separates ``pairs`` that are tied."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    _check_pairs(model, units, pairs)
     for head in patched_heads(model):
-        around = units[head]
-        is_alone = bool(around) and around[-1].module is head
-        if len(around) > 1 or is_alone:
+        around = _around(head, units)
+        if len(around) > 1 or any(unit.module is head for unit in around):
             raise ValueError(
-                f"the LM head {names[head]!r} is in a separate FSDP unit, whose weight is freed before the fused loss"
-                " needs it: leave it in the root unit, or choose kernels without 'linear_cross_entropy'"
+                f"the LM head {_name(head, model)!r} is in a separate FSDP unit, whose weight is freed before the fused"
+                " loss needs it: leave it in the root unit, or choose kernels without 'linear_cross_entropy'"
             )
 
 
 def check_tied_units(model: Module, units: Collection[Module]) -> None:
-    """Raises if ``units``, which are to be sharded one by one inside ``model``, would separate two tied weights.
-
-    Raises:
-        ValueError: Naming both modules and what to do.
-    """
-    _check_tied(*_units(model, units.__contains__), tied_pairs(model))
+    """Raises if ``units``, which are to be sharded one by one inside ``model``, would separate two tied weights."""
+    _check_pairs(model, [module for module in model.modules() if module in units], tied_pairs(model))
 
 
-def _check_tied(
-    units: dict[Module, list[Module]], names: dict[Module, str], pairs: list[tuple[Module, Module]]
-) -> None:
-    for embeddings, head in pairs:
-        if units[embeddings][-1:] != units[head][-1:]:
+def _check_pairs(model: Module, units: list[Any], pairs: list[tuple[Module, Module]]) -> None:
+    for pair in pairs:
+        innermost = [_around(module, units)[-1:] for module in pair]
+        if innermost[0] != innermost[1]:
+            first, second = (_name(module, model) for module in pair)
             raise ValueError(
-                f"auto_wrap_policy puts {names[embeddings]!r} and {names[head]!r}, which share their weight, into"
-                " different FSDP units: leave both in the root unit"
+                f"auto_wrap_policy puts {first!r} and {second!r}, which share their weight, into different FSDP units:"
+                " leave both in the root unit"
             )
 
 
-def _units(model: Module, is_unit: Callable[[Module], bool]) -> tuple[dict[Module, list[Module]], dict[Module, str]]:
-    """The FSDP units around each module, from the outermost to its own, and its name without FSDP's wrappers."""
-    units: dict[Module, list[Module]] = {}
-    names: dict[Module, str] = {}
+def _around(module: Module, units: list[Any]) -> list[Any]:
+    """Those of the ``units``, which are in the order of the model's modules, that hold ``module``."""
+    return [unit for unit in units if any(part is module for part in unit.modules())]
 
-    def walk(module: Module, around: list[Module], name: str) -> None:
-        is_wrapper = isinstance(module, FullyShardedDataParallel)
-        inside = [*around, module] if is_unit(module) else around
-        units[module] = around if is_wrapper else inside  # a wrapper of FSDP is not part of its own unit
-        names[module] = name
-        for child_name, child in module.named_children():
-            walk(child, inside, name if is_wrapper else f"{name}.{child_name}".removeprefix("."))
 
-    walk(model, [], "")
-    return units, names
+def _name(module: Module, model: Module) -> str:
+    """The name of a module in ``model`` without FSDP's wrappers, whose names begin with an underscore."""
+    name = next(name for name, each in model.named_modules() if each is module)
+    return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
 def detach_frozen_heads(model: Module) -> None:

@@ -2,28 +2,23 @@
 
 No optimizer has a state before its first step, and plain SGD never has one. Lightning 2.6 fails to load a checkpoint of
 such an optimizer under FSDP and FSDP2. PyTorch, asked for its state under FSDP2, makes one by a step with zero
-gradients, which Adam counts. The learning-rate finder saves before the first step, and loads that after some steps.
+gradients, which Adam counts, so it is not asked. The learning-rate finder saves before the first step, and loads that
+after some steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -31,16 +26,7 @@ from lightning_liger.strategies.parts.tensor_parallel import is_distributed
 
 
 def load_in_trainer(strategy: Any, path: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A checkpoint that a strategy of the Trainer reads, which has loaded model and optimizers.
-
-    Args:
-        strategy: Of a sharded model.
-        path: The checkpoint, the same on all ranks.
-        read: Lets Lightning's strategy read it.
-
-    Raises:
-        ValueError: For the states of another number of optimizers.
-    """
+    """A checkpoint that Lightning's strategy reads, which has loaded the sharded model and then its optimizers."""
     state, optimizers = strategy.lightning_module.trainer.state, strategy.optimizers
     if state.fn != TrainerFn.FITTING:
         return read()
@@ -64,13 +50,7 @@ def load_in_trainer(strategy: Any, path: Path, read: Callable[[], dict[str, Any]
 
 
 def load_in_fabric(path: Path, state: Any, read: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """What :meth:`fabric.load` returns of a checkpoint, after it has loaded what is in ``state``.
-
-    Args:
-        path: The checkpoint, the same on all ranks.
-        state: As for :meth:`fabric.load`.
-        read: Lets Lightning's strategy read it into a state.
-    """
+    """What :meth:`fabric.load` returns, after Lightning's strategy has read the checkpoint into ``state``."""
     parts = state if isinstance(state, dict) else {}
     optimizers = {key: part for key, part in parts.items() if isinstance(part, Optimizer)}
     if not optimizers:
@@ -78,7 +58,7 @@ def load_in_fabric(path: Path, state: Any, read: Callable[..., dict[str, Any]]) 
     others = {key: part for key, part in parts.items() if key not in optimizers}
     rest = read(others)  # refuses all but one sharded model
     parts.update(others)
-    model = next(part for part in others.values() if isinstance(part, Module) and _is_sharded(part))
+    model = next(part for part in others.values() if isinstance(part, Module) and is_sharded(part))
     for key, optimizer in optimizers.items():
         load_optimizer_state(model, optimizer, Path(path), key, rest.pop(key, None))
     return rest
@@ -89,15 +69,7 @@ def load_optimizer_state(
 ) -> None:
     """Loads the state of an optimizer of a sharded model, also an empty one.
 
-    Args:
-        model: With FSDP units, or with DTensors as parameters.
-        optimizer: Of parameters of ``model``.
-        path: The checkpoint: a file, or a folder of shards.
-        key: The name of the optimizer in the checkpoint.
-        whole: The optimizer's state in a file, read on every rank.
-
-    Raises:
-        ValueError: If the checkpoint has no optimizer of that name.
+    It is ``key`` in a folder of shards; ``whole`` is that of a file, or an empty one next to shards.
     """
     if path.is_dir():
         reader = dcp.FileSystemReader(path)
@@ -107,7 +79,7 @@ def load_optimizer_state(
             dcp.load(shards, storage_reader=reader)
             set_optimizer_state_dict(model, optimizer, shards[key])
             return
-        whole = load_sharded_optimizer_state_dict({}, key, reader)[key] if names else None
+        whole = load_sharded_optimizer_state_dict({}, key, reader)[key] if names else whole
     if whole is None:
         raise ValueError(f"the checkpoint {path} has no state of the optimizer {key!r}")
     if not whole.get("state"):
@@ -119,24 +91,6 @@ def load_optimizer_state(
     set_optimizer_state_dict(model, optimizer, whole, options=options)
 
 
-@contextmanager
-def states_left_empty(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Keeps PyTorch from making states for optimizers without one, where it is asked for them.
-
-    It does so by a step with zero gradients, but not for an optimizer of a parameter that has a gradient.
-    """
-    marked = []
-    for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not optimizer.state and all(parameter.grad is None for parameter in parameters):
-            marked.append(min(parameters, key=Tensor.numel))
-            marked[-1].grad = torch.zeros_like(marked[-1])
-    try:
-        yield
-    finally:
-        for parameter in marked:
-            parameter.grad = None
-
-
-def _is_sharded(model: Module) -> bool:
+def is_sharded(model: Module) -> bool:
+    """Whether ``model`` has FSDP units or DTensors."""
     return is_distributed(model) or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

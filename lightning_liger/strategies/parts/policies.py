@@ -10,20 +10,21 @@ from liger_ops.arguments import wrong_type
 
 LayerPolicy = list[str] | set[type[Module]] | Callable[..., bool]
 """Layer classes, names of layer classes (dotted, or bare if the model has one of that name), or an FSDP policy."""
+_COLLECTIONS = (list, tuple, set, frozenset)
 _EXPECTED = "a list or set of layer classes"
 
 
 def check_policy(argument: str, policy: Any, takes_functions: bool = True) -> None:
     """Raises an error that names the argument for anything but layers, and for dotted names that cannot be imported."""
-    if isinstance(policy, list | tuple | set | frozenset):
-        for layer in policy:
-            if not isinstance(layer, str) and not (isinstance(layer, type) and issubclass(layer, Module)):
-                raise wrong_type(argument, f"{_EXPECTED}, each a class or its name", policy)
-    elif policy is not None and not (takes_functions and callable(policy) and not isinstance(policy, type)):
-        raise wrong_type(argument, f"{_EXPECTED}{', an FSDP policy' if takes_functions else ''} or None", policy)
-    for name in _names(policy):
-        if "." in name:
-            _import_class(argument, name)
+    if not isinstance(policy, _COLLECTIONS):
+        if policy is not None and not (takes_functions and callable(policy) and not isinstance(policy, type)):
+            raise wrong_type(argument, f"{_EXPECTED}{', an FSDP policy' if takes_functions else ''} or None", policy)
+        return
+    for layer in policy:
+        if not isinstance(layer, str) and not (isinstance(layer, type) and issubclass(layer, Module)):
+            raise wrong_type(argument, f"{_EXPECTED}, each a class or its name", policy)
+        if isinstance(layer, str) and "." in layer:
+            _import_class(argument, layer)
 
 
 def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> Any:
@@ -32,21 +33,24 @@ def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> 
     Raises:
         ValueError: For a name that is no class, or one that ``model`` has no layer of.
     """
-    if not isinstance(policy, list | tuple | set | frozenset):
+    if not isinstance(policy, _COLLECTIONS):
         return policy
-    names = _names(policy)
-    classes: set[type[Module]] = {layer for layer in policy if isinstance(layer, type)}
-    for name in names:
-        wanted = _import_class(argument, name) if "." in name else None
+    found = {type(module) for module in model.modules()}
+    classes: set[type[Module]] = set()
+    for layer in policy:
+        if isinstance(layer, type):
+            classes.add(layer)
+            continue
+        wanted = _import_class(argument, layer) if "." in layer else None
         matching = {
-            type(module)
-            for module in model.modules()
-            if (isinstance(module, wanted) if wanted is not None else name in _class_names(module))
+            each
+            for each in found
+            if (issubclass(each, wanted) if wanted else layer in {base.__name__ for base in each.__mro__})
         }
         if not matching:
-            known = sorted({type(module).__name__ for module in model.modules()})
             raise ValueError(
-                f"{argument} names the layer class {name!r}, but the model has no such layer; it has {known}"
+                f"{argument} names the layer class {layer!r}, but the model has no such layer; it has"
+                f" {sorted({each.__name__ for each in found})}"
             )
         classes |= matching
     return classes
@@ -56,21 +60,8 @@ def select_modules(policy: Any, model: Module) -> set[Module]:
     """The modules below ``model`` that a policy in Lightning's form chooses."""
     if isinstance(policy, set):
         return {module for module in model.modules() if isinstance(module, tuple(policy))}
-    modules = (module for module in model.modules() if module is not model)
-    return {each for each in modules if policy(module=each, recurse=False, nonwrapped_numel=_num_parameters(each))}
-
-
-def _num_parameters(module: Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _names(policy: Any) -> list[str]:
-    layers = policy if isinstance(policy, list | tuple | set | frozenset) else ()
-    return [layer for layer in layers if isinstance(layer, str)]
-
-
-def _class_names(module: Module) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__}
+    sizes = {each: sum(p.numel() for p in each.parameters()) for each in model.modules() if each is not model}
+    return {each for each, size in sizes.items() if policy(module=each, recurse=False, nonwrapped_numel=size)}
 
 
 def _import_class(argument: str, name: str) -> type[Module]:

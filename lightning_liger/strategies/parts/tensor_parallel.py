@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -30,16 +28,11 @@ class Replicated(ParallelStyle):
 
     def __init__(self, sums_gradients: bool = False) -> None:
         super().__init__()
-        self.sums_gradients = sums_gradients
+        self.gradient = Partial() if sums_gradients else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
-
-        def local(parameter: DTensor) -> Tensor:
-            tensor = parameter.to_local()
-            return _SumGradient.apply(tensor, device_mesh.get_group()) if self.sums_gradients else tensor
-
-        _compute_locally(module, local)
+        _compute_locally(module, [self.gradient])
         return module
 
 
@@ -48,7 +41,8 @@ class VocabParallelEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)  # see _check
-        start = _rows_per_rank(module.num_embeddings, device_mesh.size()) * device_mesh.get_local_rank()
+        # Every rank but the last, which may have fewer, has as many rows.
+        start = -(-module.num_embeddings // device_mesh.size()) * device_mesh.get_local_rank()
         _distribute(module, device_mesh, Shard(0))
         num_rows = cast(DTensor, module.weight).to_local().shape[0]
         padding = module.padding_idx
@@ -66,7 +60,7 @@ class VocabParallelEmbedding(ParallelStyle):
 
         module.register_forward_pre_hook(look_up_own)
         module.register_forward_hook(add_up)
-        _compute_locally(module, DTensor.to_local, padding_idx=own_padding)
+        _compute_locally(module, [Shard(0)], padding_idx=own_padding)
         return module
 
 
@@ -94,11 +88,7 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Spreads the Hugging Face models in ``model`` over the ranks of a mesh, by their own plans.
-
-    Args:
-        model: Whole on each rank, and not wrapped in FSDP.
-        device_mesh: Of one dimension.
+    """Spreads the Hugging Face models in ``model`` over the ranks of a mesh of one dimension, by their own plans.
 
     Raises:
         ValueError: If a model has no plan, a plan has a style that is not supported, or a size cannot be divided by the
@@ -119,8 +109,12 @@ def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
     for embeddings, head in pairs:
         head.weight = embeddings.weight
     replicas: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        _replicate_rest(module, device_mesh, replicas)
+    for module in model.modules():  # the rest is replicated; shared parameters stay shared
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if own and not any(isinstance(parameter, DTensor) for parameter in own.values()):
+            Replicated()._apply(module, device_mesh)
+            for name, parameter in own.items():
+                module.register_parameter(name, replicas.setdefault(parameter, module.get_parameter(name)))
 
 
 def _planned(owner: Any, num_ranks: int) -> dict[nn.Module, str]:
@@ -165,17 +159,6 @@ def _check(owner: nn.Module, name: str, module: nn.Module, style: str, num_ranks
     size = getattr(module, _SPLIT[style]) if style in _SPLIT else 0
     if size % num_ranks:
         raise ValueError(f"tensor_parallel_size={num_ranks} must divide {_SPLIT[style]} of {name!r}, which is {size}")
-    num_rows = module.num_embeddings if isinstance(module, nn.Embedding) and style == "embedding_rowwise" else None
-    if num_rows is not None and _rows_per_rank(num_rows, num_ranks) * (num_ranks - 1) >= num_rows:
-        raise ValueError(
-            f"tensor_parallel_size={num_ranks} leaves a rank without any of the {num_rows} rows of {name!r}; expected"
-            " fewer ranks"
-        )
-
-
-def _rows_per_rank(num_rows: int, num_ranks: int) -> int:
-    """The number of rows of every rank but the last, which may have fewer."""
-    return -(-num_rows // num_ranks)
 
 
 def _unsupported(num_ranks: int, owner: nn.Module, name: str, style: str) -> str:
@@ -192,30 +175,18 @@ def _distribute(module: nn.Module, device_mesh: DeviceMesh, placement: Placement
         module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
-def _replicate_rest(module: nn.Module, device_mesh: DeviceMesh, replicas: dict[Tensor, nn.Parameter]) -> None:
-    """Replicates a module's own parameters if they are plain tensors; shared parameters stay shared."""
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if not own or any(isinstance(parameter, DTensor) for parameter in own.values()):
-        return
-    Replicated()._apply(module, device_mesh)
-    for name, parameter in own.items():
-        module.register_parameter(name, replicas.setdefault(parameter, module.get_parameter(name)))
-
-
-def _compute_locally(module: nn.Module, local: Callable[[Any], Any], **settings: Any) -> None:
+def _compute_locally(module: nn.Module, gradients: list[Placement], **settings: Any) -> None:
     """Replaces a module's own parameters, which are DTensors, by local tensors during its forward.
 
-    Args:
-        module: The module.
-        local: Returns the local tensor of a parameter.
-        **settings: Attributes that have other values during forward.
+    The gradients of these have the placements ``gradients``; attributes ``settings`` have other values then.
     """
     outside: list[tuple[dict[str, Any], dict[str, Any]]] = []  # one entry for each nested call
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        parameters: dict[str, Any] = {name: each for name, each in module._parameters.items() if each is not None}
         outside.append((parameters, {name: getattr(module, name) for name in settings}))
-        module._parameters.update({name: local(parameter) for name, parameter in parameters.items()})
+        local = {name: parameter.to_local(grad_placements=gradients) for name, parameter in parameters.items()}
+        module._parameters.update(local)
         vars(module).update(settings)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -226,18 +197,3 @@ def _compute_locally(module: nn.Module, local: Callable[[Any], Any], **settings:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
-
-
-class _SumGradient(torch.autograd.Function):
-    """The tensor itself, whose gradient is the sum of all ranks'."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

@@ -55,7 +55,6 @@ BAD_INPUTS = [
         if {first, second} <= set(annotations_of(cls))
     ),
     *(row(partial(cls, precission=5), "unexpected keyword argument", "'precission'") for cls in CLASSES),
-    row(partial(fit, strategy="liger", gradient_clip_val=-1), "gradient_clip_val", "at least 0", "got -1"),
     row(
         lambda: fit(strategy=LigerModelParallelStrategy(tensor_parallel_size=4)),
         *("tensor_parallel_size", "a divisor of the number of processes, 1", "got 4"),

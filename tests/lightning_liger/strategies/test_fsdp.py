@@ -1,143 +1,22 @@
-"""``liger_fsdp`` trains as the stock model does, and what it saves is the stock model's."""
+"""``liger_fsdp`` on one process: what it wraps, what it refuses, and gradients that FSDP brings to the CPU."""
 
 import lightning as L
 import pytest
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from lightning_liger import (
-    LigerStrategy,
-)
+from lightning_liger import FabricLigerStrategy, LigerStrategy
+from lightning_liger.strategies.fsdp import BackwardRepair
 from tests.lightning_liger.strategies.workers.distributed import (
-    HEADS,
     LM,
-    NUM_RANKS,
-    NUM_STEPS,
     Losses,
     build_model,
-    launch,
     make_batches,
     make_loader,
-    make_optimizer,
     make_trainer,
-    reference_training,
     wrapped_units,
 )
-
-RELATIVE_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
-"""Of losses after 20 steps in float32: AdamW multiplies rounding differences, and GPUs sum in other orders."""
-
-
-# Two processes
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
-def ranks(request, tmp_path_factory):
-    """What both ranks got out of every run, with the device and the folder they wrote to."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return request.param, folder, launch(request.param, folder)
-
-
-@pytest.fixture(scope="module")
-def reference(ranks):
-    device = ranks[0]
-    return {
-        (head, of_tokens): reference_training(tied, device, of_tokens)
-        for head, tied in HEADS.items()
-        for of_tokens in (False, True)
-    }
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("way", ["trainer", "no-kernels", "fabric-labels", "fabric-logits"])
-def test_two_ranks_train_as_one_process_with_the_stock_model(ranks, reference, way, head):
-    device, _, results = ranks
-    # The mixin's steps are of tokens; with Fabric each rank takes the mean over its own tokens.
-    losses, squared_norms, parameters = reference[head, not way.startswith("fabric")]
-    # What wrong gradients could not pass: the model learnt, from other batches on each rank.
-    assert losses[0][-1] < losses[0][0] - 0.5
-    assert losses[0][0] != losses[1][0]
-    # AdamW would not notice gradients that were summed instead of averaged.
-    found = [sum(parts) for parts in zip(*(run[f"{way}-{head}"]["squared_norms"] for run in results), strict=True)]
-    torch.testing.assert_close(found, squared_norms, rtol=10 * RELATIVE_TOLERANCE[device], atol=0.0)
-    for rank in range(NUM_RANKS):
-        run = results[rank][f"{way}-{head}"]
-        assert len(run["losses"]) == NUM_STEPS
-        torch.testing.assert_close(run["losses"], losses[rank], rtol=RELATIVE_TOLERANCE[device], atol=0.0)
-        assert run["whole"].keys() == parameters.keys()
-        for name, parameter in run["whole"].items():
-            # Twenty steps moved them by about 0.06.
-            torch.testing.assert_close(parameter, parameters[name], rtol=0.0, atol=10 * RELATIVE_TOLERANCE[device])
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("way", ["trainer", "fabric-labels", "fabric-logits", "no-kernels"])
-def test_every_loss_on_two_ranks_is_fused_unless_kernels_is_none(ranks, way, head):
-    fused = way != "no-kernels"
-    for run in ranks[2]:
-        # 5 norms, 2 MLPs, 2 attentions and the head; no whole logits.
-        assert run[f"{way}-{head}"]["num_replaced"] == (10 if fused else 0)
-        assert run[f"{way}-{head}"]["logit_counts"] == (NUM_STEPS if fused else 0, 0)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_ranks_hold_different_parts_of_each_unit(ranks, head):
-    runs = [run[f"trainer-{head}"] for run in ranks[2]]
-    assert list(runs[0]["units"].values()) == ["LM", "LlamaDecoderLayer", "LlamaDecoderLayer"]
-    layers = ["model.layers.0.", "model.layers.1."]
-    for shards, layer in zip(zip(*(run["shards"] for run in runs), strict=True), [None, *layers], strict=True):
-        # The root unit comes first, and has what is in no layer; FSDP aligns each parameter to 16 bytes.
-        wholes = [
-            value.flatten()
-            for name, value in runs[0]["whole"].items()
-            if (name.startswith(layer) if layer else not name.startswith(tuple(layers)))
-            and not (HEADS[head] and name == "lm_head.weight")
-        ]
-        values = torch.cat(wholes).unique()
-        num_parameters = sum(whole.numel() for whole in wholes)
-        assert num_parameters <= sum(shard.numel() for shard in shards) <= num_parameters + 4 * len(wholes) + NUM_RANKS
-        assert len({shard.numel() for shard in shards}) == 1
-        found = [torch.isin(values, shard) for shard in shards]
-        assert torch.stack(found).any(dim=0).all()
-        assert not any(in_one.all() for in_one in found)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_full_checkpoint_of_two_ranks_is_the_gathered_model_and_loads_into_stock(ranks, head):
-    _, folder, results = ranks
-    saved = torch.load(folder / f"{head}.ckpt", weights_only=False, map_location="cpu")["state_dict"]
-    saved = {name.removeprefix("model."): value for name, value in saved.items()}
-    for run in results:
-        whole, after = (run[f"trainer-{head}"][key] for key in ("whole", "whole_after_saving"))
-        torch.testing.assert_close(after, whole, rtol=0.0, atol=0.0)
-        torch.testing.assert_close(saved, whole, rtol=0.0, atol=0.0)
-    stock = build_model(HEADS[head])
-    assert saved.keys() == stock.state_dict().keys()
-    stock.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_two_ranks_resume_from_a_checkpoint_saved_before_the_first_step(ranks, kind):
-    for run in ranks[2]:
-        assert run[f"started-{kind}"]["losses"] == run["first-epoch"]["losses"]
-
-
-def test_two_ranks_generate_with_fabric_once_the_method_is_marked(ranks):
-    for run in ranks[2]:
-        assert 'model.mark_forward_method("generate")' in run["generated"]["error"]
-        assert run["generated"]["tokens"].equal(run["generated"]["stock"])
-
-
-def test_sharded_checkpoint_of_two_ranks_is_a_folder_that_training_resumes_from(ranks):
-    device, folder, results = ranks
-    assert len(list((folder / "sharded.ckpt").glob("*.distcp"))) == NUM_RANKS
-    for run in results:
-        assert run["first-epoch"]["losses"] == pytest.approx(run["two-epochs"]["losses"][:2])
-        rtol = RELATIVE_TOLERANCE[device]
-        torch.testing.assert_close(run["second-epoch"]["losses"], run["two-epochs"]["losses"][2:], rtol=rtol, atol=0.0)
-
-
-# One process
+from tests.lightning_liger.strategies.workers.trainings import reference_training
 
 
 @pytest.mark.parametrize(
@@ -146,21 +25,20 @@ def test_sharded_checkpoint_of_two_ranks_is_a_folder_that_training_resumes_from(
         (False, ["Linear"], "auto", "LM head 'model.lm_head' is in a separate FSDP unit"),
         (True, ["Embedding"], "auto", "'model.model.embed_tokens' and 'model.lm_head', which share their weight"),
         (True, ["LlamaModel"], "none", "'model.model.embed_tokens' and 'model.lm_head', which share their weight"),
+        (False, ["Linear"], "none", None),
+        (True, ["LlamaMLP"], "auto", None),
     ],
 )
-def test_policy_that_takes_the_heads_weight_away_is_refused(tmp_path, tied, policy, kernels, message):
+def test_policy_that_takes_the_heads_weight_away_is_refused_and_others_train(tmp_path, tied, policy, kernels, message):
+    recorder, module = Losses(), LM(tied)
     strategy = LigerStrategy(auto_wrap_policy=policy, kernels=kernels)
-    trainer = make_trainer(root=tmp_path, strategy=strategy)
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(LM(tied), make_loader(0, 1))
-
-
-@pytest.mark.parametrize(("kernels", "tied", "policy"), [("none", False, ["Linear"]), ("auto", True, ["LlamaMLP"])])
-def test_policy_that_leaves_the_head_its_weight_trains(tmp_path, kernels, tied, policy):
-    recorder = Losses()
-    strategy = LigerStrategy(auto_wrap_policy=policy, kernels=kernels)
-    make_trainer(recorder, root=tmp_path, strategy=strategy).fit(LM(tied), make_loader(0, 2))
-    reference = reference_training(tied, "cpu", True, lambda rank: make_batches(0, 2))
+    trainer = make_trainer(recorder, root=tmp_path, strategy=strategy)
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(module, make_loader(0, 1))
+        return
+    trainer.fit(module, make_loader(0, 2))
+    reference = reference_training(build_model(tied), [make_batches(0, 2)])
     torch.testing.assert_close(recorder.losses, reference.losses[0], rtol=1e-5, atol=0.0)
 
 
@@ -170,8 +48,7 @@ def test_module_that_the_user_wrapped_is_not_wrapped_again():
     model = build_model()
     model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0], device_id=torch.device("cpu"))
     model = fabric.setup_module(model)
-    assert list(wrapped_units(model).values()).count("LlamaDecoderLayer") == 1
-    assert sum(isinstance(module, FullyShardedDataParallel) for module in model.modules()) == 1
+    assert list(wrapped_units(model).values()) == ["LlamaDecoderLayer"]
     (batch,) = make_batches(0, 1)
     torch.testing.assert_close(model(**batch).loss, build_model()(**batch).loss, rtol=1e-6, atol=0.0)
 
@@ -197,20 +74,100 @@ class Manual(LM):
         self.losses.append(loss.item())
 
 
-def test_manual_optimization_is_refused_where_fsdp_is_around_the_module(tmp_path):
+def test_manual_optimization_trains_only_where_fsdp_is_inside_the_module(tmp_path):
     trainer = make_trainer(root=tmp_path, strategy=LigerStrategy())
     with pytest.raises(ValueError, match=r"automatic_optimization=False.*'liger_model_parallel'"):
         trainer.fit(Manual(), make_loader(0, 1))
-
-
-def test_manual_optimization_trains_where_fsdp_is_inside_the_module(tmp_path):
     module = Manual(by_user=True)
     make_trainer(root=tmp_path, strategy=LigerStrategy()).fit(module, make_loader(0, 3))
+    reference = reference_training(build_model(), [make_batches(0, 3)])
+    assert module.losses == pytest.approx(reference.losses[0], rel=1e-5)
+
+
+class TrainsLayers(LM):
+    """All is frozen that is in no layer, as with adapters; notes how many parameters there are after each backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_parameters: list[int] = []
+
+    def on_after_backward(self):
+        self.num_parameters.append(len(list(self.parameters())))
+
+
+def test_frozen_parameters_are_not_lost_where_fsdp_does_not_shard(tmp_path):
+    module = TrainsLayers()
+    module.configure_model()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("layers" in name)
+    trainer = make_trainer(root=tmp_path, strategy="liger_fsdp")
+    trainer.fit(module, make_loader(0, 2))
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    saved = torch.load(tmp_path / "model.ckpt", weights_only=False)["state_dict"]
     stock = build_model()
-    optimizer = make_optimizer(stock.parameters())
-    for batch, loss in zip(make_batches(0, 3), module.losses, strict=True):
-        expected = stock(**batch).loss
-        assert loss == pytest.approx(expected.item(), rel=1e-5)
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    assert module.num_parameters == [len(list(stock.parameters()))] * 2
+    assert all(
+        saved[f"model.{name}"].equal(stock.state_dict()[name]) for name in ("lm_head.weight", "model.norm.weight")
+    )
+
+
+def test_mesh_of_another_size_than_the_processes_is_refused(tmp_path):
+    trainer = make_trainer(root=tmp_path, strategy=LigerStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)))
+    with pytest.raises(ValueError, match=r"device_mesh=\(2, 2\): the product of the sizes must be world_size = 1"):
+        trainer.fit(LM(), make_loader(0, 1))
+
+
+@pytest.mark.parametrize("strategy", [LigerStrategy, FabricLigerStrategy])
+def test_sharding_strategy_is_a_name_or_one_of_pytorchs(strategy):
+    for wanted in ShardingStrategy:
+        assert strategy(sharding_strategy=wanted).sharding_strategy is wanted
+        assert strategy(sharding_strategy=wanted.name.lower()).sharding_strategy is wanted
+    for unknown in ("HALF_SHARD", 3):
+        with pytest.raises(ValueError, match=rf"sharding_strategy must be one of \['FULL_SHARD'.*, got {unknown!r}"):
+            strategy(sharding_strategy=unknown)
+
+
+def test_whole_checkpoints_of_fabric_on_cpus_are_refused(tmp_path):
+    fabric = L.Fabric(strategy=FabricLigerStrategy(state_dict_type="full"), accelerator="cpu", devices=1)
+    fabric.launch()
+    with pytest.raises(ValueError, match=r"state_dict_type='full' is not supported on CPUs.*expected .*'sharded'"):
+        fabric.save(tmp_path / "model.ckpt", {"model": fabric.setup_module(build_model())})
+
+
+class BroughtToTheCPU(torch.nn.Module):
+    """Treats gradients as FSDP does on their way to the CPU: each over the last, which forward shows again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        self.gradient: torch.Tensor | None = None
+
+    def forward(self, factor):
+        self.used.grad = self.gradient
+        return (factor * self.used).sum()
+
+    def backward(self, loss):
+        (gradient,) = torch.autograd.grad(loss, self.used)
+        self.gradient = gradient if self.gradient is None else self.gradient.copy_(gradient)
+        self.used.grad = self.gradient
+
+
+@pytest.mark.parametrize("cleared", ["before forward", "after forward"])
+def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last(cleared):
+    model, repair = BroughtToTheCPU(), BackwardRepair()
+    model.register_forward_pre_hook(repair.note_gradients)
+    model.unused.grad = torch.full((3,), 5.0)
+    for _ in range(2):
+        for step, factor in enumerate((1.0, 2.0, 4.0)):
+            if step == 0 and cleared == "before forward":
+                model.used.grad = None
+            loss = model(factor)
+            if step == 0 and cleared == "after forward":
+                model.used.grad = None
+            with torch.no_grad():
+                if step == 1:
+                    model(8.0)  # of an evaluation
+            with repair.context():
+                model.backward(loss)
+        assert model.used.grad.tolist() == [7.0] * 3
+        assert model.unused.grad.tolist() == [5.0] * 3

@@ -1,4 +1,4 @@
-"""``liger_model_parallel``: two processes under FSDP2 against one with the stock model."""
+"""``liger_model_parallel`` on one process: what it shards, and what it refuses."""
 
 import lightning as L
 import pytest
@@ -7,11 +7,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerLMMixin, LigerModelParallelStrategy
-from tests.lightning_liger.strategies.test_frozen import assert_as_in, of_ranks_means, reference_of
 from tests.lightning_liger.strategies.workers.distributed import (
-    HEADS,
     LM,
-    NUM_RANKS,
     Losses,
     build_model,
     make_batches,
@@ -19,36 +16,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_optimizer,
     make_trainer,
 )
-from tests.lightning_liger.strategies.workers.frozen import NUM_BATCHES
-from tests.lightning_liger.strategies.workers.model_parallel import WAYS
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_train_as_one_process_with_the_stock_model(engine_runs, way):
-    runs = engine_runs.of(f"fsdp2-{way}")
-    assert_as_in(reference_of("whole", engine_runs.device), engine_runs.device, runs)
-    num_losses = 0 if way == "no-kernels" else NUM_BATCHES
-    for run in runs:
-        # 5 norms, 2 attentions, the head and 2 MLPs, but for those that are FSDP units of their user's.
-        assert run["num_replaced"] == {"no-kernels": 0, "by-its-user": 8}.get(way, 10)
-        assert run["logit_counts"] == (num_losses, 0)
-        assert run["counts_after_validation"] == (2 * num_losses, 0)
-        assert run["validation"] == runs[0]["validation"]
-        assert run["num_forwards"] == (2 * NUM_BATCHES if way == "recomputed" else None)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_fabric_trains_as_one_process_with_the_stock_model(engine_runs, head):
-    runs = engine_runs.of(f"fsdp2-fabric-{head}")
-    assert_as_in(of_ranks_means({"untied": "whole"}.get(head, head), engine_runs.device), engine_runs.device, runs)
-    assert [(run["num_replaced"], run["logit_counts"]) for run in runs] == [(10, (NUM_BATCHES, 0))] * NUM_RANKS
-
-
-def test_layers_are_sharded_one_by_one_and_what_is_around_them(engine_runs):
-    units = {way: engine_runs.of(f"fsdp2-{way}")[0]["units"] for way in WAYS}
-    assert units["usual"] == ["FSDPLlamaDecoderLayer"] * 2 + ["FSDPLlamaForCausalLM"]
-    assert "FSDPLinear" in units["each-linear"]
-    assert units["by-its-user"] == ["FSDPLlamaForCausalLM"] + ["FSDPLlamaMLP"] * 2
 
 
 @pytest.mark.parametrize("layer", ["Linear", "Embedding"])
@@ -121,23 +88,16 @@ def test_module_without_configure_model_trains_as_one_with_it(tmp_path):
     assert found.losses == expected.losses
 
 
-@pytest.mark.parametrize("is_together", [True, False], ids=["together", "optimizer-made-before"])
-def test_fabric_refuses_an_optimizer_of_parameters_that_sharding_replaces(is_together):
+def test_fabric_refuses_an_optimizer_of_parameters_that_sharding_replaces_and_trains_in_the_order_it_names():
     fabric = L.Fabric(strategy="liger_model_parallel", accelerator="cpu", devices=1)
     fabric.launch()
     model = build_model()
     optimizer = make_optimizer(model.parameters())
     with pytest.raises(RuntimeError, match="then make the optimizer of model"):
-        fabric.setup(model, optimizer) if is_together else (
-            fabric.setup_module(model),
-            fabric.setup_optimizers(optimizer),
-        )
-
-
-def test_fabric_trains_in_the_order_that_the_error_names():
-    fabric = L.Fabric(strategy="liger_model_parallel", accelerator="cpu", devices=1)
-    fabric.launch()
-    model = fabric.setup_module(build_model())
+        fabric.setup(model, optimizer)
+    model = fabric.setup_module(model)
+    with pytest.raises(RuntimeError, match=r"AdamW has no sharded parameter.*then make the optimizer of model"):
+        fabric.setup_optimizers(optimizer)
     optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
     before = [parameter.full_tensor().clone() for parameter in model.parameters()]
     fabric.backward(model(**make_batches(0, 1)[0]).loss)

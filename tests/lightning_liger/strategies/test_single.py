@@ -3,10 +3,8 @@
 import lightning as L
 import pytest
 import torch
-import yaml
 
 from lightning_liger import FabricLigerSingleDeviceStrategy, LigerSingleDeviceStrategy
-from lightning_liger.cli import LigerCLI
 from tests.lightning_liger.strategies.workers.distributed import LM, Losses, logit_counts, make_loader, make_trainer
 
 ENGINES = {
@@ -54,25 +52,18 @@ def test_strategy_gets_the_gpu_that_was_chosen(engine, strategy):
     assert made.root_device == torch.device("cuda", last)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
-def test_gpu_trains_fused_in_every_precision(tmp_path, precision):
+def test_device_trains_fused_in_every_precision(tmp_path, accelerator, precision):
     recorder, module = Losses(), LM()
-    options = {"strategy": "liger", "accelerator": "gpu", "devices": 1, "precision": precision}
+    options = {"strategy": "liger", "accelerator": accelerator, "devices": 1, "precision": precision}
     make_trainer(recorder, root=tmp_path, **options).fit(module, make_loader(0))
     assert logit_counts(module) == (len(recorder.losses), 0)
     assert recorder.losses[-1] < recorder.losses[0] - 0.5
 
 
 @pytest.mark.parametrize("strategy", ["liger", {"class_path": "lightning_liger.LigerSingleDeviceStrategy"}], ids=str)
-def test_devices_auto_of_the_command_line_is_one_device(tmp_path, monkeypatch, strategy):
-    monkeypatch.setattr("sys.argv", ["lightning-liger"])
-    config = {
-        "trainer": {"strategy": strategy, "devices": "auto", "logger": False},
-        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
-        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    made = LigerCLI(args=[f"--config={tmp_path / 'config.yaml'}"], run=False).trainer
-    assert type(made.strategy) is LigerSingleDeviceStrategy
-    assert made.num_devices == 1
+def test_devices_auto_of_the_command_line_is_one_device(made_by_yaml, strategy):
+    made = made_by_yaml(strategy, devices="auto", accelerator="auto")
+    assert type(made) is LigerSingleDeviceStrategy
+    assert made.world_size == 1

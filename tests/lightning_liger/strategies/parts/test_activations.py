@@ -11,8 +11,6 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_liger import (
-    FabricLigerDDPStrategy,
-    FabricLigerFSDPStrategy,
     FabricLigerSingleDeviceStrategy,
     LigerDDPStrategy,
     LigerFSDPStrategy,
@@ -20,6 +18,7 @@ from lightning_liger import (
     LigerSingleDeviceStrategy,
 )
 from lightning_liger.strategies.parts import activations
+from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
@@ -30,14 +29,11 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_optimizer,
     make_trainer,
 )
+from tests.lightning_liger.strategies.workers.trainings import fit_with_fabric
 
 NUM_STEPS = 5
-TRAINER = {"liger": LigerSingleDeviceStrategy, "liger_ddp": LigerDDPStrategy, "liger_fsdp": LigerFSDPStrategy}
-FABRIC = {
-    "liger": FabricLigerSingleDeviceStrategy,
-    "liger_ddp": FabricLigerDDPStrategy,
-    "liger_fsdp": FabricLigerFSDPStrategy,
-}
+CLASSES = {each.name: each for each in REGISTRATIONS}
+NAMES = ["liger", "liger_ddp", "liger_fsdp"]
 PLANS = {
     "default": (None, ["cheap", "cheap"]),
     "full": ("full", ["recompute", "recompute"]),
@@ -97,32 +93,25 @@ def test_every_plan_trains_alike_with_the_trainer(tmp_path, value, modes):
     torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["liger_ddp", "liger_fsdp"])
-def test_plans_work_under_other_engines(tmp_path, name):
-    _, expected, _ = fit(tmp_path, TRAINER[name](kernels="none"))
-    module, found, trainer = fit(tmp_path, TRAINER[name](kernels="none", activation_checkpointing=1))
+@pytest.mark.parametrize("name", ["liger_ddp", "liger_fsdp", "plugin"])
+def test_plans_work_under_other_engines_and_with_a_plugin_of_the_user(tmp_path, name):
+    plugins = {"plugins": [LigerPrecisionPlugin("32-true", kernels="none")]} if name == "plugin" else {}
+    make = partial(CLASSES["liger_fsdp" if plugins else name].trainer, kernels="none")
+    _, expected, _ = fit(tmp_path, make())
+    module, found, trainer = fit(tmp_path, make(activation_checkpointing=1), **plugins)
     assert modes_of(trainer.strategy) == ["recompute", "cheap"]
     assert module.num_runs == [2 * NUM_STEPS, NUM_STEPS]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("name", FABRIC)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_plan_trains_alike_with_fabric(name):
     def train(value):
-        strategy = FABRIC[name](activation_checkpointing=value)
-        fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
-        fabric.launch()
         torch.manual_seed(1)
-        model = fabric.setup_module(dropping_model())
-        optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
-        losses = []
-        for batch in make_batches(0, NUM_STEPS):
-            optimizer.zero_grad()
-            loss = model(**batch).loss
-            fabric.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, modes_of(fabric.strategy)
+        strategy = CLASSES[name].fabric(activation_checkpointing=value)
+        run = {"accelerator": "cpu", "size": 1}
+        found = fit_with_fabric(run, strategy, dropping_model(), make_batches(0, NUM_STEPS))
+        return found["losses"], modes_of(strategy)
 
     expected, modes = train(None)
     assert modes == ["cheap", "cheap"]
@@ -214,12 +203,6 @@ def test_argument_without_effect_is_told(recwarn):
     assert not len(recwarn)
 
 
-def test_precision_plugin_of_the_user_controls_layers_too(tmp_path):
-    plugin = LigerPrecisionPlugin("32-true", kernels="none")
-    module, _, _ = fit(tmp_path, LigerFSDPStrategy(activation_checkpointing=1), 1, plugins=[plugin])
-    assert module.num_runs == [2, 1]
-
-
 def test_model_without_layers_trains_where_none_need_be_recomputed(tmp_path):
     for options in ({"activation_checkpointing": "none"}, {"memory_budget": "auto"}, {}):
         fit(tmp_path, LigerSingleDeviceStrategy(kernels="none", **options), 1, module=WithoutLayers())
@@ -240,8 +223,8 @@ def memory(monkeypatch):
 @pytest.mark.parametrize(("name", "num_accumulated"), [("liger", 1), ("liger", 2), ("liger_ddp", 2), ("liger_fsdp", 1)])
 def test_budget_is_planned_after_two_steps(tmp_path, memory, caplog, name, num_accumulated):
     caplog.set_level(logging.INFO)
-    _, expected, _ = fit(tmp_path, TRAINER[name](kernels="none"), 8, accumulate_grad_batches=num_accumulated)
-    strategy = TRAINER[name](kernels="none", memory_budget=0.5)
+    _, expected, _ = fit(tmp_path, CLASSES[name].trainer(kernels="none"), 8, accumulate_grad_batches=num_accumulated)
+    strategy = CLASSES[name].trainer(kernels="none", memory_budget=0.5)
     logger = CSVLogger(tmp_path)
     module, found, _ = fit(tmp_path, strategy, 8, logger=logger, accumulate_grad_batches=num_accumulated)
     assert found == expected

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.lightning_liger.tiny import quiet_trainer
+
 
 class Module(L.LightningModule):
     """Notes before each forward whether parameters have gradients."""
@@ -43,11 +45,8 @@ class Watcher(L.Callback):
 
 def fit(module: L.LightningModule, strategy: str, accumulate: int = 1, callbacks: Any = None) -> Tensor:
     rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=callbacks, use_distributed_sampler=False,
-    )  # fmt: skip
+    options = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy=strategy, callbacks=callbacks, **options)
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=1))
     return module.linear.weight.detach().clone()
 
@@ -69,9 +68,6 @@ def test_modules_that_zero_gradients_themselves_or_look_at_them_find_them(module
     assert torch.equal(fit(ours, "liger"), fit(plain, "auto"))
     assert ours.had_gradients == plain.had_gradients
     assert getattr(ours, "norms", None) == getattr(plain, "norms", None)
-
-
-def test_callbacks_that_look_at_gradients_find_them() -> None:
-    module = Module()
-    fit(module, "liger", callbacks=[Watcher()])
-    assert sum(module.had_gradients) == 13
+    watched = Module()
+    fit(watched, "liger", callbacks=[Watcher()])
+    assert sum(watched.had_gradients) == 13

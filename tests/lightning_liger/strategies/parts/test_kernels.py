@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from torch import nn
 
 from lightning_liger import LazyLogits
 from lightning_liger.lazy.logits import is_loss_wanted
@@ -11,76 +10,33 @@ from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     KindsOfLogits,
-    Losses,
     build_model,
     logit_counts,
     make_batches,
     make_loader,
-    make_optimizer,
     make_trainer,
-    outside_loss,
+)
+from tests.lightning_liger.strategies.workers.trainings import (
+    assert_trained_as,
+    fit_with_fabric,
+    loss_of_labels,
+    loss_of_logits,
+    reference_training,
 )
 
 NUM_STEPS = 6
-STOCK = {"liger": "auto", "liger_ddp": "ddp", "liger_fsdp": "auto"}
-"""The names, with Lightning's strategy that trains alike."""
-NAMES = [*STOCK, "liger_model_parallel"]
+NAMES = ["liger", "liger_ddp", "liger_fsdp", "liger_model_parallel"]
 CLASSES = {each.name: each for each in REGISTRATIONS}
 
 by_name = pytest.mark.parametrize("name", NAMES)
-with_stock = pytest.mark.parametrize("name", STOCK)
 
 
-def train(root, strategy, module, **options):
-    """The losses of a few steps, with the Trainer."""
-    recorder = Losses()
-    trainer = make_trainer(recorder, root=root, strategy=strategy, **options)
-    trainer.fit(module, make_loader(0, NUM_STEPS))
-    return recorder.losses, trainer
-
-
-def patched(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if any("Liger" in cls.__name__ for cls in type(module).__mro__[:2])]
-
-
-@with_stock
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_trainer_trains_as_with_lightnings_strategy_and_the_stock_model(tmp_path, name, tied):
-    module, stock = LM(tied), LM(tied)
-    losses, trainer = train(tmp_path, name, module)
-    stock_losses, _ = train(tmp_path, STOCK[name], stock)
-    assert patched(stock.model) == []
-    assert trainer.strategy.patch_report.num_replaced == 10
-    assert logit_counts(module) == (NUM_STEPS, 0)
-    torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=0.0)
-    if name != "liger_fsdp":  # whose module shows flat parameters outside of steps
-        torch.testing.assert_close(module.state_dict(), stock.state_dict(), rtol=1e-5, atol=2e-5)
-
-
-@with_stock
-@pytest.mark.parametrize("of_labels", [True, False], ids=["labels", "logits"])
-def test_fabric_trains_as_with_lightnings_strategy_and_the_stock_model(name, of_labels):
-    def train(strategy):
-        fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
-        fabric.launch()
-        inner = build_model()
-        model, optimizer = fabric.setup(inner, make_optimizer(inner.parameters()))
-        losses = []
-        for batch in make_batches(0, NUM_STEPS):
-            inputs = batch if of_labels else {"input_ids": batch["input_ids"]}
-            output = model(**inputs)
-            loss = output.loss if of_labels else outside_loss(output.logits, batch["labels"])
-            optimizer.zero_grad()
-            fabric.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, inner
-
-    losses, model = train(name)
-    stock_losses, stock = train(STOCK[name])
-    assert (len(patched(model)), len(patched(stock))) == (10, 0)
-    assert logit_counts(model) == (NUM_STEPS, 0)
-    torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=0.0)
+@pytest.mark.parametrize("loss_of", [loss_of_labels, loss_of_logits])
+def test_fabric_trains_as_the_stock_model(loss_of):
+    run, batches = {"accelerator": "cpu", "size": 1}, make_batches(0, NUM_STEPS)
+    found = fit_with_fabric(run, "liger", build_model(), batches, loss_of)
+    assert (found["num_replaced"], found["logit_counts"]) == (10, (NUM_STEPS, 0))
+    assert_trained_as(reference_training(build_model(), [batches]), [found], "cpu")
 
 
 @by_name
@@ -117,34 +73,17 @@ def test_kernels_are_applied_in_whatever_stage_comes_first_and_to_a_second_model
     assert trainer.strategy.patch_report is not report
 
 
-@by_name
+@pytest.mark.parametrize("name", ["liger", "liger_ddp"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_checkpoint_loads_into_the_stock_model_and_resumes(tmp_path, name, tied):
-    options = {"save_distributed_checkpoint": False} if name == "liger_model_parallel" else {}
-
-    def fit(recorder, **others):
-        return make_trainer(recorder, root=tmp_path, strategy=CLASSES[name].trainer(**options), **others)
-
-    trainer = fit(Losses())
-    trainer.fit(LM(tied), make_loader(0, 2))
+def test_checkpoint_loads_into_the_stock_model(tmp_path, name, tied):
+    module, trainer = LM(tied), make_trainer(root=tmp_path, strategy=name)
+    trainer.fit(module, make_loader(0, 2))
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     saved = torch.load(tmp_path / "model.ckpt", weights_only=False)["state_dict"]
     stock = build_model(tied)
     stock.load_state_dict({key.removeprefix("model."): value for key, value in saved.items()})
-    resumed, uninterrupted = Losses(), Losses()
-    fit(resumed, max_epochs=2).fit(LM(tied), make_loader(0, 2), ckpt_path=tmp_path / "model.ckpt")
-    fit(uninterrupted, max_epochs=2).fit(LM(tied), make_loader(0, 2))
-    assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=1e-6)
-    with torch.no_grad():
-        assert stock(**make_batches(0, 1)[0]).loss.item() == pytest.approx(resumed.losses[0], rel=1e-5)
-
-
-@by_name
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_lower_precisions_train_fused(tmp_path, name, precision):
-    losses, trainer = train(tmp_path, name, LM(), precision=precision)
-    assert logit_counts(trainer.strategy.model) == (NUM_STEPS, 0)
-    assert losses[-1] < losses[0] - 0.3
+    for key, value in stock.state_dict().items():
+        assert value.equal(module.model.state_dict()[key])
 
 
 @by_name

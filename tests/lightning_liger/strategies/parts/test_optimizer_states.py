@@ -31,7 +31,6 @@ OF_TRAINER = {
     "model-parallel-sharded": lambda: LigerModelParallelStrategy(),
 }
 OF_FABRIC = {
-    "fsdp-full": lambda: FabricLigerFSDPStrategy(state_dict_type="full"),
     "fsdp-sharded": lambda: FabricLigerFSDPStrategy(),
     "model-parallel-full": lambda: FabricLigerModelParallelStrategy(save_distributed_checkpoint=False),
     "model-parallel-sharded": lambda: FabricLigerModelParallelStrategy(),

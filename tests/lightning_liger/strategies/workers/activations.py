@@ -1,23 +1,17 @@
-"""Trains a tiny model on two gloo processes under plans that the ranks make from different measurements.
+"""Trainings on two ranks under plans that they make from different measurements."""
 
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch``.
-"""
-
-import os
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_liger import LigerDDPStrategy, LigerFSDPStrategy, LigerModelParallelStrategy
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
-from tests.lightning_liger.strategies.workers.distributed import LM, Losses, make_batches, make_trainer
+from tests.lightning_liger.strategies.workers.distributed import LM, make_batches
+from tests.lightning_liger.strategies.workers.trainings import fit, rank_main
 
 STORED = 1000
 """Bytes that each layer is said to keep for backward."""
@@ -74,18 +68,14 @@ def batches_of(rank: int) -> list[dict[str, Tensor]]:
     return batches
 
 
-def _fit(strategy: Any, run: dict[str, Any]) -> dict[str, Any]:
-    memory = FakeMemory(SIZES[run["rank"]])
+def _fit(run: dict[str, Any], strategy: Any) -> dict[str, Any]:
+    memory, modes = FakeMemory(SIZES[run["rank"]]), Modes()
     activations.memory_of = lambda device: memory  # type: ignore[assignment]
-    recorder, modes = Losses(), Modes()
-    trainer = make_trainer(recorder, modes, root=run["folder"], strategy=strategy, devices=len(SIZES))
-    trainer.fit(CountedLM(memory), DataLoader(batches_of(run["rank"]), batch_size=None))
-    return {"losses": recorder.losses, "modes": modes.modes, "plan": strategy.activation_plan}
+    result = fit(run, strategy, CountedLM(memory), batches_of(run["rank"]), modes)
+    return result | {"modes": modes.modes, "plan": strategy.activation_plan}
 
 
-def _run_rank(folder: Path) -> None:
-    torch.set_num_threads(1)
-    run = {"rank": int(os.environ["RANK"]), "folder": folder}
+def results(run: dict[str, Any]) -> dict[str, Any]:
     nested = {"auto_wrap_policy": ["LlamaDecoderLayer", "LlamaMLP"]}
     makers = {
         "ddp": LigerDDPStrategy,
@@ -93,13 +83,12 @@ def _run_rank(folder: Path) -> None:
         "fsdp-nested": partial(LigerFSDPStrategy, **nested),
         "model_parallel": LigerModelParallelStrategy,
     }
-    results: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, make in makers.items():
-        results[name] = _fit(make(kernels="none", memory_budget=1.0), run)
-        results[f"{name}-stored"] = _fit(make(kernels="none", activation_checkpointing="none"), run)
-    torch.save(results, folder / f"rank{run['rank']}.pt")
-    torch.distributed.destroy_process_group()
+        found[name] = _fit(run, make(kernels="none", memory_budget=1.0))
+        found[f"{name}-stored"] = _fit(run, make(kernels="none", activation_checkpointing="none"))
+    return found
 
 
 if __name__ == "__main__":
-    _run_rank(Path(sys.argv[2]))
+    rank_main(results)

@@ -1,12 +1,6 @@
-"""The worker that trains on sequences split over ranks in every way that ``test_shared_sequences.py`` compares.
+"""Trainings on four ranks, which may share sequences, that ``test_shared_sequences.py`` compares with one process."""
 
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
-"""
-
-import os
 import re
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -22,8 +16,8 @@ from lightning_liger import (
     LigerStrategy,
     shift_labels,
 )
-from tests.lightning_liger.strategies.workers.distributed import ROOT, logit_counts, make_optimizer, make_trainer
-from tests.lightning_liger.strategies.workers.whole_parameters import whole_parameters
+from tests.lightning_liger.strategies.workers.distributed import ROOT, logit_counts, make_optimizer
+from tests.lightning_liger.strategies.workers.trainings import fit, rank_main
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_model
 
 NUM_STEPS = 5
@@ -63,6 +57,9 @@ RUNS = {
         strategy_options={"sharding_strategy": "HYBRID_SHARD"},
         num_micro_batches=NUM_MICRO_BATCHES,
     ),
+    # Rows are whole: two groups of two ranks that shard parameters.
+    "hybrid": Run(LigerStrategy, size=1, strategy_options={"sharding_strategy": "HYBRID_SHARD"}),
+    "hybrid-process-groups": Run(LigerStrategy, size=1, strategy_options={"sharding_strategy": "_HYBRID_SHARD_ZERO2"}),
     "model-parallel-packed": Run(LigerModelParallelStrategy, is_packed=True),
     "model-parallel-groups": Run(LigerModelParallelStrategy, 2, "mistral", config={"sliding_window": 3}),
 }
@@ -136,60 +133,56 @@ class LM(LigerLMMixin, L.LightningModule):
         return self.model(input_ids=batch["input_ids"]).logits
 
 
-def _fit(run: Run, device: str, folder: Path, num_ranks: int) -> dict[str, Any]:
+def _fit(run: Run, ranks: dict[str, Any]) -> dict[str, Any]:
+    num_ranks = ranks["size"]
     size = group_size(run, num_ranks)
     rows = make_rows(run, num_ranks // size)
     options = dict(run.strategy_options)
-    if "sharding_strategy" in options:
+    if options.get("sharding_strategy") == "HYBRID_SHARD":
         options["device_mesh"] = (num_ranks // 2, 2)
+    if options.get("sharding_strategy") == "_HYBRID_SHARD_ZERO2":
+        options["process_group"] = _make_groups(ranks["rank"])
     module = LM(run, rows)
-    trainer = make_trainer(
-        root=folder,
-        strategy=run.strategy(context_parallel_size=size, **options),
-        accelerator={"cuda": "gpu"}.get(device, device),
-        devices=num_ranks,
+    result = fit(
+        ranks,
+        run.strategy(context_parallel_size=size, **options),
+        module,
+        None,
         use_distributed_sampler=True,
         accumulate_grad_batches=run.num_micro_batches,
         gradient_clip_val=MAX_NORM,
     )
-    trainer.fit(module)
-    result = {"logged": module.logged, "lengths": module.lengths, "logit_counts": logit_counts(module)}
-    result["epoch"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    result["num_replaced"] = trainer.strategy.patch_report.num_replaced
-    result["whole"] = whole_parameters(module.model, trainer.strategy.model)
-    (result["validation"],) = trainer.validate(module, DataLoader(rows, batch_size=BATCH_SIZE), verbose=False)
+    result |= {"logged": module.logged, "lengths": module.lengths}
+    loader = DataLoader(rows, batch_size=BATCH_SIZE)
+    (result["validation"],) = result["trainer"].validate(module, loader, verbose=False)
     return result
 
 
-def _predict_after_fit(device: str, folder: Path, num_ranks: int) -> dict[str, Any]:
+def _make_groups(rank: int) -> tuple[Any, Any]:
+    """Groups of two of four ranks that shard, and those that replicate, this rank's of each, as a mesh has them."""
+    shards = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    replicas = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    return shards[rank // 2], replicas[rank % 2]
+
+
+def _predict_after_fit(ranks: dict[str, Any]) -> dict[str, Any]:
     """Rows stay whole in ``predict``, also with a module that was trained on pieces."""
     module = LM(RUNS["ddp"])
-    options = {"root": folder, "accelerator": {"cuda": "gpu"}.get(device, device), "devices": num_ranks}
     rows = make_rows(module.run, 1)[:BATCH_SIZE]
+    strategy = LigerDDPStrategy(context_parallel_size=ranks["size"])
     loader = DataLoader(rows, batch_size=BATCH_SIZE)
-    trainer = make_trainer(strategy=LigerDDPStrategy(context_parallel_size=num_ranks), max_steps=1, **options)
-    trainer.fit(module, loader)
+    trainer = fit(ranks, strategy, module, list(loader), max_steps=1)["trainer"]
     (logits,) = trainer.predict(module, loader)
     found = {"logits": logits.cpu(), "implementation": module.model.config._attn_implementation}
     trainer.validate(module, loader, verbose=False)
     return {**found, "state": {name: tensor.cpu() for name, tensor in module.model.state_dict().items()}}
 
 
-def _different_rows(device: str, folder: Path, num_ranks: int) -> str:
+def _different_rows(ranks: dict[str, Any]) -> dict[str, Any]:
     """What is said if ranks that share sequences have their own rows each."""
-    module = LM(RUNS["ddp"])
-    trainer = make_trainer(
-        root=folder,
-        strategy=LigerDDPStrategy(context_parallel_size=num_ranks),
-        accelerator={"cuda": "gpu"}.get(device, device),
-        devices=num_ranks,
-    )
-    rows = make_rows(module.run, num_ranks)[int(os.environ["RANK"]) :]
-    try:
-        trainer.fit(module, DataLoader(rows, batch_size=1))
-    except ValueError as error:
-        return str(error)
-    return ""
+    rows = make_rows(RUNS["ddp"], ranks["size"])[ranks["rank"] :]
+    strategy, loader = LigerDDPStrategy(context_parallel_size=ranks["size"]), DataLoader(rows, batch_size=1)
+    return fit(ranks, strategy, LM(RUNS["ddp"]), list(loader), may_fail=True)
 
 
 def _fabric(device: str, num_ranks: int) -> dict[str, Any]:
@@ -230,17 +223,14 @@ def reference(run: Run, num_groups: int, device: str, max_norm: float = MAX_NORM
     return {"losses": losses, "mean": mean, "whole": whole, "model": model}
 
 
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    results: dict[str, Any] = {name: _fit(run, device, folder, num_ranks) for name, run in RUNS.items()}
-    results["fabric"] = _fabric(device, num_ranks)
-    results["predict"] = _predict_after_fit(device, folder, num_ranks)
-    results["different-rows"] = _different_rows(device, folder, num_ranks)
-    torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def results(ranks: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: _fit(run, ranks) for name, run in RUNS.items()},
+        "fabric": _fabric(ranks["device"], ranks["size"]),
+        "predict": _predict_after_fit(ranks),
+        "different-rows": _different_rows(ranks),
+    }
 
 
 if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))
+    rank_main(results)

@@ -1,18 +1,11 @@
-"""The worker that trains under DeepSpeed on two processes in every way that ``test_deepspeed.py`` compares.
+"""Trainings under DeepSpeed that ``test_deepspeed.py`` compares with one process."""
 
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
-"""
-
-import os
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import lightning as L
-import peft
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -35,18 +28,24 @@ from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
-    NUM_RANKS,
     AddsToLoss,
     Batch,
     KindsOfLogits,
-    Losses,
     build_model,
     logit_counts,
     make_batches,
-    make_optimizer,
-    make_trainer,
     make_uneven_batches,
     outside_loss,
+)
+from tests.lightning_liger.strategies.workers.engines import CHANGES, with_adapters
+from tests.lightning_liger.strategies.workers.trainings import (
+    drop_objects,
+    fit,
+    fit_with_fabric,
+    loss_of_labels,
+    loss_of_logits,
+    rank_main,
+    whole_parameters,
 )
 
 NUM_STEPS = 6
@@ -74,50 +73,27 @@ def _is_supported(precision: str) -> bool:
 class WholeAtFirst(LM):
     """Has its parameters before DeepSpeed can partition them as they are made."""
 
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__(tied)
-        self.model = build_model(tied)
+    def __init__(self, tied: bool = False, build: Callable[[Any], nn.Module] | None = None) -> None:
+        super().__init__(tied, build)
+        self.model = self.build(self)
 
 
 class AddsToLossWholeAtFirst(AddsToLoss, WholeAtFirst):
     pass
 
 
-class PartitionedAtOnce(LM):
+def _partitioned_at_once(tied: bool) -> LM:
     """Makes its parameters where ZeRO-3 partitions each module's at once, and copies known values into them."""
+    stock = build_model(tied)
 
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__(tied)
-        stock = build_model(tied)
-        self.config, self.values = stock.config, stock.state_dict()
-
-    def configure_model(self) -> None:
-        self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.get_default_dtype())
-        for name, parameter in self.model.named_parameters():
+    def build(module: LM) -> nn.Module:
+        model = AutoModelForCausalLM.from_config(stock.config, dtype=torch.get_default_dtype())
+        for name, parameter in model.named_parameters():
             with torch.no_grad(), deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
-                parameter.copy_(self.values[name])
+                parameter.copy_(stock.get_parameter(name))
+        return model
 
-
-class Frozen(WholeAtFirst):
-    """Trains all but one child of the model."""
-
-    def __init__(self, frozen: str) -> None:
-        super().__init__()
-        getattr(self.model, frozen).requires_grad_(False)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-
-
-class Adapted(Frozen):
-    """Trains low-rank adapters of the head and of attention."""
-
-    def __init__(self, tied: bool = False) -> None:
-        LM.__init__(self, tied)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-            self.model = peft.get_peft_model(build_model(tied), config)
+    return LM(build=build)
 
 
 class NeedsWholeLogits(WholeAtFirst):
@@ -150,64 +126,12 @@ class HeadsWeight(L.Callback):
         self.is_free.append(status == ZeroParamStatus.NOT_AVAILABLE and pl_module.weight_in_loss() is None)
 
 
-# What one rank does
-
-
-def _whole(model: nn.Module) -> dict[str, Tensor]:
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        parameters = model.named_parameters(remove_duplicate=False)
-        return {name: parameter.detach().cpu().float().clone() for name, parameter in parameters}
-
-
-def _trainer(run: dict[str, Any], strategy: Any, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+def _fit(run: dict[str, Any], strategy: Any, module: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
     strategy = LigerDeepSpeedStrategy(config=CONFIGS[strategy]) if strategy in CONFIGS else strategy
-    return make_trainer(
-        *callbacks, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
-    )
-
-
-def _loader(run: dict[str, Any], make: Callable[..., list[Batch]] = make_batches, num: int = NUM_STEPS) -> Any:
-    return DataLoader(make(run["rank"], num), batch_size=None)
-
-
-def _fit(
-    run: dict[str, Any],
-    strategy: Any,
-    module: LM | LigerCausalLM,
-    *callbacks: L.Callback,
-    make: Callable[..., list[Batch]] = make_batches,
-    num_batches: int = NUM_STEPS,
-    save_as: str | None = None,
-    ckpt_path: Path | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    recorder = Losses()
-    trainer = _trainer(run, strategy, recorder, *callbacks, **options)
-    trainer.fit(module, _loader(run, make, num_batches), ckpt_path=ckpt_path)
-    if save_as is not None:
-        trainer.save_checkpoint(run["folder"] / save_as)
-    return {
-        "losses": recorder.losses,
-        "num_replaced": trainer.strategy.patch_report.num_replaced,
-        "logit_counts": logit_counts(module),
-        "plan": trainer.strategy.activation_plan,
-        "loss_scale": trainer.strategy.deepspeed_engine.optimizer.loss_scale,
-        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
-        "whole": _whole(module.model),
-        "buffer_dtypes": {buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()},
-    }
-
-
-def _without_kernels(stage: int) -> LigerDeepSpeedStrategy:
-    return LigerDeepSpeedStrategy(kernels="none", config=CONFIGS[stage])
-
-
-def _loss_of_labels(model: nn.Module, batch: Batch) -> Tensor:
-    return model(**batch).loss
-
-
-def _loss_of_logits(model: nn.Module, batch: Batch) -> Tensor:
-    return outside_loss(model(batch["input_ids"]).logits, batch["labels"])
+    batches = options.pop("make", make_batches)(run["rank"], options.pop("num_batches", NUM_STEPS))
+    result = fit(run, strategy, module, batches, *callbacks, **options)
+    strategy = result["trainer"].strategy
+    return result | {"plan": strategy.activation_plan, "loss_scale": strategy.deepspeed_engine.optimizer.loss_scale}
 
 
 def _loss_of_scores(model: nn.Module, batch: Batch) -> Tensor:
@@ -223,123 +147,115 @@ def _loss_of_scores(model: nn.Module, batch: Batch) -> Tensor:
     return (total - scores.sum() - gathered.sum()) / (3 * kept.sum()) + divergence(logits, before, kind="jsd")
 
 
-def _fabric(
-    run: dict[str, Any], stage: int, tied: bool, loss_of: Callable[[nn.Module, Batch], Tensor]
-) -> dict[str, Any]:
+FABRIC_RUNS: dict[str, tuple[bool, Callable[[nn.Module, Batch], Tensor], int]] = {
+    "fabric-labels": (False, loss_of_labels, 1),
+    "fabric-logits": (True, loss_of_logits, 1),
+    "fabric-scores": (False, _loss_of_scores, 3),
+}
+"""Whether the head is tied, the loss, and how many fused losses it has."""
+
+
+def _fabric(run: dict[str, Any], stage: int, tied: bool, loss_of: Callable[..., Tensor]) -> dict[str, Any]:
+    inner, gradients = build_model(tied), []
+
+    def keep_gradient(fabric: Any, model: nn.Module, optimizer: Any) -> None:
+        gradients.append(safe_get_full_grad(inner.lm_head.weight).cpu().clone())
+
     # Its timers fail if the engine does not know when backward starts.
     strategy = FabricLigerDeepSpeedStrategy(config=CONFIGS[stage] | {"wall_clock_breakdown": True})
-    fabric = L.Fabric(strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS)
-    fabric.launch()
-    inner = build_model(tied)
-    model, optimizer = fabric.setup(inner, make_optimizer(inner.parameters()))
-    losses, head_gradients = [], []
-    for batch in make_batches(run["rank"], NUM_STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, {name: tensor.to(fabric.device) for name, tensor in batch.items()})
-        fabric.backward(loss)
-        head_gradients.append(safe_get_full_grad(inner.lm_head.weight).cpu().clone())
-        optimizer.step()
-        losses.append(loss.item())
-    state = {"model": model, "optimizer": optimizer, "step": NUM_STEPS}
-    fabric.save(run["folder"] / f"fabric-{stage}.ckpt", state)
-    trained = _whole(inner)
+    result = fit_with_fabric(run, strategy, inner, make_batches(run["rank"], NUM_STEPS), loss_of, keep_gradient)
+    fabric, path = result["fabric"], run["folder"] / f"fabric-{stage}.ckpt"
+    state = {"model": result["model"], "optimizer": result["optimizer"], "step": NUM_STEPS}
+    fabric.save(path, state)
     with torch.no_grad(), deepspeed.zero.GatheredParameters(list(inner.parameters()), modifier_rank=0):
         for parameter in inner.parameters():
             parameter.zero_()
     state["step"] = 0
-    fabric.load(run["folder"] / f"fabric-{stage}.ckpt", state)
-    return {
-        "losses": losses,
-        "num_replaced": strategy.patch_report.num_replaced,
-        "logit_counts": logit_counts(inner),
-        "head_gradients": head_gradients,
-        "whole": trained,
-        "loaded": _whole(inner),
-        "loaded_step": state["step"],
-    }
+    fabric.load(path, state)
+    loaded = {"loaded": whole_parameters(inner, inner), "loaded_step": state["step"]}
+    return result | {"head_gradients": gradients} | loaded
 
 
 def _stages(run: dict[str, Any], stage: int) -> dict[str, Any]:
     module = KindsOfLogits()
-    trainer = _trainer(run, stage)
-    trainer.fit(module, _loader(run, num=2), _loader(run, num=2))
-    trainer.test(module, _loader(run, num=2), verbose=False)
-    trainer.predict(module, _loader(run, num=2))
+    loader = DataLoader(make_batches(run["rank"], 2), batch_size=None)
+    trainer = _fit(run, stage, module, num_batches=2)["trainer"]
+    trainer.validate(module, loader, verbose=False)
+    trainer.test(module, loader, verbose=False)
+    trainer.predict(module, loader)
     return {"kinds": module.kinds, "logit_counts": logit_counts(module)}
 
 
 def _run_stage(run: dict[str, Any], stage: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for head, tied in HEADS.items():
-        results[head] = _fit(run, stage, WholeAtFirst(tied))
-        results[f"fabric-labels-{head}"] = _fabric(run, stage, tied, _loss_of_labels)
-        results[f"fabric-logits-{head}"] = _fabric(run, stage, tied, _loss_of_logits)
-        results[f"fabric-scores-{head}"] = _fabric(run, stage, tied, _loss_of_scores)
-    results["by-name"] = _fit(run, f"liger_deepspeed_stage_{stage}", WholeAtFirst())
-    results["uneven"] = _fit(run, stage, AddsToLossWholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
-    results["clipped"] = _fit(run, stage, WholeAtFirst(), accumulate_grad_batches=2, gradient_clip_val=MAX_NORM)
-    recompute = LigerDeepSpeedStrategy(config=CONFIGS[stage], activation_checkpointing="full")
-    results["recomputed"] = _fit(run, recompute, WholeAtFirst())
-    activations.memory_of = lambda device: FakeMemory(2**30)
-    budget = LigerDeepSpeedStrategy(config=CONFIGS[stage], memory_budget=0.5)
-    results["planned"] = _fit(run, budget, WholeAtFirst(), make=make_uneven_batches, accumulate_grad_batches=2)
-    results["stages"] = _stages(run, stage)
-    results["precisions"] = [precision for precision in PRECISIONS[stage] if _is_supported(precision)]
-    for precision in results["precisions"]:
-        results[precision] = _fit(run, stage, WholeAtFirst(), num_batches=12, precision=precision)
+    found = {name: _fabric(run, stage, tied, loss_of) for name, (tied, loss_of, _) in FABRIC_RUNS.items()}
+
+    def train(name: str, strategy: Any = stage, module: Any = None, **options: Any) -> None:
+        found[name] = _fit(run, strategy, module or WholeAtFirst(), **options)
+
+    accumulated = {"accumulate_grad_batches": 2}
+    train("untied")
+    train("tied", module=WholeAtFirst(tied=True))
+    train("uneven", module=AddsToLossWholeAtFirst(), make=make_uneven_batches, **accumulated)
+    train("clipped", gradient_clip_val=MAX_NORM, **accumulated)
+    found["stages"] = _stages(run, stage)
+    found["precisions"] = [precision for precision in PRECISIONS[stage] if _is_supported(precision)]
+    for precision in found["precisions"]:
+        train(precision, num_batches=12, precision=precision)
     # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
     saved = f"stage-{stage}.ckpt"
-    results["two-epochs"] = _fit(run, stage, WholeAtFirst(), num_batches=2, max_epochs=2)
-    results["first-epoch"] = _fit(run, stage, WholeAtFirst(), num_batches=2, save_as=saved)
-    results["second-epoch"] = _fit(
-        run, stage, WholeAtFirst(), num_batches=2, max_epochs=2, ckpt_path=run["folder"] / saved
-    )
-    return results
-
-
-def _run_unfinished(run: dict[str, Any]) -> dict[str, Any]:
-    """Epochs of an odd number of micro-batches: DeepSpeed's optimizer steps after the first one of the next."""
-    return _fit(run, 2, WholeAtFirst(), num_batches=NUM_STEPS // 2, max_epochs=2, accumulate_grad_batches=2)
+    train("two-epochs", num_batches=2, max_epochs=2)
+    train("first-epoch", num_batches=2, save_as=saved)
+    train("second-epoch", num_batches=2, max_epochs=2, ckpt_path=run["folder"] / saved)
+    if stage == 3:
+        train("by-name", "liger_deepspeed_stage_3")
+        train("recomputed", LigerDeepSpeedStrategy(config=CONFIGS[3], activation_checkpointing="full"))
+        activations.memory_of = lambda device: FakeMemory(2**30)  # type: ignore[assignment]
+        budget = LigerDeepSpeedStrategy(config=CONFIGS[3], memory_budget=0.5)
+        train("planned", budget, make=make_uneven_batches, **accumulated)
+    else:  # epochs of an odd number of micro-batches: the optimizer steps after the first one of the next
+        train("unfinished", num_batches=NUM_STEPS // 2, max_epochs=2, **accumulated)
+    return found
 
 
 def _run_partitioned(run: dict[str, Any]) -> dict[str, Any]:
     """What is special about parameters that are partitioned."""
-    results: dict[str, Any] = {}
-    for head, tied in HEADS.items():
-        results[f"partitioned-{head}"] = _fit(run, 3, PartitionedAtOnce(tied))
+    found = {f"partitioned-{head}": _fit(run, 3, _partitioned_at_once(tied)) for head, tied in HEADS.items()}
     config = build_model().config.to_diff_dict()
     modules = {
         "from-config": LigerCausalLM(model_type=config.pop("model_type"), config=config),
         "from-pretrained": LigerCausalLM(pretrained=str(run["folder"] / PRETRAINED)),
     }
     for name, module in modules.items():
-        results[name] = _fit(run, 3, module, limit_train_batches=0)
+        found[name] = _fit(run, 3, module, limit_train_batches=0)
     released = HeadsWeight()
-    results["own-step"] = _fit(run, 3, OwnStep(), released) | {"is_free": released.is_free}
-    others: dict[str, Callable[[], LM]] = {
-        "frozen-backbone": lambda: Frozen("model"),
-        "frozen-head": lambda: Frozen("lm_head"),
-        "adapted-untied": Adapted,
-        "adapted-tied": lambda: Adapted(True),
-        "whole-logits": NeedsWholeLogits,
-    }
-    for name, make in others.items():
-        results[name] = _fit(run, 3, make(), num_batches=4)
-        results[f"stock-{name}"] = _fit(run, _without_kernels(3), make(), num_batches=4)
-    return results
+    found["own-step"] = _fit(run, 3, OwnStep(), released) | {"is_free": released.is_free}
+    for name, make in OTHERS.items():
+        found[name] = _fit(run, 3, make(), num_batches=4)
+        plain = LigerDeepSpeedStrategy(kernels="none", config=CONFIGS[3])
+        found[f"stock-{name}"] = _fit(run, plain, make(), num_batches=4)
+    return found
 
 
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
+OTHERS: dict[str, Callable[[], LM]] = {
+    "frozen-head": lambda: WholeAtFirst(build=lambda module: CHANGES["without-head"]()),
+    "adapted-tied": lambda: WholeAtFirst(
+        build=lambda module: with_adapters("q_proj", "lm_head", model=build_model(tied=True))
+    ),
+    "whole-logits": NeedsWholeLogits,
+}
+"""What is trained with and without kernels under ZeRO-3."""
+
+
+def results(run: dict[str, Any]) -> dict[Any, Any]:
     # DeepSpeed would compile it with the C++ compiler that it finds, for over a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    run = {"rank": int(os.environ["RANK"]), "folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device)}
-    results: dict[str, Any] = {stage: _run_stage(run, stage) for stage in STAGES}
-    results[2]["unfinished"] = _run_unfinished(run)
-    results["partitioned"] = _run_partitioned(run)
-    torch.save(results, folder / f"rank{run['rank']}.pt")
-    torch.distributed.destroy_process_group()
+    found: dict[Any, Any] = {stage: _run_stage(run, stage) for stage in STAGES}
+    found["partitioned"] = _run_partitioned(run)
+    for runs in found.values():
+        for result in runs.values():
+            drop_objects(result)
+    return found
 
 
 if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))
+    rank_main(results)

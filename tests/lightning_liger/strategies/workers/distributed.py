@@ -1,7 +1,4 @@
-"""A tiny model and its data, and the worker that trains it on several processes in every way that the tests compare.
-
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch``.
-"""
+"""A tiny model and its data, modules and trainers for it, and how ranks are started."""
 
 import itertools
 import os
@@ -12,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
@@ -22,7 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_liger import LigerLMMixin, LigerStrategy
+from lightning_liger import LigerLMMixin
+from tests.lightning_liger.tiny import quiet_trainer
 
 ROOT = Path(__file__).parents[4]
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -94,18 +92,19 @@ def regularized(loss: Tensor) -> Tensor:
 
 
 class LM(LigerLMMixin, L.LightningModule):
-    """The tiny model with the mixin's own steps."""
+    """The tiny model, or what ``build`` makes in the place of it, with the mixin's own steps."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, build: Callable[[Any], nn.Module] | None = None) -> None:
         super().__init__()
         self.tied = tied
+        self.build = build or (lambda module: build_model(tied))
 
     def configure_model(self) -> None:
         if getattr(self, "model", None) is None:
-            self.model = build_model(self.tied)
+            self.model = self.build(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters())
+        return make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
 
 
 class AddsToLoss(LM):
@@ -159,59 +158,13 @@ class Losses(L.Callback):
 
 def make_trainer(*callbacks: L.Callback, root: Path, **options: Any) -> L.Trainer:
     """A silent Trainer; on one CPU process unless told otherwise."""
-    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
-    return L.Trainer(
-        callbacks=list(callbacks),
-        default_root_dir=root,
-        **{**defaults, **dict.fromkeys(quiet, False), **options},
-    )
+    defaults = {"max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "use_distributed_sampler": False}
+    return quiet_trainer(callbacks=list(callbacks), default_root_dir=root, **{**defaults, **options})
 
 
 def squared_gradient_norm(parameters: Iterable[Tensor]) -> float:
     """What AdamW does not see: the scale of the gradients."""
     return sum(parameter.grad.square().sum().item() for parameter in parameters if parameter.grad is not None)
-
-
-class Reference(NamedTuple):
-    """What training comes to: the losses of each rank's batches, squared gradient norms, trained parameters."""
-
-    losses: list[list[float]]
-    squared_norms: list[float]
-    parameters: dict[str, Tensor]
-
-
-def reference_training(
-    tied: bool,
-    device: str,
-    of_tokens: bool,
-    make: Callable[[int], list[Batch]] = make_batches,
-    num_micro_batches: int = 1,
-    change: Callable[[Tensor], Tensor] = lambda loss: loss,
-) -> Reference:
-    """One process, stock model, plain loop; the mean is over a step's tokens, or over the means of ranks.
-
-    ``change`` is what a user makes of a micro-batch's loss.
-    """
-    model = build_model(tied).to(device)
-    optimizer = make_optimizer(model.parameters())
-    losses: list[list[float]] = [[] for _ in range(NUM_RANKS)]
-    squared_norms = []
-    of_ranks = [make(rank) for rank in range(NUM_RANKS)]
-    for start in range(0, len(of_ranks[0]), num_micro_batches):
-        optimizer.zero_grad()
-        parts = [
-            (rank, batch) for rank in range(NUM_RANKS) for batch in of_ranks[rank][start : start + num_micro_batches]
-        ]
-        counts = [int((batch["labels"][:, 1:] != -100).sum()) for _, batch in parts]
-        for (rank, batch), count in zip(parts, counts, strict=True):
-            loss = change(model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss)
-            losses[rank].append(loss.item() if count else 0.0)
-            if count:
-                (loss * (count / sum(counts) if of_tokens else 1 / len(parts))).backward()
-        squared_norms.append(squared_gradient_norm(model.parameters()))
-        optimizer.step()
-    return Reference(losses, squared_norms, {name: tensor.cpu() for name, tensor in model.state_dict().items()})
 
 
 def wrapped_units(model: nn.Module) -> dict[str, str]:
@@ -227,99 +180,6 @@ def logit_counts(model: nn.Module) -> tuple[int, int]:
     """How often the loss came without whole logits, and how often whole logits were needed."""
     ledgers = [vars(module)["fusion_counters"] for module in model.modules() if "fusion_counters" in vars(module)]
     return sum(ledger.num_losses for ledger in ledgers), sum(ledger.num_materialized for ledger in ledgers)
-
-
-# What one rank does
-
-
-def _describe(model: nn.Module) -> dict[str, Any]:
-    """What this rank holds of a trained FSDP model, and the whole of it."""
-    (model,) = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    prefix = "model." if isinstance(model.module, LM) else ""
-    shards = [unit._handle.flat_param.detach().cpu().clone() for unit in units]
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        whole = {
-            name.replace("_fsdp_wrapped_module.", "").removeprefix(prefix): parameter.detach().cpu().clone()
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-    return {"shards": shards, "whole": whole, "units": wrapped_units(model), "logit_counts": logit_counts(model)}
-
-
-def _fit(strategy: Any, tied: bool, run: dict[str, Any], save_as: str | None = None, **options: Any) -> dict[str, Any]:
-    recorder, module = Losses(), LM(tied)
-    ckpt_path = options.pop("ckpt_path", None)
-    loader = DataLoader(make_batches(run["rank"], options.pop("num_batches", NUM_STEPS)), batch_size=None)
-    trainer = make_trainer(
-        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
-    )
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
-    result = {"losses": recorder.losses, "squared_norms": recorder.squared_norms}
-    result["num_replaced"] = trainer.strategy.patch_report.num_replaced
-    result |= _describe(trainer.strategy.model)
-    if save_as is not None:
-        trainer.save_checkpoint(run["folder"] / save_as)
-        result["whole_after_saving"] = _describe(trainer.strategy.model)["whole"]
-    return result
-
-
-def _fabric(loss_of: Callable[[nn.Module, Batch], Tensor], tied: bool, run: dict[str, Any]) -> dict[str, Any]:
-    fabric = L.Fabric(strategy="liger_fsdp", accelerator=run["accelerator"], devices=NUM_RANKS)
-    fabric.launch()
-    model = fabric.setup_module(build_model(tied))
-    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
-    losses, squared_norms = [], []
-    for batch in make_batches(run["rank"]):
-        optimizer.zero_grad()
-        loss = loss_of(model, {name: tensor.to(fabric.device) for name, tensor in batch.items()})
-        fabric.backward(loss)
-        squared_norms.append(squared_gradient_norm(model.parameters()))
-        optimizer.step()
-        losses.append(loss.item())
-    num_replaced = fabric.strategy.patch_report.num_replaced
-    return {"losses": losses, "squared_norms": squared_norms, "num_replaced": num_replaced, **_describe(model)}
-
-
-def _generate(run: dict[str, Any]) -> dict[str, Any]:
-    """Continuations of another length on each rank, and the error without a marked method."""
-    fabric = L.Fabric(strategy="liger_fsdp", accelerator=run["accelerator"], devices=NUM_RANKS)
-    fabric.launch()
-    model, prompt = fabric.setup_module(build_model()).eval(), make_batches(run["rank"])[0]["input_ids"][:1]
-    try:
-        error = str(model.generate(prompt.to(fabric.device), max_new_tokens=1))
-    except RuntimeError as raised:
-        error = str(raised)
-    model.mark_forward_method("generate")
-    options = {"max_new_tokens": 2 + run["rank"], "do_sample": False}
-    tokens = model.generate(prompt.to(fabric.device), synced_gpus=True, **options)
-    return {"error": error, "tokens": tokens.cpu(), "stock": build_model().eval().generate(prompt, **options)}
-
-
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    run = {"rank": int(os.environ["RANK"]), "folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device)}
-    results: dict[str, Any] = {}
-    for head, tied in HEADS.items():
-        results[f"trainer-{head}"] = _fit("liger_fsdp", tied, run, save_as=f"{head}.ckpt")
-        results[f"no-kernels-{head}"] = _fit(LigerStrategy(kernels="none"), tied, run)
-        results[f"fabric-labels-{head}"] = _fabric(lambda model, batch: model(**batch).loss, tied, run)
-        results[f"fabric-logits-{head}"] = _fabric(
-            lambda model, batch: outside_loss(model(batch["input_ids"]).logits, batch["labels"]), tied, run
-        )
-    # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
-    epochs = {"tied": False, "run": run, "num_batches": 2}
-    results["two-epochs"] = _fit(LigerStrategy(state_dict_type="sharded"), max_epochs=2, **epochs)
-    results["first-epoch"] = _fit(LigerStrategy(state_dict_type="sharded"), save_as="sharded.ckpt", **epochs)
-    results["second-epoch"] = _fit(
-        LigerStrategy(state_dict_type="sharded"), max_epochs=2, ckpt_path=folder / "sharded.ckpt", **epochs
-    )
-    for kind in ("full", "sharded"):
-        name = f"unstarted-{kind}.ckpt"
-        _fit(LigerStrategy(state_dict_type=kind), save_as=name, max_steps=0, **epochs)
-        results[f"started-{kind}"] = _fit(LigerStrategy(state_dict_type=kind), ckpt_path=folder / name, **epochs)
-    results["generated"] = _generate(run)
-    torch.save(results, folder / f"rank{run['rank']}.pt")
-    torch.distributed.destroy_process_group()
 
 
 # How ranks are started
@@ -350,13 +210,14 @@ _port_numbers = itertools.count()
 def launch(
     device: str,
     folder: Path,
+    worker: str,
     timeout: float = 240.0,
-    worker: str = __name__,
     num_ranks: int = NUM_RANKS,
     environment_of: Callable[[int], dict[str, str]] = lambda rank: {},
 ) -> list[dict[str, Any]]:
-    """What ``worker`` saved on each rank; if one fails, all end and the error shows what they wrote to stderr.
+    """What ``worker``, run as a module with ``device`` and ``folder`` as arguments, saved on each rank.
 
+    If one fails, all end and the error shows what they wrote to stderr.
     ``environment_of`` a rank changes what torchrun would set for it on one node; empty values are not set at all.
     """
     shared = {
@@ -398,7 +259,3 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int 
         if time.monotonic() > deadline:
             return [code if code is not None else -signal.SIGKILL for code in codes]
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))

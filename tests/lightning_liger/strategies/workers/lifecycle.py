@@ -1,21 +1,18 @@
-"""The stages of a module's life that ``test_lifecycle.py`` follows under every engine."""
+"""The stages of a module's life that ``test_engines.py`` follows under every engine."""
 
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.lightning_liger.strategies.workers.clipping import whole_parameters
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
-    NUM_RANKS,
     Batch,
     Losses,
-    logit_counts,
     make_trainer,
     make_uneven_batches,
 )
-from tests.lightning_liger.strategies.workers.engines import ENGINES
+from tests.lightning_liger.strategies.workers.trainings import described
 
 NUM_BATCHES = 3
 MOVES = [("liger_ddp", "liger_fsdp"), ("liger_ddp", "liger_model_parallel")]
@@ -49,13 +46,9 @@ def live(strategy: str, batches: list[Batch], **options: Any) -> dict[str, Any]:
     second.fit(module, loader)
     traces.append(_traces(module))
     return {
-        "losses": recorder.losses,
-        "stages": stages,
-        "num_replaced": report.num_replaced,
-        "same_report": same_report,
-        "traces": traces,
-        "logit_counts": logit_counts(module),
-        "whole": whole_parameters(second.strategy.model),
+        **described(second.strategy, module.model, second.strategy.model),
+        **{"losses": recorder.losses, "norms": [None], "stages": stages, "traces": traces},
+        **{"num_replaced": report.num_replaced, "same_report": same_report},
     }
 
 
@@ -65,40 +58,23 @@ def move(engines: tuple[str, ...], batches: list[Batch], **options: Any) -> dict
     for engine in engines:
         trainer = make_trainer(recorder, strategy=engine, **options)
         trainer.fit(module, DataLoader(batches, batch_size=None))
-    return {
-        "losses": recorder.losses,
-        "logit_counts": logit_counts(module),
-        "whole": whole_parameters(trainer.strategy.model),
-    }
+    found = described(trainer.strategy, module.model, trainer.strategy.model)
+    return {"losses": recorder.losses, "norms": [None], **found}
 
 
 def _traces(module: nn.Module) -> dict[str, Any]:
-    """What set-ups might leave in a model once more each time."""
-    model = module.model
-    return {
-        "classes": [type(part).__name__ for part in model.modules()],
-        "hooks": sum(
-            len(hooks)
-            for part in model.modules()
-            for hooks in (
-                part._forward_hooks,
-                part._forward_pre_hooks,
-                part._backward_hooks,
-                part._backward_pre_hooks,
-                part._state_dict_hooks,
-                part._state_dict_pre_hooks,
-                part._load_state_dict_pre_hooks,
-            )
-        ),
-        "parameters": [name for name, _ in model.named_parameters()],
-    }
+    """What set-ups might leave in a model once more each time: classes, hooks, other parameters."""
+    parts = list(module.model.modules())
+    hooks = [len(value) for part in parts for name, value in vars(part).items() if name.endswith("_hooks") and value]
+    names = [name for name, _ in module.model.named_parameters()]
+    return {"classes": [type(part).__name__ for part in parts], "hooks": sum(hooks), "parameters": names}
 
 
-def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def results(run: dict[str, Any], engines: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """What a rank saw of the module's life under each engine."""
     batches = make_uneven_batches(run["rank"], NUM_BATCHES)
-    options = {"root": run["folder"], "accelerator": run["accelerator"], "devices": NUM_RANKS}
-    found = {f"life-{engine}": live(engine, batches, **options) for engine in ENGINES}
-    for engines in MOVES:
-        found[f"move-{'-'.join(engines)}"] = move(engines, batches, **options)
+    options = {"root": run["folder"], "accelerator": run["accelerator"], "devices": run["size"]}
+    found = {f"life-{engine}": live(engine, batches, **options) for engine in engines}
+    for moved in MOVES:
+        found[f"move-{'-'.join(moved)}"] = move(moved, batches, **options)
     return found

@@ -1,12 +1,9 @@
-"""The worker that trains models built on the meta device on two processes, as ``test_meta_device.py`` compares them.
+"""Trainings of models built on the meta device, as ``test_meta_device.py`` compares them.
 
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``. ``OUT``
-has a Hugging Face folder for each head, and ``deep`` with a model of several layers.
+Their folder has a Hugging Face folder for each head, and ``deep`` with a model of several layers.
 """
 
 import os
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +13,9 @@ import lightning as L
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from lightning_liger import (
@@ -34,13 +30,10 @@ from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
     NUM_RANKS,
-    NUM_STEPS,
-    Losses,
     build_model,
-    logit_counts,
     make_batches,
-    make_trainer,
 )
+from tests.lightning_liger.strategies.workers.trainings import fit, rank_main, whole_parameters
 
 ENGINES: dict[str, Callable[..., Any]] = {
     "liger_fsdp": LigerStrategy,
@@ -71,7 +64,7 @@ class OnMeta(LM):
         torch.manual_seed(SEED + int(os.environ.get("RANK", "0")))
 
     def on_fit_start(self) -> None:
-        self.initial = whole_tensors(self)
+        self.initial = whole_parameters(self.model, self.trainer.strategy.model, buffers=True)
 
 
 class ShardedOnMeta(OnMeta):
@@ -94,87 +87,37 @@ class Whole(OnMeta):
             self.model = LlamaForCausalLM.from_pretrained(self.folder, dtype=torch.get_default_dtype()).train()
 
 
-def whole_tensors(module: LM) -> dict[str, Tensor]:
-    """The parameters and buffers of the model in ``module``, however it is sharded."""
-    strategy_model = module.trainer.strategy.model
-    if isinstance(strategy_model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(strategy_model, writeback=False):
-            return _copied(module.model)
-    return _copied(module.model)
+class Slice:
+    """A tensor in a file, whose reads are noted by their sizes in bytes."""
 
+    def __init__(self, source: Any, sizes: list[int]) -> None:
+        self.source, self.sizes = source, sizes
+        self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
 
-def _copied(model: nn.Module) -> dict[str, Tensor]:
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    return {
-        name.replace("_fsdp_wrapped_module.", ""): (
-            (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
-        )
-        for name, tensor in tensors.items()
-    }
-
-
-def _fit(run: dict[str, Any], module: OnMeta, strategy: Any, **options: Any) -> dict[str, Any]:
-    recorder = Losses()
-    ckpt_path, save_as = options.pop("ckpt_path", None), options.pop("save_as", None)
-    batches = make_batches(run["rank"])[: options.pop("num_batches", None)]
-    trainer = make_trainer(
-        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS, **options
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
-    if save_as is not None:
-        trainer.save_checkpoint(run["folder"] / save_as)
-    return {
-        "losses": recorder.losses,
-        "initial": module.initial,
-        "whole": whole_tensors(module),
-        "num_replaced": trainer.strategy.patch_report.num_replaced,
-        "logit_counts": logit_counts(module),
-    }
-
-
-class Reads:
-    """What is read of files: in all, in the largest piece, and the most that was there at one time; in bytes."""
-
-    def __init__(self) -> None:
-        self.total = self.largest = self.most = self._now = 0
-
-    def note(self, tensor: Tensor) -> Tensor:
-        size = tensor.nbytes
-        self.total += size
-        self.largest = max(self.largest, size)
-        self._now += size
-        self.most = max(self.most, self._now)
-        weakref.finalize(tensor, self._forget, size)
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor = self.source[index]
+        self.sizes.append(tensor.nbytes)
         return tensor
 
-    def _forget(self, size: int) -> None:
-        self._now -= size
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        reads = self
+@contextmanager
+def noted_reads() -> Iterator[list[int]]:
+    """The sizes in bytes of what is read of files in the block."""
+    sizes: list[int] = []
 
-        class Slice:
-            def __init__(self, source: Any) -> None:
-                self.source = source
-                self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+    class File:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.file = safe_open(*args, **kwargs)
+            self.keys = self.file.keys
 
-            def __getitem__(self, index: Any) -> Tensor:
-                return reads.note(self.source[index])
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.file.get_slice(name), sizes)
 
-        class File:
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self.file = safe_open(*args, **kwargs)
-                self.keys = self.file.keys
-
-            def get_slice(self, name: str) -> Slice:
-                return Slice(self.file.get_slice(name))
-
-        pretrained.safe_open = File
-        try:
-            yield
-        finally:
-            pretrained.safe_open = safe_open
+    pretrained.safe_open = File
+    try:
+        yield sizes
+    finally:
+        pretrained.safe_open = safe_open
 
 
 def peak_bytes(device: str, action: Callable[[], Any]) -> tuple[int, Any]:
@@ -194,8 +137,8 @@ def peak_bytes(device: str, action: Callable[[], Any]) -> tuple[int, Any]:
     return most, result
 
 
-def _fabric(run: dict[str, Any], device: str, strategy: Any, how: str) -> dict[str, Any]:
-    folder, reads = run["folder"] / "deep", Reads()
+def _fabric(run: dict[str, Any], strategy: Any, how: str) -> dict[str, Any]:
+    folder = run["folder"] / "deep"
     fabric = L.Fabric(strategy=strategy, accelerator=run["accelerator"], devices=NUM_RANKS)
     fabric.launch()
 
@@ -209,62 +152,43 @@ def _fabric(run: dict[str, Any], device: str, strategy: Any, how: str) -> dict[s
             load_pretrained(model, folder)  # opens files, whose size the profiler would count
         return model
 
-    with reads.watching():
-        if how == "whole":
-            peak, model = peak_bytes(device, lambda: fabric.setup_module(build()))
-        else:
-            model = build()
-            peak, model = peak_bytes(device, lambda: fabric.setup_module(model))
+    with noted_reads() as reads:
+        model = None if how == "whole" else build()
+        peak, model = peak_bytes(run["device"], lambda: fabric.setup_module(model or build()))
     batch = {name: tensor.to(fabric.device) for name, tensor in make_batches(0, 1)[0].items()}
     placements = {str(p.placements) for p in model.parameters() if isinstance(p, DTensor)}
-    return {"peak": peak, "reads": vars(reads), "loss": model(**batch).loss.item(), "placements": placements}
+    return {"peak": peak, "reads": reads, "loss": model(**batch).loss.item(), "placements": placements}
 
 
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    run = {"rank": int(os.environ["RANK"]), "folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device)}
-    results: dict[str, Any] = {}
+def results(run: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    folder = run["folder"]
+
+    def train(name: str, module: OnMeta, strategy: Any, num_batches: int, **options: Any) -> None:
+        found[name] = fit(run, strategy, module, make_batches(run["rank"])[:num_batches], **options)
+        found[name]["initial"] = module.initial
+
     for engine, strategy in ENGINES.items():
         for head, tied in HEADS.items():
-            results[f"{engine}-{head}"] = _fit(
-                run, OnMeta(folder / head, tied), engine, num_batches=NUM_PRETRAINED_STEPS
-            )
-        for module_class in (OnMeta, Whole):
-            results[f"{engine}-bf16-{module_class.__name__}"] = _fit(
-                run, module_class(folder / "untied"), engine, precision="bf16-true", num_batches=NUM_BF16_STEPS
-            )
-        for head, tied in HEADS.items():
-            saved = {"save_as": f"{engine}-{head}.ckpt", "num_batches": NUM_STEPS if head == "untied" else 1}
-            results[f"{engine}-random-{head}"] = _fit(run, OnMeta(None, tied), engine, **saved)
+            train(f"{engine}-{head}", OnMeta(folder / head, tied), engine, NUM_PRETRAINED_STEPS)
+            train(f"{engine}-random-{head}", OnMeta(None, tied), engine, 1, save_as=f"{engine}-{head}.ckpt")
+        for kind in (OnMeta, Whole):
+            module = kind(folder / "untied")
+            train(f"{engine}-bf16-{kind.__name__}", module, engine, NUM_BF16_STEPS, precision="bf16-true")
         sharded = {"state_dict_type": "sharded"} if engine == "liger_fsdp" else {}
         # The data repeats each epoch, so that resuming after one does not depend on how batches are skipped.
-        epochs = {"num_batches": NUM_EPOCH_STEPS, "max_epochs": 2}
-        results[f"{engine}-two-epochs"] = _fit(run, OnMeta(folder / "tied", True), engine, **epochs)
-        _fit(
-            run,
-            OnMeta(folder / "tied", True),
-            strategy(**sharded),
-            **epochs | {"max_epochs": 1, "save_as": f"{engine}-sharded.ckpt"},
-        )
-        results[f"{engine}-second-epoch"] = _fit(
-            run,
-            OnMeta(None, True),
-            strategy(**sharded),
-            **epochs,
-            ckpt_path=folder / f"{engine}-sharded.ckpt",
-        )
+        path = folder / f"{engine}-sharded.ckpt"
+        train(f"{engine}-two-epochs", OnMeta(folder / "tied", True), engine, NUM_EPOCH_STEPS, max_epochs=2)
+        train("saved", OnMeta(folder / "tied", True), strategy(**sharded), NUM_EPOCH_STEPS, save_as=path.name)
+        resumed = {"max_epochs": 2, "ckpt_path": path}
+        train(f"{engine}-second-epoch", OnMeta(None, True), strategy(**sharded), NUM_EPOCH_STEPS, **resumed)
         for how in ("whole", "pretrained", "random"):
             # Without kernels: what verifying them takes would be more than these small layers.
-            results[f"{engine}-fabric-{how}"] = _fabric(run, device, FABRIC_ENGINES[engine](kernels="none"), how)
-    results["tensor-parallel"] = _fabric(
-        run, device, FabricLigerModelParallelStrategy(tensor_parallel_size=2), "pretrained"
-    )
-    results["by-its-user"] = _fit(
-        run, ShardedOnMeta(folder / "untied"), "liger_model_parallel", num_batches=NUM_PRETRAINED_STEPS
-    )
-    torch.save(results, folder / f"rank{run['rank']}.pt")
-    torch.distributed.destroy_process_group()
+            found[f"{engine}-fabric-{how}"] = _fabric(run, FABRIC_ENGINES[engine](kernels="none"), how)
+    found["tensor-parallel"] = _fabric(run, FabricLigerModelParallelStrategy(tensor_parallel_size=2), "pretrained")
+    train("by-its-user", ShardedOnMeta(folder / "untied"), "liger_model_parallel", NUM_PRETRAINED_STEPS)
+    return found
 
 
 if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))
+    rank_main(results)

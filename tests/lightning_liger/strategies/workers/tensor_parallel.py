@@ -1,19 +1,13 @@
-"""The worker that trains on pairs of tensor-parallel ranks in every way that ``test_tensor_parallel.py`` compares.
+"""Trainings on pairs of tensor-parallel ranks that ``test_tensor_parallel.py`` compares with one process.
 
-``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``; with
-four ranks two pairs are data-parallel.
+With four ranks two pairs are data-parallel.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,13 +30,11 @@ from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     VOCAB_SIZE,
     Batch,
-    Losses,
     logit_counts,
     make_batches,
-    make_optimizer,
-    make_trainer,
     make_uneven_batches,
 )
+from tests.lightning_liger.strategies.workers.trainings import fit, fit_with_fabric, rank_main
 
 TP_SIZE = 2
 NUM_STEPS = 6
@@ -81,18 +73,6 @@ def make_tp_batches(
 make_uneven_tp_batches = partial(make_tp_batches, make=make_uneven_batches)
 
 
-class TPModule(LM):
-    """One of the models with the mixin's own steps, left whole for the strategy."""
-
-    def __init__(self, name: str = "untied") -> None:
-        super().__init__()
-        self.name = name
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            self.model = build_tp_model(self.name)
-
-
 def user_plan(model: PreTrainedModel) -> dict[str, Any]:
     """A plan of PyTorch's own styles."""
     plan: dict[str, Any] = {
@@ -107,81 +87,42 @@ def user_plan(model: PreTrainedModel) -> dict[str, Any]:
     return plan
 
 
-class BuiltOnMeta(TPModule):
+def _on_meta(module: LM) -> nn.Module:
     """Has neither memory nor values when the strategy sees it."""
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            with torch.device("meta"):
-                self.model = MODELS[self.name]()
+    with torch.device("meta"):
+        return MODELS["qwen3"]()
 
 
-class ParallelizedByItsUser(TPModule):
+def _parallelized(module: LM) -> nn.Module:
     """Is tensor-parallel when the strategy sees it, but not data-parallel."""
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            super().configure_model()
-            parallelize_module(self.model, self.device_mesh["tensor_parallel"], user_plan(self.model))
+    model = build_tp_model("untied")
+    return parallelize_module(model, module.device_mesh["tensor_parallel"], user_plan(model))
 
 
-class ShardedByItsUser(ParallelizedByItsUser):
+def _sharded(module: LM) -> nn.Module:
     """Is both."""
-
-    def configure_model(self) -> None:
-        if getattr(self, "model", None) is None:
-            super().configure_model()
-            for layer in self.model.model.layers:
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+    model = _parallelized(module)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=module.device_mesh["data_parallel"])
+    return model
 
 
-def _parameters(model: nn.Module) -> dict[str, Any]:
-    """The whole of each parameter, and what this rank holds of it."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        "whole": {name: parameter.full_tensor().detach().cpu().clone() for name, parameter in named.items()},
-        "own": {name: parameter.to_local().detach().cpu().clone() for name, parameter in named.items()},
-        "placements": {name: str(parameter.placements[-1]) for name, parameter in named.items()},
-        "logit_counts": logit_counts(model),
-    }
-
-
-def _fit(run: dict[str, Any], module: LM, make: Any = make_tp_batches, **options: Any) -> dict[str, Any]:
-    recorder = Losses()
+def _fit(
+    run: dict[str, Any], model: str | Callable[[LM], nn.Module], make: Any = make_tp_batches, **options: Any
+) -> dict[str, Any]:
+    module = LM(build=model if callable(model) else lambda module: build_tp_model(model))
     strategy = LigerModelParallelStrategy(
         tensor_parallel_size=TP_SIZE, save_distributed_checkpoint=False, **options.pop("strategy", {})
     )
-    save_as = options.pop("save_as", None)
-    trainer = make_trainer(
-        recorder, root=run["folder"], strategy=strategy, accelerator=run["accelerator"], devices=run["size"], **options
-    )
-    loader = DataLoader(make(run["data_rank"], NUM_STEPS), batch_size=None)
-    trainer.fit(module, loader)
-    result = {"losses": recorder.losses, "num_replaced": trainer.strategy.patch_report.num_replaced}
-    result |= _parameters(module.model)
-    if save_as is not None:
-        trainer.save_checkpoint(run["folder"] / save_as)
-    (result["validation"],) = trainer.validate(module, loader, verbose=False)
+    batches = make(run["rank"] // TP_SIZE, NUM_STEPS)
+    result = fit(run, strategy, module, batches, **options)
+    named = dict(module.model.named_parameters(remove_duplicate=False))
+    result["own"] = {name: parameter.to_local().detach().cpu().clone() for name, parameter in named.items()}
+    result["placements"] = {name: str(parameter.placements[-1]) for name, parameter in named.items()}
+    loader = DataLoader(batches, batch_size=None)
+    (result["validation"],) = result["trainer"].validate(module, loader, verbose=False)
     result["counts_after_validation"] = logit_counts(module)
     return result
-
-
-def _fabric(run: dict[str, Any], name: str) -> dict[str, Any]:
-    strategy = FabricLigerModelParallelStrategy(tensor_parallel_size=TP_SIZE)
-    fabric = L.Fabric(strategy=strategy, accelerator=run["accelerator"], devices=run["size"])
-    fabric.launch()
-    model = fabric.setup_module(build_tp_model(name))
-    optimizer = fabric.setup_optimizers(make_optimizer(model.parameters()))
-    losses = []
-    for batch in make_tp_batches(run["data_rank"]):
-        optimizer.zero_grad()
-        loss = model(**{name: tensor.to(fabric.device) for name, tensor in batch.items()}).loss
-        fabric.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    num_replaced = fabric.strategy.patch_report.num_replaced
-    return {"losses": losses, "num_replaced": num_replaced, **_parameters(model.module)}
 
 
 # What a head's output goes through, without a Trainer
@@ -301,30 +242,26 @@ def _local_shard(device: str, mesh: DeviceMesh) -> Tensor:
     return logits.detach().cpu()
 
 
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run: dict[str, Any] = {"folder": folder, "accelerator": {"cuda": "gpu"}.get(device, device), "size": size}
-    run["data_rank"] = rank // TP_SIZE
-    results: dict[str, Any] = {
-        "untied": _fit(run, TPModule("untied"), save_as="untied.ckpt"),
-        "tied": _fit(run, TPModule("tied"), save_as="tied.ckpt"),
-        "qwen3": _fit(run, TPModule("qwen3")),
-        "no-kernels": _fit(run, TPModule("untied"), strategy={"kernels": "none"}),
-        "by-its-user": _fit(run, ParallelizedByItsUser(), gradient_clip_val=MAX_NORM),
-        "sharded-by-its-user": _fit(run, ShardedByItsUser()),
-        "clipped": _fit(run, TPModule("qwen3"), gradient_clip_val=MAX_NORM),
-        "meta": _fit(run, BuiltOnMeta("qwen3"), max_steps=2),
-        "bf16-mixed": _fit(run, TPModule("untied"), precision="bf16-mixed", max_steps=2),
-        "bf16-true": _fit(run, TPModule("untied"), precision="bf16-true", max_steps=2),
-        "uneven": _fit(run, TPModule("tied"), make_uneven_tp_batches, accumulate_grad_batches=2),
-        "fabric": _fabric(run, "tied"),
+def results(run: dict[str, Any]) -> dict[str, Any]:
+    fabric = FabricLigerModelParallelStrategy(tensor_parallel_size=TP_SIZE)
+    found: dict[str, Any] = {
+        "untied": _fit(run, "untied", save_as="untied.ckpt"),
+        "tied": _fit(run, "tied", save_as="tied.ckpt"),
+        "qwen3": _fit(run, "qwen3"),
+        "no-kernels": _fit(run, "untied", strategy={"kernels": "none"}),
+        "by-its-user": _fit(run, _parallelized, gradient_clip_val=MAX_NORM),
+        "sharded-by-its-user": _fit(run, _sharded),
+        "clipped": _fit(run, "qwen3", gradient_clip_val=MAX_NORM),
+        "meta": _fit(run, _on_meta, max_steps=2),
+        "bf16-mixed": _fit(run, "untied", precision="bf16-mixed", max_steps=2),
+        "bf16-true": _fit(run, "untied", precision="bf16-true", max_steps=2),
+        "uneven": _fit(run, "qwen3", make_uneven_tp_batches, accumulate_grad_batches=2),
+        "fabric": fit_with_fabric(run, fabric, build_tp_model("tied"), make_tp_batches(run["rank"] // TP_SIZE)),
     }
-    mesh = init_device_mesh(device, (size // TP_SIZE, TP_SIZE), mesh_dim_names=("data", "tensor"))["tensor"]
-    results |= {"layouts": _layouts(device, mesh), "local-shard": _local_shard(device, mesh)}
-    torch.save(results, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    shape = (run["size"] // TP_SIZE, TP_SIZE)
+    mesh = init_device_mesh(run["device"], shape, mesh_dim_names=("data", "tensor"))["tensor"]
+    return found | {"layouts": _layouts(run["device"], mesh), "local-shard": _local_shard(run["device"], mesh)}
 
 
 if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))
+    rank_main(results)
