@@ -67,7 +67,7 @@ def _divergence(
     *scalars: Any,
 ) -> list[Tensor]:
     """The divergence, the mean's factor, and the gradient, of the mean where :func:`scale_in_forward`."""
-    plan = plan_tokens(Targets(labels, None, token_weight), 1, IGNORED, student, with_order=False)
+    plan = plan_tokens(Targets(labels, None, token_weight), 1, IGNORED, student.dtype, with_order=False)
     losses = torch.zeros_like(labels, dtype=row_dtype(student, teacher))
     gradient = student.new_empty(student.shape if with_gradient else 0)
     grad_scale = plan.mean_scale if scale_in_forward(reduction, student.dtype) else None

@@ -4,13 +4,9 @@ Chunks of tokens are projected and reduced to their scores; see :mod:`liger_ops.
 matrix products of the size ``num_tokens * hidden_size * vocab_size``, a call without gradients costs one, and with
 backward
 
-* two with a frozen head: the gradient of a token's log-probability with respect to its hidden states does not depend
-  on the loss, so forward computes it from the logits at hand (``[num_tokens, hidden_size]``) and backward multiplies
-  it by the upstream gradient. The gradient of the entropy is another product and another such tensor; those of lse and
-  the mean logit follow from the weight, if there is no soft-cap.
-* four with a trained head: backward computes the logits again, but for chunks that a budget lets forward save, which
-  cost three. Tokens whose upstream gradients are all zero are left out. A frozen head with a soft-cap goes this way too
-  where the gradient of lse or of the mean logit is wanted, without the product for the head.
+* two with a frozen head, for log-probabilities alone; see :mod:`liger_ops.log_probs.frozen_head`.
+* four with a trained head, three with a frozen one whose other scores are differentiated: backward computes the logits
+  again, but for chunks that a budget lets forward save. Tokens whose upstream gradients are all zero are left out.
 
 :func:`~liger_ops.linear_token_loss` takes three products, two with a frozen head, for a loss that is a function of each
 token's own scores.
@@ -173,15 +169,10 @@ def linear_log_probs(
         detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
         max_valid_tokens=max_valid_tokens,
     )  # fmt: skip
-    follows_from_weight = softcap is None or not {"lse", "mean_logit"}.intersection(differentiable)
     with head.products_dtype():
-        if differentiable and not is_trained(head.needs_gradient) and follows_from_weight:
-            gradients = ["losses"] if {"log_probs", "lse"}.intersection(differentiable) else []
-            gradients += ["entropy"] if "entropy" in differentiable else []
-            needs_input = bool(gradients)
-            needed = [needs_input, False, False, needs_input and head.adapter_input is not None, False]
-            arguments = arguments._replace(gradients=",".join(gradients), needs_gradient=needed)
-            scores = FrozenHeadFunction.apply(vocab_shard, head.needs_gradient, differentiable, *arguments)
+        if differentiable == ("log_probs",) and not is_trained(head.needs_gradient):
+            arguments = arguments._replace(gradients="losses", needs_gradient=head.needs_gradient)
+            scores = FrozenHeadFunction.apply(vocab_shard, differentiable, *arguments)
         else:
             scores = token_values(head, arguments, differentiable, saved_logits_bytes, vocab_shard)
     return restore(scores)

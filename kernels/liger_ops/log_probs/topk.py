@@ -161,7 +161,7 @@ def _normalized(
         )
     )  # fmt: skip
     if is_frozen:
-        log_probs, lse = FrozenHeadFunction.apply(None, needed, _OUTPUTS, *arguments)
+        log_probs, lse = FrozenHeadFunction.apply(None, _OUTPUTS, *arguments)
     else:
         log_probs, lse = token_values(head, arguments, _OUTPUTS, saved_logits_bytes)
     return log_probs, lse

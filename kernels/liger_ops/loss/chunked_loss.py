@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops.loss.options import Targets
@@ -217,23 +216,13 @@ def visit_tokens(
     """
     num_tokens = targets.labels.shape[0]
     in_order = chunk_size >= num_tokens
-    plan = plan_tokens(targets, vocab_size, ignore_index, like, with_order=not (in_order or are_all_kept))
+    plan = plan_tokens(targets, vocab_size, ignore_index, like.dtype, with_order=not (in_order or are_all_kept))
     if are_all_kept and not in_order:
         order = torch.arange(num_tokens, device=like.device)
         return KeptTokens(order, num_tokens, in_order=True), plan.mean_scale
     if in_order or (max_valid_tokens is None and like.is_cuda and torch.cuda.is_current_stream_capturing()):
         max_valid_tokens = num_tokens
     return KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens), plan.mean_scale
-
-
-@dataclass
-class OtherGradient:
-    """A second loss of the same logits, of which the gradient of the hidden states is wanted."""
-
-    to_gradient: ChunkLoss
-    """Called after the first loss, with a copy of the logits."""
-    gradients: list[Tensor] = field(default_factory=list)
-    """Of the hidden states, and of the adapter's input if there is one; filled by the loop."""
 
 
 def chunked_linear_loss(
@@ -249,7 +238,6 @@ def chunked_linear_loss(
     adapter: tuple[Tensor, Tensor] | None = None,
     saved: SavedLogits | None = None,
     logits_dtype: torch.dtype | None = None,
-    other: OtherGradient | None = None,
 ) -> Gradients:
     """Runs ``chunk_loss`` over the logits of a linear head, chunk by chunk, and collects the gradients.
 
@@ -268,7 +256,6 @@ def chunked_linear_loss(
         saved: Where logits are saved, or were in an earlier pass over the same chunks.
         logits_dtype: Of the logits that ``chunk_loss`` gets, if it is not the hidden states'; it returns the gradient
             then.
-        other: A second loss of the same logits, not with ``saved``; takes the memory of a second chunk.
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
@@ -277,8 +264,7 @@ def chunked_linear_loss(
     if adapter is not None:
         factors.append(_Factor(*adapter, tokens.in_order, rows, accumulate_dtype, *needs_adapter))
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
-    other_gradients = [] if other is None else [torch.zeros_like(factor.input) for factor in factors]
-    buffer = copy = None
+    buffer = None
     parts = _fast_parts(weight, vocab_size)
 
     for number, (start, stop) in enumerate(tokens.chunks(num_tokens, chunk_size)):
@@ -294,23 +280,13 @@ def chunked_linear_loss(
                 logits = buffer[: stop - start]
             for part in parts:
                 _project(factors, bias, logits, part)
-        if other is not None:
-            copy = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if copy is None else copy
-            copy[: stop - start].copy_(logits)
         grad_logits = chunk_loss(logits, index)
         logits = logits if grad_logits is None else grad_logits
         for factor in factors:
             factor.collect(logits, parts, place, is_first=start == 0)
-        if other is not None and copy is not None:
-            other.to_gradient(copy[: stop - start], index)
-            for factor, total in zip(factors, other_gradients, strict=True):
-                factor.collect_input(copy[: stop - start], parts, place, total)
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
-    if other is not None:
-        unpadded = (total[:, : each.size] for each, total in zip(factors, other_gradients, strict=True))
-        other.gradients += [total.contiguous() for total in unpadded]
-    head_gradients, *adapter_gradients = (factor.gradients() for factor in factors)
+    head_gradients, *adapter_gradients = ((factor.grad_input, factor.grad_weight) for factor in factors)
     nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
     return Gradients(*head_gradients, grad_bias, *(adapter_gradients[0] if adapter_gradients else nothing))
 
@@ -328,10 +304,6 @@ class _Factor:
         needs_input: bool,
         needs_weight: bool,
     ) -> None:
-        self.size = input.shape[1]
-        padding = -self.size % _product_multiple(input)
-        if padding:  # cheaper than products at a quarter of their speed, from some 30 tokens on
-            input, weight = F.pad(input, (0, padding)), F.pad(weight, (0, padding))
         self.input, self.weight = input, weight
         self.needs_input, self.needs_weight = needs_input, needs_weight
         allocate_input = torch.empty_like if in_order else torch.zeros_like
@@ -354,12 +326,9 @@ class _Factor:
         if self.needs_weight:
             for part in parts:
                 _accumulate_product(self.grad_weight[part], grad_logits[:, part].t(), self.chunk, keep=not is_first)
-        if self.needs_input:
-            self.collect_input(grad_logits, parts, place, self.grad_input)
-
-    def collect_input(self, grad_logits: Tensor, parts: list[slice], place: Tensor | slice, total: Tensor) -> None:
-        """Writes the chunk's gradient of the input to its rows of ``total``; overwrites the chunk if it is a copy."""
-        grad = total[place] if isinstance(place, slice) else self.chunk
+        if not self.needs_input:
+            return
+        grad = self.grad_input[place] if isinstance(place, slice) else self.chunk
         # cuBLAS rounds a product before it adds it to what is there, and what few columns add would be lost in that.
         summed = grad if len(parts) == 1 else grad.new_empty(grad.shape, dtype=_wide(grad.dtype))
         for number, part in enumerate(parts):
@@ -367,16 +336,7 @@ class _Factor:
         if summed is not grad:
             grad.copy_(summed)
         if not isinstance(place, slice):
-            total.index_copy_(0, place, grad)
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Of the input and the weight, without padding; can be called once."""
-        grad_input, grad_weight = self.grad_input, self.grad_weight
-        if self.input.shape[1] != self.size:
-            del self.input, self.weight, self.chunk, self._buffer  # before copies of the gradients are made
-            grad_input = grad_input[:, : self.size].contiguous() if self.needs_input else grad_input
-            grad_weight = grad_weight[:, : self.size].contiguous() if self.needs_weight else grad_weight
-        return grad_input, grad_weight
+            self.grad_input.index_copy_(0, place, grad)
 
 
 class Projection:
@@ -439,7 +399,7 @@ def _project(factors: Sequence[_Factor], bias: Tensor | None, logits: Tensor, pa
 
 
 def _product_multiple(like: Tensor) -> int:
-    """The number that divides the sizes of matrices that are multiplied fast: as many elements as fill 16 bytes."""
+    """The number that divides the columns of logits that are multiplied fast: as many elements as fill 16 bytes."""
     return max(1, 16 // like.element_size()) if like.is_cuda else 1
 
 

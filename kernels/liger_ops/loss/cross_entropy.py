@@ -12,8 +12,7 @@ With token weights t, the sum is that of t times these losses, and the mean over
 
     sum(t * cross entropy) / sum(t * w[y]) + z_loss_weight * sum(t * lse**2) / sum(t)
 
-Class weights are about labels, of which lse knows nothing: neither they nor their scale, which the first term does not
-depend on, change the second. The class weights are divided by their mean for this, so both terms divide by sum(t).
+Class weights are about labels, of which lse knows nothing; a mean with both them and the z-loss is refused.
 
 A sum or a mean computes its gradient together with the loss, while the logits are at hand, and saves that instead
 of the logits; backward multiplies it by the upstream gradient, which costs nothing if that is 1. Losses of single
@@ -48,7 +47,7 @@ from liger_ops.loss.options import (
 )
 from liger_ops.loss.rows import dtype_of, transform_logits
 from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import balance_class_weight, plan_tokens, reduce_losses, unbalance_losses
+from liger_ops.loss.token_plan import plan_tokens, reduce_losses
 
 
 def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLossOptions) -> TokenStats:
@@ -228,8 +227,8 @@ def cross_entropy(
             class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
-        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
-            it is divided by the tokens' number, or their summed ``token_weight``.
+        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it; there may
+            be none in a mean.
         inplace_backward: Whether backward may write the gradient over ``input``'s storage, so that no second tensor of
             that size ever exists. Only for logits that nothing else reads afterwards; autograd raises where it can
             tell. On the CPU, and while compiling, it has no effect.
@@ -275,14 +274,11 @@ def cross_entropy(
     vocab_size = input.shape[class_dim]
     if vocab_size == 0:
         raise ValueError(f"input must have at least one class in dimension {class_dim}, got shape {tuple(input.shape)}")
-    check_weights(weight, token_weight, target, vocab_size, ignore_index)
+    check_weights(weight, token_weight, target, vocab_size, options, reduction)
     check_labels("target", target, vocab_size, ignore_index)
 
     logits = input if input.dim() == 2 else input.movedim(class_dim, -1).reshape(-1, vocab_size)
     targets = flat_targets(target, weight, token_weight, input.dtype)
-    factor = None
-    if reduction == "mean" and options.z_loss_weight:
-        targets, factor = balance_class_weight(targets, vocab_size, ignore_index, input.dtype)
     stats: Any
     if not backend.use_triton(input):
         stats = cross_entropy_reference(logits, targets, options)
@@ -290,7 +286,7 @@ def cross_entropy(
         if reduction != "none":
             mean_scale = None
             if reduction == "mean":
-                mean_scale = plan_tokens(targets, vocab_size, ignore_index, logits, with_order=False).mean_scale
+                mean_scale = plan_tokens(targets, vocab_size, ignore_index, logits.dtype, with_order=False).mean_scale
             loss = reduce_losses(loss, mean_scale)
     else:
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -309,6 +305,4 @@ def cross_entropy(
     if not return_stats:
         return loss
     all_stats = TokenStats(*(stat.detach() for stat in stats))
-    if factor is not None:
-        all_stats = unbalance_losses(all_stats, targets.token_weight, z_loss_weight, factor)
     return loss, TokenStats(*(stat.view(target.shape) for stat in all_stats))

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.loss.chunked_loss import (
-    Gradients,
-    OtherGradient,
-    SavedLogits,
-    chunked_linear_loss,
-    visit_tokens,
-)
+from liger_ops.loss.chunked_loss import Gradients, SavedLogits, chunked_linear_loss, visit_tokens
 from liger_ops.loss.given_classes import GivenIds, add_at
 from liger_ops.loss.launch import ROW_OUTPUTS, GradientRows
 from liger_ops.loss.options import IGNORE_INDEX, Targets, TokenLossOptions
@@ -57,8 +51,8 @@ class ForwardArguments(NamedTuple):
     outputs: str
     """Names of ``ROW_OUTPUTS`` and ``given_log_probs``, separated by commas."""
     gradients: str
-    """What has its gradient taken at once: ``mean`` or ``losses`` (the sum), ``entropy``, ``lse``; separated by commas.
-    Entropies after losses have gradients of their own; those of lse are without the given classes' part."""
+    """What has its gradient taken at once: ``mean`` or ``losses`` (the sum), ``lse`` without the given classes' part;
+    empty for nothing."""
     ignore_index: int
     label_smoothing: float
     softcap: float
@@ -75,7 +69,6 @@ class ForwardArguments(NamedTuple):
 
 
 GRADIENTS = tuple(f"grad_{name}" for name in ForwardArguments._fields[:5])
-OTHER_GRADIENTS = "entropy_grad_input", "entropy_grad_adapter_input"
 NUM_TENSORS = ForwardArguments._fields.index("chunk_size")
 _OF_HEAD = (1, 2, 4)  # whose gradients are sums over chunks
 
@@ -85,10 +78,9 @@ def split_names(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-def _result_names(reduction: str, outputs: str, gradients: str) -> list[str]:
-    scalars = [] if reduction == "none" else ["loss", "mean_scale"]
-    other = OTHER_GRADIENTS if "entropy" in split_names(gradients)[1:] else ()
-    return [*scalars, *split_names(outputs), *GRADIENTS, *other]
+def _result_names(arguments: ForwardArguments) -> list[str]:
+    scalars = [] if arguments.reduction == "none" else ["loss", "mean_scale"]
+    return [*scalars, *split_names(arguments.outputs), *GRADIENTS]
 
 
 def _fake_forward(*values: Any) -> list[Tensor]:
@@ -97,15 +89,15 @@ def _fake_forward(*values: Any) -> list[Tensor]:
     dtype = torch.promote_types(input.dtype, torch.float32)
 
     def empty(name: str) -> Tensor:
-        if name in (*GRADIENTS, *OTHER_GRADIENTS):
-            place = GRADIENTS.index(name.removeprefix("entropy_"))
+        if name in GRADIENTS:
+            place = GRADIENTS.index(name)
             shape = values[place].shape if needed[place] else (0,)
             return input.new_empty(shape, dtype=arguments.accumulate_dtype if place in _OF_HEAD else input.dtype)
         if name == "given_log_probs":
             return torch.empty_like(values[ForwardArguments._fields.index("ids")], dtype=dtype)
         return input.new_empty(() if name in ("loss", "mean_scale") else input.shape[:1], dtype=dtype_of(name, dtype))
 
-    return [empty(name) for name in _result_names(arguments.reduction, arguments.outputs, arguments.gradients)]
+    return [empty(name) for name in _result_names(arguments)]
 
 
 def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits | None = None) -> list[Tensor]:
@@ -113,7 +105,7 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
     arguments = ForwardArguments(*values)
     input, weight, ids, chunk_size = arguments.input, arguments.weight, arguments.ids, arguments.chunk_size
     options = TokenLossOptions.from_scalars(*values[-5:])
-    outputs, gradients = split_names(arguments.outputs), split_names(arguments.gradients)
+    outputs = split_names(arguments.outputs)
     dtype = torch.promote_types(input.dtype, torch.float32)
     labels = arguments.labels
     if labels is None:
@@ -123,58 +115,46 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
         targets, weight.shape[0] if shard is None else shard.vocab_size, options.ignore_index, input, chunk_size,
         arguments.max_valid_tokens, are_all_kept=arguments.labels is None,
     )  # fmt: skip
-    takes_losses = bool({"losses", "mean"}.intersection(gradients))
-    score_names = [name for name in gradients if name in ("entropy", "lse")]
     wanted = dict.fromkeys(name for name in outputs if name in ROW_OUTPUTS)
     wanted |= dict.fromkeys(["losses"] if arguments.reduction != "none" else [])
-    wanted |= dict.fromkeys(["lse", "lse_error"] if score_names or ids is not None else [])
-    wanted |= dict.fromkeys(name for name in score_names)
+    wanted |= dict.fromkeys(["lse", "lse_error"] if ids is not None else [])
     may_be_left_out = arguments.max_valid_tokens is not None and chunk_size < len(labels)
     rows = TokenRows.allocate(
         targets, options, wanted, dtype, arguments.temperature, shard, are_unknown=may_be_left_out
     )
     given = None if ids is None else torch.zeros_like(ids, dtype=dtype)
-    grad_scale = mean_scale if "mean" in gradients else None
-
-    def scores_gradient(logits: Tensor, index: Tensor | None) -> None:
-        ones = torch.ones(len(logits), dtype=dtype, device=logits.device)
-        rows.to_gradient(logits, index, dict.fromkeys(score_names, ones))
+    grad_scale = mean_scale if arguments.gradients == "mean" else None
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-        rows.write(logits, index, grad_scale, with_gradient=takes_losses)
-        some = None
-        if given is not None:
-            some = GivenIds.of(at(ids, index), logits.shape[1], at(labels, index) != options.ignore_index)
-            z = transform_logits(logits.gather(1, some.safe), options)
-            values = some.show(
-                z - at(rows.buffers["lse"], index)[:, None] - at(rows.buffers["lse_error"], index)[:, None]
-            )
-            if index is None:
-                given.copy_(values)
-            else:
-                given.index_copy_(0, index, values)
-        if score_names and not takes_losses:
-            scores_gradient(logits, index)
-            if some is not None:  # all of a class's occurrences write the same
-                without = logits.gather(1, some.safe).masked_fill(some.has_class[:, None], 0.0)
-                logits.scatter_(1, some.safe, without)
+        rows.write(logits, index, grad_scale, with_gradient=arguments.gradients in ("losses", "mean"))
+        if given is None:
+            return
+        some = GivenIds.of(at(ids, index), logits.shape[1], at(labels, index) != options.ignore_index)
+        lse, lse_error = (at(rows.buffers[name], index) for name in ("lse", "lse_error"))
+        z = transform_logits(logits.gather(1, some.safe), options)
+        values = some.show(z - lse[:, None] - lse_error[:, None])
+        if index is None:
+            given.copy_(values)
+        else:
+            given.index_copy_(0, index, values)
+        if arguments.gradients == "lse":
+            rows.to_gradient(logits, index, {"lse": torch.ones_like(lse)})
+            # All of a class's occurrences write the same.
+            without = logits.gather(1, some.safe).masked_fill(some.has_class[:, None], 0.0)
+            logits.scatter_(1, some.safe, without)
 
-    other = OtherGradient(scores_gradient) if takes_losses and score_names else None
-    found = _run(arguments, tokens, chunk_loss, saved, other)
+    found = _run(arguments, tokens, chunk_loss, saved)
     if shard is not None and arguments.reduction != "none":
         shard.sum_input_gradients(found.hidden_states, found.adapter_input)
     results: dict[str, Any] = dict(zip(GRADIENTS, found, strict=True))
     results |= {"given_log_probs": given, "mean_scale": mean_scale}
-    if other is not None:
-        nothing = input.new_empty(0)
-        results |= dict(zip(OTHER_GRADIENTS, [*other.gradients, nothing][:2], strict=True))
     if arguments.reduction != "none":
         results["loss"] = reduce_losses(rows.buffers["losses"], mean_scale if arguments.reduction == "mean" else None)
     results |= {name: rows.values(name) for name in outputs if name in ROW_OUTPUTS}
-    return [results[name] for name in _result_names(arguments.reduction, arguments.outputs, arguments.gradients)]
+    return [results[name] for name in _result_names(arguments)]
 
 
-def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None, other: Any = None) -> Gradients:
+def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None) -> Gradients:
     """The loop over chunks for the arguments of either op."""
     has_adapter = arguments.adapter_input is not None
     return chunked_linear_loss(
@@ -188,7 +168,6 @@ def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None
         needs_gradient=arguments.needs_gradient,
         adapter=(arguments.adapter_input, arguments.adapter_weight) if has_adapter else None,
         saved=saved,
-        other=other,
     )
 
 
@@ -213,8 +192,7 @@ def run_forward(
     arguments = ForwardArguments(*values)
     is_op = shard is None and saved is None
     found = _forward_op(*values) if is_op else _compute(*values, shard=shard, saved=saved)
-    names = _result_names(arguments.reduction, arguments.outputs, arguments.gradients)
-    return dict(zip(names, found, strict=True))
+    return dict(zip(_result_names(arguments), found, strict=True))
 
 
 class BackwardArguments(NamedTuple):

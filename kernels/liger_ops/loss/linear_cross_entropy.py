@@ -33,7 +33,6 @@ from liger_ops.loss.options import (
     check_weights,
     flat_targets,
 )
-from liger_ops.loss.token_plan import balance_class_weight, unbalance_losses
 from liger_ops.loss.vocab_parallel import VocabShard
 
 _ACCUMULATE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -112,8 +111,8 @@ def linear_cross_entropy(
             class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
-        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
-            it is divided by the tokens' number, or their summed ``token_weight``.
+        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it; there may
+            be none in a mean.
         chunk_bytes: Budget for one chunk of logits, which never holds all tokens. By default chunks are chosen for
             speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
@@ -178,7 +177,7 @@ def linear_cross_entropy(
     token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
     dtype, vocab_size = head.dtype, head.vocab_size
-    check_weights(weight, token_weight, target, vocab_size, ignore_index)
+    check_weights(weight, token_weight, target, vocab_size, token_options, reduction)
     check_labels("target", target, vocab_size, ignore_index)
     if saved_logits_bytes is None:
         saved_logits_bytes = MAX_CHUNK_BYTES if input.is_cuda and chunk_size is None and chunk_bytes is None else 0
@@ -187,9 +186,6 @@ def linear_cross_entropy(
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
     targets = flat_targets(target, weight, token_weight, dtype)
-    factor = None
-    if reduction == "mean" and token_options.z_loss_weight:
-        targets, factor = balance_class_weight(targets, vocab_size, ignore_index, dtype)
     names = TokenStats._fields if return_stats else ("losses",) if reduction == "none" else ()
     gradients = ""
     if any(head.needs_gradient) and reduction != "none":
@@ -216,8 +212,6 @@ def linear_cross_entropy(
     if not return_stats:
         return loss
     all_stats = TokenStats(*stats)
-    if factor is not None:
-        all_stats = unbalance_losses(all_stats, targets.token_weight, z_loss_weight, factor)
     if groups is not None:
         return loss, groups.split_fields(all_stats)
     return loss, TokenStats(*(stat.view(target.shape) for stat in all_stats))

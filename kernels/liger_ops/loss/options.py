@@ -131,9 +131,19 @@ def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) 
 
 
 def check_weights(
-    weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int, ignore_index: int
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    target: Tensor,
+    vocab_size: int,
+    options: TokenLossOptions,
+    reduction: str,
 ) -> None:
     """Raises a ValueError for weights of wrong shapes, those that would lose their gradient, and NaN on the CPU."""
+    if weight is not None and reduction == "mean" and options.z_loss_weight:
+        raise ValueError(
+            f"z_loss_weight must be 0 with class weights in a mean, got {options.z_loss_weight}: it has another divisor"
+            " than they give; take a mean of each term, or reduction='sum'"
+        )
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
     if token_weight is not None and token_weight.shape != target.shape:
@@ -142,7 +152,7 @@ def check_weights(
         )
     for name, tensor in (("weight", weight), ("token_weight", token_weight)):
         if tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != ignore_index)
+            wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != options.ignore_index)
             if wrong.any():
                 raise ValueError(f"{name} must have no NaN but at ignored tokens, got {int(wrong.sum())} of them")
         if tensor is not None and backend.needs_graph(tensor):

@@ -6,15 +6,11 @@ import triton
 
 from liger_ops import backend
 
-# Offsets inside a row are int32, for one row and, in backward, for the two sums: longer rows run in PyTorch.
-MAX_HIDDEN_SIZE = 2**30
+MAX_HIDDEN_SIZE = 16384
+"""That registers hold: longer rows run in PyTorch."""
 LONG_ROW = 16384
 """From here on registers are short: kernels convert a tile again instead of holding it in float32."""
 PROJECTION_BLOCK_SIZE = 2048
-_LONGEST_ROW = 16384  # that forward holds in registers
-# Longer rows are read twice, block by block, by so few programs that all rows under way fit into the L2 cache.
-_LONG_FORWARD_BLOCK_SIZE = 4096
-_L2_BYTES_PER_MULTIPROCESSOR = 2**18
 _TILE_BYTES = 16384
 # In backward, rows that would overflow the registers are cut into blocks of columns, each with separate programs.
 _REGISTER_BYTES = 192 * 1024
@@ -48,7 +44,7 @@ def choose_forward_launch(
     input_bytes: int,
     shared_bytes: int,
 ) -> RowLaunch:
-    """A whole row in one tile, several short ones, or blocks of a long one.
+    """A whole row in one tile, or several short ones.
 
     On an H200 in bfloat16, RMSNorm of rows of 128 to 16384 columns: 3.5 to 4.0 TB/s where a copy reaches 3.9 to 4.2.
 
@@ -61,9 +57,6 @@ def choose_forward_launch(
         shared_bytes: Shared memory of a program, which holds the tiles that are loaded ahead.
     """
     block_size = triton.next_power_of_2(hidden_size)
-    if block_size > _LONGEST_ROW:
-        programs = max(1, min(4, _L2_BYTES_PER_MULTIPROCESSOR // (hidden_size * element_size)))
-        return RowLaunch(1, _LONG_FORWARD_BLOCK_SIZE, 8, max_programs=programs * num_multiprocessors)
     programs, num_warps = 0, 8  # programs a multiprocessor, which load up to two tiles ahead; 0: one program a tile
     if block_size <= 2048:
         tile_size, num_warps = 4096 if centered else 2048, 4

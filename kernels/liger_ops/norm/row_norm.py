@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.kernels import backward_kernel, forward_kernel, long_forward_kernel, projections_kernel
+from liger_ops.norm.kernels import backward_kernel, forward_kernel, projections_kernel
 from liger_ops.norm.launch import (
     LONG_ROW,
     MAX_HIDDEN_SIZE,
@@ -130,38 +130,32 @@ def _row_norm_forward(
         input_bytes=x.element_size() + (0 if residual is None else residual.element_size()),
         shared_bytes=backend.shared_memory(x.device),
     )
-    arguments = {
-        "x_ptr": rows,
-        "residual_ptr": residual_rows,
-        "weight_ptr": _contiguous(weight),
-        "bias_ptr": _contiguous(bias),
-        "y_ptr": y,
-        "total_ptr": total[0] if total else None,
-        "statistics_ptr": statistics,
-        "x_row_stride": row_stride,
-        "residual_row_stride": residual_row_stride,
-        "num_rows": num_rows,
-        "hidden_size": hidden_size,
-        "eps": eps,
-        "offset": offset or None,
-        "CENTERED": centered,
-        "CASTING": casting,
-        "BLOCK_SIZE": launch.block_size,
-        "NUM_STAGES": launch.num_stages,
-        "num_warps": launch.num_warps,
-    }
-    if launch.block_size < hidden_size:
-        long_forward_kernel.launch(launch.num_programs(num_rows), **arguments)
-    else:
-        forward_kernel.launch(
-            launch.num_programs(num_rows),
-            EVEN_ROWS=num_rows % launch.block_rows == 0,
-            EVEN_COLUMNS=hidden_size == launch.block_size,
-            RELOAD_WEIGHT=launch.reload_weight,
-            HOLD_PACKED=launch.block_size >= LONG_ROW,
-            BLOCK_ROWS=launch.block_rows,
-            **arguments,
-        )
+    forward_kernel.launch(
+        launch.num_programs(num_rows),
+        x_ptr=rows,
+        residual_ptr=residual_rows,
+        weight_ptr=_contiguous(weight),
+        bias_ptr=_contiguous(bias),
+        y_ptr=y,
+        total_ptr=total[0] if total else None,
+        statistics_ptr=statistics,
+        x_row_stride=row_stride,
+        residual_row_stride=residual_row_stride,
+        num_rows=num_rows,
+        hidden_size=hidden_size,
+        eps=eps,
+        offset=offset or None,
+        CENTERED=centered,
+        CASTING=casting,
+        EVEN_ROWS=num_rows % launch.block_rows == 0,
+        EVEN_COLUMNS=hidden_size == launch.block_size,
+        RELOAD_WEIGHT=launch.reload_weight,
+        HOLD_PACKED=launch.block_size >= LONG_ROW,
+        BLOCK_ROWS=launch.block_rows,
+        BLOCK_SIZE=launch.block_size,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+    )
     return results
 
 
