@@ -389,7 +389,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         inplace_backward: bool = False,
     ) -> None:
         _check(locals())
-        TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
+        TokenLossOptions.checked(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.softcap = softcap
         self.logit_scale = logit_scale
@@ -457,7 +457,7 @@ class LinearCrossEntropyLoss(nn.Module):
         if weight is not None:
             check_shape("weight", weight, (num_classes,), "num_classes")
         check_integer("ignore_index", ignore_index, optional=True)
-        TokenLossOptions(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
+        TokenLossOptions.checked(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         if options is not None and not hasattr(options, "batch_chunk_size"):
             raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
         super().__init__()

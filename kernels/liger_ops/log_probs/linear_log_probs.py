@@ -76,7 +76,7 @@ def prepare(
         raise ValueError(f"target must hold class indices of dtype torch.int64, got {target.dtype}")
     if linear_weight.dim() != 2:
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
-    TokenLossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)  # which raises
+    options = TokenLossOptions.checked(ignore_index, 0.0, softcap, logit_scale)
     names = check_outputs("outputs", outputs, OUTPUTS, at_least=1)
     detached = check_outputs("detach", detach, DIFFERENTIABLE)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -90,13 +90,14 @@ def prepare(
     if isinstance(temperature, Tensor):
         each = temperature.detach().reshape(-1).to(torch.promote_types(head.dtype, torch.float32))
         temperatures, temperature = each.where(labels != ignore_index, 1.0), 1.0  # those of ignored tokens may be 0
-    scale, cap = float(logit_scale) / temperature, float(softcap or 0.0) / temperature
+    cap = None if options.softcap is None else options.softcap / temperature
+    options = options._replace(softcap=cap, logit_scale=options.logit_scale / temperature)
     chunk_size = head.chunk_size(chunk_bytes)
     accumulate_dtype = choose_accumulate_dtype(head.dtype, -(-len(labels) // chunk_size))
     arguments = ForwardArguments._make(
         (
             *head.tensors, labels, None, None, temperatures, None, chunk_size, accumulate_dtype, max_valid_tokens,
-            [False] * len(head.needs_gradient), "none", ",".join(names), "", int(ignore_index), 0.0, cap, scale, 0.0,
+            [False] * len(head.needs_gradient), "none", ",".join(names), "", *options,
         )
     )  # fmt: skip
     differentiable = [name for name in names if name in DIFFERENTIABLE and name not in detached]

@@ -157,7 +157,7 @@ def _normalized(
         (
             *head.tensors, labels, None, None, None, ids, chunk_size, accumulate_dtype, None,
             needed if is_frozen else [False] * len(needed), "none", ",".join(_OUTPUTS), "lse" if is_frozen else "",
-            *options.as_scalars(),
+            *options,
         )
     )  # fmt: skip
     if is_frozen:

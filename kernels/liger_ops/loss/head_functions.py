@@ -142,7 +142,7 @@ class TokenValuesFunction(torch.autograd.Function):
         gradients = run_backward(
             (
                 *values[: len(GRADIENTS)], *rows, own_classes(a.class_weight, num_columns, shard), ids, grad_given,
-                a.chunk_size, a.accumulate_dtype, a.max_valid_tokens, ctx.needs_gradient, options.softcap or 0.0,
+                a.chunk_size, a.accumulate_dtype, a.max_valid_tokens, ctx.needs_gradient, options.softcap,
                 options.logit_scale,
             ),
             shard, saved, visited,

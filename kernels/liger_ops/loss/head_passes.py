@@ -15,7 +15,7 @@ from liger_ops import backend
 from liger_ops.loss.chunked_loss import Gradients, SavedLogits, chunked_linear_loss, visit_tokens
 from liger_ops.loss.given_classes import GivenIds, add_at
 from liger_ops.loss.launch import ROW_OUTPUTS, GradientRows
-from liger_ops.loss.options import IGNORE_INDEX, Targets, TokenLossOptions
+from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.rows import TokenRows, at, dtype_of, gradient_in_place, transform_logits
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import reduce_losses
@@ -55,17 +55,15 @@ class ForwardArguments(NamedTuple):
     empty for nothing."""
     ignore_index: int
     label_smoothing: float
-    softcap: float
-    """0 for none; divided by the temperature, as the next, if it is one number."""
+    softcap: float | None
+    """Divided by the temperature, as the next, if it is one number."""
     logit_scale: float
     z_loss_weight: float
 
     @property
     def options(self) -> TokenLossOptions:
         """The last fields."""
-        return TokenLossOptions(
-            self.ignore_index, self.label_smoothing, self.softcap or None, self.logit_scale, self.z_loss_weight
-        )
+        return TokenLossOptions(*self[-5:])
 
 
 GRADIENTS = tuple(f"grad_{name}" for name in ForwardArguments._fields[:5])
@@ -104,7 +102,7 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
     """The results of the op of forward, over the vocabulary of the ranks of a ``shard``; saves logits on request."""
     arguments = ForwardArguments(*values)
     input, weight, ids, chunk_size = arguments.input, arguments.weight, arguments.ids, arguments.chunk_size
-    options = TokenLossOptions.from_scalars(*values[-5:])
+    options = arguments.options
     outputs = split_names(arguments.outputs)
     dtype = torch.promote_types(input.dtype, torch.float32)
     labels = arguments.labels
@@ -178,7 +176,7 @@ _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tenso
     f"linear_head({_HEAD}, Tensor? labels, Tensor? class_weight, Tensor? token_weight, Tensor? temperature,"
     " Tensor? ids, SymInt chunk_size, ScalarType accumulate_dtype, SymInt? max_valid_tokens,"
     " bool[] needs_gradient, str reduction, str outputs, str gradients, int ignore_index, float label_smoothing,"
-    " float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    " float? softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
     fake=_fake_forward,
 )
 def _forward_op(*values: Any) -> list[Tensor]:
@@ -223,7 +221,7 @@ class BackwardArguments(NamedTuple):
     accumulate_dtype: torch.dtype
     max_valid_tokens: int | None
     needs_gradient: list[bool]
-    softcap: float
+    softcap: float | None
     logit_scale: float
 
 
@@ -245,7 +243,7 @@ def _compute_gradients(
     """
     arguments = BackwardArguments(*values)
     rows = GradientRows(*values[5:14])
-    options = TokenLossOptions.from_scalars(IGNORE_INDEX, 0.0, arguments.softcap, arguments.logit_scale, 0.0)
+    options = TokenLossOptions(softcap=arguments.softcap, logit_scale=arguments.logit_scale)
     visited = rows.kept if visited is None else visited
     labels = rows.labels if visited is None else visited.long() - 1
     tokens, _ = visit_tokens(
@@ -268,7 +266,7 @@ def _compute_gradients(
     f"linear_head_backward({_HEAD}, Tensor labels, Tensor lse, Tensor lse_error, Tensor probability_factor,"
     " Tensor label_term, Tensor? smoothing_term, Tensor? entropy_factor, Tensor? temperature, Tensor? kept,"
     " Tensor? class_weight, Tensor? ids, Tensor? grad_given, SymInt chunk_size, ScalarType accumulate_dtype,"
-    " SymInt? max_valid_tokens, bool[] needs_gradient, float softcap, float logit_scale) -> Tensor[]",
+    " SymInt? max_valid_tokens, bool[] needs_gradient, float? softcap, float logit_scale) -> Tensor[]",
     fake=_fake_backward,
 )
 def _backward_op(*values: Any) -> list[Tensor]:

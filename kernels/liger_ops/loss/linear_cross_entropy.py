@@ -174,7 +174,7 @@ def linear_cross_entropy(
             ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,
             logit_scale=logit_scale, z_loss_weight=z_loss_weight, return_stats=return_stats,
         )  # fmt: skip
-    token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
+    token_options = TokenLossOptions.checked(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
     dtype, vocab_size = head.dtype, head.vocab_size
     check_weights(weight, token_weight, target, vocab_size, token_options, reduction)
@@ -194,7 +194,7 @@ def linear_cross_entropy(
     arguments = ForwardArguments._make(
         (
             *head.tensors, *targets, None, None, chunk_size, accumulate_dtype, max_valid_tokens, needed, reduction,
-            ",".join(names), gradients, *token_options.as_scalars(),
+            ",".join(names), gradients, *token_options,
         )
     )  # fmt: skip
     with head.products_dtype():

@@ -1,7 +1,5 @@
 """Options, targets, statistics and argument checks that all losses over class indices share."""
 
-import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +21,8 @@ IGNORE_INDEX = -100
 REDUCTIONS = ("none", "mean", "sum")
 
 
-@dataclass(frozen=True)
-class TokenLossOptions:
-    """Options of the loss of one token; see :mod:`liger_ops.loss.cross_entropy` for the formula.
-
-    Raises:
-        TypeError: If an option is no number.
-        ValueError: If an option is out of its range, infinite or NaN.
-    """
+class TokenLossOptions(NamedTuple):
+    """Options of the loss of one token, as ops take them; see :mod:`liger_ops.loss.cross_entropy` for the formula."""
 
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
@@ -38,30 +30,27 @@ class TokenLossOptions:
     logit_scale: float = 1.0
     z_loss_weight: float = 0.0
 
-    def __post_init__(self) -> None:
-        if isinstance(self.logit_scale, Tensor):
-            raise TypeError(
-                f"logit_scale must be a number, got {shown(self.logit_scale)}: its gradient would be lost; multiply the"
-                " hidden states (or the logits) by the tensor instead"
-            )
-        check_integer("ignore_index", self.ignore_index)
-        check_number("label_smoothing", self.label_smoothing, at_least=0, at_most=1)
-        check_number("softcap", self.softcap, above=0, optional=True)
-        check_number("logit_scale", self.logit_scale)
-        check_number("z_loss_weight", self.z_loss_weight, at_least=0)
-
-    def as_scalars(self) -> tuple[int, float, float, float, float]:
-        """The options as an op's schema takes them, ``softcap`` is 0 if there is none."""
-        numbers = self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
-        return int(self.ignore_index), *map(float, numbers)  # type: ignore[return-value]
-
     @classmethod
-    @functools.lru_cache(maxsize=64)  # bounded, since a weight may follow a schedule
-    def from_scalars(
-        cls, ignore_index: int, label_smoothing: float, softcap: float, logit_scale: float, z_loss_weight: float
-    ) -> "TokenLossOptions":
-        """The inverse of :meth:`as_scalars`."""
-        return cls(ignore_index, label_smoothing, softcap or None, logit_scale, z_loss_weight)
+    def checked(cls, *values: Any) -> "TokenLossOptions":
+        """The options of a caller.
+
+        Raises:
+            TypeError: If an option is no number.
+            ValueError: If an option is out of its range, infinite or NaN.
+        """
+        options = cls(*values)
+        if isinstance(options.logit_scale, Tensor):
+            raise TypeError(
+                f"logit_scale must be a number, got {shown(options.logit_scale)}: its gradient would be lost; multiply"
+                " the hidden states (or the logits) by the tensor instead"
+            )
+        check_integer("ignore_index", options.ignore_index)
+        check_number("label_smoothing", options.label_smoothing, at_least=0, at_most=1)
+        check_number("softcap", options.softcap, above=0, optional=True)
+        check_number("logit_scale", options.logit_scale)
+        check_number("z_loss_weight", options.z_loss_weight, at_least=0)
+        numbers = [None if each is None else float(each) for each in options[1:]]
+        return cls(int(options.ignore_index), *numbers)
 
 
 class Targets(NamedTuple):

@@ -116,13 +116,9 @@ class TokenRows:
                 buffer.index_copy_(0, index, value)
         if with_gradient:
             lse = found["lse"].to(torch.promote_types(logits.dtype, torch.float32))
-            scale = torch.ones_like(lse) if grad_scale is None else at(grad_scale, index).expand_as(lse)
-            rows = gradient_rows(
-                targets, self.options, lse, found["lse_error"].to(lse.dtype), {"losses": scale},
-                temperature=temperature, num_columns=logits.shape[1], shard=self.shard, skips_zeros=False,
-            )  # fmt: skip
-            own_weight = own_classes(class_weight, logits.shape[1], self.shard)
-            gradient_in_place(logits, rows, self.options, own_weight)
+            scale = torch.ones_like(lse) if grad_scale is None else at(grad_scale, index)
+            lse_error = found["lse_error"].to(lse.dtype)
+            loss_gradient_in_place(logits, targets, self.options, lse, lse_error, scale, temperature, self.shard)
 
     def to_gradient(self, logits: Tensor, index: Tensor | None, upstream: Mapping[str, Tensor | None]) -> None:
         """Overwrites logits whose lse, its error and, if need be, entropy are in the buffers with their gradient.
@@ -336,6 +332,24 @@ def gradient_rows(
         temperature,
         kept,
     )
+
+
+def loss_gradient_in_place(
+    logits: Tensor,
+    targets: Targets,
+    options: TokenLossOptions,
+    lse: Tensor,
+    lse_error: Tensor,
+    grad_scale: Tensor,
+    temperature: Tensor | None = None,
+    shard: VocabShard | None = None,
+) -> None:
+    """Overwrites the logits of all ``targets`` with the gradient of ``sum(losses * grad_scale)``."""
+    rows = gradient_rows(
+        targets, options, lse, lse_error, {"losses": grad_scale.expand_as(lse)}, temperature=temperature,
+        num_columns=logits.shape[1], shard=shard, skips_zeros=False,
+    )  # fmt: skip
+    gradient_in_place(logits, rows, options, own_classes(targets.class_weight, logits.shape[1], shard))
 
 
 def gradient_in_place(

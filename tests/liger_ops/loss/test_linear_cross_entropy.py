@@ -27,6 +27,7 @@ from tests.liger_ops.loss.cases import (
     draw_labels,
     draw_upstream,
     draw_weights,
+    has_mean,
     make_options,
     no_waits,
     plain_cross_entropy,
@@ -84,7 +85,7 @@ def test_loss_stats_and_gradients_are_as_accurate_as_plain_pytorchs(draw: Any, d
     labels = draw_labels(draw.num_tokens, draw.vocab_size, draw.ignored, options["ignore_index"]).to(device)
     options = options | draw_weights(draw.num_tokens, draw.vocab_size, draw.weights, device)
     kept = labels != options["ignore_index"]
-    if not options.get("token_weight", torch.ones(draw.num_tokens, device=device))[kept].sum():
+    if reduction == "mean" and not has_mean(labels, options):
         reduction = "sum"
     needed = [index not in draw.frozen for index in range(len(tensors))]
     needed[0] |= not any(needed)
