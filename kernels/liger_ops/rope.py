@@ -88,14 +88,6 @@ def apply_rotary_reference(
     return rotate(q), rotate(k)
 
 
-class RotaryLaunch(NamedTuple):
-    """Tile of heads and pairs of columns that a program rotates at a time."""
-
-    block_heads: int
-    block_half: int
-    num_warps: int
-
-
 # Largest half of rotary_dim, padded to a power of two, and how many pairs to rotate at a time: the fastest of 256 to
 # 4096 pairs on 1 to 8 warps, bfloat16, 16384 tokens, on an H200. In TB/s where a copy reaches 3.8 to 4.1: 3.7 for 32
 # heads of 64, 3.8 for 32 of 128, 3.5 for 8 of 256 (2.8 with 1024 pairs).
@@ -103,12 +95,12 @@ _TILE_PAIRS = ((32, 512), (64, 1024), (math.inf, 256))
 
 
 @backend.launch_cache
-def choose_launch(max_num_heads: int, rotary_dim: int) -> RotaryLaunch:
-    """As many heads at a time as ``_TILE_PAIRS`` says, eight pairs a thread: 16 bytes a load in bfloat16."""
+def choose_launch(max_num_heads: int, rotary_dim: int) -> tuple[int, int, int]:
+    """Heads and pairs of columns that a program rotates at a time, and its warps; eight pairs a thread."""
     block_half = triton.next_power_of_2(rotary_dim // 2)
     tile_pairs = next(pairs for limit, pairs in _TILE_PAIRS if block_half <= limit)
     block_heads = min(triton.next_power_of_2(max_num_heads), max(1, tile_pairs // block_half))
-    return RotaryLaunch(block_heads, block_half, num_warps=max(1, block_heads * block_half // 256))
+    return block_heads, block_half, max(1, block_heads * block_half // 256)
 
 
 @triton.jit
@@ -303,7 +295,7 @@ def _rotary(
     batch_size, seq_len, head_dim = q.shape[0], q.shape[token_dim], q.shape[3]
     num_heads, num_kv_heads = q.shape[heads_dim], k.shape[heads_dim]
     rotary_dim = cos.shape[-1]
-    launch = choose_launch(max(num_heads, num_kv_heads), rotary_dim)
+    block_heads, block_half, num_warps = choose_launch(max(num_heads, num_kv_heads), rotary_dim)
 
     def strides(x: Tensor) -> tuple[int, int, int]:
         return x.stride(0), x.stride(token_dim), x.stride(heads_dim)
@@ -344,10 +336,10 @@ def _rotary(
         INTERLEAVED=interleaved,
         HALF_DIM=rotary_dim // 2,
         REST_DIM=head_dim - rotary_dim,
-        BLOCK_HEADS=launch.block_heads,
-        BLOCK_HALF=launch.block_half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-        num_warps=launch.num_warps,
+        num_warps=num_warps,
     )
     return q_out, k_out
 

@@ -289,7 +289,7 @@ def test_dynamic_shapes_compile_to_one_graph(triton_device: torch.device) -> Non
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 128, 256, 1024])
 def test_launch_covers_a_head_in_a_bounded_tile(head_dim: int) -> None:
     for num_heads in (1, 14, 64):
-        launch = choose_launch(num_heads, head_dim)
-        assert launch.block_half >= head_dim // 2
-        assert launch.block_heads * launch.block_half <= 1024
-        assert launch.num_warps in (1, 2, 4)
+        block_heads, block_half, num_warps = choose_launch(num_heads, head_dim)
+        assert block_half >= head_dim // 2
+        assert block_heads * block_half <= 1024
+        assert num_warps in (1, 2, 4)

@@ -16,25 +16,16 @@ from liger_ops.arguments import (
 )
 
 
-def _without_tensor(value: Any) -> Any:
-    """A tensor of no dimension as its number: PyTorch's norms take those for numbers, unless they need a gradient."""
-    if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad and not value.is_meta:
-        return value.item()
-    return value
-
-
 def as_number(name: str, value: Any, *, at_least: Literal[0] | None = None) -> float:
     """``value`` as a float; raises unless it is a finite number, with ``at_least`` of at least 0."""
     if type(value) is float and 0.0 <= value < math.inf:  # as almost always, without the time of three calls
         return value
-    value = _without_tensor(value)
     check_number(name, value, at_least=at_least)
     return float(value)
 
 
 def as_num_groups(value: Any, num_channels: int) -> int:
     """``value`` as an integer; raises unless it divides ``num_channels``."""
-    value = _without_tensor(value)
     check_integer("num_groups", value)
     if value < 1 or num_channels % value:
         raise wrong_value("num_groups", f"a divisor of num_channels = {num_channels}", value)

@@ -1,10 +1,9 @@
 """Launch parameters of the row norms."""
 
-from dataclasses import dataclass
-
 import triton
 
 from liger_ops import backend
+from liger_ops.backend import RowLaunch
 
 MAX_HIDDEN_SIZE = 16384
 """That registers hold: longer rows run in PyTorch."""
@@ -15,23 +14,6 @@ _TILE_BYTES = 16384
 # In backward, rows that would overflow the registers are cut into blocks of columns, each with separate programs.
 _REGISTER_BYTES = 192 * 1024
 _BLOCK_ROWS, _BLOCK_COLUMNS = 4, 2048
-
-
-@dataclass(frozen=True)
-class RowLaunch:
-    """Tile that a program holds at a time, how many programs share the rows, and how far ahead it loads."""
-
-    block_rows: int
-    block_size: int
-    num_warps: int
-    max_programs: int | None = None  # None: one a tile; in backward of rows in blocks, for each block of columns
-    num_stages: int = 1
-    reload_weight: bool = False  # load weight and bias when a tile needs them instead of keeping them in registers
-
-    def num_programs(self, num_rows: int) -> int:
-        """How many programs share ``num_rows`` rows."""
-        num_tiles = -(-num_rows // self.block_rows)
-        return num_tiles if self.max_programs is None else min(num_tiles, self.max_programs)
 
 
 @backend.launch_cache
@@ -72,9 +54,9 @@ def choose_forward_launch(
         programs, num_warps = (1, 16) if element_size == 2 else (0, 8)
     block_rows = tile_size // block_size
     if not programs:
-        return RowLaunch(block_rows, block_size, num_warps, reload_weight=True)
+        return RowLaunch(block_size, num_warps, block_rows=block_rows, reload_weight=True)
     tiles_ahead = min(2, shared_bytes // (tile_size * input_bytes))
-    return RowLaunch(block_rows, block_size, num_warps, programs * num_multiprocessors, num_stages=1 + tiles_ahead)
+    return RowLaunch(block_size, num_warps, programs * num_multiprocessors, 1 + tiles_ahead, block_rows)
 
 
 @backend.launch_cache
@@ -103,7 +85,7 @@ def choose_backward_launch(
     if overflows or (is_masked and block_size >= LONG_ROW and num_sums == 2):
         programs = max(1, num_multiprocessors // triton.cdiv(hidden_size, _BLOCK_COLUMNS))
         tiles_ahead = min(2, shared_bytes // (_BLOCK_ROWS * _BLOCK_COLUMNS * element_size * num_inputs))
-        return RowLaunch(_BLOCK_ROWS, _BLOCK_COLUMNS, 8, programs, 1 + tiles_ahead)
+        return RowLaunch(_BLOCK_COLUMNS, 8, programs, 1 + tiles_ahead, _BLOCK_ROWS)
     tile_size, num_warps, tiles_ahead, programs = _TILE_BYTES // element_size, 8, 2, 1
     if block_size <= 1024 and num_sums == 2:
         tile_size, num_warps, programs = 4096, 4, 2
@@ -118,4 +100,4 @@ def choose_backward_launch(
     # Two sums of a row this long leave no registers for the weight, which is then loaded twice a tile.
     reload_weight = num_sums == 2 and tile_bytes > _TILE_BYTES
     tiles_ahead = min(tiles_ahead, shared_bytes // (tile_bytes * (num_inputs + 2 * reload_weight)))
-    return RowLaunch(block_rows, block_size, num_warps, programs * num_multiprocessors, 1 + tiles_ahead, reload_weight)
+    return RowLaunch(block_size, num_warps, programs * num_multiprocessors, 1 + tiles_ahead, block_rows, reload_weight)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops import divergence
+from liger_ops.backend import RowLaunch
 from liger_ops.divergence import kernels
 from liger_ops.divergence.kernels import choose_divergence_launch
 from liger_ops.divergence.options import IGNORED, KEPT, DivergenceOptions
 from liger_ops.divergence.rows import Rows, write_rows
-from liger_ops.loss.launch import CrossEntropyLaunch
 from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.divergence.cases import KINDS, OF_DISTRIBUTIONS, OPTIONS, assert_same, reference, with_gradients
 
@@ -26,7 +26,7 @@ CLASSES = 37
 def _blocks_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 32 columns, and fewer programs than rows, so that each takes several."""
 
-    def small(*arguments: int) -> CrossEntropyLaunch:
+    def small(*arguments: int) -> RowLaunch:
         return dataclasses.replace(choose_divergence_launch(*arguments), block_size=32, num_warps=2, max_programs=2)
 
     monkeypatch.setattr(kernels, "choose_divergence_launch", small)
