@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.loss.chunked_loss import Gradients, SavedLogits, chunked_linear_loss, visit_tokens
+from liger_ops.loss.chunked_loss import (
+    ChunkLoss,
+    Gradients,
+    KeptTokens,
+    SavedLogits,
+    chunked_linear_loss,
+    visit_tokens,
+)
 from liger_ops.loss.given_classes import GivenIds, add_at
 from liger_ops.loss.launch import ROW_OUTPUTS, GradientRows
 from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.rows import TokenRows, at, dtype_of, gradient_in_place, transform_logits
-from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import reduce_losses
 from liger_ops.loss.vocab_parallel import VocabShard
 
@@ -141,9 +147,8 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
             without = logits.gather(1, some.safe).masked_fill(some.has_class[:, None], 0.0)
             logits.scatter_(1, some.safe, without)
 
-    found = _run(arguments, tokens, chunk_loss, saved)
-    if shard is not None and arguments.reduction != "none":
-        shard.sum_input_gradients(found.hidden_states, found.adapter_input)
+    # Gradients of single tokens' losses are summed once they have their factors.
+    found = run_loop(arguments, tokens, chunk_loss, saved, None if arguments.reduction == "none" else shard)
     results: dict[str, Any] = dict(zip(GRADIENTS, found, strict=True))
     results |= {"given_log_probs": given, "mean_scale": mean_scale}
     if arguments.reduction != "none":
@@ -152,10 +157,16 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
     return [results[name] for name in _result_names(arguments)]
 
 
-def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None) -> Gradients:
-    """The loop over chunks for the arguments of either op."""
+def run_loop(
+    arguments: Any,
+    tokens: KeptTokens,
+    chunk_loss: ChunkLoss,
+    saved: SavedLogits | None = None,
+    shard: VocabShard | None = None,
+) -> Gradients:
+    """The loop over chunks for the arguments of either op; sums gradients of inputs over the ranks of a ``shard``."""
     has_adapter = arguments.adapter_input is not None
-    return chunked_linear_loss(
+    gradients = chunked_linear_loss(
         arguments.input,
         arguments.weight,
         arguments.bias,
@@ -167,6 +178,9 @@ def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None
         adapter=(arguments.adapter_input, arguments.adapter_weight) if has_adapter else None,
         saved=saved,
     )
+    if shard is not None:
+        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
+    return gradients
 
 
 _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight"
@@ -256,10 +270,7 @@ def _compute_gradients(
         if arguments.grad_given is not None:
             add_at(logits, at(arguments.ids, index), at(arguments.grad_given, index).to(logits.dtype))
 
-    gradients = _run(arguments, tokens, to_gradient, saved)
-    if shard is not None:
-        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
-    return list(gradients)
+    return list(run_loop(arguments, tokens, to_gradient, saved, shard))
 
 
 @backend.register_op(
@@ -281,17 +292,3 @@ def run_backward(
         found: list[Tensor] = _backward_op(*values)
         return found
     return _compute_gradients(*values, shard=shard, saved=saved, visited=visited)
-
-
-def scale_gradients(
-    gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype | None], needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients times a scalar in these dtypes, None where not needed.
-
-    A graph that ends with this pass needs no second buffer of the head's size.
-    """
-    in_place = backend.graph_ends()
-    return [
-        scale_gradient(gradient, factor, dtype, in_place=in_place) if need and dtype is not None else None
-        for gradient, dtype, need in zip(gradients, dtypes, needed, strict=True)
-    ]

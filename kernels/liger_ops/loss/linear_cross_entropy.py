@@ -10,6 +10,7 @@ its options, :mod:`liger_ops.loss.head_passes` for the passes.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from liger_ops.arguments import check_bool, check_floating, check_integer, wrong
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES, choose_accumulate_dtype
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.groups import is_grouped, join_groups, join_values
-from liger_ops.loss.head_functions import ReducedLossFunction, token_values
+from liger_ops.loss.head_functions import ReducedLossFunction, reduced_loss, token_values
 from liger_ops.loss.head_passes import ForwardArguments, run_forward
 from liger_ops.loss.linear_head import check_head
 from liger_ops.loss.options import (
@@ -202,7 +203,7 @@ def linear_cross_entropy(
         if reduction == "none":
             loss, *stats = token_values(head, arguments, ("losses",), saved_logits_bytes, vocab_shard)
         elif gradients:
-            loss, *stats = ReducedLossFunction.apply(vocab_shard, *arguments)
+            loss, *stats = ReducedLossFunction.apply(partial(reduced_loss, vocab_shard), *arguments)
         else:
             found = run_forward(arguments, vocab_shard)
             loss, stats = found["loss"], [found[name] for name in names]
