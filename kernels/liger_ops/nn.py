@@ -2,7 +2,8 @@
 
 A module named like a class of ``torch.nn`` takes the same arguments in the same order, computes the same result, has
 the same state dict, and adds keyword-only arguments. It is a subclass of its namesake, except
-``LinearCrossEntropyLoss``, which older versions of PyTorch do not have.
+``LinearCrossEntropyLoss``, which older versions of PyTorch do not have. Every constructor raises a TypeError for
+arguments of a wrong type and a ValueError for those that are out of range or do not fit together.
 """
 
 import functools
@@ -115,10 +116,6 @@ class RMSNorm(nn.RMSNorm):
         normalized_shape, eps, elementwise_affine, device, dtype: As in ``torch.nn.RMSNorm``.
         offset: Added to the weight, which starts at ``1 - offset``; 1 if weights are deviations from one (Gemma).
         casting: Where half precision is rounded, "gemma", "llama" or "none"; see :func:`liger_ops.rms_norm`.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive, eps is negative, casting is unknown, or offset is given without a weight.
     """
 
     def __init__(
@@ -154,10 +151,6 @@ class LayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: As in ``torch.nn.LayerNorm``.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive, or eps is negative or not finite.
     """
 
     __init__ = _checked(nn.LayerNorm.__init__)
@@ -172,10 +165,6 @@ class GroupNorm(nn.GroupNorm):
     Args:
         num_groups, num_channels, eps, affine, bias, device, dtype: As in ``torch.nn.GroupNorm``; older versions of
             PyTorch have no ``bias``.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If num_groups is no divisor of num_channels, or eps is negative or not finite.
     """
 
     __init__ = _checked(nn.GroupNorm.__init__)
@@ -196,10 +185,6 @@ class RotaryEmbedding(nn.Module):
         rotary_dim: How many of a head's columns are rotated, the first ones; by default all.
         interleaved: Whether pairs are neighbouring columns, as GPT-J's; else the same columns of both halves.
         device: Of ``inv_freq``; call :meth:`reset_parameters` after ``to_empty`` on a module made on "meta".
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If base is not positive and finite, or rotary_dim not even and between 2 and head_dim.
     """
 
     inv_freq: Tensor
@@ -242,19 +227,12 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, position_ids: Tensor | None = None, *, heads_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Returns the rotated q and k.
+        """Returns the rotated q and k, which are as :func:`liger_ops.apply_rotary` takes them and raises for others.
 
         Args:
-            q: ``[batch_size, num_heads, seq_len, head_dim]``, or ``[batch_size, seq_len, num_heads, head_dim]`` if
-                ``heads_dim=2``.
-            k: The same with ``num_kv_heads``.
+            q, k, heads_dim: As for it.
             position_ids: ``[seq_len]`` or ``[batch_size or 1, seq_len]``, integers or floating-point numbers; by
                 default 0, 1, 2, ...
-            heads_dim: The dimension of q and k that counts heads, 1 or 2.
-
-        Raises:
-            TypeError: If a tensor is none or of a wrong dtype.
-            ValueError: If the shapes or devices do not fit together, or heads_dim is neither 1 nor 2.
         """
         check_floating("q", q)
         check_same_device("q", q, position_ids=position_ids, inv_freq=self.inv_freq)
@@ -314,10 +292,6 @@ class SwiGLU(_GatedMLP):
         intermediate_size: Columns in between.
         bias: Whether the three projections have biases.
         device, dtype: Of the parameters.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive.
     """
 
 
@@ -327,10 +301,6 @@ class GeGLU(_GatedMLP):
     Args:
         hidden_size, intermediate_size, bias, device, dtype: As in :class:`SwiGLU`.
         approximate: "none" for the error function, "tanh" for Gemma's approximation, as in ``F.gelu``.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive, or approximate is unknown.
     """
 
     def __init__(
@@ -368,10 +338,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Args:
         weight, size_average, ignore_index, reduce, reduction, label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
         softcap, logit_scale, z_loss_weight, inplace_backward: As in :func:`liger_ops.cross_entropy`.
-
-    Raises:
-        TypeError: If an option is of a wrong type.
-        ValueError: If an option is out of its range.
     """
 
     def __init__(
@@ -421,10 +387,6 @@ class LinearCrossEntropyLoss(nn.Module):
         options: PyTorch's ``LinearCrossEntropyOptions``; its ``batch_chunk_size`` and ``acc_dtype`` are followed.
         softcap, logit_scale, z_loss_weight, chunk_bytes, accumulate_dtype, saved_logits_bytes: As in
             :func:`liger_ops.linear_cross_entropy`.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If an argument is out of its range, or weight not ``[num_classes]``.
     """
 
     weight: Tensor | None
