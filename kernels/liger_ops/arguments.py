@@ -230,21 +230,19 @@ def check_device(name: str, value: Any) -> None:
 
 def check_path(name: str, value: Any, *, optional: bool = False) -> None:
     """Raises unless ``value`` is a path that is not empty, as a str or an ``os.PathLike``, or None if ``optional``."""
-    if value is None and optional:
-        return
-    expected = f"a path{' or None' if optional else ''}"
-    if not isinstance(value, str | os.PathLike):
-        raise wrong_type(name, expected, value)
-    if not os.fspath(value):
-        raise wrong_value(name, f"{expected} that is not empty", value)
+    _check_filled(name, value, str | os.PathLike, "a path", optional)
 
 
 def check_text(name: str, value: Any, *, optional: bool = False) -> None:
     """Raises unless ``value`` is a string that is not empty, or None if ``optional``."""
+    _check_filled(name, value, str, "a string", optional)
+
+
+def _check_filled(name: str, value: Any, kind: Any, text: str, optional: bool) -> None:
     if value is None and optional:
         return
-    expected = f"a string that is not empty{' or None' if optional else ''}"
-    if not isinstance(value, str):
+    expected = f"{text} that is not empty{' or None' if optional else ''}"
+    if not isinstance(value, kind):
         raise wrong_type(name, expected, value)
-    if not value:
+    if not os.fspath(value):
         raise wrong_value(name, expected, value)

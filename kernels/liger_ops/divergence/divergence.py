@@ -20,7 +20,7 @@ from liger_ops.divergence.options import (
 from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import plan_tokens
+from liger_ops.loss.token_plan import mean_scale_of
 
 
 def reduce_rows(losses: Tensor, reduction: str, mean_scale: Tensor) -> Tensor:
@@ -67,15 +67,15 @@ def _divergence(
     *scalars: Any,
 ) -> list[Tensor]:
     """The divergence, the mean's factor, and the gradient, of the mean where :func:`scale_in_forward`."""
-    plan = plan_tokens(Targets(labels, None, token_weight), 1, IGNORED, student.dtype, with_order=False)
+    mean_scale = mean_scale_of(Targets(labels, None, token_weight), 1, IGNORED, student.dtype)
     losses = torch.zeros_like(labels, dtype=row_dtype(student, teacher))
     gradient = student.new_empty(student.shape if with_gradient else 0)
-    grad_scale = plan.mean_scale if scale_in_forward(reduction, student.dtype) else None
+    grad_scale = mean_scale if scale_in_forward(reduction, student.dtype) else None
     buffer = gradient if with_gradient else None
     write_rows(
         Rows(student, teacher, labels, token_weight, grad_scale, from_scalars(*scalars), None, losses, buffer), None
     )
-    return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale.to(losses.dtype), gradient]
+    return [reduce_rows(losses, reduction, mean_scale), mean_scale.to(losses.dtype), gradient]
 
 
 class DivergenceFunction(torch.autograd.Function):

@@ -27,7 +27,6 @@ from liger_ops.log_probs.scores import (
     check_outputs,
     check_temperature,
 )
-from liger_ops.loss.chunked_loss import choose_accumulate_dtype
 from liger_ops.loss.groups import Groups, is_grouped, join_groups, join_values
 from liger_ops.loss.head_functions import token_values
 from liger_ops.loss.head_passes import ForwardArguments
@@ -74,8 +73,6 @@ def prepare(
     check_tensors(input, target, None, None, linear_weight=linear_weight, linear_bias=linear_bias)
     if target.is_floating_point():
         raise ValueError(f"target must hold class indices of dtype torch.int64, got {target.dtype}")
-    if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     options = TokenLossOptions.checked(ignore_index, 0.0, softcap, logit_scale)
     names = check_outputs("outputs", outputs, OUTPUTS, at_least=1)
     detached = check_outputs("detach", detach, DIFFERENTIABLE)
@@ -92,11 +89,9 @@ def prepare(
         temperatures, temperature = each.where(labels != ignore_index, 1.0), 1.0  # those of ignored tokens may be 0
     cap = None if options.softcap is None else options.softcap / temperature
     options = options._replace(softcap=cap, logit_scale=options.logit_scale / temperature)
-    chunk_size = head.chunk_size(chunk_bytes)
-    accumulate_dtype = choose_accumulate_dtype(head.dtype, -(-len(labels) // chunk_size))
     arguments = ForwardArguments._make(
         (
-            *head.tensors, labels, None, None, temperatures, None, chunk_size, accumulate_dtype, max_valid_tokens,
+            *head.tensors, labels, None, None, temperatures, None, *head.chunks(chunk_bytes), max_valid_tokens,
             [False] * len(head.needs_gradient), "none", ",".join(names), "", *options,
         )
     )  # fmt: skip

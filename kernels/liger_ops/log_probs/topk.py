@@ -25,7 +25,6 @@ from liger_ops.arguments import (
     wrong_value,
 )
 from liger_ops.log_probs.frozen_head import FrozenHeadFunction
-from liger_ops.loss.chunked_loss import choose_accumulate_dtype
 from liger_ops.loss.given_classes import GivenIds, given_logits
 from liger_ops.loss.head_functions import token_values
 from liger_ops.loss.head_passes import ForwardArguments
@@ -103,8 +102,6 @@ def linear_topk_log_probs(
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0)
     if vocab_shard is not None:
         raise wrong_value("vocab_shard", "None", vocab_shard)
-    if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     tokens = input.shape[:-1]
     labels = torch.full(tokens, _KEPT, dtype=torch.int64, device=input.device)
     if mask is not None:
@@ -149,13 +146,11 @@ def _normalized(
     saved_logits_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities among all classes, and the lse."""
-    chunk_size = head.chunk_size(chunk_bytes)
-    accumulate_dtype = choose_accumulate_dtype(head.dtype, -(-len(ids) // chunk_size))
     needed = head.needs_gradient
     is_frozen = any(needed) and not is_trained(needed)
     arguments = ForwardArguments._make(
         (
-            *head.tensors, labels, None, None, None, ids, chunk_size, accumulate_dtype, None,
+            *head.tensors, labels, None, None, None, ids, *head.chunks(chunk_bytes), None,
             needed if is_frozen else [False] * len(needed), "none", ",".join(_OUTPUTS), "lse" if is_frozen else "",
             *options,
         )

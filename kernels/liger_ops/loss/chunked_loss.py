@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_ops.loss.options import Targets
-from liger_ops.loss.token_plan import plan_tokens
+from liger_ops.loss.token_plan import mean_scale_of
 
 CPU_CHUNK_BYTES = 8 * 2**20
 """Default chunk on a CPU: about the size of its cache, and few new memory pages."""
@@ -215,14 +215,16 @@ def visit_tokens(
     not in a CUDA graph, which visits all.
     """
     num_tokens = targets.labels.shape[0]
-    in_order = chunk_size >= num_tokens
-    plan = plan_tokens(targets, vocab_size, ignore_index, like.dtype, with_order=not (in_order or are_all_kept))
-    if are_all_kept and not in_order:
-        order = torch.arange(num_tokens, device=like.device)
-        return KeptTokens(order, num_tokens, in_order=True), plan.mean_scale
-    if in_order or (max_valid_tokens is None and like.is_cuda and torch.cuda.is_current_stream_capturing()):
+    mean_scale = mean_scale_of(targets, vocab_size, ignore_index, like.dtype)
+    if chunk_size >= num_tokens:
+        return KeptTokens(None, num_tokens), mean_scale
+    if are_all_kept:
+        return KeptTokens(torch.arange(num_tokens, device=like.device), num_tokens, in_order=True), mean_scale
+    kept = targets.labels != ignore_index
+    if max_valid_tokens is None and like.is_cuda and torch.cuda.is_current_stream_capturing():
         max_valid_tokens = num_tokens
-    return KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens), plan.mean_scale
+    order = torch.argsort(kept, descending=True, stable=True)
+    return KeptTokens(order, kept.sum() if max_valid_tokens is None else max_valid_tokens), mean_scale
 
 
 def chunked_linear_loss(
@@ -260,9 +262,9 @@ def chunked_linear_loss(
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
     rows = tokens.max_rows(num_tokens, chunk_size)
-    factors = [_Factor(hidden_states, weight, tokens.in_order, rows, accumulate_dtype, needs_hidden, needs_weight)]
+    factors = [_Factor(hidden_states, weight, rows, accumulate_dtype, needs_hidden, needs_weight, tokens.in_order)]
     if adapter is not None:
-        factors.append(_Factor(*adapter, tokens.in_order, rows, accumulate_dtype, *needs_adapter))
+        factors.append(_Factor(*adapter, rows, accumulate_dtype, *needs_adapter, tokens.in_order))
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
     buffer = None
     parts = _fast_parts(weight, vocab_size)
@@ -298,11 +300,11 @@ class _Factor:
         self,
         input: Tensor,
         weight: Tensor,
-        in_order: bool,
         rows: int,
         accumulate_dtype: torch.dtype,
-        needs_input: bool,
-        needs_weight: bool,
+        needs_input: bool = False,
+        needs_weight: bool = False,
+        in_order: bool = False,
     ) -> None:
         self.input, self.weight = input, weight
         self.needs_input, self.needs_weight = needs_input, needs_weight
@@ -340,12 +342,9 @@ class _Factor:
 
 
 class Projection:
-    """The logits of a head without gradients, a chunk at a time in one buffer.
+    """The logits of a head without gradients, at most ``rows`` tokens at a time in one buffer.
 
-    Args:
-        hidden_states, weight, bias, adapter, logits_dtype: As for :func:`chunked_linear_loss`.
-        tokens: The order of visiting.
-        chunk_size: Most tokens of a chunk.
+    Other arguments are those of :func:`chunked_linear_loss`.
     """
 
     def __init__(
@@ -353,28 +352,19 @@ class Projection:
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tokens: KeptTokens,
-        *,
-        chunk_size: int,
+        rows: int,
         adapter: tuple[Tensor, Tensor] | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> None:
-        rows = min(chunk_size, hidden_states.shape[0])
         pairs = [(hidden_states, weight), *([] if adapter is None else [adapter])]
-        self._factors = [_Factor(*pair, tokens.in_order, rows, weight.dtype, False, False) for pair in pairs]
-        self._in_order, self._end = tokens.in_order, 0
-        self._bias = bias
-        self._parts = _fast_parts(weight, weight.shape[0])
+        self._factors = [_Factor(*pair, rows, weight.dtype) for pair in pairs]
+        self._bias, self._parts = bias, _fast_parts(weight, weight.shape[0])
         self._buffer = aligned_rows(hidden_states, rows, weight.shape[0], logits_dtype)
 
     def logits(self, index: Tensor | None) -> Tensor:
         """The logits of the tokens of ``index``, or of all, until the next call."""
-        place = slice(None) if index is None else index
-        if self._in_order and index is not None:  # chunks follow each other
-            place = slice(self._end, self._end + len(index))
-            self._end += len(index)
         for factor in self._factors:
-            factor.gather(place)
+            factor.gather(slice(None) if index is None else index)
         logits = self._buffer[: len(self._factors[0].chunk)]
         for part in self._parts:
             _project(self._factors, self._bias, logits, part)

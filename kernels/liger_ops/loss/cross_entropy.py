@@ -47,7 +47,7 @@ from liger_ops.loss.options import (
 )
 from liger_ops.loss.rows import TokenRows, dtype_of, loss_gradient_in_place
 from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import plan_tokens, reduce_losses
+from liger_ops.loss.token_plan import mean_scale_of, reduce_losses
 
 
 def _allocate(name: str, logits: Tensor) -> Tensor:
@@ -82,8 +82,7 @@ def _cross_entropy_forward(
         launch_loss(logits, targets, options, buffers, mean_scale=mean_scale, grad_logits=grad_logits)
     else:
         if mean_scale is not None:
-            plan = plan_tokens(targets, logits.shape[1], options.ignore_index, logits.dtype, with_order=False)
-            mean_scale.copy_(plan.mean_scale)
+            mean_scale.copy_(mean_scale_of(targets, logits.shape[1], options.ignore_index, logits.dtype))
         rows = TokenRows(targets, options, {name: buffers[name] for name in ROW_OUTPUTS if name in buffers})
         overwritten = logits if grad_logits is None else grad_logits.copy_(logits)
         rows.write(overwritten, None, mean_scale, with_gradient=grad_logits is not None)

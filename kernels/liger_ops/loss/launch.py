@@ -128,11 +128,6 @@ ROW_OUTPUTS = (
 """What :func:`launch_loss` computes of each token."""
 
 
-def _transform_arguments(options: TokenLossOptions) -> dict[str, float | None]:
-    """What kernels transform logits by, None for what they leave out."""
-    return {"softcap": options.softcap, "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale}
-
-
 def _shared_arguments(
     logits: Tensor,
     grad_logits: Tensor | None,
@@ -152,7 +147,8 @@ def _shared_arguments(
         "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
         "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
         "ignore_index": options.ignore_index,
-        **_transform_arguments(options),
+        "softcap": options.softcap,
+        "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale,
         "z_loss_weight": options.z_loss_weight,
     }
 

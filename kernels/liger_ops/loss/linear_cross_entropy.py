@@ -182,7 +182,7 @@ def linear_cross_entropy(
     check_labels("target", target, vocab_size, ignore_index)
     if saved_logits_bytes is None:
         saved_logits_bytes = MAX_CHUNK_BYTES if input.is_cuda and chunk_size is None and chunk_bytes is None else 0
-    chunk_size = head.chunk_size(chunk_bytes) if chunk_size is None else chunk_size
+    chunk_size = head.chunks(chunk_bytes)[0] if chunk_size is None else chunk_size
     accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-target.numel() // chunk_size))
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)

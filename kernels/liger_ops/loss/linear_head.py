@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_floating, check_same_device, wrong_type
-from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
+from liger_ops.loss.chunked_loss import choose_accumulate_dtype, choose_chunk_size, default_chunk_size
 from liger_ops.loss.vocab_parallel import VocabShard
 
 NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
@@ -41,12 +41,18 @@ class LinearHead(NamedTuple):
         """The first ``NUM_GRADIENTS`` fields."""
         return [self.input, self.weight, self.bias, self.adapter_input, self.adapter_weight]
 
-    def chunk_size(self, chunk_bytes: int | None) -> int:
-        """Tokens a chunk of logits within a budget, by default chosen for the device."""
-        sizes = self.input.shape[0], self.num_columns, self.dtype.itemsize
+    def chunks(self, chunk_bytes: int | None, element_size: int = 0) -> tuple[int, torch.dtype]:
+        """Tokens a chunk of logits within a budget, by default chosen for the device, and the dtype of their sums.
+
+        ``element_size`` is the number of bytes of a logit with all that is computed of it, by default its own.
+        """
+        num_tokens, hidden_size = self.input.shape
+        sizes = num_tokens, self.num_columns, element_size or self.dtype.itemsize
         if chunk_bytes is not None:
-            return choose_chunk_size(*sizes, chunk_bytes)
-        return default_chunk_size(*sizes, self.input.device, self.input.shape[1] if self.needs_gradient[1] else 0)
+            chunk_size = choose_chunk_size(*sizes, chunk_bytes)
+        else:
+            chunk_size = default_chunk_size(*sizes, self.input.device, hidden_size if self.needs_gradient[1] else 0)
+        return chunk_size, choose_accumulate_dtype(self.dtype, -(-num_tokens // chunk_size))
 
     def saved_chunks(self, saved_logits_bytes: int, chunk_size: int) -> int:
         """How many chunks of logits fit the budget; none are saved where a tracer must see what an op saves."""
@@ -89,6 +95,8 @@ def check_head(
     Raises:
         TypeError, ValueError: For tensors that do not fit together.
     """
+    if linear_weight.dim() != 2:
+        raise ValueError(f"{names.weight} must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     own_size, hidden_size = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != hidden_size:
         raise ValueError(

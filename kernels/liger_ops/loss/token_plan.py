@@ -1,6 +1,4 @@
-"""Order and number of the tokens that are not ignored, the factor of the mean, and the sum of losses."""
-
-from typing import NamedTuple
+"""The factor of the mean over tokens that are not ignored, and the sum of losses."""
 
 import torch
 import triton.language as tl
@@ -9,28 +7,11 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.loss.options import Targets
 
-
-class TokenPlan(NamedTuple):
-    """Tensors on the device, which the host has not read."""
-
-    mean_scale: Tensor
-    """``[]``, at least float32: 1 / (summed weight of the tokens that are not ignored), 0 if that weight is 0."""
-    order: Tensor | None
-    """``[num_tokens]``, int64: the tokens that are not ignored in their order, then the others."""
-    num_kept: Tensor | None
-    """``[]``, int64: how many are not ignored."""
-
-
 _BLOCK_SIZE = 2048
 
 
-def plan_tokens(
-    targets: Targets, vocab_size: int, ignore_index: int, dtype: torch.dtype, *, with_order: bool
-) -> TokenPlan:
-    """The plan of the tokens, made without waiting for the device; ``mean_scale`` is float32, or ``dtype`` if wider.
-
-    ``with_order`` says whether to make ``order`` and ``num_kept``.
-    """
+def mean_scale_of(targets: Targets, vocab_size: int, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """``[]``, float32 or ``dtype`` if that is wider: 1 / the summed weight of tokens that count, 0 if that is 0."""
     labels, class_weight, token_weight = targets
     kept = labels != ignore_index
     weights = kept.to(torch.promote_types(dtype, torch.float32))
@@ -40,10 +21,7 @@ def plan_tokens(
     if token_weight is not None:
         weights = weights * token_weight.to(weights.dtype).where(kept, 0.0)
     total = weights.sum()
-    mean_scale = total.reciprocal().masked_fill(total == 0, 0.0)
-    if not with_order:
-        return TokenPlan(mean_scale, None, None)
-    return TokenPlan(mean_scale, torch.argsort(kept, descending=True, stable=True), kept.sum())
+    return total.reciprocal().masked_fill(total == 0, 0.0)
 
 
 @backend.Kernel
