@@ -286,10 +286,6 @@ def choose_divergence_launch(vocab_size: int, num_multiprocessors: int) -> RowLa
 
     On an H200, 2048 rows of 128256 columns in bfloat16: forward KL takes 0.69 ms with 8 warps of a block of 4096, and
     0.73 ms with 32 of 8192; generalized JSD 0.99 and 1.16 ms. At the rate of a copy they would take 0.65 and 0.91 ms.
-
-    Args:
-        vocab_size: Length of a row.
-        num_multiprocessors: Of the GPU.
     """
     block_size = min(triton.next_power_of_2(max(vocab_size, _MIN_BLOCK_SIZE)), _MAX_BLOCK_SIZE)
     num_warps = max(1, block_size // 512)  # two groups a thread, to load both while the other is computed

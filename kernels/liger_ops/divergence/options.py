@@ -112,15 +112,7 @@ OPTIONS_SCHEMA = (
 
 
 def check_tokens(mask: Any, token_weight: Any, like: Tensor, shape: torch.Size, tokens_of: str) -> None:
-    """Raises for masks and weights that are not one value for each token.
-
-    Args:
-        mask: bool or None.
-        token_weight: Real numbers or None.
-        like: What their device is compared with.
-        shape: Of the tokens.
-        tokens_of: The argument that has this shape, for the message.
-    """
+    """Raises for masks and weights that are not one value for each token; ``tokens_of`` names what has the tokens."""
     check_tensor("mask", mask, optional=True)
     check_tensor("token_weight", token_weight, optional=True)
     check_same_device(tokens_of, like, mask=mask, token_weight=token_weight)

@@ -40,14 +40,7 @@ _ROW_MULTIPLES = ((512, 256), (128, 16))
 
 
 def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk_bytes: int) -> int:
-    """Tokens a chunk: as many as fit ``chunk_bytes``, evenly spread, and never all of them at once.
-
-    Args:
-        num_tokens: Rows of the hidden states.
-        vocab_size: Columns of the logits.
-        element_size: Bytes of one logit.
-        chunk_bytes: Budget for one chunk of logits.
-    """
+    """Tokens a chunk of logits: as many as fit ``chunk_bytes``, evenly spread, and never all of them at once."""
     return _spread(num_tokens, max(1, chunk_bytes // (vocab_size * element_size)))
 
 
@@ -71,12 +64,7 @@ def default_chunk_size(
     On a GPU, ``GOOD_CHUNK_TOKENS`` or as many as make 4 chunks or ``MIN_CHUNK_BYTES``. Fewer, down to
     ``SAVING_CHUNK_TOKENS`` or 4 chunks, if that keeps to ``MEMORY_SHARE``. More than 4 chunks, whose sum takes more
     precision, are for logits of which a quarter exceeds both ``MAX_CHUNK_BYTES`` and the memory that this precision
-    takes. All tokens are one chunk if they are too few for two.
-
-    Args:
-        num_tokens, vocab_size, element_size: As for :func:`choose_chunk_size`.
-        device: Where the logits are.
-        hidden_size: Of the head, if its gradient is wanted; 0 otherwise.
+    takes. All tokens are one chunk if they are too few for two. ``hidden_size`` is 0 if the head needs no gradient.
     """
     if device.type not in ("cuda", "meta"):
         return choose_chunk_size(num_tokens, vocab_size, element_size, CPU_CHUNK_BYTES)
@@ -264,7 +252,8 @@ def chunked_linear_loss(
     rows = tokens.max_rows(num_tokens, chunk_size)
     factors = [_Factor(hidden_states, weight, rows, accumulate_dtype, needs_hidden, needs_weight, tokens.in_order)]
     if adapter is not None:
-        factors.append(_Factor(*adapter, rows, accumulate_dtype, *needs_adapter, tokens.in_order))
+        needs_low_rank, needs_up = needs_adapter
+        factors.append(_Factor(*adapter, rows, accumulate_dtype, needs_low_rank, needs_up, tokens.in_order))
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
     buffer = None
     parts = _fast_parts(weight, vocab_size)

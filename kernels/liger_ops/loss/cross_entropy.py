@@ -70,7 +70,7 @@ def _cross_entropy_forward(
     class_weight: Tensor | None,
     token_weight: Tensor | None,
     outputs: str,
-    *scalars: float,
+    *scalars: Any,
 ) -> list[Tensor]:
     """The tensors that ``outputs`` names: the reduced ``loss``, ``mean_scale`` if it is the mean, ``grad_logits`` of
     it, and ``ROW_OUTPUTS``."""
@@ -112,7 +112,7 @@ def _write_gradient(
     lse: Tensor,
     lse_error: Tensor,
     grad_scale: Tensor,
-    *scalars: float,
+    *scalars: Any,
 ) -> None:
     options = TokenLossOptions(*scalars)
     if backend.use_triton(logits):

@@ -49,14 +49,7 @@ def _block_size(vocab_size: int) -> int:
 
 @backend.launch_cache
 def choose_whole_row_launch(vocab_size: int, num_multiprocessors: int, row_bytes: int, shared_bytes: int) -> RowLaunch:
-    """Launch parameters for rows that a program holds in registers.
-
-    Args:
-        vocab_size: Length of a row.
-        num_multiprocessors: Of the GPU.
-        row_bytes: Bytes that a program reads for one row, class weights included.
-        shared_bytes: Shared memory of a program, which holds the rows that are loaded ahead.
-    """
+    """Launch parameters for rows that a program holds in registers; ``row_bytes`` include class weights."""
     block_size = _block_size(vocab_size)
     _, num_warps, programs, rows_ahead = next(choice for choice in _WHOLE_ROW if block_size <= choice[0])
     num_stages = 1 + min(rows_ahead, shared_bytes // row_bytes)
@@ -73,13 +66,7 @@ def choose_block_launch(vocab_size: int, num_multiprocessors: int, column_bytes:
     On an H200 in bfloat16, time over that of reading and writing every logit once: rows of 50257 logits 1.43 in blocks
     of 4096 with 16 warps and five blocks loaded ahead (1.46 with none, 1.75 in blocks of 16384), rows of 128257 1.50
     and of 151936 1.46 in blocks of 16384 with 32 warps (1.63 and 1.55 in blocks of 4096). Larger blocks are no faster,
-    and spill registers where stats are wanted or logits are float32.
-
-    Args:
-        vocab_size: Length of a row.
-        num_multiprocessors: Of the GPU.
-        column_bytes: Bytes that a program reads for one column, class weights included.
-        shared_bytes: Shared memory of a multiprocessor, which holds the blocks that are loaded ahead.
+    and spill registers where stats are wanted or logits are float32. ``column_bytes`` include class weights.
     """
     programs = 2 * num_multiprocessors
     if programs * vocab_size * column_bytes <= _CACHED_BYTES:

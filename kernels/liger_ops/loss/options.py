@@ -50,7 +50,7 @@ class TokenLossOptions(NamedTuple):
         check_number("logit_scale", options.logit_scale)
         check_number("z_loss_weight", options.z_loss_weight, at_least=0)
         numbers = [None if each is None else float(each) for each in options[1:]]
-        return cls(int(options.ignore_index), *numbers)
+        return cls(int(options.ignore_index), *numbers)  # type: ignore[arg-type]  # only softcap may be None
 
 
 class Targets(NamedTuple):
@@ -85,12 +85,7 @@ class TokenStats(NamedTuple):
 def check_tensors(input: Tensor, target: Any, weight: Any, token_weight: Any, **others: Any) -> None:
     """Raises for targets and weights that are no tensors, of dtypes that no loss takes, or not on input's device.
 
-    Args:
-        input: Logits or hidden states.
-        target: Class indices or probabilities.
-        weight: Class weights or None.
-        token_weight: Of any real dtype, or None.
-        others: More tensors or None, by name, that must be on input's device.
+    ``others`` are more tensors or None, by name, that must be on input's device.
     """
     check_tensor("target", target)
     if not target.is_floating_point():

@@ -89,13 +89,9 @@ class TokenRows:
     def write(
         self, logits: Tensor, index: Tensor | None, grad_scale: Tensor | None = None, *, with_gradient: bool = False
     ) -> None:
-        """Computes the buffers' values of some tokens.
+        """Computes the buffers' values of some tokens; arguments as for :func:`~liger_ops.loss.launch.launch_loss`.
 
-        Args:
-            logits: ``[num_rows, number of classes]``, unit stride in the last dimension.
-            index: The token of each row, ``[num_rows]``; None if rows are all tokens in order.
-            grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
-            with_gradient: Whether to overwrite the logits with the gradient of ``sum(losses * grad_scale)``.
+        ``with_gradient`` overwrites the logits with the gradient of ``sum(losses * grad_scale)``.
         """
         if self.shard is None and backend.use_triton(logits):
             launch_loss(

@@ -29,14 +29,7 @@ def choose_forward_launch(
     """A whole row in one tile, or several short ones.
 
     On an H200 in bfloat16, RMSNorm of rows of 128 to 16384 columns: 3.5 to 4.0 TB/s where a copy reaches 3.9 to 4.2.
-
-    Args:
-        hidden_size: Length of a row.
-        element_size: Bytes of x's elements.
-        num_multiprocessors: How many programs run at once.
-        centered: Whether the mean is subtracted.
-        input_bytes: Bytes of one element of x and, if there is one, of the residual together.
-        shared_bytes: Shared memory of a program, which holds the tiles that are loaded ahead.
+    ``input_bytes`` are those of one element of x and, if there is one, of the residual together.
     """
     block_size = triton.next_power_of_2(hidden_size)
     programs, num_warps = 0, 8  # programs a multiprocessor, which load up to two tiles ahead; 0: one program a tile
@@ -71,13 +64,8 @@ def choose_backward_launch(
 ) -> RowLaunch:
     """Tiles of 16 KB, or of one longer row; one program a multiprocessor, which loads tiles ahead while they fit.
 
-    Args:
-        hidden_size: Length of a row.
-        element_size: Bytes of the widest tensor's elements.
-        num_multiprocessors: How many programs run at once.
-        num_inputs: How many tensors of the input's size are read: two, or three with the gradient of the sum.
-        num_sums: How many sums over the rows are kept: of weight, of bias.
-        shared_bytes: Shared memory of a program, which holds the tiles that are loaded ahead.
+    ``element_size`` is the widest tensor's; ``num_inputs`` tensors of the input's size are read, two, or three with the
+    gradient of the sum, and ``num_sums`` sums over the rows kept, of weight and bias.
     """
     block_size = triton.next_power_of_2(hidden_size)
     is_masked = block_size != hidden_size

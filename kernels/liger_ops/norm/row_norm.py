@@ -23,21 +23,13 @@ from liger_ops.recipes import made
 
 
 class RowNormOptions(NamedTuple):
-    """Options of one call.
-
-    Attributes:
-        hidden_size: Length of a row.
-        eps: Added to the variance.
-        offset: Added to the weight.
-        casting: Where y is rounded, see :func:`liger_ops.rms_norm`; "gemma" for LayerNorm.
-        centered: Whether the mean is subtracted: LayerNorm.
-    """
+    """Options of one call."""
 
     hidden_size: int
     eps: float
-    offset: float
-    casting: str
-    centered: bool
+    offset: float  # added to the weight
+    casting: str  # where y is rounded, see rms_norm; "gemma" for LayerNorm
+    centered: bool  # whether the mean is subtracted: LayerNorm
 
 
 def row_norm_reference(
