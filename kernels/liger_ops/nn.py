@@ -33,7 +33,7 @@ from liger_ops.arguments import (
 from liger_ops.gated_linear_unit import APPROXIMATIONS, gelu_mul, silu_mul
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
-from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions, TokenStats, check_reduction
+from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, TokenLossOptions, TokenStats
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
@@ -76,7 +76,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(("dtype", "accumulate_dtype"), check_floating_dtype),
     "base": functools.partial(check_number, above=0),
     "approximate": functools.partial(check_choice, choices=APPROXIMATIONS),
-    "reduction": lambda name, value: check_reduction(value),
+    "reduction": functools.partial(check_choice, choices=REDUCTIONS),
     "weight": functools.partial(check_floating, optional=True),
     "chunk_bytes": functools.partial(check_integer, at_least=1, optional=True),
     "saved_logits_bytes": functools.partial(check_integer, at_least=0, optional=True),

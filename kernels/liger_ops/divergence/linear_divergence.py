@@ -22,7 +22,6 @@ from liger_ops.divergence.options import (
     DivergenceOptions,
     check_tokens,
     flat_tokens,
-    from_scalars,
     num_common_columns,
 )
 from liger_ops.divergence.rows import Rows, row_dtype, write_rows
@@ -63,7 +62,7 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     teacher_input, teacher_weight, teacher_bias, *teacher_adapter = values[5:10]
     labels, token_weight, grad_losses = values[10:_NUM_TENSORS]
     are_all_kept, chunk_size, accumulate_dtype, dtype, needs_gradient, reduction, *scalars = values[_NUM_TENSORS:]
-    options = from_scalars(*scalars)
+    options = DivergenceOptions(*scalars)
     num_tokens, with_gradient = labels.shape[0], any(needs_gradient)
     logits_dtypes = [dtype if each.dtype.itemsize < 4 else None for each in (input, teacher_input)]
     targets = Targets(labels, None, token_weight)
@@ -195,7 +194,7 @@ def linear_divergence(
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     if logits_dtype not in (None, torch.float32):
         raise wrong_value("logits_dtype", "torch.float32 or None", logits_dtype)
-    options = DivergenceOptions(
+    options = DivergenceOptions.checked(
         kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
     if teacher_input.shape[:-1] != input.shape[:-1]:
@@ -227,13 +226,12 @@ def linear_divergence(
     sizes_of_elements = [head.dtype.itemsize for head in (student, teacher)]
     element_size = sum(sizes_of_elements) if logits_dtype is None else 2 * logits_dtype.itemsize + sizes_of_elements[0]
     settings = mask is None, *student.chunks(chunk_bytes, element_size), logits_dtype
-    scalars = options.as_scalars()
     op = _linear_divergence if vocab_shard is None else partial(_compute, vocab_shard)
 
     def compute(
         tensors: Sequence[Tensor | None], needs_gradient: list[bool], grad_losses: Tensor | None
     ) -> list[Tensor]:
-        return op(*tensors, grad_losses, *settings, needs_gradient, reduction, *scalars)
+        return op(*tensors, grad_losses, *settings, needs_gradient, reduction, *options)
 
     tensors = (*student.tensors, *teacher.tensors, labels, weight_of_tokens)
     with student.products_dtype():

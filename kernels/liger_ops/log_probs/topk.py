@@ -114,12 +114,22 @@ def linear_topk_log_probs(
     ids = ids.reshape(-1, ids.shape[-1]).contiguous()
     cap = None if softcap is None else float(softcap / temperature)
     options = TokenLossOptions(_IGNORED, softcap=cap, logit_scale=float(logit_scale / temperature))
+    needed = head.needs_gradient
+    is_frozen = any(needed) and not is_trained(needed)
+    arguments = ForwardArguments._make(
+        (
+            *head.tensors, None if mask is None else labels.reshape(-1), None, None, None, ids,
+            *head.chunks(chunk_bytes), None, needed if is_frozen else [False] * len(needed), "none",
+            ",".join(_OUTPUTS), "lse" if is_frozen else "", *options,
+        )
+    )  # fmt: skip
     with head.products_dtype():
         if renormalize:
             log_probs, lse = _renormalized(head, ids, labels.reshape(-1) != _IGNORED, options, chunk_bytes)
+        elif is_frozen:
+            log_probs, lse = FrozenHeadFunction.apply(None, _OUTPUTS, *arguments)
         else:
-            flat = None if mask is None else labels.reshape(-1)
-            log_probs, lse = _normalized(head, ids, flat, options, chunk_bytes, saved_logits_bytes)
+            log_probs, lse = token_values(head, arguments, _OUTPUTS, saved_logits_bytes)
     log_probs = log_probs.view(*tokens, ids.shape[1])
     return (log_probs, lse.view(tokens)) if with_lse else log_probs
 
@@ -135,31 +145,6 @@ def _check_ids(ids: Tensor, tokens: torch.Size, vocab_size: int) -> None:
             f"ids must be between 0 and vocab_size - 1 = {vocab_size - 1}, or negative for padding; got"
             f" {wrong[0].item()} ({wrong.numel()} of {ids.numel()} ids are out of range)"
         )
-
-
-def _normalized(
-    head: LinearHead,
-    ids: Tensor,
-    labels: Tensor | None,
-    options: TokenLossOptions,
-    chunk_bytes: int | None,
-    saved_logits_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities among all classes, and the lse."""
-    needed = head.needs_gradient
-    is_frozen = any(needed) and not is_trained(needed)
-    arguments = ForwardArguments._make(
-        (
-            *head.tensors, labels, None, None, None, ids, *head.chunks(chunk_bytes), None,
-            needed if is_frozen else [False] * len(needed), "none", ",".join(_OUTPUTS), "lse" if is_frozen else "",
-            *options,
-        )
-    )  # fmt: skip
-    if is_frozen:
-        log_probs, lse = FrozenHeadFunction.apply(None, _OUTPUTS, *arguments)
-    else:
-        log_probs, lse = token_values(head, arguments, _OUTPUTS, saved_logits_bytes)
-    return log_probs, lse
 
 
 def _renormalized(

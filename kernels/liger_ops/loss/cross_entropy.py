@@ -32,15 +32,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_bool, check_floating, check_shape
+from liger_ops.arguments import check_bool, check_choice, check_floating, check_shape
 from liger_ops.loss.launch import ROW_OUTPUTS, launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
+    REDUCTIONS,
     Targets,
     TokenLossOptions,
     TokenStats,
     check_labels,
-    check_reduction,
     check_tensors,
     check_weights,
     flat_targets,
@@ -228,7 +228,7 @@ def cross_entropy(
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
         message = f"size_average and reduce args are deprecated, please use reduction={reduction!r} instead"
         warnings.warn(message, stacklevel=2)
-    check_reduction(reduction)
+    check_choice("reduction", reduction, REDUCTIONS)
     options = TokenLossOptions.checked(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     class_dim = 1 if input.dim() > 1 else 0
     if target.is_floating_point():

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_bool, check_floating, check_integer, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_choice, check_floating, check_integer, wrong_type, wrong_value
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES, choose_accumulate_dtype
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.groups import is_grouped, join_groups, join_values
@@ -26,10 +26,10 @@ from liger_ops.loss.head_passes import ForwardArguments, run_forward
 from liger_ops.loss.linear_head import check_head
 from liger_ops.loss.options import (
     IGNORE_INDEX,
+    REDUCTIONS,
     TokenLossOptions,
     TokenStats,
     check_labels,
-    check_reduction,
     check_tensors,
     check_weights,
     flat_targets,
@@ -151,7 +151,7 @@ def linear_cross_entropy(
     check_floating("linear_weight", linear_weight)
     check_floating("linear_bias", linear_bias, optional=True)
     check_tensors(input, target, weight, token_weight, linear_weight=linear_weight, linear_bias=linear_bias)
-    check_reduction(reduction)
+    check_choice("reduction", reduction, REDUCTIONS)
     check_bool("return_stats", return_stats)
     chunk_size, accumulate_dtype = _check_chunks(options, chunk_bytes, accumulate_dtype, max_valid_tokens)
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import (
-    check_choice,
     check_floating,
     check_integer,
     check_number,
@@ -156,8 +155,3 @@ def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | N
         target.reshape(-1).contiguous(),
         *(None if each is None else each.detach().reshape(-1).contiguous() for each in weights),
     )
-
-
-def check_reduction(reduction: str) -> None:
-    """Raises a ValueError that lists the known reductions."""
-    check_choice("reduction", reduction, REDUCTIONS)

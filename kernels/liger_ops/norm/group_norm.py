@@ -14,7 +14,6 @@ Source: arXiv:1803.08494.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,20 +38,11 @@ def group_norm_reference(x: Tensor, num_groups: int, weight: Tensor | None, bias
     return F.group_norm(x.to(dtype), num_groups, weight, bias, eps).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class GroupLaunch:
-    """How a group is walked over."""
-
-    block_channels: int
-    block_positions: int
-    block_size: int  # of the statistics, for which channels make no difference
-    num_warps: int
-    num_stages: int
-
-
 @backend.launch_cache
-def choose_launch(channels_per_group: int, num_positions: int, element_size: int, shared_bytes: int) -> GroupLaunch:
-    """Blocks of 8192 elements; of 2048 where groups are small.
+def choose_launch(
+    channels_per_group: int, num_positions: int, element_size: int, shared_bytes: int
+) -> tuple[dict[str, int], int]:
+    """How both kernels are launched, and forward's ``BLOCK_SIZE``: 8192 elements; 2048 where groups are small.
 
     A block is channels of few positions rather than few channels, since only blocks of the same channels are loaded
     ahead. On an H200, 16 samples of 512 channels of 4096 positions in 32 groups, time over the bound: 1.5 forward and
@@ -62,13 +52,13 @@ def choose_launch(channels_per_group: int, num_positions: int, element_size: int
     most_elements, num_warps = (2048, 4) if group_size < 32768 else (8192, 8)
     most_channels = min(16, triton.next_power_of_2(channels_per_group))
     block_positions = min(triton.next_power_of_2(num_positions), most_elements // most_channels)
-    return GroupLaunch(
-        block_channels=min(triton.next_power_of_2(channels_per_group), most_elements // block_positions),
-        block_positions=block_positions,
-        block_size=min(triton.next_power_of_2(group_size), most_elements),
-        num_warps=num_warps,
-        num_stages=1 + min(3, shared_bytes // (2 * most_elements * element_size)),
-    )
+    launch = {
+        "BLOCK_CHANNELS": min(triton.next_power_of_2(channels_per_group), most_elements // block_positions),
+        "BLOCK_POSITIONS": block_positions,
+        "NUM_STAGES": 1 + min(3, shared_bytes // (2 * most_elements * element_size)),
+        "num_warps": num_warps,
+    }
+    return launch, min(triton.next_power_of_2(group_size), most_elements)
 
 
 # Above, offsets inside a group may overflow int32; blocks end up to a few million elements past the last one.
@@ -207,11 +197,13 @@ def _forward_fake(
 
 def _shared_arguments(
     x: Tensor, weight: Tensor | None, statistics: Tensor, num_groups: int
-) -> tuple[dict[str, Any], GroupLaunch]:
-    """Arguments of both kernels, and how they are launched."""
+) -> tuple[dict[str, Any], int]:
+    """Arguments of both kernels, and forward's ``BLOCK_SIZE``."""
     num_rows = statistics.shape[1]
     channels_per_group, num_positions = x.shape[1] // num_groups, math.prod(x.shape[2:])
-    launch = choose_launch(channels_per_group, num_positions, x.element_size(), backend.shared_memory(x.device))
+    launch, block_size = choose_launch(
+        channels_per_group, num_positions, x.element_size(), backend.shared_memory(x.device)
+    )
     return {
         "x_ptr": x.contiguous(),
         "weight_ptr": None if weight is None else weight.contiguous(),
@@ -221,11 +213,8 @@ def _shared_arguments(
         "channels_per_group": channels_per_group,
         "num_positions": num_positions,
         "WIDE": x.numel() > _MAX_INT32_ELEMENTS,
-        "BLOCK_CHANNELS": launch.block_channels,
-        "BLOCK_POSITIONS": launch.block_positions,
-        "NUM_STAGES": launch.num_stages,
-        "num_warps": launch.num_warps,
-    }, launch
+        **launch,
+    }, block_size
 
 
 @backend.register_op("group_norm_forward", fake=_forward_fake)
@@ -236,13 +225,13 @@ def _group_norm_forward(
     y, statistics = _forward_fake(x, weight, bias, num_groups, eps)
     if y.numel() == 0:
         return y, statistics
-    arguments, launch = _shared_arguments(x, weight, statistics, num_groups)
+    arguments, block_size = _shared_arguments(x, weight, statistics, num_groups)
     _forward_kernel.launch(
         statistics.shape[1],
         bias_ptr=None if bias is None else bias.contiguous(),
         y_ptr=y,
         eps=eps,
-        BLOCK_SIZE=launch.block_size,
+        BLOCK_SIZE=block_size,
         **arguments,
     )
     return y, statistics

@@ -210,15 +210,6 @@ def test_rows_are_read_by_index_weight_and_scale(kind: str, device: torch.device
     assert (losses[[1, 4]] == 7.0).all()
 
 
-def test_shape_of_tokens_is_kept() -> None:
-    logits = normal(2, 3, 4, CLASSES)
-    assert torch.equal(
-        divergence(*logits, reduction="none").flatten(), divergence(*logits.flatten(1, 2), reduction="none")
-    )
-    assert divergence(*logits[:, 0, 0], reduction="none").shape == ()
-    assert divergence(*logits[:, :0], reduction="mean") == 0
-
-
 def test_padding_of_one_vocabulary_adds_no_divergence(device: torch.device) -> None:
     """Padding logits with 0, as others do, gives mass to classes that do not exist."""
     logits = normal(3, CLASSES).to(device)

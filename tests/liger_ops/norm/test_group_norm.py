@@ -144,7 +144,7 @@ def test_a_group_that_is_not_finite_spoils_no_other(triton_device: torch.device,
 @pytest.mark.parametrize("num_positions", [1, 49, 4096, 2**20])
 @pytest.mark.parametrize("channels_per_group", [1, 10, 4096])
 def test_launches_fit_shared_memory(channels_per_group: int, num_positions: int) -> None:
-    launch = choose_launch(channels_per_group, num_positions, 4, 80 * 1024)
-    num_elements = launch.block_channels * launch.block_positions
+    launch, _ = choose_launch(channels_per_group, num_positions, 4, 80 * 1024)
+    num_elements = launch["BLOCK_CHANNELS"] * launch["BLOCK_POSITIONS"]
     assert num_elements <= 8192
-    assert 0 < 2 * 4 * num_elements * (launch.num_stages - 1) <= 80 * 1024
+    assert 0 < 2 * 4 * num_elements * (launch["NUM_STAGES"] - 1) <= 80 * 1024
