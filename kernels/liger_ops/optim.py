@@ -166,14 +166,7 @@ class AdamW(torch.optim.AdamW):
             group["fused"] = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step.
-
-        Args:
-            closure: Called first, to compute the gradients; by default they are there.
-
-        Returns:
-            What ``closure`` returned, or None.
-        """
+        """Makes a step; returns what ``closure`` returned, which is called first to compute the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -295,22 +295,15 @@ def choose_divergence_launch(vocab_size: int, num_multiprocessors: int) -> RowLa
 class Rows(NamedTuple):
     """Rows of both models' logits, and what is computed of them."""
 
-    student: Tensor
-    """Raw logits, ``[num_rows, num_columns]``, unit stride in the last dimension; so the next."""
+    student: Tensor  # raw logits, [num_rows, num_columns], unit stride in the last dimension; so the next
     teacher: Tensor
-    labels: Tensor
-    """Of all tokens, ``[num_tokens]``; see :func:`~liger_ops.divergence.options.flat_tokens`."""
-    token_weight: Tensor | None
-    """``[num_tokens]``."""
-    grad_scale: Tensor | None
-    """Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1."""
+    labels: Tensor  # of all tokens, [num_tokens]; see divergence.options.flat_tokens
+    token_weight: Tensor | None  # [num_tokens]
+    grad_scale: Tensor | None  # factor of the gradient, [] or [num_tokens]; None for 1
     options: DivergenceOptions
-    token_index: Tensor | None
-    """The token of each row, ``[num_rows]``; None if rows are all tokens in order."""
-    losses: Tensor
-    """``[num_tokens]``, at least float32: output buffer, written at these tokens."""
-    grad_logits: Tensor | None
-    """Like ``student``, which it may be: output buffer for the gradient; or None."""
+    token_index: Tensor | None  # the token of each row, [num_rows]; None if rows are all tokens in order
+    losses: Tensor  # [num_tokens], at least float32: output buffer, written at these tokens
+    grad_logits: Tensor | None  # like student, which it may be: output buffer for the gradient; or None
 
 
 def launch_divergence(rows: Rows, step: int | None = None, sums: Tensor | None = None) -> None:

@@ -31,11 +31,11 @@ from liger_ops.loss.chunked_loss import (
     chunked_linear_loss,
     visit_tokens,
 )
-from liger_ops.loss.linear_head import HeadNames, LinearHead, check_head, is_trained
+from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.vocab_parallel import VocabShard
 
-_TEACHER_NAMES = HeadNames("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
+_TEACHER_NAMES = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
 _NUM_TENSORS = 13
 
 

@@ -55,12 +55,8 @@ def prepare(
 ) -> tuple[LinearHead, ForwardArguments, tuple[str, ...], Callable[[Sequence[Tensor]], Any]]:
     """Checks the arguments and joins groups of tokens.
 
-    Returns:
-        The head, the arguments of the op, which outputs are differentiable, and a function that makes the result of the
-        outputs, ``[num_tokens]`` each: their scores in the target's shape, or a tuple of those of each group.
-
-    Raises:
-        TypeError, ValueError: As :func:`linear_log_probs`.
+    Returns the head, the arguments of the op, which outputs are differentiable, and a function that makes the result of
+    the outputs, ``[num_tokens]`` each: their scores in the target's shape, or a tuple of those of each group.
     """
     groups: Groups | None = None
     if is_grouped(input):

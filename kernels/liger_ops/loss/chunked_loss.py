@@ -105,9 +105,9 @@ class KeptTokens:
 
     Args:
         order: ``[num_tokens]``, int64, those that are visited first; None visits tokens as they are.
-        count: How many are visited: an integer, which may be a bound, or their exact number as a scalar on the device;
-            None for one chunk. The scalar is copied to the host in the background: :meth:`count` waits for it, which
-            the loop does only once the first chunk's work is queued, so that the device is never idle.
+        count: How many are visited, as an integer that may be a bound, or exactly as a scalar on the device. That is
+            copied to the host in the background: :meth:`count` waits for it, which the loop does only once the first
+            chunk's work is queued, so that the device is never idle.
         chunks: Where chunks of the order start and end, in place of chunks of one size.
         in_order: Whether ``order`` is 0, 1, ..., so that no rows need to be gathered.
     """
@@ -115,7 +115,7 @@ class KeptTokens:
     def __init__(
         self,
         order: Tensor | None,
-        count: Tensor | int | None,
+        count: Tensor | int,
         chunks: Sequence[tuple[int, int]] | None = None,
         *,
         in_order: bool = False,
@@ -135,7 +135,6 @@ class KeptTokens:
         """How many tokens to visit, waiting for the device if it has not counted yet."""
         if self._ready is not None:
             self._ready.synchronize()
-        assert self._count is not None  # needed with more than one chunk
         return int(self._count)
 
     def chunks(self, num_tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
@@ -165,10 +164,8 @@ order); overwrites the logits with their gradient, or returns the gradient, in t
 class SavedLogits:
     """Logits of the first chunks, which forward saves so that backward need not compute them again."""
 
-    max_chunks: int = 0
-    """How many chunks forward may save; 0 in backward."""
-    chunks: list[Tensor] = field(default_factory=list)
-    """``[rows of the chunk, vocab_size]`` each."""
+    max_chunks: int = 0  # how many chunks forward may save; 0 in backward
+    chunks: list[Tensor] = field(default_factory=list)  # [rows of the chunk, vocab_size] each
     are_needed_again: bool = False
     """Whether backward must leave the saved logits as they are; it copies one chunk at a time then."""
 

@@ -17,8 +17,7 @@ from liger_ops.arguments import check_number, check_tensor, wrong_type, wrong_va
 class Groups(NamedTuple):
     """How tokens were concatenated."""
 
-    shapes: list[torch.Size]
-    """Of each group's labels."""
+    shapes: list[torch.Size]  # of each group's labels
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each group's part of a value of all tokens, ``[num_tokens]``, in its labels' shape."""

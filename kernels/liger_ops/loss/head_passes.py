@@ -31,38 +31,28 @@ from liger_ops.loss.vocab_parallel import VocabShard
 class ForwardArguments(NamedTuple):
     """The arguments of the op of forward, in its schema's order."""
 
-    input: Tensor
-    """``[num_tokens, hidden_size]``."""
-    weight: Tensor
-    """``[vocab_size, hidden_size]``."""
+    input: Tensor  # [num_tokens, hidden_size]
+    weight: Tensor  # [vocab_size, hidden_size]
     bias: Tensor | None
-    adapter_input: Tensor | None
-    """``[num_tokens, rank]``."""
+    adapter_input: Tensor | None  # [num_tokens, rank]
     adapter_weight: Tensor | None
-    labels: Tensor | None
-    """``[num_tokens]``; None if all tokens count and their labels have no part in what is computed."""
+    labels: Tensor | None  # [num_tokens]; None if all tokens count and their labels have no part in what is computed
     class_weight: Tensor | None
     token_weight: Tensor | None
-    temperature: Tensor | None
-    """``[num_tokens]``, at least float32; None if it is in the options."""
-    ids: Tensor | None
-    """``[num_tokens, K]``: classes whose log-probabilities are an output; negative ones are padding."""
+    temperature: Tensor | None  # [num_tokens], at least float32; None if it is in the options
+    ids: Tensor | None  # [num_tokens, K]: classes whose log-probabilities are an output; negative ones are padding
     chunk_size: int
     accumulate_dtype: torch.dtype
     max_valid_tokens: int | None
-    needs_gradient: list[bool]
-    """Which gradients to take at once, for each of the first five tensors."""
-    reduction: str
-    """"none" or of the losses, which is an output then, before the mean's factor and all others."""
-    outputs: str
-    """Names of ``ROW_OUTPUTS`` and ``given_log_probs``, separated by commas."""
+    needs_gradient: list[bool]  # which gradients to take at once, for each of the first five tensors
+    reduction: str  # "none" or of the losses, which is an output then, before the mean's factor and all others
+    outputs: str  # names of ROW_OUTPUTS and given_log_probs, separated by commas
     gradients: str
     """What has its gradient taken at once: ``mean`` or ``losses`` (the sum), ``lse`` without the given classes' part;
     empty for nothing."""
     ignore_index: int
     label_smoothing: float
-    softcap: float | None
-    """Divided by the temperature, as the next, if it is one number."""
+    softcap: float | None  # divided by the temperature, as the next, if it is one number
     logit_scale: float
     z_loss_weight: float
 
@@ -215,8 +205,7 @@ class BackwardArguments(NamedTuple):
     bias: Tensor | None
     adapter_input: Tensor | None
     adapter_weight: Tensor | None
-    labels: Tensor
-    """As the next eight, a field of :class:`~liger_ops.loss.launch.GradientRows`."""
+    labels: Tensor  # as the next eight, a field of loss.launch.GradientRows
     lse: Tensor
     lse_error: Tensor
     probability_factor: Tensor
@@ -225,12 +214,9 @@ class BackwardArguments(NamedTuple):
     entropy_factor: Tensor | None
     temperature: Tensor | None
     kept: Tensor | None
-    class_weight: Tensor | None
-    """Of the columns."""
-    ids: Tensor | None
-    """``[num_tokens, K]``, all of them classes."""
-    grad_given: Tensor | None
-    """``[num_tokens, K]``: what is added to the gradient of these classes' logits."""
+    class_weight: Tensor | None  # of the columns
+    ids: Tensor | None  # [num_tokens, K], all of them classes
+    grad_given: Tensor | None  # [num_tokens, K]: what is added to the gradient of these classes' logits
     chunk_size: int
     accumulate_dtype: torch.dtype
     max_valid_tokens: int | None

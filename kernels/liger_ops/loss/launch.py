@@ -90,23 +90,15 @@ class GradientRows(NamedTuple):
     ``[num_tokens]`` each, contiguous, with p the probabilities and factors that include the logits' scale.
     """
 
-    labels: Tensor
-    """int64, the column of the label, -1 if it is no column of these logits."""
-    lse: Tensor
-    """At least float32, as are the following."""
+    labels: Tensor  # int64, the column of the label, -1 if it is no column of these logits
+    lse: Tensor  # at least float32, as are the following
     lse_error: Tensor
-    probability_factor: Tensor
-    """A."""
-    label_term: Tensor
-    """C."""
-    smoothing_term: Tensor | None = None
-    """D, None for 0."""
-    entropy_factor: Tensor | None = None
-    """B, None for 0."""
-    temperature: Tensor | None = None
-    """Divides ``logit_scale`` and ``softcap``."""
-    kept: Tensor | None = None
-    """bool, False where the gradient is zero; None for all tokens."""
+    probability_factor: Tensor  # A
+    label_term: Tensor  # C
+    smoothing_term: Tensor | None = None  # D, None for 0
+    entropy_factor: Tensor | None = None  # B, None for 0
+    temperature: Tensor | None = None  # divides logit_scale and softcap
+    kept: Tensor | None = None  # bool, False where the gradient is zero; None for all tokens
 
 
 ROW_OUTPUTS = (

@@ -55,12 +55,9 @@ class TokenLossOptions(NamedTuple):
 class Targets(NamedTuple):
     """Labels, and the weights of classes and tokens."""
 
-    labels: Tensor
-    """``[num_tokens]``, int64: class indices, or ``ignore_index``."""
-    class_weight: Tensor | None
-    """``[vocab_size]`` or None."""
-    token_weight: Tensor | None
-    """``[num_tokens]`` or None."""
+    labels: Tensor  # [num_tokens], int64: class indices, or ignore_index
+    class_weight: Tensor | None  # [vocab_size] or None
+    token_weight: Tensor | None  # [num_tokens] or None
 
 
 class TokenStats(NamedTuple):

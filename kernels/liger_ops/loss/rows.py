@@ -51,10 +51,8 @@ class TokenRows:
 
     targets: Targets
     options: TokenLossOptions
-    buffers: Mapping[str, Tensor]
-    """``[num_tokens]`` by names of :data:`~liger_ops.loss.launch.ROW_OUTPUTS`, at least float32."""
-    temperature: Tensor | None = None
-    """``[num_tokens]``, at least float32, or None: divides ``logit_scale`` and ``softcap``."""
+    buffers: Mapping[str, Tensor]  # [num_tokens] by names of loss.launch.ROW_OUTPUTS, at least float32
+    temperature: Tensor | None = None  # [num_tokens], at least float32, or None: divides logit_scale and softcap
     shard: VocabShard | None = None
     """The rows' place in the vocabulary, if they are a part of one; labels and class weights are of all of it."""
 

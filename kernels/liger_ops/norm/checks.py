@@ -33,12 +33,7 @@ def as_num_groups(value: Any, num_channels: int) -> int:
 
 
 def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters: Any) -> tuple[int, ...]:
-    """Returns ``normalized_shape`` as a tuple, which are the trailing sizes of ``input`` and the sizes of parameters.
-
-    Raises:
-        TypeError: If a tensor is none, or not real and floating-point, or a size is no integer.
-        ValueError: If devices or shapes do not fit together.
-    """
+    """``normalized_shape`` as a tuple; raises unless it has the trailing sizes of input and all sizes of parameters."""
     check_floating_tensors("input", input, **parameters)
     sizes = as_integers("normalized_shape", normalized_shape)
     if not sizes or 0 in sizes or input.shape[-len(sizes) :] != sizes:

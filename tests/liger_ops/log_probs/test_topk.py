@@ -98,7 +98,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], what: Any, toleranc
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
-    "trained", [NAMES, ("x",), ("x", "adapter_x"), ("weight",), ("adapter_weight", "x"), ("bias",)]
+    "trained", [NAMES, ("x",), ("x", "adapter_x"), ("adapter_x",), ("weight",), ("adapter_weight", "x"), ("bias",)]
 )
 def test_log_probs_and_gradients_are_those_of_whole_logits(
     trained: tuple[str, ...], renormalize: bool, device: torch.device
