@@ -43,11 +43,8 @@ def wrong_value(name: str, expected: str, value: object) -> ValueError:
 def did_you_mean(value: object, names: Iterable[Any], *, most: int = 1, cutoff: float = 0.6) -> str:
     """`` (did you mean 'a', 'b' or 'c'?)`` with the names that are most similar to ``value``; empty if none is.
 
-    Args:
-        value: A name that is none of ``names``; nothing is similar to values of other types.
-        names: Those that are strings are compared, without regard to case; those that contain ``value`` come first.
-        most: How many to name.
-        cutoff: From 0 to 1: how similar they must be.
+    Strings are compared, without regard to case; those that contain ``value`` come first. ``cutoff`` is how similar
+    they must be, from 0 to 1.
     """
     if not isinstance(value, str) or not value:
         return ""
@@ -170,11 +167,6 @@ def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:
     """Raises unless each of ``others`` is a tensor on the device of ``tensor``, or None.
 
     A kernel that gets a tensor of another device reads memory that is not there, and a meta tensor has no values.
-
-    Args:
-        name: Of ``tensor``, as the message shows it.
-        tensor: A tensor.
-        others: By the names of the arguments.
     """
     device = tensor.device
     for other, value in others.items():
@@ -187,14 +179,7 @@ def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:
 
 
 def check_floating_tensors(name: str, tensor: Any, /, *, optional: bool = True, **others: Any) -> None:
-    """Raises unless all are real floating-point tensors on one device; ``others`` may be None if ``optional``.
-
-    Args:
-        name: Of ``tensor``, as the message shows it.
-        tensor: Must not be None.
-        optional: Whether others may be None.
-        others: By the names of the arguments.
-    """
+    """Raises unless all are real floating-point tensors on one device; ``others`` may be None if ``optional``."""
     check_floating(name, tensor)
     device = tensor.device
     for other, value in others.items():
@@ -230,21 +215,19 @@ def check_device(name: str, value: Any) -> None:
 
 def check_path(name: str, value: Any, *, optional: bool = False) -> None:
     """Raises unless ``value`` is a path that is not empty, as a str or an ``os.PathLike``, or None if ``optional``."""
-    if value is None and optional:
-        return
-    expected = f"a path{' or None' if optional else ''}"
-    if not isinstance(value, str | os.PathLike):
-        raise wrong_type(name, expected, value)
-    if not os.fspath(value):
-        raise wrong_value(name, f"{expected} that is not empty", value)
+    _check_filled(name, value, str | os.PathLike, "a path", optional)
 
 
 def check_text(name: str, value: Any, *, optional: bool = False) -> None:
     """Raises unless ``value`` is a string that is not empty, or None if ``optional``."""
+    _check_filled(name, value, str, "a string", optional)
+
+
+def _check_filled(name: str, value: Any, kind: Any, text: str, optional: bool) -> None:
     if value is None and optional:
         return
-    expected = f"a string that is not empty{' or None' if optional else ''}"
-    if not isinstance(value, str):
+    expected = f"{text} that is not empty{' or None' if optional else ''}"
+    if not isinstance(value, kind):
         raise wrong_type(name, expected, value)
-    if not value:
+    if not os.fspath(value):
         raise wrong_value(name, expected, value)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +60,23 @@ def shared_memory(device: torch.device) -> int:
 launch_cache = functools.lru_cache(maxsize=1024)
 """Decorates a choice of launch parameters; bounded because shapes may change with the data. Numbers of rows do so in
 every step and are no argument: a choice says how many programs there are at most."""
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """Tile of rows and columns that a program holds, how many programs share the rows, how far ahead each loads."""
+
+    block_size: int
+    num_warps: int
+    max_programs: int | None = None  # None: one a tile; in backward of rows in blocks, for each block of columns
+    num_stages: int = 1
+    block_rows: int = 1
+    reload_weight: bool = False  # load weight and bias when a tile needs them instead of keeping them in registers
+
+    def num_programs(self, num_rows: int) -> int:
+        """How many programs share ``num_rows`` rows."""
+        num_tiles = -(-num_rows // self.block_rows)
+        return num_tiles if self.max_programs is None else min(num_tiles, self.max_programs)
 
 
 def has_autocast(device_type: str) -> bool:

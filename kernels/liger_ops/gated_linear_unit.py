@@ -334,12 +334,7 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none
         up: The tensor it gates, of the same shape.
         approximate: "none" for the error function, "tanh" for Gemma's approximation, as in ``F.gelu``.
 
-    Returns:
-        A contiguous tensor ``[..., intermediate_size]`` in the promoted dtype of both.
-
-    Raises:
-        TypeError: As :func:`silu_mul`.
-        ValueError: As :func:`silu_mul`, or if ``approximate`` is unknown.
+    Returns and raises as :func:`silu_mul`, and a ValueError if ``approximate`` is unknown.
     """
     check_choice("approximate", approximate, APPROXIMATIONS)
     return _gated_unit(gate, up, "gelu" if approximate == "none" else "gelu_tanh")

@@ -2,7 +2,8 @@
 
 A module named like a class of ``torch.nn`` takes the same arguments in the same order, computes the same result, has
 the same state dict, and adds keyword-only arguments. It is a subclass of its namesake, except
-``LinearCrossEntropyLoss``, which older versions of PyTorch do not have.
+``LinearCrossEntropyLoss``, which older versions of PyTorch do not have. Every constructor raises a TypeError for
+arguments of a wrong type and a ValueError for those that are out of range or do not fit together.
 """
 
 import functools
@@ -32,7 +33,7 @@ from liger_ops.arguments import (
 from liger_ops.gated_linear_unit import APPROXIMATIONS, gelu_mul, silu_mul
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
-from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions, TokenStats, check_reduction
+from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, TokenLossOptions, TokenStats
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
@@ -75,7 +76,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(("dtype", "accumulate_dtype"), check_floating_dtype),
     "base": functools.partial(check_number, above=0),
     "approximate": functools.partial(check_choice, choices=APPROXIMATIONS),
-    "reduction": lambda name, value: check_reduction(value),
+    "reduction": functools.partial(check_choice, choices=REDUCTIONS),
     "weight": functools.partial(check_floating, optional=True),
     "chunk_bytes": functools.partial(check_integer, at_least=1, optional=True),
     "saved_logits_bytes": functools.partial(check_integer, at_least=0, optional=True),
@@ -115,10 +116,6 @@ class RMSNorm(nn.RMSNorm):
         normalized_shape, eps, elementwise_affine, device, dtype: As in ``torch.nn.RMSNorm``.
         offset: Added to the weight, which starts at ``1 - offset``; 1 if weights are deviations from one (Gemma).
         casting: Where half precision is rounded, "gemma", "llama" or "none"; see :func:`liger_ops.rms_norm`.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive, eps is negative, casting is unknown, or offset is given without a weight.
     """
 
     def __init__(
@@ -154,10 +151,6 @@ class LayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: As in ``torch.nn.LayerNorm``.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive, or eps is negative or not finite.
     """
 
     __init__ = _checked(nn.LayerNorm.__init__)
@@ -172,10 +165,6 @@ class GroupNorm(nn.GroupNorm):
     Args:
         num_groups, num_channels, eps, affine, bias, device, dtype: As in ``torch.nn.GroupNorm``; older versions of
             PyTorch have no ``bias``.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If num_groups is no divisor of num_channels, or eps is negative or not finite.
     """
 
     __init__ = _checked(nn.GroupNorm.__init__)
@@ -196,10 +185,6 @@ class RotaryEmbedding(nn.Module):
         rotary_dim: How many of a head's columns are rotated, the first ones; by default all.
         interleaved: Whether pairs are neighbouring columns, as GPT-J's; else the same columns of both halves.
         device: Of ``inv_freq``; call :meth:`reset_parameters` after ``to_empty`` on a module made on "meta".
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If base is not positive and finite, or rotary_dim not even and between 2 and head_dim.
     """
 
     inv_freq: Tensor
@@ -242,19 +227,12 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, position_ids: Tensor | None = None, *, heads_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Returns the rotated q and k.
+        """Returns the rotated q and k, which are as :func:`liger_ops.apply_rotary` takes them and raises for others.
 
         Args:
-            q: ``[batch_size, num_heads, seq_len, head_dim]``, or ``[batch_size, seq_len, num_heads, head_dim]`` if
-                ``heads_dim=2``.
-            k: The same with ``num_kv_heads``.
+            q, k, heads_dim: As for it.
             position_ids: ``[seq_len]`` or ``[batch_size or 1, seq_len]``, integers or floating-point numbers; by
                 default 0, 1, 2, ...
-            heads_dim: The dimension of q and k that counts heads, 1 or 2.
-
-        Raises:
-            TypeError: If a tensor is none or of a wrong dtype.
-            ValueError: If the shapes or devices do not fit together, or heads_dim is neither 1 nor 2.
         """
         check_floating("q", q)
         check_same_device("q", q, position_ids=position_ids, inv_freq=self.inv_freq)
@@ -314,10 +292,6 @@ class SwiGLU(_GatedMLP):
         intermediate_size: Columns in between.
         bias: Whether the three projections have biases.
         device, dtype: Of the parameters.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive.
     """
 
 
@@ -327,10 +301,6 @@ class GeGLU(_GatedMLP):
     Args:
         hidden_size, intermediate_size, bias, device, dtype: As in :class:`SwiGLU`.
         approximate: "none" for the error function, "tanh" for Gemma's approximation, as in ``F.gelu``.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If a size is not positive, or approximate is unknown.
     """
 
     def __init__(
@@ -368,10 +338,6 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Args:
         weight, size_average, ignore_index, reduce, reduction, label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
         softcap, logit_scale, z_loss_weight, inplace_backward: As in :func:`liger_ops.cross_entropy`.
-
-    Raises:
-        TypeError: If an option is of a wrong type.
-        ValueError: If an option is out of its range.
     """
 
     def __init__(
@@ -389,7 +355,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         inplace_backward: bool = False,
     ) -> None:
         _check(locals())
-        TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
+        TokenLossOptions.checked(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.softcap = softcap
         self.logit_scale = logit_scale
@@ -421,10 +387,6 @@ class LinearCrossEntropyLoss(nn.Module):
         options: PyTorch's ``LinearCrossEntropyOptions``; its ``batch_chunk_size`` and ``acc_dtype`` are followed.
         softcap, logit_scale, z_loss_weight, chunk_bytes, accumulate_dtype, saved_logits_bytes: As in
             :func:`liger_ops.linear_cross_entropy`.
-
-    Raises:
-        TypeError: If an argument is of a wrong type.
-        ValueError: If an argument is out of its range, or weight not ``[num_classes]``.
     """
 
     weight: Tensor | None
@@ -457,7 +419,7 @@ class LinearCrossEntropyLoss(nn.Module):
         if weight is not None:
             check_shape("weight", weight, (num_classes,), "num_classes")
         check_integer("ignore_index", ignore_index, optional=True)
-        TokenLossOptions(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
+        TokenLossOptions.checked(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         if options is not None and not hasattr(options, "batch_chunk_size"):
             raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
         super().__init__()

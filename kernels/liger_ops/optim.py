@@ -78,21 +78,13 @@ def _adamw_kernel(
 
 
 class _Update(NamedTuple):
-    """One parameter's part of a step.
+    """One parameter's part of a step."""
 
-    Attributes:
-        parameter, grad: As the optimizer has them.
-        tensors: This rank's part of the parameter, of its gradient and of both averages, each of one shape, contiguous
-            and on a GPU.
-        step: ``[]``, float32: this step's number, from 1.
-        options: Of its group, as in :class:`AdamW`.
-    """
-
-    parameter: Tensor
+    parameter: Tensor  # as the optimizer has it, like the next
     grad: Tensor
-    tensors: tuple[Tensor, ...]
-    step: Tensor
-    options: dict[str, Any]
+    tensors: tuple[Tensor, ...]  # this rank's part of both and of both averages, of one shape, contiguous, on a GPU
+    step: Tensor  # [], float32: this step's number, from 1
+    options: dict[str, Any]  # of its group
 
     def run(self) -> None:
         """Updates the parameter and both averages in place."""
@@ -174,14 +166,7 @@ class AdamW(torch.optim.AdamW):
             group["fused"] = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step.
-
-        Args:
-            closure: Called first, to compute the gradients; by default they are there.
-
-        Returns:
-            What ``closure`` returned, or None.
-        """
+        """Makes a step; returns what ``closure`` returned, which is called first to compute the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

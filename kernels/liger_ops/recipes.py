@@ -28,14 +28,10 @@ _state = _State()
 
 
 def made(outputs: _Outputs, function: Callable[..., Any], *args: Any, keeps_inputs: bool = True) -> _Outputs:
-    """Returns ``outputs``, after telling this thread's listener how to make them again.
+    """Returns ``outputs``, new tensors that autograd just recorded, after telling the listener how to make them.
 
-    Args:
-        outputs: New tensors that share memory with no other, just recorded by autograd.
-        function: Returns the same values, shapes and strides for the same ``args``.
-        args: Tensors, and anything else.
-        keeps_inputs: Whether backward needs all tensors in ``args`` that may require gradients, so that they stay alive
-            and writes to them are errors anyway.
+    ``function(*args)`` returns the same values, shapes and strides. ``keeps_inputs`` says whether backward needs all
+    tensors in ``args`` that may require gradients, so that they stay alive and writes to them are errors anyway.
     """
     if torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
         return outputs

@@ -39,8 +39,6 @@ class RotaryOptions(NamedTuple):
 
     heads_dim: int
     interleaved: bool
-    sections: list[int]
-    """First pairs of columns of the second and the third table of the multimodal variant; empty without sections."""
     keep_dtype: bool = False
 
 
@@ -48,15 +46,15 @@ def _output_dtype(x: Tensor, cos: Tensor, sin: Tensor, keep_dtype: bool = False)
     return x.dtype if keep_dtype else torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
 
 
-def _gather_table(table: Tensor, position_ids: Tensor | None, options: RotaryOptions) -> Tensor:
-    """``[batch_size or 1, seq_len, rotary_dim]``, or without the first dimension."""
-    if position_ids is not None:
-        return table[position_ids]
-    if not options.sections:
-        return table
-    pairs = torch.arange(table.shape[-1] // 2, device=table.device)
-    table_of_pair = sum(((pairs >= section).long() for section in options.sections), torch.zeros_like(pairs))
-    table_of_column = table_of_pair.repeat_interleave(2) if options.interleaved else table_of_pair.repeat(2)
+def _join_tables(table: Tensor, mrope_sections: Any, interleaved: bool) -> Tensor:
+    """``[batch_size or 1, seq_len, rotary_dim]`` of three such tables of the multimodal variant."""
+    sections, num_pairs = as_integers("mrope_sections", mrope_sections), table.shape[-1] // 2
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != num_pairs:
+        expected = f"three numbers that add up to rotary_dim / 2 = {num_pairs}, none negative"
+        raise wrong_value("mrope_sections", expected, mrope_sections)
+    pairs = torch.arange(num_pairs, device=table.device)
+    table_of_pair = (pairs >= sections[0]).long() + (pairs >= sections[0] + sections[1]).long()
+    table_of_column = table_of_pair.repeat_interleave(2) if interleaved else table_of_pair.repeat(2)
     return table.gather(0, table_of_column.expand(1, *table.shape[1:]))[0]
 
 
@@ -69,7 +67,7 @@ def apply_rotary_reference(
     options: RotaryOptions,
 ) -> tuple[Tensor, Tensor]:
     """The same rotation in plain PyTorch, in float32 or wider, rounded once."""
-    tables = (_gather_table(table, position_ids, options) for table in (cos, sin))
+    tables = (table if position_ids is None else table[position_ids] for table in (cos, sin))
     cos, sin = (table.unsqueeze(options.heads_dim - 4) for table in tables)
     rotary_dim = cos.shape[-1]
 
@@ -88,14 +86,6 @@ def apply_rotary_reference(
     return rotate(q), rotate(k)
 
 
-class RotaryLaunch(NamedTuple):
-    """Tile of heads and pairs of columns that a program rotates at a time."""
-
-    block_heads: int
-    block_half: int
-    num_warps: int
-
-
 # Largest half of rotary_dim, padded to a power of two, and how many pairs to rotate at a time: the fastest of 256 to
 # 4096 pairs on 1 to 8 warps, bfloat16, 16384 tokens, on an H200. In TB/s where a copy reaches 3.8 to 4.1: 3.7 for 32
 # heads of 64, 3.8 for 32 of 128, 3.5 for 8 of 256 (2.8 with 1024 pairs).
@@ -103,22 +93,18 @@ _TILE_PAIRS = ((32, 512), (64, 1024), (math.inf, 256))
 
 
 @backend.launch_cache
-def choose_launch(max_num_heads: int, rotary_dim: int) -> RotaryLaunch:
-    """As many heads at a time as ``_TILE_PAIRS`` says, eight pairs a thread: 16 bytes a load in bfloat16."""
+def choose_launch(max_num_heads: int, rotary_dim: int) -> tuple[int, int, int]:
+    """Heads and pairs of columns that a program rotates at a time, and its warps; eight pairs a thread."""
     block_half = triton.next_power_of_2(rotary_dim // 2)
     tile_pairs = next(pairs for limit, pairs in _TILE_PAIRS if block_half <= limit)
     block_heads = min(triton.next_power_of_2(max_num_heads), max(1, tile_pairs // block_half))
-    return RotaryLaunch(block_heads, block_half, num_warps=max(1, block_heads * block_half // 256))
+    return block_heads, block_half, max(1, block_heads * block_half // 256)
 
 
 @triton.jit
 def _load_pairs(
-    row_ptr,  # [rotary_dim] of one token; with sections in the first of three tables
-    section_stride,
-    second_section,  # the first pair of the second table
-    third_section,
+    row_ptr,  # [rotary_dim] of one token
     is_known,
-    HAS_SECTIONS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HALF_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -127,14 +113,10 @@ def _load_pairs(
     pairs = tl.arange(0, BLOCK_HALF)
     mask = (pairs < HALF_DIM) & is_known
     other = tl.where(is_known, 0.0, float("nan"))
-    offsets = pairs.to(tl.int64)
-    if HAS_SECTIONS:
-        table = (pairs >= second_section).to(tl.int64) + (pairs >= third_section).to(tl.int64)
-        offsets += table * section_stride
     if INTERLEAVED:
-        first_ptrs, distance = row_ptr + offsets + pairs, 1
+        first_ptrs, distance = row_ptr + 2 * pairs, 1
     else:
-        first_ptrs, distance = row_ptr + offsets, HALF_DIM
+        first_ptrs, distance = row_ptr + pairs, HALF_DIM
     first = tl.load(first_ptrs, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(first_ptrs + distance, mask=mask, other=0.0).to(tl.float32)
     return tl.where(is_known, first, other), tl.where(is_known, second, other)
@@ -193,7 +175,7 @@ def _rotate_heads(
 def _rotary_kernel(
     q_ptr,  # [batch_size, num_heads, seq_len, head_dim]; this and its output may be permuted in memory
     k_ptr,  # [batch_size, num_kv_heads, seq_len, head_dim], as q
-    cos_ptr,  # [3 if sections, batch_size, seq_len or max_positions, rotary_dim], stride 0 where all share one table
+    cos_ptr,  # [batch_size, seq_len or max_positions, rotary_dim], stride 0 where all share one table
     sin_ptr,  # as cos_ptr
     position_ids_ptr,  # [batch_size, seq_len], batch stride 0 if all share them, or None
     q_out_ptr,
@@ -202,17 +184,14 @@ def _rotary_kernel(
     k_strides,
     q_out_strides,
     k_out_strides,
-    cos_strides,  # (table, batch, token or position)
+    cos_strides,  # (batch, token or position)
     sin_strides,  # as cos_strides
     position_ids_strides,  # (batch, token)
-    second_section,
-    third_section,
     num_heads,
     num_kv_heads,
     seq_len,
     max_positions,
     INVERSE: tl.constexpr,
-    HAS_SECTIONS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HALF_DIM: tl.constexpr,
     REST_DIM: tl.constexpr,
@@ -228,14 +207,10 @@ def _rotary_kernel(
         offset = batch * position_ids_strides[0] + token * position_ids_strides[1]
         position = tl.load(position_ids_ptr + offset).to(tl.int64)
     is_known = (position >= 0) & (position < max_positions)
-    cos1, cos2 = _load_pairs(
-        cos_ptr + batch * cos_strides[1] + position * cos_strides[2],
-        cos_strides[0], second_section, third_section, is_known, HAS_SECTIONS, INTERLEAVED, HALF_DIM, BLOCK_HALF,
-    )  # fmt: skip
-    sin1, sin2 = _load_pairs(
-        sin_ptr + batch * sin_strides[1] + position * sin_strides[2],
-        sin_strides[0], second_section, third_section, is_known, HAS_SECTIONS, INTERLEAVED, HALF_DIM, BLOCK_HALF,
-    )  # fmt: skip
+    cos_row = cos_ptr + batch * cos_strides[0] + position * cos_strides[1]
+    sin_row = sin_ptr + batch * sin_strides[0] + position * sin_strides[1]
+    cos1, cos2 = _load_pairs(cos_row, is_known, INTERLEAVED, HALF_DIM, BLOCK_HALF)
+    sin1, sin2 = _load_pairs(sin_row, is_known, INTERLEAVED, HALF_DIM, BLOCK_HALF)
     if INVERSE:
         sin1, sin2 = -sin2, -sin1
     _rotate_heads(
@@ -284,7 +259,6 @@ def _rotary(
     position_ids: Tensor | None,
     heads_dim: int,
     interleaved: bool,
-    sections: list[int],
     inverse: bool,
     q_dtype: torch.dtype,
     k_dtype: torch.dtype,
@@ -303,20 +277,18 @@ def _rotary(
     batch_size, seq_len, head_dim = q.shape[0], q.shape[token_dim], q.shape[3]
     num_heads, num_kv_heads = q.shape[heads_dim], k.shape[heads_dim]
     rotary_dim = cos.shape[-1]
-    launch = choose_launch(max(num_heads, num_kv_heads), rotary_dim)
+    block_heads, block_half, num_warps = choose_launch(max(num_heads, num_kv_heads), rotary_dim)
 
     def strides(x: Tensor) -> tuple[int, int, int]:
         return x.stride(0), x.stride(token_dim), x.stride(heads_dim)
 
-    def table_strides(x: Tensor) -> tuple[int, int, int]:
-        batch_stride = x.stride(-3) if x.dim() > 2 and x.shape[-3] > 1 else 0
-        return x.stride(0) if sections else 0, batch_stride, x.stride(-2)
+    def table_strides(x: Tensor) -> tuple[int, int]:
+        return x.stride(0) if x.dim() > 2 and x.shape[0] > 1 else 0, x.stride(-2)
 
     position_ids_strides = (0, 0)
     if position_ids is not None:
         shared = position_ids.dim() == 1 or position_ids.shape[0] == 1
         position_ids_strides = (0 if shared else position_ids.stride(0), position_ids.stride(-1))
-    second_section, third_section = sections or (0, 0)
     _rotary_kernel.launch(
         batch_size * seq_len,
         q_ptr=q,
@@ -333,21 +305,18 @@ def _rotary(
         cos_strides=table_strides(cos),
         sin_strides=table_strides(sin),
         position_ids_strides=position_ids_strides,
-        second_section=second_section,
-        third_section=third_section,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         seq_len=seq_len,
         max_positions=cos.shape[-2],
         INVERSE=inverse,
-        HAS_SECTIONS=bool(sections),
         INTERLEAVED=interleaved,
         HALF_DIM=rotary_dim // 2,
         REST_DIM=head_dim - rotary_dim,
-        BLOCK_HEADS=launch.block_heads,
-        BLOCK_HALF=launch.block_half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
         BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
-        num_warps=launch.num_warps,
+        num_warps=num_warps,
     )
     return q_out, k_out
 
@@ -360,9 +329,9 @@ def _rotate(
     position_ids: Tensor | None,
     options: RotaryOptions,
 ) -> tuple[Tensor, Tensor]:
-    heads_dim, interleaved, sections, keep_dtype = options
+    heads_dim, interleaved, keep_dtype = options
     q_dtype, k_dtype = _output_dtype(q, cos, sin, keep_dtype), _output_dtype(k, cos, sin, keep_dtype)
-    return _rotary(q, k, cos, sin, position_ids, heads_dim, interleaved, sections, False, q_dtype, k_dtype, None, None)
+    return _rotary(q, k, cos, sin, position_ids, heads_dim, interleaved, False, q_dtype, k_dtype, None, None)
 
 
 class RotaryFunction(torch.autograd.Function):
@@ -438,15 +407,6 @@ def _check_positions(position_ids: Tensor, q: Tensor, heads_dim: int, max_positi
             )
 
 
-def _sections(mrope_sections: Any, rotary_dim: int) -> list[int]:
-    """The first pairs of columns of the second and the third table."""
-    sections = as_integers("mrope_sections", mrope_sections)
-    if len(sections) != 3 or min(sections) < 0 or 2 * sum(sections) != rotary_dim:
-        expected = f"three numbers that add up to rotary_dim / 2 = {rotary_dim // 2}, none negative"
-        raise wrong_value("mrope_sections", expected, mrope_sections)
-    return [sections[0], sections[0] + sections[1]]
-
-
 def apply_rotary(
     q: Tensor,
     k: Tensor,
@@ -498,8 +458,9 @@ def apply_rotary(
     _check_shapes(q, k, cos, sin, heads_dim, position_ids, mrope_sections is not None)
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
-    sections = [] if mrope_sections is None else _sections(mrope_sections, cos.shape[-1])
-    return _run(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, sections, keep_dtype))
+    if mrope_sections is not None:
+        cos, sin = (_join_tables(table, mrope_sections, interleaved) for table in (cos, sin))
+    return _run(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, keep_dtype))
 
 
 def _run(

@@ -32,47 +32,27 @@ class Sizes(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An op, the same in plain PyTorch, and arguments.
+    """An op, the same in plain PyTorch, and arguments."""
 
-    Attributes:
-        call: Calls the op, which is its first argument, with tensors; returns a tensor or several.
-        plain: The same in plain PyTorch, of the tensors alone.
-        make: Makes the differentiable tensors and the others, float32 on the CPU.
-        magnitude: Of what the first output is a difference of, whose rounding it cannot be without.
-    """
-
-    call: Callable[..., Any]
-    plain: Callable[..., Any]
-    make: Callable[[Sizes], tuple[list[Tensor], list[Tensor]]]
-    magnitude: float = 0.0
+    call: Callable[..., Any]  # calls the op, which is its first argument, with tensors; returns a tensor or several
+    plain: Callable[..., Any]  # the same of the tensors alone
+    make: Callable[[Sizes], tuple[list[Tensor], list[Tensor]]]  # differentiable tensors and others, float32 on the CPU
+    magnitude: float = 0.0  # of what the first output is a difference of, whose rounding it cannot be without
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a self-check found.
-
-    Attributes:
-        op: Name of the op in ``liger_ops``.
-        device: Where it ran.
-        dtype: Of its arguments.
-        path: ``"triton"`` or ``"pytorch"``, the reference that ops run elsewhere.
-        error: Largest difference from float64, of the output or gradient where it is the largest part of ``allowed``;
-            NaN if there is no result to compare.
-        allowed: What that difference may be.
-        seconds: Time of the test, with the compilation of kernels.
-        message: What is wrong; empty if nothing is.
-        is_error: Whether the op raised an error.
-    """
+    """What a self-check found."""
 
     op: str
     device: str
     dtype: str
-    path: str
-    error: float
+    path: str  # "triton" or "pytorch", the reference that ops run elsewhere
+    error: float  # largest difference from float64, where it is the largest part of what is allowed; NaN without result
     allowed: float
-    seconds: float
-    message: str = ""
-    is_error: bool = False
+    seconds: float  # with the compilation of kernels
+    message: str = ""  # what is wrong; empty if nothing is
+    is_error: bool = False  # whether the op raised an error
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -264,19 +244,7 @@ NAMES = tuple(CASES)
 def run_self_checks(
     names: Iterable[str] = NAMES, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterable[Result]:
-    """Runs self-checks one after another.
-
-    Args:
-        names: The ops.
-        device: Where they run.
-        dtype: Of their floating-point arguments.
-
-    Yields:
-        The result of each op, also if it raises an error.
-
-    Raises:
-        KeyError: For an op without a self-check.
-    """
+    """Yields the result of each op's self-check, also if it raises an error; KeyError for an op without one."""
     device = torch.device(device)
     path = "triton" if liger_ops.backend.use_triton(torch.empty(1, device=device, dtype=dtype)) else "pytorch"
     for name in names:

@@ -239,7 +239,7 @@ def divergence(
     check_choice("reduction", reduction, REDUCTIONS)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     options: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature, "t_squared": t_squared}
-    DivergenceOptions(**options)
+    DivergenceOptions.checked(**options)
     tokens = student_logits.shape[:-1]
     if teacher_logits.shape[:-1] != tokens:
         raise wrong_value("teacher_logits", f"logits of the student's tokens {tuple(tokens)}", teacher_logits)

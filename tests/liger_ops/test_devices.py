@@ -17,7 +17,9 @@ if torch.cuda.is_available():
 
 
 def all_of_cross_entropy(input: Tensor, target: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
-    return cross_entropy(input, target, weight, token_weight=token_weight, label_smoothing=0.1, z_loss_weight=0.1)
+    return cross_entropy(
+        input, target, weight, token_weight=token_weight, label_smoothing=0.1, z_loss_weight=0.1, reduction="sum"
+    )
 
 
 def all_of_linear_cross_entropy(
@@ -31,7 +33,7 @@ def all_of_linear_cross_entropy(
 ) -> Tensor:
     return linear_cross_entropy(
         input, linear_weight, target, linear_bias=linear_bias, weight=weight, token_weight=token_weight,
-        adapter=adapter, z_loss_weight=0.1, chunk_bytes=256,
+        adapter=adapter, z_loss_weight=0.1, reduction="sum", chunk_bytes=256,
     )  # fmt: skip
 
 

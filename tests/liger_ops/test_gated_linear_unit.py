@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_ops.gated_linear_unit import choose_launch, gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from tests.liger_ops.accuracy import assert_as_accurate, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,48 +111,6 @@ def test_float64_is_taken(triton_device: torch.device, unit: Unit) -> None:
     torch.testing.assert_close(unit[0](gate.double(), up), unit[1](gate.double()) * up)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("special", [float("inf"), -float("inf"), float("nan"), 1e30, -1e30], ids=str)
-def test_infinity_nan_and_large_numbers_propagate_as_in_pytorch(
-    triton_device: torch.device, unit: Unit, special: float
-) -> None:
-    gate, up = torch.randn(2, 2, 8, device=triton_device)
-    gate[0, 1] = special
-    if abs(special) != 1e30:
-        up[1, 2] = special
-    # F.gelu of infinity is NaN on some CPUs.
-    activated = gate * torch.special.ndtr(gate) if unit[1] is F.gelu else unit[1](gate)
-    torch.testing.assert_close(unit[0](gate, up), activated * up, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: silu_mul(torch.ones(2, 4), torch.ones(4)),
-            r"up must be .* shape \(2, 4\) \(gate's\), got .* \(4,\)",
-        ),
-        (lambda: gelu_mul(torch.ones(2, 3)), r"even number of columns, without up, got .* shape \(2, 3\)"),
-        (lambda: gelu_mul(torch.ones(2, 4), approximate="erf"), "approximate must be one of 'none', 'tanh', got 'erf'"),
-    ],
-)
-def test_wrong_arguments_are_named(call: Callable[[], Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_kernel_has_no_activation_of_another_name(triton_device: torch.device) -> None:
-    with pytest.raises(Exception, match=r"unknown activation|_activate") as raised:  # the compiler names the call,
-        torch.ops.liger_ops.gated_unit_forward(torch.ones(2, 4, device=triton_device), None, "relu", False)
-    causes = [raised.value, raised.value.__cause__, getattr(raised.value.__cause__, "__cause__", None)]
-    assert any("unknown activation" in str(cause) for cause in causes)  # and its cause the reason
-
-
-@pytest.mark.parametrize(("num_columns", "expected"), [(1, (1, 1)), (507, (512, 2)), (14336, (1024, 4))])
-def test_choose_launch(num_columns: int, expected: tuple[int, int]) -> None:
-    assert choose_launch(num_columns) == expected
-
-
 def project(device: torch.device, *sizes: int) -> list[Tensor]:
     """Outputs of a product each, which saves none of them, as those of a linear layer."""
     x = torch.randn(5, 7, device=device, requires_grad=True)
@@ -228,28 +186,6 @@ def test_arrays_that_a_hook_keeps_stay(triton_device: torch.device) -> None:
     before = {key: array.copy() for key, array in arrays.items()}
     loss.backward()
     assert all(np.array_equal(array, before[key]) for key, array in arrays.items())
-
-
-class FromArray(torch.autograd.Function):
-    """Returns the memory of an array."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def test_arrays_of_others_stay(triton_device: torch.device) -> None:
-    if triton_device.type == "cuda":
-        pytest.skip("an array is on the CPU")
-    arrays = [np.random.default_rng(seed).standard_normal((5, 8), dtype=np.float32) for seed in (1, 2)]
-    copies = [array.copy() for array in arrays]
-    x = torch.randn(5, 8, requires_grad=True)
-    loss_of(SILU, [FromArray.apply(x, array) for array in arrays]).backward()
-    assert all(np.array_equal(array, copy) for array, copy in zip(arrays, copies, strict=True))
 
 
 class Keeper(TorchDispatchMode):

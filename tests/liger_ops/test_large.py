@@ -78,7 +78,7 @@ def last_rows(tensor: Tensor) -> Tensor:
     return tensor[-5:]
 
 
-@pytest.mark.parametrize("num_columns", [4096, 2**17], ids=["rows in a tile", "rows in blocks"])
+@pytest.mark.parametrize("num_columns", [4096, 12288])  # backward of LayerNorm takes the longer ones in blocks
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm"])
 def test_row_norms(name: str, num_columns: int) -> None:
     x = large(LIMIT // num_columns + 3, num_columns)

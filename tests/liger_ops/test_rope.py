@@ -178,20 +178,6 @@ def test_keep_dtype(triton_device: torch.device) -> None:
     assert torch.equal(results[0], run(apply_rotary, half)[0].half())
 
 
-def test_scores_of_attention_depend_on_relative_positions(triton_device: torch.device) -> None:
-    case = make_case(2, 2, 16, 16, device=triton_device)
-    frequencies = 10000.0 ** (-torch.arange(0, 16, 2, device=triton_device) / 16)
-
-    def scores(shift: int) -> Tensor:
-        angles = ((torch.arange(3, device=triton_device) + shift)[:, None] * frequencies).repeat(1, 2)
-        q, k = apply_rotary(case.q, case.k, angles.cos(), angles.sin())
-        torch.testing.assert_close(q.norm(dim=-1), case.q.norm(dim=-1))
-        return q @ k.mT
-
-    torch.testing.assert_close(scores(0), scores(50), atol=1e-4, rtol=1e-4)
-    assert (scores(0) - case.q @ case.k.mT).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 3)], ids=str)
@@ -237,47 +223,6 @@ def test_position_out_of_range_gives_nan_on_the_gpu(
         assert x[:, :, 1:].isnan().all()
 
 
-FITTING = {"q": (2, 3, 5, 8), "k": (2, 3, 5, 8), "cos": (2, 5, 8), "sin": (2, 5, 8)}
-TABLE = {"cos": (11, 8), "sin": (11, 8)}
-SECTIONS = {"cos": (3, 2, 5, 8), "sin": (3, 2, 5, 8)}
-
-
-@pytest.mark.parametrize(
-    ("shapes", "options", "message"),
-    [
-        ({}, {"heads_dim": 3}, r"heads_dim must be an integer of at least 1 and at most 2, got 3"),
-        ({"cos": (2, 5, 7)}, {}, r"rotary_dim, is even and at most .* 8, got .* shape \(2, 5, 7\)"),
-        ({"q": (3, 5, 8)}, {}, r"q must be a tensor of 4 dimensions.* got .* shape \(3, 5, 8\)"),
-        ({"k": (2, 1, 4, 8)}, {}, r"k must be .* q's shape \(2, 3, 5, 8\).* got .* \(2, 1, 4, 8\)"),
-        ({"k": (2, 5, 8)}, {}, r"k must be .* q's shape .* got .* \(2, 5, 8\)"),
-        ({"cos": (3, 5, 8)}, {}, r"cos must .* \(2, 3, 5, 8\).* got .* \(3, 5, 8\)"),
-        ({"cos": (2, 5, 10)}, {}, r"cos must .* at most head_dim = 8, got .* shape \(2, 5, 10\)"),
-        ({}, {"heads_dim": 2}, r"cos must .* heads_dim=2, got .* \(2, 5, 8\)"),
-        ({"sin": (1, 5, 8)}, {}, r"sin must be .* shape \(2, 5, 8\) \(cos'\), got .* \(1, 5, 8\)"),
-        (TABLE, {"position_ids": torch.tensor([0, 11, 1, 1, 1])}, "between 0 and cos' .* = 10, got 0 to 11"),
-        (TABLE, {"position_ids": torch.zeros(5)}, "position_ids must be a tensor of int64 or int32, got .*float32"),
-        (TABLE, {"position_ids": torch.tensor([0, 1])}, r"position_ids must be \[seq_len\].* got .* shape \(2,\)"),
-        ({}, {"position_ids": torch.arange(5)}, r"cos must be \[max_positions, rotary_dim\], as position_ids"),
-        ({}, {"mrope_sections": [1, 2, 1]}, r"cos must be \[3, batch_size or 1, seq_len, rotary_dim\]"),
-        ({}, {"mrope_sections": [1, 2, 1], "position_ids": torch.arange(5)}, "position_ids must be None"),
-        *((SECTIONS, {"mrope_sections": each}, "three numbers .* = 4") for each in ([1, 2], [1, 2, 2], [5, -2, 1])),
-    ],
-)
-def test_what_does_not_fit_is_named(shapes: dict[str, tuple[int, ...]], options: dict[str, Any], message: str) -> None:
-    tensors = {name: torch.ones(shape) for name, shape in (FITTING | shapes).items()}
-    with pytest.raises(ValueError, match=message):
-        apply_rotary(**tensors, **options)
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("heads_dim", [1, 2])
-def test_reference_gradients_are_right(heads_dim: int, interleaved: bool) -> None:
-    case = make_case(head_dim=4, rotary_dim=4, dtype=torch.float64, heads_dim=heads_dim)
-    inputs = [tensor.requires_grad_() for tensor in case[:4]]
-    options: Any = {"heads_dim": heads_dim, "interleaved": interleaved}
-    assert torch.autograd.gradcheck(lambda *tensors: apply_rotary(*tensors, **options), inputs)
-
-
 def test_dynamic_shapes_compile_to_one_graph(triton_device: torch.device) -> None:
     case = make_case(device=triton_device)
     compiled = torch.compile(apply_rotary, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -289,7 +234,7 @@ def test_dynamic_shapes_compile_to_one_graph(triton_device: torch.device) -> Non
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 96, 128, 256, 1024])
 def test_launch_covers_a_head_in_a_bounded_tile(head_dim: int) -> None:
     for num_heads in (1, 14, 64):
-        launch = choose_launch(num_heads, head_dim)
-        assert launch.block_half >= head_dim // 2
-        assert launch.block_heads * launch.block_half <= 1024
-        assert launch.num_warps in (1, 2, 4)
+        block_heads, block_half, num_warps = choose_launch(num_heads, head_dim)
+        assert block_half >= head_dim // 2
+        assert block_heads * block_half <= 1024
+        assert num_warps in (1, 2, 4)

@@ -14,13 +14,12 @@ from liger_ops.divergence.options import (
     DivergenceOptions,
     check_tokens,
     flat_tokens,
-    from_scalars,
     num_common_columns,
 )
 from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import plan_tokens
+from liger_ops.loss.token_plan import mean_scale_of
 
 
 def reduce_rows(losses: Tensor, reduction: str, mean_scale: Tensor) -> Tensor:
@@ -67,15 +66,16 @@ def _divergence(
     *scalars: Any,
 ) -> list[Tensor]:
     """The divergence, the mean's factor, and the gradient, of the mean where :func:`scale_in_forward`."""
-    plan = plan_tokens(Targets(labels, None, token_weight), 1, IGNORED, student, with_order=False)
+    mean_scale = mean_scale_of(Targets(labels, None, token_weight), 1, IGNORED, student.dtype)
     losses = torch.zeros_like(labels, dtype=row_dtype(student, teacher))
     gradient = student.new_empty(student.shape if with_gradient else 0)
-    grad_scale = plan.mean_scale if scale_in_forward(reduction, student.dtype) else None
+    grad_scale = mean_scale if scale_in_forward(reduction, student.dtype) else None
     buffer = gradient if with_gradient else None
     write_rows(
-        Rows(student, teacher, labels, token_weight, grad_scale, from_scalars(*scalars), None, losses, buffer), None
+        Rows(student, teacher, labels, token_weight, grad_scale, DivergenceOptions(*scalars), None, losses, buffer),
+        None,
     )
-    return [reduce_rows(losses, reduction, plan.mean_scale), plan.mean_scale.to(losses.dtype), gradient]
+    return [reduce_rows(losses, reduction, mean_scale), mean_scale.to(losses.dtype), gradient]
 
 
 class DivergenceFunction(torch.autograd.Function):
@@ -163,7 +163,7 @@ def divergence(
     """
     check_floating_tensors("student_logits", student_logits, optional=False, teacher_logits=teacher_logits)
     check_choice("reduction", reduction, REDUCTIONS)
-    options = DivergenceOptions(
+    options = DivergenceOptions.checked(
         kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
     if student_logits.dim() == 0 or teacher_logits.shape[:-1] != student_logits.shape[:-1] or not teacher_logits.dim():
@@ -178,10 +178,9 @@ def divergence(
         backend.as_rows(each, each.shape[-1])[:, :num_columns] for each in (student_logits, teacher_logits.detach())
     )
     labels, weight = flat_tokens(mask, token_weight, student_logits, tokens.numel())
-    scalars = options.as_scalars()
 
     def compute(tensors: Sequence[Tensor | None], needs_gradient: list[bool], _: Tensor | None) -> list[Tensor]:
-        return _divergence(*tensors, reduction, *needs_gradient, *scalars)
+        return _divergence(*tensors, reduction, *needs_gradient, *options)
 
     tensors = student, teacher, labels, weight
     if backend.needs_graph(student_logits):

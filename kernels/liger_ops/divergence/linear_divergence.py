@@ -22,24 +22,20 @@ from liger_ops.divergence.options import (
     DivergenceOptions,
     check_tokens,
     flat_tokens,
-    from_scalars,
     num_common_columns,
 )
 from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.chunked_loss import (
     Projection,
     aligned_rows,
-    choose_accumulate_dtype,
-    choose_chunk_size,
     chunked_linear_loss,
-    default_chunk_size,
     visit_tokens,
 )
-from liger_ops.loss.linear_head import HeadNames, LinearHead, check_head, is_trained
+from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
 from liger_ops.loss.options import REDUCTIONS, Targets
 from liger_ops.loss.vocab_parallel import VocabShard
 
-_TEACHER_NAMES = HeadNames("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
+_TEACHER_NAMES = ("teacher_input", "teacher_weight", "teacher_bias", "teacher_adapter")
 _NUM_TENSORS = 13
 
 
@@ -66,7 +62,7 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     teacher_input, teacher_weight, teacher_bias, *teacher_adapter = values[5:10]
     labels, token_weight, grad_losses = values[10:_NUM_TENSORS]
     are_all_kept, chunk_size, accumulate_dtype, dtype, needs_gradient, reduction, *scalars = values[_NUM_TENSORS:]
-    options = from_scalars(*scalars)
+    options = DivergenceOptions(*scalars)
     num_tokens, with_gradient = labels.shape[0], any(needs_gradient)
     logits_dtypes = [dtype if each.dtype.itemsize < 4 else None for each in (input, teacher_input)]
     targets = Targets(labels, None, token_weight)
@@ -74,12 +70,12 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     losses = torch.zeros_like(labels, dtype=row_dtype(input, teacher_input))
     grad_scale = mean_scale if scale_in_forward(reduction, input.dtype) else grad_losses
     gradient_buffer: Tensor | None = None
+    num_rows = min(chunk_size, num_tokens)
     if with_gradient and logits_dtypes[0] is not None:
-        gradient_buffer = aligned_rows(input, min(chunk_size, num_tokens), weight.shape[0])
+        gradient_buffer = aligned_rows(input, num_rows, weight.shape[0])
     teacher = Projection(
-        teacher_input, teacher_weight, teacher_bias, tokens, chunk_size=chunk_size,
-        adapter=_pair(*teacher_adapter), logits_dtype=logits_dtypes[1],
-    )  # fmt: skip
+        teacher_input, teacher_weight, teacher_bias, num_rows, _pair(*teacher_adapter), logits_dtypes[1]
+    )
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> Tensor:
         gradient = logits if gradient_buffer is None else gradient_buffer[: len(logits)]
@@ -107,18 +103,6 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
 )
 def _linear_divergence(*values: Any) -> list[Tensor]:
     return _compute(None, *values)
-
-
-def _choose_chunk_size(student: LinearHead, teacher: LinearHead, chunk_bytes: int | None, dtype: Any) -> int:
-    """Tokens a chunk of both models' logits, and of the gradient where that is apart."""
-    element_size = student.dtype.itemsize + teacher.dtype.itemsize
-    if dtype is not None:
-        element_size = 2 * dtype.itemsize + student.dtype.itemsize
-    sizes = student.input.shape[0], student.num_columns, element_size
-    if chunk_bytes is not None:
-        return choose_chunk_size(*sizes, chunk_bytes)
-    hidden_size = student.input.shape[1] if student.needs_gradient[1] else 0
-    return default_chunk_size(*sizes, student.input.device, hidden_size)
 
 
 def linear_divergence(
@@ -210,12 +194,9 @@ def linear_divergence(
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
     if logits_dtype not in (None, torch.float32):
         raise wrong_value("logits_dtype", "torch.float32 or None", logits_dtype)
-    options = DivergenceOptions(
+    options = DivergenceOptions.checked(
         kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
-    for name, weight in (("linear_weight", linear_weight), ("teacher_weight", teacher_weight)):
-        if weight.dim() != 2:
-            raise ValueError(f"{name} must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}")
     if teacher_input.shape[:-1] != input.shape[:-1]:
         raise ValueError(
             f"teacher_input must have input's tokens: input has shape {tuple(input.shape)}, teacher_input"
@@ -241,16 +222,16 @@ def linear_divergence(
             "vocab_shard must hold the same classes of both models, with vocab='equal', got"
             f" {sizes[0]} classes of the student and {sizes[1]} of the teacher with vocab={vocab!r}"
         )
-    chunk_size = _choose_chunk_size(student, teacher, chunk_bytes, logits_dtype)
-    accumulate_dtype = choose_accumulate_dtype(student.dtype, -(-tokens.numel() // chunk_size))
-    settings = mask is None, chunk_size, accumulate_dtype, logits_dtype
-    scalars = options.as_scalars()
+    # A chunk has both models' logits, and the gradient where that is apart.
+    sizes_of_elements = [head.dtype.itemsize for head in (student, teacher)]
+    element_size = sum(sizes_of_elements) if logits_dtype is None else 2 * logits_dtype.itemsize + sizes_of_elements[0]
+    settings = mask is None, *student.chunks(chunk_bytes, element_size), logits_dtype
     op = _linear_divergence if vocab_shard is None else partial(_compute, vocab_shard)
 
     def compute(
         tensors: Sequence[Tensor | None], needs_gradient: list[bool], grad_losses: Tensor | None
     ) -> list[Tensor]:
-        return op(*tensors, grad_losses, *settings, needs_gradient, reduction, *scalars)
+        return op(*tensors, grad_losses, *settings, needs_gradient, reduction, *options)
 
     tensors = (*student.tensors, *teacher.tensors, labels, weight_of_tokens)
     with student.products_dtype():

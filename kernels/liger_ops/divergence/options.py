@@ -1,7 +1,5 @@
 """Kinds of divergences, their options, and the tokens that count."""
 
-import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +34,8 @@ class Transform(NamedTuple):
     softcap: float | None
 
 
-@dataclass(frozen=True)
-class DivergenceOptions:
-    """Options of the divergence of one token; see :mod:`liger_ops.divergence.rows` for the formulas.
-
-    Raises:
-        TypeError: If an option is of another type.
-        ValueError: If an option is out of its range, infinite or NaN, or no kind.
-    """
+class DivergenceOptions(NamedTuple):
+    """Options of the divergence of one token, as ops take them; see :mod:`liger_ops.divergence.rows` for formulas."""
 
     kind: str = "forward_kl"
     beta: float = 0.5
@@ -54,14 +46,19 @@ class DivergenceOptions:
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
-        check_number("beta", self.beta, at_least=0, at_most=1)
-        check_number("temperature", self.temperature, above=0)
-        check_bool("t_squared", self.t_squared)
+    @classmethod
+    def checked(cls, *values: Any, **others: Any) -> "DivergenceOptions":
+        """The options of a caller; raises a TypeError or a ValueError that names the one that is wrong."""
+        options = cls(*values, **others)
+        check_choice("kind", options.kind, KINDS)
+        check_number("beta", options.beta, at_least=0, at_most=1)
+        check_number("temperature", options.temperature, above=0)
+        check_bool("t_squared", options.t_squared)
         for name in ("", "teacher_"):
-            check_number(f"{name}softcap", getattr(self, f"{name}softcap"), above=0, optional=True)
-            check_number(f"{name}logit_scale", getattr(self, f"{name}logit_scale"))
+            check_number(f"{name}softcap", getattr(options, f"{name}softcap"), above=0, optional=True)
+            check_number(f"{name}logit_scale", getattr(options, f"{name}logit_scale"))
+        numbers = [each if each is None or isinstance(each, bool | str) else float(each) for each in options]
+        return cls(*numbers)  # type: ignore[arg-type]  # the same kinds as before
 
     @property
     def resolved_kind(self) -> str:
@@ -94,33 +91,16 @@ class DivergenceOptions:
     def _transform(self, scale: float, softcap: float | None) -> Transform:
         return Transform(scale / self.temperature, None if softcap is None else softcap / self.temperature)
 
-    def as_scalars(self) -> tuple[Any, ...]:
-        """The options as an op's schema takes them."""
-        numbers = self.softcap, self.logit_scale, self.teacher_softcap, self.teacher_logit_scale
-        floats = (None if number is None else float(number) for number in numbers)
-        return self.kind, float(self.beta), float(self.temperature), self.t_squared, *floats
-
-
-from_scalars = functools.lru_cache(maxsize=64)(DivergenceOptions)
-"""The inverse of :meth:`DivergenceOptions.as_scalars`; bounded, since a temperature may follow a schedule."""
 
 OPTIONS_SCHEMA = (
     "str kind, float beta, float temperature, bool t_squared, float? softcap, float logit_scale,"
     " float? teacher_softcap, float teacher_logit_scale"
 )
-"""The options in the schema of an op, in the order of :meth:`DivergenceOptions.as_scalars`."""
+"""The options in the schema of an op."""
 
 
 def check_tokens(mask: Any, token_weight: Any, like: Tensor, shape: torch.Size, tokens_of: str) -> None:
-    """Raises for masks and weights that are not one value for each token.
-
-    Args:
-        mask: bool or None.
-        token_weight: Real numbers or None.
-        like: What their device is compared with.
-        shape: Of the tokens.
-        tokens_of: The argument that has this shape, for the message.
-    """
+    """Raises for masks and weights that are not one value for each token; ``tokens_of`` names what has the tokens."""
     check_tensor("mask", mask, optional=True)
     check_tensor("token_weight", token_weight, optional=True)
     check_same_device(tokens_of, like, mask=mask, token_weight=token_weight)

@@ -4,13 +4,9 @@ Chunks of tokens are projected and reduced to their scores; see :mod:`liger_ops.
 matrix products of the size ``num_tokens * hidden_size * vocab_size``, a call without gradients costs one, and with
 backward
 
-* two with a frozen head: the gradient of a token's log-probability with respect to its hidden states does not depend
-  on the loss, so forward computes it from the logits at hand (``[num_tokens, hidden_size]``) and backward multiplies
-  it by the upstream gradient. The gradient of the entropy is another product and another such tensor; those of lse and
-  the mean logit follow from the weight, if there is no soft-cap.
-* four with a trained head: backward computes the logits again, but for chunks that a budget lets forward save, which
-  cost three. Tokens whose upstream gradients are all zero are left out. A frozen head with a soft-cap goes this way too
-  where the gradient of lse or of the mean logit is wanted, without the product for the head.
+* two with a frozen head, for log-probabilities alone; see :mod:`liger_ops.log_probs.frozen_head`.
+* four with a trained head, three with a frozen one whose other scores are differentiated: backward computes the logits
+  again, but for chunks that a budget lets forward save. Tokens whose upstream gradients are all zero are left out.
 
 :func:`~liger_ops.linear_token_loss` takes three products, two with a frozen head, for a loss that is a function of each
 token's own scores.
@@ -31,7 +27,6 @@ from liger_ops.log_probs.scores import (
     check_outputs,
     check_temperature,
 )
-from liger_ops.loss.chunked_loss import choose_accumulate_dtype
 from liger_ops.loss.groups import Groups, is_grouped, join_groups, join_values
 from liger_ops.loss.head_functions import token_values
 from liger_ops.loss.head_passes import ForwardArguments
@@ -60,12 +55,8 @@ def prepare(
 ) -> tuple[LinearHead, ForwardArguments, tuple[str, ...], Callable[[Sequence[Tensor]], Any]]:
     """Checks the arguments and joins groups of tokens.
 
-    Returns:
-        The head, the arguments of the op, which outputs are differentiable, and a function that makes the result of the
-        outputs, ``[num_tokens]`` each: their scores in the target's shape, or a tuple of those of each group.
-
-    Raises:
-        TypeError, ValueError: As :func:`linear_log_probs`.
+    Returns the head, the arguments of the op, which outputs are differentiable, and a function that makes the result of
+    the outputs, ``[num_tokens]`` each: their scores in the target's shape, or a tuple of those of each group.
     """
     groups: Groups | None = None
     if is_grouped(input):
@@ -78,9 +69,7 @@ def prepare(
     check_tensors(input, target, None, None, linear_weight=linear_weight, linear_bias=linear_bias)
     if target.is_floating_point():
         raise ValueError(f"target must hold class indices of dtype torch.int64, got {target.dtype}")
-    if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
-    TokenLossOptions(ignore_index, softcap=softcap, logit_scale=logit_scale)  # which raises
+    options = TokenLossOptions.checked(ignore_index, 0.0, softcap, logit_scale)
     names = check_outputs("outputs", outputs, OUTPUTS, at_least=1)
     detached = check_outputs("detach", detach, DIFFERENTIABLE)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -94,13 +83,12 @@ def prepare(
     if isinstance(temperature, Tensor):
         each = temperature.detach().reshape(-1).to(torch.promote_types(head.dtype, torch.float32))
         temperatures, temperature = each.where(labels != ignore_index, 1.0), 1.0  # those of ignored tokens may be 0
-    scale, cap = float(logit_scale) / temperature, float(softcap or 0.0) / temperature
-    chunk_size = head.chunk_size(chunk_bytes)
-    accumulate_dtype = choose_accumulate_dtype(head.dtype, -(-len(labels) // chunk_size))
+    cap = None if options.softcap is None else options.softcap / temperature
+    options = options._replace(softcap=cap, logit_scale=options.logit_scale / temperature)
     arguments = ForwardArguments._make(
         (
-            *head.tensors, labels, None, None, temperatures, None, chunk_size, accumulate_dtype, max_valid_tokens,
-            [False] * len(head.needs_gradient), "none", ",".join(names), "", int(ignore_index), 0.0, cap, scale, 0.0,
+            *head.tensors, labels, None, None, temperatures, None, *head.chunks(chunk_bytes), max_valid_tokens,
+            [False] * len(head.needs_gradient), "none", ",".join(names), "", *options,
         )
     )  # fmt: skip
     differentiable = [name for name in names if name in DIFFERENTIABLE and name not in detached]
@@ -173,15 +161,10 @@ def linear_log_probs(
         detach=detach, chunk_bytes=chunk_bytes, saved_logits_bytes=saved_logits_bytes,
         max_valid_tokens=max_valid_tokens,
     )  # fmt: skip
-    follows_from_weight = softcap is None or not {"lse", "mean_logit"}.intersection(differentiable)
     with head.products_dtype():
-        if differentiable and not is_trained(head.needs_gradient) and follows_from_weight:
-            gradients = ["losses"] if {"log_probs", "lse"}.intersection(differentiable) else []
-            gradients += ["entropy"] if "entropy" in differentiable else []
-            needs_input = bool(gradients)
-            needed = [needs_input, False, False, needs_input and head.adapter_input is not None, False]
-            arguments = arguments._replace(gradients=",".join(gradients), needs_gradient=needed)
-            scores = FrozenHeadFunction.apply(vocab_shard, head.needs_gradient, differentiable, *arguments)
+        if differentiable == ("log_probs",) and not is_trained(head.needs_gradient):
+            arguments = arguments._replace(gradients="losses", needs_gradient=head.needs_gradient)
+            scores = FrozenHeadFunction.apply(vocab_shard, differentiable, *arguments)
         else:
             scores = token_values(head, arguments, differentiable, saved_logits_bytes, vocab_shard)
     return restore(scores)

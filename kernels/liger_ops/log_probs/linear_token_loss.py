@@ -7,19 +7,19 @@ the size ``num_tokens * hidden_size * vocab_size``, two with a frozen head, and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_ops import backend
 from liger_ops.arguments import shown, wrong_type
 from liger_ops.log_probs.linear_log_probs import prepare
 from liger_ops.log_probs.scores import TokenScores
 from liger_ops.log_probs.units import join_units, plan_units
-from liger_ops.loss.chunked_loss import chunked_linear_loss, visit_tokens
-from liger_ops.loss.head_functions import NUM_ARGUMENTS, dtypes_of_gradients
-from liger_ops.loss.head_passes import GRADIENTS, ForwardArguments, scale_gradients, split_names
+from liger_ops.loss.chunked_loss import visit_tokens
+from liger_ops.loss.head_functions import Computed, ReducedLossFunction
+from liger_ops.loss.head_passes import ForwardArguments, run_loop, split_names
 from liger_ops.loss.options import IGNORE_INDEX, Targets
 from liger_ops.loss.rows import TokenRows
 from liger_ops.loss.token_plan import reduce_losses
@@ -79,74 +79,47 @@ def _check_graph(losses: Tensor, leaves: Any) -> None:
         nodes += [next_node for next_node, _ in node.next_functions]
 
 
-class _LinearTokenLossFunction(torch.autograd.Function):
-    """The sum of the losses, then the scores."""
+def _compute(
+    shard: VocabShard | None,
+    token_loss: TokenLoss,
+    units: Tensor | None,
+    differentiable: Sequence[str],
+    *values: Any,
+) -> Computed:
+    """The sum of the losses, its gradients and the scores."""
+    arguments = ForwardArguments(*values)
+    input, labels, chunk_size = arguments.input, arguments.labels, arguments.chunk_size
+    assert labels is not None
+    names, options = split_names(arguments.outputs), arguments.options
+    targets = Targets(labels, None, None)
+    may_be_left_out = arguments.max_valid_tokens is not None and chunk_size < labels.shape[0]
+    rows = TokenRows.allocate(
+        targets, options, dict.fromkeys([*names, "lse", "lse_error"]),
+        torch.promote_types(input.dtype, torch.float32), arguments.temperature, shard, are_unknown=may_be_left_out,
+    )  # fmt: skip
+    kept = labels != arguments.ignore_index
+    all_losses = torch.zeros_like(rows.buffers["lse"])
+    if may_be_left_out:
+        all_losses.masked_fill_(kept, torch.nan)
+    positions = torch.arange(labels.shape[0], device=labels.device)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shard: VocabShard | None,
-        token_loss: TokenLoss,
-        units: Tensor | None,
-        needs_gradient: list[bool],
-        differentiable: Sequence[str],
-        *values: Any,
-    ) -> tuple[Tensor, ...]:
-        arguments = ForwardArguments(*values)
-        input, labels, chunk_size = arguments.input, arguments.labels, arguments.chunk_size
-        assert labels is not None
-        names, options = split_names(arguments.outputs), arguments.options
-        targets = Targets(labels, None, None)
-        may_be_left_out = arguments.max_valid_tokens is not None and chunk_size < labels.shape[0]
-        rows = TokenRows.allocate(
-            targets, options, dict.fromkeys([*names, "lse", "lse_error"]),
-            torch.promote_types(input.dtype, torch.float32), arguments.temperature, shard, are_unknown=may_be_left_out,
-        )  # fmt: skip
-        kept = labels != arguments.ignore_index
-        all_losses = torch.zeros_like(rows.buffers["lse"])
-        if may_be_left_out:
-            all_losses.masked_fill_(kept, torch.nan)
-        positions = torch.arange(labels.shape[0], device=labels.device)
+    def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
+        rows.write(logits, index)
+        tokens = positions if index is None else index
+        scores = TokenScores(**{name: rows.values(name, tokens) for name in names})
+        # With a copy of the indices, since those of the loop are not the caller's to write to.
+        losses, upstream = _losses_and_gradients(token_loss, scores, tokens.clone(), kept[tokens], differentiable)
+        all_losses.index_copy_(0, tokens, losses.to(all_losses.dtype))
+        if any(arguments.needs_gradient):
+            rows.to_gradient(logits, index, upstream)
 
-        def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-            rows.write(logits, index)
-            tokens = positions if index is None else index
-            scores = TokenScores(**{name: rows.values(name, tokens) for name in names})
-            # With a copy of the indices, since those of the loop are not the caller's to write to.
-            losses, upstream = _losses_and_gradients(token_loss, scores, tokens.clone(), kept[tokens], differentiable)
-            all_losses.index_copy_(0, tokens, losses.to(all_losses.dtype))
-            if any(needs_gradient):
-                rows.to_gradient(logits, index, upstream)
-
-        if units is not None:
-            visited = plan_units(units, kept, chunk_size)
-        else:
-            visited, _ = visit_tokens(targets, 1, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
-        adapter = (arguments.adapter_input, arguments.adapter_weight)
-        gradients = chunked_linear_loss(
-            input,
-            arguments.weight,
-            arguments.bias,
-            visited,
-            chunk_loss,
-            chunk_size=chunk_size,
-            accumulate_dtype=arguments.accumulate_dtype,
-            needs_gradient=needs_gradient,
-            adapter=None if adapter[0] is None else adapter,  # type: ignore[arg-type]
-        )
-        if shard is not None:
-            shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
-        scores = [rows.values(name) for name in names]
-        ctx.save_for_backward(*gradients)
-        ctx.needs_gradient, ctx.dtypes = needs_gradient, dtypes_of_gradients(values)
-        ctx.mark_non_differentiable(*scores)
-        return reduce_losses(all_losses, None), *scores
-
-    @staticmethod
-    @backend.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        scaled = scale_gradients(ctx.saved_tensors, grad_loss, ctx.dtypes, ctx.needs_gradient)
-        return None, None, None, None, None, *scaled, *[None] * (NUM_ARGUMENTS - len(GRADIENTS))
+    if units is not None:
+        visited = plan_units(units, kept, chunk_size)
+    else:
+        visited, _ = visit_tokens(targets, 1, arguments.ignore_index, input, chunk_size, arguments.max_valid_tokens)
+    gradients = run_loop(arguments, visited, chunk_loss, shard=shard)
+    scores = [rows.values(name) for name in names]
+    return reduce_losses(all_losses, None), None, gradients, scores
 
 
 @torch.compiler.disable
@@ -213,7 +186,6 @@ def linear_token_loss(
     )  # fmt: skip
     unit_of_token = None if units is None else join_units(units, target)
     with head.products_dtype():
-        loss, *scores = _LinearTokenLossFunction.apply(
-            vocab_shard, token_loss, unit_of_token, head.needs_gradient, differentiable, *arguments
-        )
+        compute = partial(_compute, vocab_shard, token_loss, unit_of_token, differentiable)
+        loss, *scores = ReducedLossFunction.apply(compute, *arguments._replace(needs_gradient=head.needs_gradient))
     return loss, restore(scores)

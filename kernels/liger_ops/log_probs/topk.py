@@ -25,7 +25,6 @@ from liger_ops.arguments import (
     wrong_value,
 )
 from liger_ops.log_probs.frozen_head import FrozenHeadFunction
-from liger_ops.loss.chunked_loss import choose_accumulate_dtype
 from liger_ops.loss.given_classes import GivenIds, given_logits
 from liger_ops.loss.head_functions import token_values
 from liger_ops.loss.head_passes import ForwardArguments
@@ -103,8 +102,6 @@ def linear_topk_log_probs(
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0)
     if vocab_shard is not None:
         raise wrong_value("vocab_shard", "None", vocab_shard)
-    if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     tokens = input.shape[:-1]
     labels = torch.full(tokens, _KEPT, dtype=torch.int64, device=input.device)
     if mask is not None:
@@ -117,12 +114,22 @@ def linear_topk_log_probs(
     ids = ids.reshape(-1, ids.shape[-1]).contiguous()
     cap = None if softcap is None else float(softcap / temperature)
     options = TokenLossOptions(_IGNORED, softcap=cap, logit_scale=float(logit_scale / temperature))
+    needed = head.needs_gradient
+    is_frozen = any(needed) and not is_trained(needed)
+    arguments = ForwardArguments._make(
+        (
+            *head.tensors, None if mask is None else labels.reshape(-1), None, None, None, ids,
+            *head.chunks(chunk_bytes), None, needed if is_frozen else [False] * len(needed), "none",
+            ",".join(_OUTPUTS), "lse" if is_frozen else "", *options,
+        )
+    )  # fmt: skip
     with head.products_dtype():
         if renormalize:
             log_probs, lse = _renormalized(head, ids, labels.reshape(-1) != _IGNORED, options, chunk_bytes)
+        elif is_frozen:
+            log_probs, lse = FrozenHeadFunction.apply(None, _OUTPUTS, *arguments)
         else:
-            flat = None if mask is None else labels.reshape(-1)
-            log_probs, lse = _normalized(head, ids, flat, options, chunk_bytes, saved_logits_bytes)
+            log_probs, lse = token_values(head, arguments, _OUTPUTS, saved_logits_bytes)
     log_probs = log_probs.view(*tokens, ids.shape[1])
     return (log_probs, lse.view(tokens)) if with_lse else log_probs
 
@@ -138,33 +145,6 @@ def _check_ids(ids: Tensor, tokens: torch.Size, vocab_size: int) -> None:
             f"ids must be between 0 and vocab_size - 1 = {vocab_size - 1}, or negative for padding; got"
             f" {wrong[0].item()} ({wrong.numel()} of {ids.numel()} ids are out of range)"
         )
-
-
-def _normalized(
-    head: LinearHead,
-    ids: Tensor,
-    labels: Tensor | None,
-    options: TokenLossOptions,
-    chunk_bytes: int | None,
-    saved_logits_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities among all classes, and the lse."""
-    chunk_size = head.chunk_size(chunk_bytes)
-    accumulate_dtype = choose_accumulate_dtype(head.dtype, -(-len(ids) // chunk_size))
-    needed = head.needs_gradient
-    is_frozen = any(needed) and not is_trained(needed)
-    arguments = ForwardArguments._make(
-        (
-            *head.tensors, labels, None, None, None, ids, chunk_size, accumulate_dtype, None,
-            needed if is_frozen else [False] * len(needed), "none", ",".join(_OUTPUTS), "lse" if is_frozen else "",
-            *options.as_scalars(),
-        )
-    )  # fmt: skip
-    if is_frozen:
-        log_probs, lse = FrozenHeadFunction.apply(None, needed, _OUTPUTS, *arguments)
-    else:
-        log_probs, lse = token_values(head, arguments, _OUTPUTS, saved_logits_bytes)
-    return log_probs, lse
 
 
 def _renormalized(

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops.loss.options import Targets
-from liger_ops.loss.token_plan import plan_tokens
+from liger_ops.loss.token_plan import mean_scale_of
 
 CPU_CHUNK_BYTES = 8 * 2**20
 """Default chunk on a CPU: about the size of its cache, and few new memory pages."""
@@ -41,14 +40,7 @@ _ROW_MULTIPLES = ((512, 256), (128, 16))
 
 
 def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk_bytes: int) -> int:
-    """Tokens a chunk: as many as fit ``chunk_bytes``, evenly spread, and never all of them at once.
-
-    Args:
-        num_tokens: Rows of the hidden states.
-        vocab_size: Columns of the logits.
-        element_size: Bytes of one logit.
-        chunk_bytes: Budget for one chunk of logits.
-    """
+    """Tokens a chunk of logits: as many as fit ``chunk_bytes``, evenly spread, and never all of them at once."""
     return _spread(num_tokens, max(1, chunk_bytes // (vocab_size * element_size)))
 
 
@@ -72,12 +64,7 @@ def default_chunk_size(
     On a GPU, ``GOOD_CHUNK_TOKENS`` or as many as make 4 chunks or ``MIN_CHUNK_BYTES``. Fewer, down to
     ``SAVING_CHUNK_TOKENS`` or 4 chunks, if that keeps to ``MEMORY_SHARE``. More than 4 chunks, whose sum takes more
     precision, are for logits of which a quarter exceeds both ``MAX_CHUNK_BYTES`` and the memory that this precision
-    takes. All tokens are one chunk if they are too few for two.
-
-    Args:
-        num_tokens, vocab_size, element_size: As for :func:`choose_chunk_size`.
-        device: Where the logits are.
-        hidden_size: Of the head, if its gradient is wanted; 0 otherwise.
+    takes. All tokens are one chunk if they are too few for two. ``hidden_size`` is 0 if the head needs no gradient.
     """
     if device.type not in ("cuda", "meta"):
         return choose_chunk_size(num_tokens, vocab_size, element_size, CPU_CHUNK_BYTES)
@@ -118,9 +105,9 @@ class KeptTokens:
 
     Args:
         order: ``[num_tokens]``, int64, those that are visited first; None visits tokens as they are.
-        count: How many are visited: an integer, which may be a bound, or their exact number as a scalar on the device;
-            None for one chunk. The scalar is copied to the host in the background: :meth:`count` waits for it, which
-            the loop does only once the first chunk's work is queued, so that the device is never idle.
+        count: How many are visited, as an integer that may be a bound, or exactly as a scalar on the device. That is
+            copied to the host in the background: :meth:`count` waits for it, which the loop does only once the first
+            chunk's work is queued, so that the device is never idle.
         chunks: Where chunks of the order start and end, in place of chunks of one size.
         in_order: Whether ``order`` is 0, 1, ..., so that no rows need to be gathered.
     """
@@ -128,7 +115,7 @@ class KeptTokens:
     def __init__(
         self,
         order: Tensor | None,
-        count: Tensor | int | None,
+        count: Tensor | int,
         chunks: Sequence[tuple[int, int]] | None = None,
         *,
         in_order: bool = False,
@@ -148,7 +135,6 @@ class KeptTokens:
         """How many tokens to visit, waiting for the device if it has not counted yet."""
         if self._ready is not None:
             self._ready.synchronize()
-        assert self._count is not None  # needed with more than one chunk
         return int(self._count)
 
     def chunks(self, num_tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
@@ -178,10 +164,8 @@ order); overwrites the logits with their gradient, or returns the gradient, in t
 class SavedLogits:
     """Logits of the first chunks, which forward saves so that backward need not compute them again."""
 
-    max_chunks: int = 0
-    """How many chunks forward may save; 0 in backward."""
-    chunks: list[Tensor] = field(default_factory=list)
-    """``[rows of the chunk, vocab_size]`` each."""
+    max_chunks: int = 0  # how many chunks forward may save; 0 in backward
+    chunks: list[Tensor] = field(default_factory=list)  # [rows of the chunk, vocab_size] each
     are_needed_again: bool = False
     """Whether backward must leave the saved logits as they are; it copies one chunk at a time then."""
 
@@ -216,24 +200,16 @@ def visit_tokens(
     not in a CUDA graph, which visits all.
     """
     num_tokens = targets.labels.shape[0]
-    in_order = chunk_size >= num_tokens
-    plan = plan_tokens(targets, vocab_size, ignore_index, like, with_order=not (in_order or are_all_kept))
-    if are_all_kept and not in_order:
-        order = torch.arange(num_tokens, device=like.device)
-        return KeptTokens(order, num_tokens, in_order=True), plan.mean_scale
-    if in_order or (max_valid_tokens is None and like.is_cuda and torch.cuda.is_current_stream_capturing()):
+    mean_scale = mean_scale_of(targets, vocab_size, ignore_index, like.dtype)
+    if chunk_size >= num_tokens:
+        return KeptTokens(None, num_tokens), mean_scale
+    if are_all_kept:
+        return KeptTokens(torch.arange(num_tokens, device=like.device), num_tokens, in_order=True), mean_scale
+    kept = targets.labels != ignore_index
+    if max_valid_tokens is None and like.is_cuda and torch.cuda.is_current_stream_capturing():
         max_valid_tokens = num_tokens
-    return KeptTokens(plan.order, plan.num_kept if max_valid_tokens is None else max_valid_tokens), plan.mean_scale
-
-
-@dataclass
-class OtherGradient:
-    """A second loss of the same logits, of which the gradient of the hidden states is wanted."""
-
-    to_gradient: ChunkLoss
-    """Called after the first loss, with a copy of the logits."""
-    gradients: list[Tensor] = field(default_factory=list)
-    """Of the hidden states, and of the adapter's input if there is one; filled by the loop."""
+    order = torch.argsort(kept, descending=True, stable=True)
+    return KeptTokens(order, kept.sum() if max_valid_tokens is None else max_valid_tokens), mean_scale
 
 
 def chunked_linear_loss(
@@ -249,7 +225,6 @@ def chunked_linear_loss(
     adapter: tuple[Tensor, Tensor] | None = None,
     saved: SavedLogits | None = None,
     logits_dtype: torch.dtype | None = None,
-    other: OtherGradient | None = None,
 ) -> Gradients:
     """Runs ``chunk_loss`` over the logits of a linear head, chunk by chunk, and collects the gradients.
 
@@ -268,17 +243,16 @@ def chunked_linear_loss(
         saved: Where logits are saved, or were in an earlier pass over the same chunks.
         logits_dtype: Of the logits that ``chunk_loss`` gets, if it is not the hidden states'; it returns the gradient
             then.
-        other: A second loss of the same logits, not with ``saved``; takes the memory of a second chunk.
     """
     num_tokens, vocab_size = hidden_states.shape[0], weight.shape[0]
     needs_hidden, needs_weight, needs_bias, *needs_adapter = needs_gradient
     rows = tokens.max_rows(num_tokens, chunk_size)
-    factors = [_Factor(hidden_states, weight, tokens.in_order, rows, accumulate_dtype, needs_hidden, needs_weight)]
+    factors = [_Factor(hidden_states, weight, rows, accumulate_dtype, needs_hidden, needs_weight, tokens.in_order)]
     if adapter is not None:
-        factors.append(_Factor(*adapter, tokens.in_order, rows, accumulate_dtype, *needs_adapter))
+        needs_low_rank, needs_up = needs_adapter
+        factors.append(_Factor(*adapter, rows, accumulate_dtype, needs_low_rank, needs_up, tokens.in_order))
     grad_bias = weight.new_zeros(vocab_size if needs_bias else 0, dtype=accumulate_dtype)
-    other_gradients = [] if other is None else [torch.zeros_like(factor.input) for factor in factors]
-    buffer = copy = None
+    buffer = None
     parts = _fast_parts(weight, vocab_size)
 
     for number, (start, stop) in enumerate(tokens.chunks(num_tokens, chunk_size)):
@@ -294,23 +268,13 @@ def chunked_linear_loss(
                 logits = buffer[: stop - start]
             for part in parts:
                 _project(factors, bias, logits, part)
-        if other is not None:
-            copy = aligned_rows(hidden_states, rows, vocab_size, logits_dtype) if copy is None else copy
-            copy[: stop - start].copy_(logits)
         grad_logits = chunk_loss(logits, index)
         logits = logits if grad_logits is None else grad_logits
         for factor in factors:
             factor.collect(logits, parts, place, is_first=start == 0)
-        if other is not None and copy is not None:
-            other.to_gradient(copy[: stop - start], index)
-            for factor, total in zip(factors, other_gradients, strict=True):
-                factor.collect_input(copy[: stop - start], parts, place, total)
         if needs_bias:
             grad_bias += logits.sum(0, dtype=accumulate_dtype)
-    if other is not None:
-        unpadded = (total[:, : each.size] for each, total in zip(factors, other_gradients, strict=True))
-        other.gradients += [total.contiguous() for total in unpadded]
-    head_gradients, *adapter_gradients = (factor.gradients() for factor in factors)
+    head_gradients, *adapter_gradients = ((factor.grad_input, factor.grad_weight) for factor in factors)
     nothing = hidden_states.new_empty(0), weight.new_empty(0, dtype=accumulate_dtype)
     return Gradients(*head_gradients, grad_bias, *(adapter_gradients[0] if adapter_gradients else nothing))
 
@@ -322,16 +286,12 @@ class _Factor:
         self,
         input: Tensor,
         weight: Tensor,
-        in_order: bool,
         rows: int,
         accumulate_dtype: torch.dtype,
-        needs_input: bool,
-        needs_weight: bool,
+        needs_input: bool = False,
+        needs_weight: bool = False,
+        in_order: bool = False,
     ) -> None:
-        self.size = input.shape[1]
-        padding = -self.size % _product_multiple(input)
-        if padding:  # cheaper than products at a quarter of their speed, from some 30 tokens on
-            input, weight = F.pad(input, (0, padding)), F.pad(weight, (0, padding))
         self.input, self.weight = input, weight
         self.needs_input, self.needs_weight = needs_input, needs_weight
         allocate_input = torch.empty_like if in_order else torch.zeros_like
@@ -354,12 +314,9 @@ class _Factor:
         if self.needs_weight:
             for part in parts:
                 _accumulate_product(self.grad_weight[part], grad_logits[:, part].t(), self.chunk, keep=not is_first)
-        if self.needs_input:
-            self.collect_input(grad_logits, parts, place, self.grad_input)
-
-    def collect_input(self, grad_logits: Tensor, parts: list[slice], place: Tensor | slice, total: Tensor) -> None:
-        """Writes the chunk's gradient of the input to its rows of ``total``; overwrites the chunk if it is a copy."""
-        grad = total[place] if isinstance(place, slice) else self.chunk
+        if not self.needs_input:
+            return
+        grad = self.grad_input[place] if isinstance(place, slice) else self.chunk
         # cuBLAS rounds a product before it adds it to what is there, and what few columns add would be lost in that.
         summed = grad if len(parts) == 1 else grad.new_empty(grad.shape, dtype=_wide(grad.dtype))
         for number, part in enumerate(parts):
@@ -367,25 +324,13 @@ class _Factor:
         if summed is not grad:
             grad.copy_(summed)
         if not isinstance(place, slice):
-            total.index_copy_(0, place, grad)
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Of the input and the weight, without padding; can be called once."""
-        grad_input, grad_weight = self.grad_input, self.grad_weight
-        if self.input.shape[1] != self.size:
-            del self.input, self.weight, self.chunk, self._buffer  # before copies of the gradients are made
-            grad_input = grad_input[:, : self.size].contiguous() if self.needs_input else grad_input
-            grad_weight = grad_weight[:, : self.size].contiguous() if self.needs_weight else grad_weight
-        return grad_input, grad_weight
+            self.grad_input.index_copy_(0, place, grad)
 
 
 class Projection:
-    """The logits of a head without gradients, a chunk at a time in one buffer.
+    """The logits of a head without gradients, at most ``rows`` tokens at a time in one buffer.
 
-    Args:
-        hidden_states, weight, bias, adapter, logits_dtype: As for :func:`chunked_linear_loss`.
-        tokens: The order of visiting.
-        chunk_size: Most tokens of a chunk.
+    Other arguments are those of :func:`chunked_linear_loss`.
     """
 
     def __init__(
@@ -393,28 +338,19 @@ class Projection:
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tokens: KeptTokens,
-        *,
-        chunk_size: int,
+        rows: int,
         adapter: tuple[Tensor, Tensor] | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> None:
-        rows = min(chunk_size, hidden_states.shape[0])
         pairs = [(hidden_states, weight), *([] if adapter is None else [adapter])]
-        self._factors = [_Factor(*pair, tokens.in_order, rows, weight.dtype, False, False) for pair in pairs]
-        self._in_order, self._end = tokens.in_order, 0
-        self._bias = bias
-        self._parts = _fast_parts(weight, weight.shape[0])
+        self._factors = [_Factor(*pair, rows, weight.dtype) for pair in pairs]
+        self._bias, self._parts = bias, _fast_parts(weight, weight.shape[0])
         self._buffer = aligned_rows(hidden_states, rows, weight.shape[0], logits_dtype)
 
     def logits(self, index: Tensor | None) -> Tensor:
         """The logits of the tokens of ``index``, or of all, until the next call."""
-        place = slice(None) if index is None else index
-        if self._in_order and index is not None:  # chunks follow each other
-            place = slice(self._end, self._end + len(index))
-            self._end += len(index)
         for factor in self._factors:
-            factor.gather(place)
+            factor.gather(slice(None) if index is None else index)
         logits = self._buffer[: len(self._factors[0].chunk)]
         for part in self._parts:
             _project(self._factors, self._bias, logits, part)
@@ -439,7 +375,7 @@ def _project(factors: Sequence[_Factor], bias: Tensor | None, logits: Tensor, pa
 
 
 def _product_multiple(like: Tensor) -> int:
-    """The number that divides the sizes of matrices that are multiplied fast: as many elements as fill 16 bytes."""
+    """The number that divides the columns of logits that are multiplied fast: as many elements as fill 16 bytes."""
     return max(1, 16 // like.element_size()) if like.is_cuda else 1
 
 

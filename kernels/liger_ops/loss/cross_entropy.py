@@ -12,8 +12,7 @@ With token weights t, the sum is that of t times these losses, and the mean over
 
     sum(t * cross entropy) / sum(t * w[y]) + z_loss_weight * sum(t * lse**2) / sum(t)
 
-Class weights are about labels, of which lse knows nothing: neither they nor their scale, which the first term does not
-depend on, change the second. The class weights are divided by their mean for this, so both terms divide by sum(t).
+Class weights are about labels, of which lse knows nothing; a mean with both them and the z-loss is refused.
 
 A sum or a mean computes its gradient together with the loss, while the logits are at hand, and saves that instead
 of the logits; backward multiplies it by the upstream gradient, which costs nothing if that is 1. Losses of single
@@ -33,68 +32,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_bool, check_floating, check_shape
-from liger_ops.loss.launch import launch_gradient, launch_loss
+from liger_ops.arguments import check_bool, check_choice, check_floating, check_shape
+from liger_ops.loss.launch import ROW_OUTPUTS, launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
+    REDUCTIONS,
     Targets,
     TokenLossOptions,
     TokenStats,
     check_labels,
-    check_reduction,
     check_tensors,
     check_weights,
     flat_targets,
 )
-from liger_ops.loss.rows import dtype_of, transform_logits
+from liger_ops.loss.rows import TokenRows, dtype_of, loss_gradient_in_place
 from liger_ops.loss.scale_gradient import scale_gradient
-from liger_ops.loss.token_plan import balance_class_weight, plan_tokens, reduce_losses, unbalance_losses
-
-
-def cross_entropy_reference(logits: Tensor, targets: Targets, options: TokenLossOptions) -> TokenStats:
-    """Losses and stats of ``[num_tokens, vocab_size]`` logits in plain PyTorch; the losses are differentiable."""
-    labels, class_weight, token_weight = targets
-    vocab_size = logits.shape[-1]
-    z = transform_logits(logits, options)
-    kept = labels != options.ignore_index
-    in_range = (labels >= 0) & (labels < vocab_size)
-    safe_labels = labels.where(in_range, 0)
-    weight = z.new_ones(vocab_size) if class_weight is None else class_weight.to(z.dtype)
-
-    log_probs = torch.log_softmax(z, dim=-1)
-    maximum, predictions = z.max(dim=-1)
-    lse = maximum - log_probs.gather(-1, predictions[:, None])[:, 0]
-    label_log_prob = log_probs.gather(-1, safe_labels[:, None])[:, 0]
-    nan_unless_class = torch.ones_like(label_log_prob).where(in_range | ~kept, torch.nan)
-    losses = -weight[safe_labels] * nan_unless_class * label_log_prob
-    if options.label_smoothing:
-        smoothing = options.label_smoothing
-        losses = (1 - smoothing) * losses - smoothing / vocab_size * (log_probs * weight).sum(-1)
-    if options.z_loss_weight:
-        losses = losses + options.z_loss_weight * lse**2
-    if token_weight is not None:
-        losses = losses * token_weight.to(losses.dtype)
-    probabilities = log_probs.detach().exp()
-    return TokenStats(
-        losses=losses.where(kept, 0.0),
-        log_probs=(nan_unless_class * label_log_prob.detach()).where(kept, 0.0),
-        lse=lse.detach().where(kept, 0.0),
-        entropy=-torch.xlogy(probabilities, probabilities).sum(-1).where(kept, 0.0),
-        predictions=predictions.where(kept, options.ignore_index),
-        correct=kept & (predictions == labels),
-    )
+from liger_ops.loss.token_plan import mean_scale_of, reduce_losses
 
 
 def _allocate(name: str, logits: Tensor) -> Tensor:
     if name == "grad_logits":
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
     shape = () if name in ("loss", "mean_scale") else logits.shape[:1]
-    return logits.new_empty(shape, dtype=dtype_of(name, torch.float32))
+    return logits.new_empty(shape, dtype=dtype_of(name, torch.promote_types(logits.dtype, torch.float32)))
 
 
 @backend.register_op(
     "cross_entropy_forward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, str outputs,"
-    " int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    " int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
     fake=lambda logits, labels, class_weight, token_weight, outputs, *_: [
         _allocate(name, logits) for name in outputs.split(",")
     ],
@@ -105,17 +70,22 @@ def _cross_entropy_forward(
     class_weight: Tensor | None,
     token_weight: Tensor | None,
     outputs: str,
-    *scalars: float,
+    *scalars: Any,
 ) -> list[Tensor]:
     """The tensors that ``outputs`` names: the reduced ``loss``, ``mean_scale`` if it is the mean, ``grad_logits`` of
     it, and ``ROW_OUTPUTS``."""
     names = outputs.split(",")
     buffers = {name: _allocate(name, logits) for name in names if name != "loss"}
-    mean_scale = buffers.get("mean_scale")
-    launch_loss(
-        logits, Targets(labels, class_weight, token_weight), TokenLossOptions.from_scalars(*scalars), buffers,
-        mean_scale=mean_scale, grad_logits=buffers.get("grad_logits"),
-    )  # fmt: skip
+    mean_scale, grad_logits = buffers.get("mean_scale"), buffers.get("grad_logits")
+    targets, options = Targets(labels, class_weight, token_weight), TokenLossOptions(*scalars)
+    if backend.use_triton(logits):
+        launch_loss(logits, targets, options, buffers, mean_scale=mean_scale, grad_logits=grad_logits)
+    else:
+        if mean_scale is not None:
+            mean_scale.copy_(mean_scale_of(targets, logits.shape[1], options.ignore_index, logits.dtype))
+        rows = TokenRows(targets, options, {name: buffers[name] for name in ROW_OUTPUTS if name in buffers})
+        overwritten = logits if grad_logits is None else grad_logits.copy_(logits)
+        rows.write(overwritten, None, mean_scale, with_gradient=grad_logits is not None)
     if "loss" in names:
         buffers["loss"] = reduce_losses(buffers["losses"], mean_scale)
     return [buffers[name] for name in names]
@@ -123,7 +93,7 @@ def _cross_entropy_forward(
 
 @backend.register_op(
     "cross_entropy_backward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor lse,"
-    " Tensor lse_error, Tensor grad_scale, int ignore_index, float label_smoothing, float softcap, float logit_scale,"
+    " Tensor lse_error, Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale,"
     " float z_loss_weight) -> Tensor",
     fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
@@ -142,12 +112,17 @@ def _write_gradient(
     lse: Tensor,
     lse_error: Tensor,
     grad_scale: Tensor,
-    *scalars: float,
+    *scalars: Any,
 ) -> None:
-    launch_gradient(
-        logits, grad_logits, TokenLossOptions.from_scalars(*scalars), class_weight=class_weight,
-        token_weight=token_weight, grad_scale=grad_scale, labels=labels, lse=lse, lse_error=lse_error,
-    )  # fmt: skip
+    options = TokenLossOptions(*scalars)
+    if backend.use_triton(logits):
+        launch_gradient(
+            logits, grad_logits, options, class_weight=class_weight, token_weight=token_weight, grad_scale=grad_scale,
+            labels=labels, lse=lse, lse_error=lse_error,
+        )  # fmt: skip
+    else:
+        targets = Targets(labels, class_weight, token_weight)
+        loss_gradient_in_place(grad_logits.copy_(logits), targets, options, lse, lse_error, grad_scale)
 
 
 def _output_names(reduction: str, gradient: str, with_stats: bool) -> tuple[str, ...]:
@@ -228,8 +203,8 @@ def cross_entropy(
             class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
-        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
-            it is divided by the tokens' number, or their summed ``token_weight``.
+        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it; there may
+            be none in a mean.
         inplace_backward: Whether backward may write the gradient over ``input``'s storage, so that no second tensor of
             that size ever exists. Only for logits that nothing else reads afterwards; autograd raises where it can
             tell. On the CPU, and while compiling, it has no effect.
@@ -253,8 +228,8 @@ def cross_entropy(
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
         message = f"size_average and reduce args are deprecated, please use reduction={reduction!r} instead"
         warnings.warn(message, stacklevel=2)
-    check_reduction(reduction)
-    options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
+    check_choice("reduction", reduction, REDUCTIONS)
+    options = TokenLossOptions.checked(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     class_dim = 1 if input.dim() > 1 else 0
     if target.is_floating_point():
         extras = (token_weight, softcap, logit_scale, z_loss_weight, inplace_backward)
@@ -275,40 +250,25 @@ def cross_entropy(
     vocab_size = input.shape[class_dim]
     if vocab_size == 0:
         raise ValueError(f"input must have at least one class in dimension {class_dim}, got shape {tuple(input.shape)}")
-    check_weights(weight, token_weight, target, vocab_size, ignore_index)
+    check_weights(weight, token_weight, target, vocab_size, options, reduction)
     check_labels("target", target, vocab_size, ignore_index)
 
     logits = input if input.dim() == 2 else input.movedim(class_dim, -1).reshape(-1, vocab_size)
     targets = flat_targets(target, weight, token_weight, input.dtype)
-    factor = None
-    if reduction == "mean" and options.z_loss_weight:
-        targets, factor = balance_class_weight(targets, vocab_size, ignore_index, input.dtype)
-    stats: Any
-    if not backend.use_triton(input):
-        stats = cross_entropy_reference(logits, targets, options)
-        loss = stats[0]
-        if reduction != "none":
-            mean_scale = None
-            if reduction == "mean":
-                mean_scale = plan_tokens(targets, vocab_size, ignore_index, logits, with_order=False).mean_scale
-            loss = reduce_losses(loss, mean_scale)
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    # In place only in rows that share no memory.
+    inplace_backward = inplace_backward and backend.use_triton(logits) and logits.stride(0) >= vocab_size
+    if backend.needs_graph(logits):
+        settings = options, reduction, return_stats, inplace_backward
+        loss, *stats = _CrossEntropyFunction.apply(logits, *targets, settings)
+        stats = [loss, *stats] if reduction == "none" else stats
     else:
-        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        inplace_backward = inplace_backward and logits.stride(0) >= vocab_size  # rows that share no memory
-        scalars = options.as_scalars()
-        if backend.needs_graph(logits):
-            settings = scalars, reduction, return_stats, inplace_backward
-            loss, *stats = _CrossEntropyFunction.apply(logits, *targets, settings)
-            stats = [loss, *stats] if reduction == "none" else stats
-        else:
-            names = _output_names(reduction, "never", return_stats)
-            found = dict(zip(names, _cross_entropy_forward(logits, *targets, ",".join(names), *scalars), strict=True))
-            loss, stats = found[names[0]], [found[name] for name in TokenStats._fields if return_stats]
+        names = _output_names(reduction, "never", return_stats)
+        found = dict(zip(names, _cross_entropy_forward(logits, *targets, ",".join(names), *options), strict=True))
+        loss, stats = found[names[0]], [found[name] for name in TokenStats._fields if return_stats]
     if reduction == "none":
         loss = loss.view(target.shape)
     if not return_stats:
         return loss
     all_stats = TokenStats(*(stat.detach() for stat in stats))
-    if factor is not None:
-        all_stats = unbalance_losses(all_stats, targets.token_weight, z_loss_weight, factor)
     return loss, TokenStats(*(stat.view(target.shape) for stat in all_stats))

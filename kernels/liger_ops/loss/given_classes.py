@@ -27,15 +27,11 @@ _NUM_WARPS = 4
 class GivenIds(NamedTuple):
     """Ids of some tokens, ``[num_tokens, K]``, and which of them are what."""
 
-    safe: Tensor
-    """Classes: in the place of others one of the token's, or 0 if it has none."""
+    safe: Tensor  # classes: in the place of others one of the token's, or 0 if it has none
     is_class: Tensor
-    is_wrong: Tensor
-    """Neither a class nor padding."""
-    kept: Tensor
-    """``[num_tokens]``: whether the token counts."""
-    has_class: Tensor
-    """``[num_tokens]``: whether it also has a class."""
+    is_wrong: Tensor  # neither a class nor padding
+    kept: Tensor  # [num_tokens]: whether the token counts
+    has_class: Tensor  # [num_tokens]: whether it also has a class
 
     @classmethod
     def of(cls, ids: Tensor, vocab_size: int, kept: Tensor) -> "GivenIds":

@@ -17,8 +17,7 @@ from liger_ops.arguments import check_number, check_tensor, wrong_type, wrong_va
 class Groups(NamedTuple):
     """How tokens were concatenated."""
 
-    shapes: list[torch.Size]
-    """Of each group's labels."""
+    shapes: list[torch.Size]  # of each group's labels
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Each group's part of a value of all tokens, ``[num_tokens]``, in its labels' shape."""
@@ -39,13 +38,7 @@ def is_grouped(input: Any) -> TypeGuard[Sequence[Tensor]]:
 def join_groups(input: Sequence[Tensor], target: Any, adapter: Any) -> tuple[Groups, Tensor, Tensor, Any]:
     """The groups, their concatenated hidden states and labels, and the adapter with its input concatenated.
 
-    Args:
-        input: ``[..., hidden_size]`` each.
-        target: A sequence of labels, ``[...]`` each as its input without the last dimension.
-        adapter: None, or a pair of a sequence of inputs and the weight.
-
-    Raises:
-        TypeError, ValueError: For others, and for sequences of different lengths.
+    Raises a TypeError or ValueError for what does not fit together, and for sequences of different lengths.
     """
     _check_sequence("target", target, len(input))
     hidden_size = input[0].shape[-1:]

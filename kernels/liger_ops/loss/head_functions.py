@@ -5,7 +5,7 @@ them in backward. Values of single tokens wait for backward to bring each token'
 then, but for chunks that a budget lets forward save.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from liger_ops.loss.head_passes import (
     ForwardArguments,
     run_backward,
     run_forward,
-    scale_gradients,
     split_names,
 )
 from liger_ops.loss.linear_head import LinearHead
 from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.rows import gradient_rows, own_classes
+from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.vocab_parallel import VocabShard
 
 NUM_ARGUMENTS = len(ForwardArguments._fields)
@@ -52,27 +52,42 @@ def token_values(
     return TokenValuesFunction.apply(shard, max_saved, head.needs_gradient, differentiable, *arguments)
 
 
+Computed = tuple[Tensor, Tensor | None, Sequence[Tensor], Sequence[Tensor]]
+"""A loss, a factor that its gradients still lack (None for 1), those of the first five arguments, and other outputs."""
+
+
+def reduced_loss(shard: VocabShard | None, *values: Any) -> Computed:
+    """A sum or a mean of losses by the op of forward."""
+    arguments = ForwardArguments(*values)
+    found = run_forward(values, shard)
+    # Float16 gradients of a mean could underflow before they meet the loss scale: those are of the sum.
+    is_sum_of_mean = arguments.reduction == "mean" and arguments.gradients == "losses"
+    factor = found["mean_scale"] if is_sum_of_mean else None
+    outputs = [found[name] for name in split_names(arguments.outputs)]
+    return found["loss"], factor, [found[name] for name in GRADIENTS], outputs
+
+
 class ReducedLossFunction(torch.autograd.Function):
-    """A sum or a mean of losses, then the outputs, which are constants."""
+    """The loss that ``compute(*values)`` returns with its gradients, then the outputs, which are constants."""
 
     @staticmethod
-    def forward(ctx: Any, shard: VocabShard | None, *values: Any) -> tuple[Tensor, ...]:
-        arguments = ForwardArguments(*values)
-        found = run_forward(values, shard)
-        outputs = [found[name] for name in split_names(arguments.outputs)]
-        # Float16 gradients of a mean could underflow before they meet the loss scale: those are of the sum.
-        is_sum_of_mean = arguments.reduction == "mean" and arguments.gradients == "losses"
-        ctx.save_for_backward(found["mean_scale"] if is_sum_of_mean else None, *(found[name] for name in GRADIENTS))
-        ctx.dtypes, ctx.needs_gradient = dtypes_of_gradients(values), arguments.needs_gradient
+    def forward(ctx: Any, compute: Callable[..., Computed], *values: Any) -> tuple[Tensor, ...]:
+        loss, factor, gradients, outputs = compute(*values)
+        ctx.save_for_backward(factor, *gradients)
+        ctx.dtypes, ctx.needs_gradient = dtypes_of_gradients(values), ForwardArguments(*values).needs_gradient
         ctx.mark_non_differentiable(*outputs)
-        return found["loss"], *outputs
+        return loss, *outputs
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        mean_scale, *gradients = ctx.saved_tensors
-        factor = grad_loss if mean_scale is None else grad_loss * mean_scale
-        scaled = scale_gradients(gradients, factor, ctx.dtypes, ctx.needs_gradient)
+        missing, *gradients = ctx.saved_tensors
+        factor = grad_loss if missing is None else grad_loss * missing
+        in_place = backend.graph_ends()  # needs no second buffer of the head's size
+        scaled = [
+            scale_gradient(gradient, factor, dtype, in_place=in_place) if needed and dtype is not None else None
+            for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_gradient, strict=True)
+        ]
         return None, *scaled, *[None] * (NUM_ARGUMENTS - len(GRADIENTS))
 
 
@@ -142,7 +157,7 @@ class TokenValuesFunction(torch.autograd.Function):
         gradients = run_backward(
             (
                 *values[: len(GRADIENTS)], *rows, own_classes(a.class_weight, num_columns, shard), ids, grad_given,
-                a.chunk_size, a.accumulate_dtype, a.max_valid_tokens, ctx.needs_gradient, options.softcap or 0.0,
+                a.chunk_size, a.accumulate_dtype, a.max_valid_tokens, ctx.needs_gradient, options.softcap,
                 options.logit_scale,
             ),
             shard, saved, visited,

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.loss.chunked_loss import (
+    ChunkLoss,
     Gradients,
-    OtherGradient,
+    KeptTokens,
     SavedLogits,
     chunked_linear_loss,
     visit_tokens,
 )
 from liger_ops.loss.given_classes import GivenIds, add_at
 from liger_ops.loss.launch import ROW_OUTPUTS, GradientRows
-from liger_ops.loss.options import IGNORE_INDEX, Targets, TokenLossOptions
+from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.rows import TokenRows, at, dtype_of, gradient_in_place, transform_logits
-from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import reduce_losses
 from liger_ops.loss.vocab_parallel import VocabShard
 
@@ -31,51 +31,38 @@ from liger_ops.loss.vocab_parallel import VocabShard
 class ForwardArguments(NamedTuple):
     """The arguments of the op of forward, in its schema's order."""
 
-    input: Tensor
-    """``[num_tokens, hidden_size]``."""
-    weight: Tensor
-    """``[vocab_size, hidden_size]``."""
+    input: Tensor  # [num_tokens, hidden_size]
+    weight: Tensor  # [vocab_size, hidden_size]
     bias: Tensor | None
-    adapter_input: Tensor | None
-    """``[num_tokens, rank]``."""
+    adapter_input: Tensor | None  # [num_tokens, rank]
     adapter_weight: Tensor | None
-    labels: Tensor | None
-    """``[num_tokens]``; None if all tokens count and their labels have no part in what is computed."""
+    labels: Tensor | None  # [num_tokens]; None if all tokens count and their labels have no part in what is computed
     class_weight: Tensor | None
     token_weight: Tensor | None
-    temperature: Tensor | None
-    """``[num_tokens]``, at least float32; None if it is in the options."""
-    ids: Tensor | None
-    """``[num_tokens, K]``: classes whose log-probabilities are an output; negative ones are padding."""
+    temperature: Tensor | None  # [num_tokens], at least float32; None if it is in the options
+    ids: Tensor | None  # [num_tokens, K]: classes whose log-probabilities are an output; negative ones are padding
     chunk_size: int
     accumulate_dtype: torch.dtype
     max_valid_tokens: int | None
-    needs_gradient: list[bool]
-    """Which gradients to take at once, for each of the first five tensors."""
-    reduction: str
-    """"none" or of the losses, which is an output then, before the mean's factor and all others."""
-    outputs: str
-    """Names of ``ROW_OUTPUTS`` and ``given_log_probs``, separated by commas."""
+    needs_gradient: list[bool]  # which gradients to take at once, for each of the first five tensors
+    reduction: str  # "none" or of the losses, which is an output then, before the mean's factor and all others
+    outputs: str  # names of ROW_OUTPUTS and given_log_probs, separated by commas
     gradients: str
-    """What has its gradient taken at once: ``mean`` or ``losses`` (the sum), ``entropy``, ``lse``; separated by commas.
-    Entropies after losses have gradients of their own; those of lse are without the given classes' part."""
+    """What has its gradient taken at once: ``mean`` or ``losses`` (the sum), ``lse`` without the given classes' part;
+    empty for nothing."""
     ignore_index: int
     label_smoothing: float
-    softcap: float
-    """0 for none; divided by the temperature, as the next, if it is one number."""
+    softcap: float | None  # divided by the temperature, as the next, if it is one number
     logit_scale: float
     z_loss_weight: float
 
     @property
     def options(self) -> TokenLossOptions:
         """The last fields."""
-        return TokenLossOptions(
-            self.ignore_index, self.label_smoothing, self.softcap or None, self.logit_scale, self.z_loss_weight
-        )
+        return TokenLossOptions(*self[-5:])
 
 
 GRADIENTS = tuple(f"grad_{name}" for name in ForwardArguments._fields[:5])
-OTHER_GRADIENTS = "entropy_grad_input", "entropy_grad_adapter_input"
 NUM_TENSORS = ForwardArguments._fields.index("chunk_size")
 _OF_HEAD = (1, 2, 4)  # whose gradients are sums over chunks
 
@@ -85,10 +72,9 @@ def split_names(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-def _result_names(reduction: str, outputs: str, gradients: str) -> list[str]:
-    scalars = [] if reduction == "none" else ["loss", "mean_scale"]
-    other = OTHER_GRADIENTS if "entropy" in split_names(gradients)[1:] else ()
-    return [*scalars, *split_names(outputs), *GRADIENTS, *other]
+def _result_names(arguments: ForwardArguments) -> list[str]:
+    scalars = [] if arguments.reduction == "none" else ["loss", "mean_scale"]
+    return [*scalars, *split_names(arguments.outputs), *GRADIENTS]
 
 
 def _fake_forward(*values: Any) -> list[Tensor]:
@@ -97,23 +83,23 @@ def _fake_forward(*values: Any) -> list[Tensor]:
     dtype = torch.promote_types(input.dtype, torch.float32)
 
     def empty(name: str) -> Tensor:
-        if name in (*GRADIENTS, *OTHER_GRADIENTS):
-            place = GRADIENTS.index(name.removeprefix("entropy_"))
+        if name in GRADIENTS:
+            place = GRADIENTS.index(name)
             shape = values[place].shape if needed[place] else (0,)
             return input.new_empty(shape, dtype=arguments.accumulate_dtype if place in _OF_HEAD else input.dtype)
         if name == "given_log_probs":
             return torch.empty_like(values[ForwardArguments._fields.index("ids")], dtype=dtype)
         return input.new_empty(() if name in ("loss", "mean_scale") else input.shape[:1], dtype=dtype_of(name, dtype))
 
-    return [empty(name) for name in _result_names(arguments.reduction, arguments.outputs, arguments.gradients)]
+    return [empty(name) for name in _result_names(arguments)]
 
 
 def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits | None = None) -> list[Tensor]:
     """The results of the op of forward, over the vocabulary of the ranks of a ``shard``; saves logits on request."""
     arguments = ForwardArguments(*values)
     input, weight, ids, chunk_size = arguments.input, arguments.weight, arguments.ids, arguments.chunk_size
-    options = TokenLossOptions.from_scalars(*values[-5:])
-    outputs, gradients = split_names(arguments.outputs), split_names(arguments.gradients)
+    options = arguments.options
+    outputs = split_names(arguments.outputs)
     dtype = torch.promote_types(input.dtype, torch.float32)
     labels = arguments.labels
     if labels is None:
@@ -123,61 +109,54 @@ def _compute(*values: Any, shard: VocabShard | None = None, saved: SavedLogits |
         targets, weight.shape[0] if shard is None else shard.vocab_size, options.ignore_index, input, chunk_size,
         arguments.max_valid_tokens, are_all_kept=arguments.labels is None,
     )  # fmt: skip
-    takes_losses = bool({"losses", "mean"}.intersection(gradients))
-    score_names = [name for name in gradients if name in ("entropy", "lse")]
     wanted = dict.fromkeys(name for name in outputs if name in ROW_OUTPUTS)
     wanted |= dict.fromkeys(["losses"] if arguments.reduction != "none" else [])
-    wanted |= dict.fromkeys(["lse", "lse_error"] if score_names or ids is not None else [])
-    wanted |= dict.fromkeys(name for name in score_names)
+    wanted |= dict.fromkeys(["lse", "lse_error"] if ids is not None else [])
     may_be_left_out = arguments.max_valid_tokens is not None and chunk_size < len(labels)
     rows = TokenRows.allocate(
         targets, options, wanted, dtype, arguments.temperature, shard, are_unknown=may_be_left_out
     )
     given = None if ids is None else torch.zeros_like(ids, dtype=dtype)
-    grad_scale = mean_scale if "mean" in gradients else None
-
-    def scores_gradient(logits: Tensor, index: Tensor | None) -> None:
-        ones = torch.ones(len(logits), dtype=dtype, device=logits.device)
-        rows.to_gradient(logits, index, dict.fromkeys(score_names, ones))
+    grad_scale = mean_scale if arguments.gradients == "mean" else None
 
     def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-        rows.write(logits, index, grad_scale, with_gradient=takes_losses)
-        some = None
-        if given is not None:
-            some = GivenIds.of(at(ids, index), logits.shape[1], at(labels, index) != options.ignore_index)
-            z = transform_logits(logits.gather(1, some.safe), options)
-            values = some.show(
-                z - at(rows.buffers["lse"], index)[:, None] - at(rows.buffers["lse_error"], index)[:, None]
-            )
-            if index is None:
-                given.copy_(values)
-            else:
-                given.index_copy_(0, index, values)
-        if score_names and not takes_losses:
-            scores_gradient(logits, index)
-            if some is not None:  # all of a class's occurrences write the same
-                without = logits.gather(1, some.safe).masked_fill(some.has_class[:, None], 0.0)
-                logits.scatter_(1, some.safe, without)
+        rows.write(logits, index, grad_scale, with_gradient=arguments.gradients in ("losses", "mean"))
+        if given is None:
+            return
+        some = GivenIds.of(at(ids, index), logits.shape[1], at(labels, index) != options.ignore_index)
+        lse, lse_error = (at(rows.buffers[name], index) for name in ("lse", "lse_error"))
+        z = transform_logits(logits.gather(1, some.safe), options)
+        values = some.show(z - lse[:, None] - lse_error[:, None])
+        if index is None:
+            given.copy_(values)
+        else:
+            given.index_copy_(0, index, values)
+        if arguments.gradients == "lse":
+            rows.to_gradient(logits, index, {"lse": torch.ones_like(lse)})
+            # All of a class's occurrences write the same.
+            without = logits.gather(1, some.safe).masked_fill(some.has_class[:, None], 0.0)
+            logits.scatter_(1, some.safe, without)
 
-    other = OtherGradient(scores_gradient) if takes_losses and score_names else None
-    found = _run(arguments, tokens, chunk_loss, saved, other)
-    if shard is not None and arguments.reduction != "none":
-        shard.sum_input_gradients(found.hidden_states, found.adapter_input)
+    # Gradients of single tokens' losses are summed once they have their factors.
+    found = run_loop(arguments, tokens, chunk_loss, saved, None if arguments.reduction == "none" else shard)
     results: dict[str, Any] = dict(zip(GRADIENTS, found, strict=True))
     results |= {"given_log_probs": given, "mean_scale": mean_scale}
-    if other is not None:
-        nothing = input.new_empty(0)
-        results |= dict(zip(OTHER_GRADIENTS, [*other.gradients, nothing][:2], strict=True))
     if arguments.reduction != "none":
         results["loss"] = reduce_losses(rows.buffers["losses"], mean_scale if arguments.reduction == "mean" else None)
     results |= {name: rows.values(name) for name in outputs if name in ROW_OUTPUTS}
-    return [results[name] for name in _result_names(arguments.reduction, arguments.outputs, arguments.gradients)]
+    return [results[name] for name in _result_names(arguments)]
 
 
-def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None, other: Any = None) -> Gradients:
-    """The loop over chunks for the arguments of either op."""
+def run_loop(
+    arguments: Any,
+    tokens: KeptTokens,
+    chunk_loss: ChunkLoss,
+    saved: SavedLogits | None = None,
+    shard: VocabShard | None = None,
+) -> Gradients:
+    """The loop over chunks for the arguments of either op; sums gradients of inputs over the ranks of a ``shard``."""
     has_adapter = arguments.adapter_input is not None
-    return chunked_linear_loss(
+    gradients = chunked_linear_loss(
         arguments.input,
         arguments.weight,
         arguments.bias,
@@ -188,8 +167,10 @@ def _run(arguments: Any, tokens: Any, chunk_loss: Any, saved: SavedLogits | None
         needs_gradient=arguments.needs_gradient,
         adapter=(arguments.adapter_input, arguments.adapter_weight) if has_adapter else None,
         saved=saved,
-        other=other,
     )
+    if shard is not None:
+        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
+    return gradients
 
 
 _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight"
@@ -199,7 +180,7 @@ _HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tenso
     f"linear_head({_HEAD}, Tensor? labels, Tensor? class_weight, Tensor? token_weight, Tensor? temperature,"
     " Tensor? ids, SymInt chunk_size, ScalarType accumulate_dtype, SymInt? max_valid_tokens,"
     " bool[] needs_gradient, str reduction, str outputs, str gradients, int ignore_index, float label_smoothing,"
-    " float softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    " float? softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
     fake=_fake_forward,
 )
 def _forward_op(*values: Any) -> list[Tensor]:
@@ -213,8 +194,7 @@ def run_forward(
     arguments = ForwardArguments(*values)
     is_op = shard is None and saved is None
     found = _forward_op(*values) if is_op else _compute(*values, shard=shard, saved=saved)
-    names = _result_names(arguments.reduction, arguments.outputs, arguments.gradients)
-    return dict(zip(names, found, strict=True))
+    return dict(zip(_result_names(arguments), found, strict=True))
 
 
 class BackwardArguments(NamedTuple):
@@ -225,8 +205,7 @@ class BackwardArguments(NamedTuple):
     bias: Tensor | None
     adapter_input: Tensor | None
     adapter_weight: Tensor | None
-    labels: Tensor
-    """As the next eight, a field of :class:`~liger_ops.loss.launch.GradientRows`."""
+    labels: Tensor  # as the next eight, a field of loss.launch.GradientRows
     lse: Tensor
     lse_error: Tensor
     probability_factor: Tensor
@@ -235,17 +214,14 @@ class BackwardArguments(NamedTuple):
     entropy_factor: Tensor | None
     temperature: Tensor | None
     kept: Tensor | None
-    class_weight: Tensor | None
-    """Of the columns."""
-    ids: Tensor | None
-    """``[num_tokens, K]``, all of them classes."""
-    grad_given: Tensor | None
-    """``[num_tokens, K]``: what is added to the gradient of these classes' logits."""
+    class_weight: Tensor | None  # of the columns
+    ids: Tensor | None  # [num_tokens, K], all of them classes
+    grad_given: Tensor | None  # [num_tokens, K]: what is added to the gradient of these classes' logits
     chunk_size: int
     accumulate_dtype: torch.dtype
     max_valid_tokens: int | None
     needs_gradient: list[bool]
-    softcap: float
+    softcap: float | None
     logit_scale: float
 
 
@@ -267,7 +243,7 @@ def _compute_gradients(
     """
     arguments = BackwardArguments(*values)
     rows = GradientRows(*values[5:14])
-    options = TokenLossOptions.from_scalars(IGNORE_INDEX, 0.0, arguments.softcap, arguments.logit_scale, 0.0)
+    options = TokenLossOptions(softcap=arguments.softcap, logit_scale=arguments.logit_scale)
     visited = rows.kept if visited is None else visited
     labels = rows.labels if visited is None else visited.long() - 1
     tokens, _ = visit_tokens(
@@ -280,17 +256,14 @@ def _compute_gradients(
         if arguments.grad_given is not None:
             add_at(logits, at(arguments.ids, index), at(arguments.grad_given, index).to(logits.dtype))
 
-    gradients = _run(arguments, tokens, to_gradient, saved)
-    if shard is not None:
-        shard.sum_input_gradients(gradients.hidden_states, gradients.adapter_input)
-    return list(gradients)
+    return list(run_loop(arguments, tokens, to_gradient, saved, shard))
 
 
 @backend.register_op(
     f"linear_head_backward({_HEAD}, Tensor labels, Tensor lse, Tensor lse_error, Tensor probability_factor,"
     " Tensor label_term, Tensor? smoothing_term, Tensor? entropy_factor, Tensor? temperature, Tensor? kept,"
     " Tensor? class_weight, Tensor? ids, Tensor? grad_given, SymInt chunk_size, ScalarType accumulate_dtype,"
-    " SymInt? max_valid_tokens, bool[] needs_gradient, float softcap, float logit_scale) -> Tensor[]",
+    " SymInt? max_valid_tokens, bool[] needs_gradient, float? softcap, float logit_scale) -> Tensor[]",
     fake=_fake_backward,
 )
 def _backward_op(*values: Any) -> list[Tensor]:
@@ -305,17 +278,3 @@ def run_backward(
         found: list[Tensor] = _backward_op(*values)
         return found
     return _compute_gradients(*values, shard=shard, saved=saved, visited=visited)
-
-
-def scale_gradients(
-    gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype | None], needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients times a scalar in these dtypes, None where not needed.
-
-    A graph that ends with this pass needs no second buffer of the head's size.
-    """
-    in_place = backend.graph_ends()
-    return [
-        scale_gradient(gradient, factor, dtype, in_place=in_place) if need and dtype is not None else None
-        for gradient, dtype, need in zip(gradients, dtypes, needed, strict=True)
-    ]

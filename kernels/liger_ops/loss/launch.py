@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,24 +9,10 @@ import triton
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.backend import RowLaunch
 from liger_ops.loss.gradient_kernels import gradient_kernel
 from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.row_kernels import loss_kernel
-
-
-@dataclass(frozen=True)
-class CrossEntropyLaunch:
-    """How rows are walked over: block of columns, warps, programs that share the rows, blocks loaded ahead."""
-
-    block_size: int
-    num_warps: int
-    max_programs: int | None = None  # None: one a row
-    num_stages: int = 1
-
-    def num_programs(self, num_rows: int) -> int:
-        """How many programs share ``num_rows`` rows."""
-        return num_rows if self.max_programs is None else min(num_rows, self.max_programs)
-
 
 _GROUP = 8  # neighbouring columns of one thread: 16 bytes in bfloat16
 _MIN_BLOCK_SIZE = 128
@@ -35,24 +20,16 @@ MAX_ROW_IN_REGISTERS = 65536  # bytes
 _CACHED_BYTES = 36 * 2**20  # of the 50 MB of L2 on H100 and H200, as the gradient passes through it too
 
 
-class _WholeRowChoice(NamedTuple):
-    """A row of ``_WHOLE_ROW``."""
-
-    max_block_size: float
-    num_warps: int
-    programs_per_multiprocessor: int
-    rows_ahead: int = 0  # as far as shared memory holds them
-
-
-# By the length of a row, rounded up to a power of two. As many programs as fill a multiprocessor; in brackets, on an
-# H200 in bfloat16, the time over that of reading and writing every logit once.
+# Most logits of a row, rounded up to a power of two; warps; programs a multiprocessor, as many as fill it; rows loaded
+# ahead, as far as shared memory holds them. In brackets, on an H200 in bfloat16, the time over that of reading and
+# writing every logit once.
 _WHOLE_ROW = (
-    _WholeRowChoice(1024, 1, 12),  # 1001 logits (2.7, as every program counts the tokens; with 16 programs 3.5)
-    _WholeRowChoice(2048, 4, 16),
-    _WholeRowChoice(4096, 4, 8),
-    _WholeRowChoice(8192, 4, 4),  # 8192 logits (1.2), 8191 (1.2)
+    (1024, 1, 12, 0),  # 1001 logits (2.7, as every program counts the tokens; with 16 programs 3.5)
+    (2048, 4, 16, 0),
+    (4096, 4, 8, 0),
+    (8192, 4, 4, 0),  # 8192 logits (1.2), 8191 (1.2)
     # 32768 logits (1.10), 32767 (1.35); with one row ahead (1.40, 1.62), with 32 warps (1.13, 1.47).
-    _WholeRowChoice(math.inf, 16, 1, rows_ahead=2),
+    (math.inf, 16, 1, 2),
 )
 
 
@@ -71,28 +48,16 @@ def _block_size(vocab_size: int) -> int:
 
 
 @backend.launch_cache
-def choose_whole_row_launch(
-    vocab_size: int, num_multiprocessors: int, row_bytes: int, shared_bytes: int
-) -> CrossEntropyLaunch:
-    """Launch parameters for rows that a program holds in registers.
-
-    Args:
-        vocab_size: Length of a row.
-        num_multiprocessors: Of the GPU.
-        row_bytes: Bytes that a program reads for one row, class weights included.
-        shared_bytes: Shared memory of a program, which holds the rows that are loaded ahead.
-    """
+def choose_whole_row_launch(vocab_size: int, num_multiprocessors: int, row_bytes: int, shared_bytes: int) -> RowLaunch:
+    """Launch parameters for rows that a program holds in registers; ``row_bytes`` include class weights."""
     block_size = _block_size(vocab_size)
-    choice = next(choice for choice in _WHOLE_ROW if block_size <= choice.max_block_size)
-    programs = choice.programs_per_multiprocessor * num_multiprocessors
-    num_stages = 1 + min(choice.rows_ahead, shared_bytes // row_bytes)
-    return CrossEntropyLaunch(block_size, choice.num_warps, programs, num_stages)
+    _, num_warps, programs, rows_ahead = next(choice for choice in _WHOLE_ROW if block_size <= choice[0])
+    num_stages = 1 + min(rows_ahead, shared_bytes // row_bytes)
+    return RowLaunch(block_size, num_warps, programs * num_multiprocessors, num_stages)
 
 
 @backend.launch_cache
-def choose_block_launch(
-    vocab_size: int, num_multiprocessors: int, column_bytes: int, shared_bytes: int
-) -> CrossEntropyLaunch:
+def choose_block_launch(vocab_size: int, num_multiprocessors: int, column_bytes: int, shared_bytes: int) -> RowLaunch:
     """Launch parameters for rows that are walked over in blocks.
 
     Two programs share a multiprocessor, so that one loads while the other reduces, if the L2 cache still holds their
@@ -101,28 +66,22 @@ def choose_block_launch(
     On an H200 in bfloat16, time over that of reading and writing every logit once: rows of 50257 logits 1.43 in blocks
     of 4096 with 16 warps and five blocks loaded ahead (1.46 with none, 1.75 in blocks of 16384), rows of 128257 1.50
     and of 151936 1.46 in blocks of 16384 with 32 warps (1.63 and 1.55 in blocks of 4096). Larger blocks are no faster,
-    and spill registers where stats are wanted or logits are float32.
-
-    Args:
-        vocab_size: Length of a row.
-        num_multiprocessors: Of the GPU.
-        column_bytes: Bytes that a program reads for one column, class weights included.
-        shared_bytes: Shared memory of a multiprocessor, which holds the blocks that are loaded ahead.
+    and spill registers where stats are wanted or logits are float32. ``column_bytes`` include class weights.
     """
     programs = 2 * num_multiprocessors
     if programs * vocab_size * column_bytes <= _CACHED_BYTES:
         block_size = min(_block_size(vocab_size), 4096)
         num_stages = 1 + min(5, shared_bytes // (2 * block_size * column_bytes))
-        return CrossEntropyLaunch(block_size, max(1, block_size // 256), programs, num_stages)
+        return RowLaunch(block_size, max(1, block_size // 256), programs, num_stages)
     block_size = min(_block_size(vocab_size), 16384)
-    return CrossEntropyLaunch(block_size, max(1, block_size // 512), programs)
+    return RowLaunch(block_size, max(1, block_size // 512), programs)
 
 
 @backend.launch_cache
-def choose_gradient_launch(vocab_size: int) -> CrossEntropyLaunch:
+def choose_gradient_launch(vocab_size: int) -> RowLaunch:
     """Launch parameters for a gradient that is not computed with its loss: one row a program."""
     block_size = min(_block_size(vocab_size), 4096)
-    return CrossEntropyLaunch(block_size, max(1, block_size // 1024))
+    return RowLaunch(block_size, max(1, block_size // 1024))
 
 
 class GradientRows(NamedTuple):
@@ -131,34 +90,21 @@ class GradientRows(NamedTuple):
     ``[num_tokens]`` each, contiguous, with p the probabilities and factors that include the logits' scale.
     """
 
-    labels: Tensor
-    """int64, the column of the label, -1 if it is no column of these logits."""
-    lse: Tensor
-    """At least float32, as are the following."""
+    labels: Tensor  # int64, the column of the label, -1 if it is no column of these logits
+    lse: Tensor  # at least float32, as are the following
     lse_error: Tensor
-    probability_factor: Tensor
-    """A."""
-    label_term: Tensor
-    """C."""
-    smoothing_term: Tensor | None = None
-    """D, None for 0."""
-    entropy_factor: Tensor | None = None
-    """B, None for 0."""
-    temperature: Tensor | None = None
-    """Divides ``logit_scale`` and ``softcap``."""
-    kept: Tensor | None = None
-    """bool, False where the gradient is zero; None for all tokens."""
+    probability_factor: Tensor  # A
+    label_term: Tensor  # C
+    smoothing_term: Tensor | None = None  # D, None for 0
+    entropy_factor: Tensor | None = None  # B, None for 0
+    temperature: Tensor | None = None  # divides logit_scale and softcap
+    kept: Tensor | None = None  # bool, False where the gradient is zero; None for all tokens
 
 
 ROW_OUTPUTS = (
     "losses", "lse", "lse_error", "log_probs", "entropy", "predictions", "correct", "mean_logit", "log_sum_sq_probs",
 )  # fmt: skip
 """What :func:`launch_loss` computes of each token."""
-
-
-def _transform_arguments(options: TokenLossOptions) -> dict[str, float | None]:
-    """What kernels transform logits by, None for what they leave out."""
-    return {"softcap": options.softcap, "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale}
 
 
 def _shared_arguments(
@@ -180,7 +126,8 @@ def _shared_arguments(
         "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
         "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
         "ignore_index": options.ignore_index,
-        **_transform_arguments(options),
+        "softcap": options.softcap,
+        "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale,
         "z_loss_weight": options.z_loss_weight,
     }
 

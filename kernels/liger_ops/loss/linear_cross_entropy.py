@@ -10,30 +10,30 @@ its options, :mod:`liger_ops.loss.head_passes` for the passes.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_bool, check_floating, check_integer, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_choice, check_floating, check_integer, wrong_type, wrong_value
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES, choose_accumulate_dtype
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.groups import is_grouped, join_groups, join_values
-from liger_ops.loss.head_functions import ReducedLossFunction, token_values
+from liger_ops.loss.head_functions import ReducedLossFunction, reduced_loss, token_values
 from liger_ops.loss.head_passes import ForwardArguments, run_forward
 from liger_ops.loss.linear_head import check_head
 from liger_ops.loss.options import (
     IGNORE_INDEX,
+    REDUCTIONS,
     TokenLossOptions,
     TokenStats,
     check_labels,
-    check_reduction,
     check_tensors,
     check_weights,
     flat_targets,
 )
-from liger_ops.loss.token_plan import balance_class_weight, unbalance_losses
 from liger_ops.loss.vocab_parallel import VocabShard
 
 _ACCUMULATE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -112,8 +112,8 @@ def linear_cross_entropy(
             class weights). Not differentiable.
         softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
         logit_scale: Factor of the logits.
-        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it: in the mean
-            it is divided by the tokens' number, or their summed ``token_weight``.
+        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it; there may
+            be none in a mean.
         chunk_bytes: Budget for one chunk of logits, which never holds all tokens. By default chunks are chosen for
             speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
@@ -151,7 +151,7 @@ def linear_cross_entropy(
     check_floating("linear_weight", linear_weight)
     check_floating("linear_bias", linear_bias, optional=True)
     check_tensors(input, target, weight, token_weight, linear_weight=linear_weight, linear_bias=linear_bias)
-    check_reduction(reduction)
+    check_choice("reduction", reduction, REDUCTIONS)
     check_bool("return_stats", return_stats)
     chunk_size, accumulate_dtype = _check_chunks(options, chunk_bytes, accumulate_dtype, max_valid_tokens)
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
@@ -175,21 +175,18 @@ def linear_cross_entropy(
             ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,
             logit_scale=logit_scale, z_loss_weight=z_loss_weight, return_stats=return_stats,
         )  # fmt: skip
-    token_options = TokenLossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
+    token_options = TokenLossOptions.checked(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
     dtype, vocab_size = head.dtype, head.vocab_size
-    check_weights(weight, token_weight, target, vocab_size, ignore_index)
+    check_weights(weight, token_weight, target, vocab_size, token_options, reduction)
     check_labels("target", target, vocab_size, ignore_index)
     if saved_logits_bytes is None:
         saved_logits_bytes = MAX_CHUNK_BYTES if input.is_cuda and chunk_size is None and chunk_bytes is None else 0
-    chunk_size = head.chunk_size(chunk_bytes) if chunk_size is None else chunk_size
+    chunk_size = head.chunks(chunk_bytes)[0] if chunk_size is None else chunk_size
     accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-target.numel() // chunk_size))
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
     targets = flat_targets(target, weight, token_weight, dtype)
-    factor = None
-    if reduction == "mean" and token_options.z_loss_weight:
-        targets, factor = balance_class_weight(targets, vocab_size, ignore_index, dtype)
     names = TokenStats._fields if return_stats else ("losses",) if reduction == "none" else ()
     gradients = ""
     if any(head.needs_gradient) and reduction != "none":
@@ -198,7 +195,7 @@ def linear_cross_entropy(
     arguments = ForwardArguments._make(
         (
             *head.tensors, *targets, None, None, chunk_size, accumulate_dtype, max_valid_tokens, needed, reduction,
-            ",".join(names), gradients, *token_options.as_scalars(),
+            ",".join(names), gradients, *token_options,
         )
     )  # fmt: skip
     with head.products_dtype():
@@ -206,7 +203,7 @@ def linear_cross_entropy(
         if reduction == "none":
             loss, *stats = token_values(head, arguments, ("losses",), saved_logits_bytes, vocab_shard)
         elif gradients:
-            loss, *stats = ReducedLossFunction.apply(vocab_shard, *arguments)
+            loss, *stats = ReducedLossFunction.apply(partial(reduced_loss, vocab_shard), *arguments)
         else:
             found = run_forward(arguments, vocab_shard)
             loss, stats = found["loss"], [found[name] for name in names]
@@ -216,8 +213,6 @@ def linear_cross_entropy(
     if not return_stats:
         return loss
     all_stats = TokenStats(*stats)
-    if factor is not None:
-        all_stats = unbalance_losses(all_stats, targets.token_weight, z_loss_weight, factor)
     if groups is not None:
         return loss, groups.split_fields(all_stats)
     return loss, TokenStats(*(stat.view(target.shape) for stat in all_stats))

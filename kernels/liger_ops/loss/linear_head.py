@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_floating, check_same_device, wrong_type
-from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
+from liger_ops.loss.chunked_loss import choose_accumulate_dtype, choose_chunk_size, default_chunk_size
 from liger_ops.loss.vocab_parallel import VocabShard
 
 NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
@@ -17,23 +17,15 @@ NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
 class LinearHead(NamedTuple):
     """Hidden states and the head that projects them."""
 
-    input: Tensor
-    """``[num_tokens, hidden_size]``, in ``dtype`` as all tensors."""
-    weight: Tensor
-    """``[vocab_size, hidden_size]``."""
-    bias: Tensor | None
-    """``[vocab_size]``."""
-    adapter_input: Tensor | None
-    """``[num_tokens, rank]``."""
-    adapter_weight: Tensor | None
-    """``[vocab_size, rank]``."""
-    needs_gradient: list[bool]
-    """Of each of these tensors, as the caller passed it."""
+    input: Tensor  # [num_tokens, hidden_size], in dtype as all tensors
+    weight: Tensor  # [vocab_size, hidden_size]
+    bias: Tensor | None  # [vocab_size]
+    adapter_input: Tensor | None  # [num_tokens, rank]
+    adapter_weight: Tensor | None  # [vocab_size, rank]
+    needs_gradient: list[bool]  # of each of these tensors, as the caller passed it
     dtype: torch.dtype
-    vocab_size: int
-    """Classes of all ranks."""
-    num_columns: int
-    """Classes of one rank; the mean, as ranks must cut the same chunks, whose collectives meet."""
+    vocab_size: int  # classes of all ranks
+    num_columns: int  # classes of one rank; the mean, as ranks must cut the same chunks, whose collectives meet
     is_autocast: bool
 
     @property
@@ -41,12 +33,18 @@ class LinearHead(NamedTuple):
         """The first ``NUM_GRADIENTS`` fields."""
         return [self.input, self.weight, self.bias, self.adapter_input, self.adapter_weight]
 
-    def chunk_size(self, chunk_bytes: int | None) -> int:
-        """Tokens a chunk of logits within a budget, by default chosen for the device."""
-        sizes = self.input.shape[0], self.num_columns, self.dtype.itemsize
+    def chunks(self, chunk_bytes: int | None, element_size: int = 0) -> tuple[int, torch.dtype]:
+        """Tokens a chunk of logits within a budget, by default chosen for the device, and the dtype of their sums.
+
+        ``element_size`` is the number of bytes of a logit with all that is computed of it, by default its own.
+        """
+        num_tokens, hidden_size = self.input.shape
+        sizes = num_tokens, self.num_columns, element_size or self.dtype.itemsize
         if chunk_bytes is not None:
-            return choose_chunk_size(*sizes, chunk_bytes)
-        return default_chunk_size(*sizes, self.input.device, self.input.shape[1] if self.needs_gradient[1] else 0)
+            chunk_size = choose_chunk_size(*sizes, chunk_bytes)
+        else:
+            chunk_size = default_chunk_size(*sizes, self.input.device, hidden_size if self.needs_gradient[1] else 0)
+        return chunk_size, choose_accumulate_dtype(self.dtype, -(-num_tokens // chunk_size))
 
     def saved_chunks(self, saved_logits_bytes: int, chunk_size: int) -> int:
         """How many chunks of logits fit the budget; none are saved where a tracer must see what an op saves."""
@@ -60,13 +58,8 @@ class LinearHead(NamedTuple):
         return backend.without_autocast(self.input.device.type) if self.is_autocast else contextlib.nullcontext()
 
 
-class HeadNames(NamedTuple):
-    """What the caller calls the arguments of :func:`check_head`, for messages."""
-
-    input: str = "input"
-    weight: str = "linear_weight"
-    bias: str = "linear_bias"
-    adapter: str = "adapter"
+HEAD_NAMES = ("input", "linear_weight", "linear_bias", "adapter")
+"""What callers call the arguments of :func:`check_head`, for messages."""
 
 
 def is_trained(needs_gradient: list[bool]) -> bool:
@@ -82,29 +75,26 @@ def check_head(
     target: Tensor,
     adapter: tuple[Tensor, Tensor] | None,
     vocab_shard: VocabShard | None,
-    names: HeadNames = HeadNames(),  # noqa: B008  # immutable
+    names: tuple[str, str, str, str] = HEAD_NAMES,
 ) -> LinearHead:
-    """The head of ``linear_cross_entropy``'s arguments of these names.
-
-    Raises:
-        TypeError, ValueError: For tensors that do not fit together.
-    """
+    """The head of arguments of these names; raises for tensors that do not fit together."""
+    input_name, weight_name, bias_name, adapter_name = names
+    if linear_weight.dim() != 2:
+        raise ValueError(f"{weight_name} must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     own_size, hidden_size = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != hidden_size:
         raise ValueError(
-            f"{names.input} must end in {names.weight}'s hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
+            f"{input_name} must end in {weight_name}'s hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
         )
     if hidden_size == 0:
-        raise ValueError(
-            f"{names.weight} must have a hidden_size of at least 1, got shape {tuple(linear_weight.shape)}"
-        )
+        raise ValueError(f"{weight_name} must have a hidden_size of at least 1, got shape {tuple(linear_weight.shape)}")
     if target.shape != input.shape[:-1]:
         raise ValueError(
             f"target must hold one label for each token of input: input has {tuple(input.shape[:-1])} tokens, target"
             f" has shape {tuple(target.shape)}"
         )
     if linear_bias is not None and linear_bias.shape != (own_size,):
-        raise ValueError(f"{names.bias} must have shape {(own_size,)}, got {tuple(linear_bias.shape)}")
+        raise ValueError(f"{bias_name} must have shape {(own_size,)}, got {tuple(linear_bias.shape)}")
     vocab_size = num_columns = own_size
     if vocab_shard is not None:
         if not isinstance(vocab_shard, VocabShard):
@@ -113,10 +103,10 @@ def check_head(
         vocab_size = vocab_shard.vocab_size
         num_columns = -(-vocab_size // vocab_shard.group.size())
     elif vocab_size == 0:
-        raise ValueError(f"{names.weight} must have at least one class, got shape {tuple(linear_weight.shape)}")
+        raise ValueError(f"{weight_name} must have at least one class, got shape {tuple(linear_weight.shape)}")
     low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
     if adapter is not None:
-        adapter = _check_adapter(input, linear_weight, adapter, names)
+        adapter = _check_adapter(input, linear_weight, adapter, input_name, adapter_name)
         low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     tensors: list[Any] = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
@@ -125,25 +115,27 @@ def check_head(
     if dtype is not None:
         tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
     else:
-        others = names.weight, names.bias, f"{names.adapter}[0]", f"{names.adapter}[1]"
+        others = weight_name, bias_name, f"{adapter_name}[0]", f"{adapter_name}[1]"
         for name, tensor in zip(others, tensors[1:], strict=True):
             if tensor is not None and tensor.dtype != input.dtype:
-                raise ValueError(f"{name} must have {names.input}'s dtype {input.dtype}, got {tensor.dtype}")
+                raise ValueError(f"{name} must have {input_name}'s dtype {input.dtype}, got {tensor.dtype}")
     is_autocast = dtype is not None
     return LinearHead._make((*tensors, needs_gradient, dtype or input.dtype, vocab_size, num_columns, is_autocast))
 
 
-def _check_adapter(input: Tensor, linear_weight: Tensor, adapter: Any, names: HeadNames) -> tuple[Tensor, Tensor]:
+def _check_adapter(
+    input: Tensor, linear_weight: Tensor, adapter: Any, input_name: str, name: str
+) -> tuple[Tensor, Tensor]:
     if not isinstance(adapter, tuple | list) or len(adapter) != 2:
-        raise wrong_type(names.adapter, "a pair of tensors or None", adapter)
+        raise wrong_type(name, "a pair of tensors or None", adapter)
     adapter_input, adapter_weight = adapter
-    for name, tensor in ((f"{names.adapter}[0]", adapter_input), (f"{names.adapter}[1]", adapter_weight)):
-        check_floating(name, tensor)
-        check_same_device(names.input, input, **{name: tensor})
+    for number, tensor in enumerate(adapter):
+        check_floating(f"{name}[{number}]", tensor)
+        check_same_device(input_name, input, **{f"{name}[{number}]": tensor})
     rank = adapter_input.shape[-1] if adapter_input.dim() else 0
     if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
         raise ValueError(
-            f"{names.adapter} must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
+            f"{name} must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
             f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
         )
     return adapter_input, adapter_weight

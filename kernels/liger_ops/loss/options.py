@@ -1,7 +1,5 @@
 """Options, targets, statistics and argument checks that all losses over class indices share."""
 
-import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +7,6 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import (
-    check_choice,
     check_floating,
     check_integer,
     check_number,
@@ -23,14 +20,8 @@ IGNORE_INDEX = -100
 REDUCTIONS = ("none", "mean", "sum")
 
 
-@dataclass(frozen=True)
-class TokenLossOptions:
-    """Options of the loss of one token; see :mod:`liger_ops.loss.cross_entropy` for the formula.
-
-    Raises:
-        TypeError: If an option is no number.
-        ValueError: If an option is out of its range, infinite or NaN.
-    """
+class TokenLossOptions(NamedTuple):
+    """Options of the loss of one token, as ops take them; see :mod:`liger_ops.loss.cross_entropy` for the formula."""
 
     ignore_index: int = IGNORE_INDEX
     label_smoothing: float = 0.0
@@ -38,41 +29,35 @@ class TokenLossOptions:
     logit_scale: float = 1.0
     z_loss_weight: float = 0.0
 
-    def __post_init__(self) -> None:
-        if isinstance(self.logit_scale, Tensor):
-            raise TypeError(
-                f"logit_scale must be a number, got {shown(self.logit_scale)}: its gradient would be lost; multiply the"
-                " hidden states (or the logits) by the tensor instead"
-            )
-        check_integer("ignore_index", self.ignore_index)
-        check_number("label_smoothing", self.label_smoothing, at_least=0, at_most=1)
-        check_number("softcap", self.softcap, above=0, optional=True)
-        check_number("logit_scale", self.logit_scale)
-        check_number("z_loss_weight", self.z_loss_weight, at_least=0)
-
-    def as_scalars(self) -> tuple[int, float, float, float, float]:
-        """The options as an op's schema takes them, ``softcap`` is 0 if there is none."""
-        numbers = self.label_smoothing, self.softcap or 0.0, self.logit_scale, self.z_loss_weight
-        return int(self.ignore_index), *map(float, numbers)  # type: ignore[return-value]
-
     @classmethod
-    @functools.lru_cache(maxsize=64)  # bounded, since a weight may follow a schedule
-    def from_scalars(
-        cls, ignore_index: int, label_smoothing: float, softcap: float, logit_scale: float, z_loss_weight: float
-    ) -> "TokenLossOptions":
-        """The inverse of :meth:`as_scalars`."""
-        return cls(ignore_index, label_smoothing, softcap or None, logit_scale, z_loss_weight)
+    def checked(cls, *values: Any) -> "TokenLossOptions":
+        """The options of a caller.
+
+        Raises:
+            TypeError: If an option is no number.
+            ValueError: If an option is out of its range, infinite or NaN.
+        """
+        options = cls(*values)
+        if isinstance(options.logit_scale, Tensor):
+            raise TypeError(
+                f"logit_scale must be a number, got {shown(options.logit_scale)}: its gradient would be lost; multiply"
+                " the hidden states (or the logits) by the tensor instead"
+            )
+        check_integer("ignore_index", options.ignore_index)
+        check_number("label_smoothing", options.label_smoothing, at_least=0, at_most=1)
+        check_number("softcap", options.softcap, above=0, optional=True)
+        check_number("logit_scale", options.logit_scale)
+        check_number("z_loss_weight", options.z_loss_weight, at_least=0)
+        numbers = [None if each is None else float(each) for each in options[1:]]
+        return cls(int(options.ignore_index), *numbers)  # type: ignore[arg-type]  # only softcap may be None
 
 
 class Targets(NamedTuple):
     """Labels, and the weights of classes and tokens."""
 
-    labels: Tensor
-    """``[num_tokens]``, int64: class indices, or ``ignore_index``."""
-    class_weight: Tensor | None
-    """``[vocab_size]`` or None."""
-    token_weight: Tensor | None
-    """``[num_tokens]`` or None."""
+    labels: Tensor  # [num_tokens], int64: class indices, or ignore_index
+    class_weight: Tensor | None  # [vocab_size] or None
+    token_weight: Tensor | None  # [num_tokens] or None
 
 
 class TokenStats(NamedTuple):
@@ -96,12 +81,7 @@ class TokenStats(NamedTuple):
 def check_tensors(input: Tensor, target: Any, weight: Any, token_weight: Any, **others: Any) -> None:
     """Raises for targets and weights that are no tensors, of dtypes that no loss takes, or not on input's device.
 
-    Args:
-        input: Logits or hidden states.
-        target: Class indices or probabilities.
-        weight: Class weights or None.
-        token_weight: Of any real dtype, or None.
-        others: More tensors or None, by name, that must be on input's device.
+    ``others`` are more tensors or None, by name, that must be on input's device.
     """
     check_tensor("target", target)
     if not target.is_floating_point():
@@ -131,9 +111,19 @@ def check_labels(name: str, labels: Tensor, vocab_size: int, ignore_index: int) 
 
 
 def check_weights(
-    weight: Tensor | None, token_weight: Tensor | None, target: Tensor, vocab_size: int, ignore_index: int
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    target: Tensor,
+    vocab_size: int,
+    options: TokenLossOptions,
+    reduction: str,
 ) -> None:
     """Raises a ValueError for weights of wrong shapes, those that would lose their gradient, and NaN on the CPU."""
+    if weight is not None and reduction == "mean" and options.z_loss_weight:
+        raise ValueError(
+            f"z_loss_weight must be 0 with class weights in a mean, got {options.z_loss_weight}: it has another divisor"
+            " than they give; take a mean of each term, or reduction='sum'"
+        )
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
     if token_weight is not None and token_weight.shape != target.shape:
@@ -142,7 +132,7 @@ def check_weights(
         )
     for name, tensor in (("weight", weight), ("token_weight", token_weight)):
         if tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != ignore_index)
+            wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != options.ignore_index)
             if wrong.any():
                 raise ValueError(f"{name} must have no NaN but at ignored tokens, got {int(wrong.sum())} of them")
         if tensor is not None and backend.needs_graph(tensor):
@@ -162,8 +152,3 @@ def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | N
         target.reshape(-1).contiguous(),
         *(None if each is None else each.detach().reshape(-1).contiguous() for each in weights),
     )
-
-
-def check_reduction(reduction: str) -> None:
-    """Raises a ValueError that lists the known reductions."""
-    check_choice("reduction", reduction, REDUCTIONS)

@@ -29,7 +29,34 @@ from liger_ops.loss.row_math import (
     to_exponent,
     transform,
 )
-from liger_ops.loss.token_plan import count_tokens
+
+
+@triton.jit
+def _mean_scale(
+    labels_ptr,  # [num_tokens]
+    class_weight_ptr,  # [vocab_size] or None
+    token_weight_ptr,  # [num_tokens] or None
+    num_tokens,
+    vocab_size,
+    ignore_index,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """1 / the summed weight of the tokens that are not ignored (0 if that is 0); every program gets the same."""
+    offsets = tl.arange(0, BLOCK_SIZE).to(tl.int64)
+    totals = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
+    for start in range(0, num_tokens, BLOCK_SIZE):
+        tokens = start + offsets
+        labels = tl.load(labels_ptr + tokens, mask=tokens < num_tokens, other=ignore_index)
+        kept = labels != ignore_index
+        weights = kept.to(tl.float32)
+        if class_weight_ptr is not None:
+            is_class = kept & (labels >= 0) & (labels < vocab_size)
+            weights *= tl.load(class_weight_ptr + labels, mask=is_class, other=0.0).to(tl.float32)
+        if token_weight_ptr is not None:
+            weights *= tl.load(token_weight_ptr + tokens, mask=kept, other=0.0).to(tl.float32)
+        totals += weights
+    total = tl.sum(totals, axis=0)
+    return tl.where(total == 0.0, 0.0, 1.0 / total)
 
 
 @triton.jit
@@ -346,7 +373,7 @@ def loss_kernel(
     WITH_SUM: tl.constexpr = (label_smoothing is not None) or (mean_logit_ptr is not None)
     mean_scale = 1.0
     if mean_scale_ptr is not None:
-        _num_kept, mean_scale = count_tokens(
+        mean_scale = _mean_scale(
             labels_ptr, class_weight_ptr, token_weight_ptr, num_rows, vocab_size, ignore_index,
             1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
         )  # fmt: skip

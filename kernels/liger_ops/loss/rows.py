@@ -51,10 +51,8 @@ class TokenRows:
 
     targets: Targets
     options: TokenLossOptions
-    buffers: Mapping[str, Tensor]
-    """``[num_tokens]`` by names of :data:`~liger_ops.loss.launch.ROW_OUTPUTS`, at least float32."""
-    temperature: Tensor | None = None
-    """``[num_tokens]``, at least float32, or None: divides ``logit_scale`` and ``softcap``."""
+    buffers: Mapping[str, Tensor]  # [num_tokens] by names of loss.launch.ROW_OUTPUTS, at least float32
+    temperature: Tensor | None = None  # [num_tokens], at least float32, or None: divides logit_scale and softcap
     shard: VocabShard | None = None
     """The rows' place in the vocabulary, if they are a part of one; labels and class weights are of all of it."""
 
@@ -89,13 +87,9 @@ class TokenRows:
     def write(
         self, logits: Tensor, index: Tensor | None, grad_scale: Tensor | None = None, *, with_gradient: bool = False
     ) -> None:
-        """Computes the buffers' values of some tokens.
+        """Computes the buffers' values of some tokens; arguments as for :func:`~liger_ops.loss.launch.launch_loss`.
 
-        Args:
-            logits: ``[num_rows, number of classes]``, unit stride in the last dimension.
-            index: The token of each row, ``[num_rows]``; None if rows are all tokens in order.
-            grad_scale: Factor of the gradient, ``[]`` or ``[num_tokens]``; None for 1.
-            with_gradient: Whether to overwrite the logits with the gradient of ``sum(losses * grad_scale)``.
+        ``with_gradient`` overwrites the logits with the gradient of ``sum(losses * grad_scale)``.
         """
         if self.shard is None and backend.use_triton(logits):
             launch_loss(
@@ -116,13 +110,9 @@ class TokenRows:
                 buffer.index_copy_(0, index, value)
         if with_gradient:
             lse = found["lse"].to(torch.promote_types(logits.dtype, torch.float32))
-            scale = torch.ones_like(lse) if grad_scale is None else at(grad_scale, index).expand_as(lse)
-            rows = gradient_rows(
-                targets, self.options, lse, found["lse_error"].to(lse.dtype), {"losses": scale},
-                temperature=temperature, num_columns=logits.shape[1], shard=self.shard, skips_zeros=False,
-            )  # fmt: skip
-            own_weight = own_classes(class_weight, logits.shape[1], self.shard)
-            gradient_in_place(logits, rows, self.options, own_weight)
+            scale = torch.ones_like(lse) if grad_scale is None else at(grad_scale, index)
+            lse_error = found["lse_error"].to(lse.dtype)
+            loss_gradient_in_place(logits, targets, self.options, lse, lse_error, scale, temperature, self.shard)
 
     def to_gradient(self, logits: Tensor, index: Tensor | None, upstream: Mapping[str, Tensor | None]) -> None:
         """Overwrites logits whose lse, its error and, if need be, entropy are in the buffers with their gradient.
@@ -336,6 +326,24 @@ def gradient_rows(
         temperature,
         kept,
     )
+
+
+def loss_gradient_in_place(
+    logits: Tensor,
+    targets: Targets,
+    options: TokenLossOptions,
+    lse: Tensor,
+    lse_error: Tensor,
+    grad_scale: Tensor,
+    temperature: Tensor | None = None,
+    shard: VocabShard | None = None,
+) -> None:
+    """Overwrites the logits of all ``targets`` with the gradient of ``sum(losses * grad_scale)``."""
+    rows = gradient_rows(
+        targets, options, lse, lse_error, {"losses": grad_scale.expand_as(lse)}, temperature=temperature,
+        num_columns=logits.shape[1], shard=shard, skips_zeros=False,
+    )  # fmt: skip
+    gradient_in_place(logits, rows, options, own_classes(targets.class_weight, logits.shape[1], shard))
 
 
 def gradient_in_place(

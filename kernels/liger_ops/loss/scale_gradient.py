@@ -34,8 +34,6 @@ def _scale_kernel(
 
 def _launch(gradient: Tensor, factor: Tensor, scaled: Tensor) -> Tensor:
     if not backend.use_triton(gradient):
-        if gradient.dtype in (torch.float32, torch.float64):
-            return torch.mul(gradient, factor, out=scaled)
         # With a dimension, or PyTorch would cast the factor to the gradient's dtype before it multiplies.
         return torch.mul(gradient, factor.reshape(1), out=scaled)
     if gradient.numel():
@@ -53,11 +51,10 @@ def _launch(gradient: Tensor, factor: Tensor, scaled: Tensor) -> Tensor:
     return scaled
 
 
-def _fake_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(gradient, dtype=dtype)
-
-
-@backend.register_op("scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor", fake=_fake_scale)
+@backend.register_op(
+    "scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor",
+    fake=lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype),
+)
 def _scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return _launch(gradient, factor, torch.empty_like(gradient, dtype=dtype))
 

@@ -16,25 +16,16 @@ from liger_ops.arguments import (
 )
 
 
-def _without_tensor(value: Any) -> Any:
-    """A tensor of no dimension as its number: PyTorch's norms take those for numbers, unless they need a gradient."""
-    if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad and not value.is_meta:
-        return value.item()
-    return value
-
-
 def as_number(name: str, value: Any, *, at_least: Literal[0] | None = None) -> float:
     """``value`` as a float; raises unless it is a finite number, with ``at_least`` of at least 0."""
     if type(value) is float and 0.0 <= value < math.inf:  # as almost always, without the time of three calls
         return value
-    value = _without_tensor(value)
     check_number(name, value, at_least=at_least)
     return float(value)
 
 
 def as_num_groups(value: Any, num_channels: int) -> int:
     """``value`` as an integer; raises unless it divides ``num_channels``."""
-    value = _without_tensor(value)
     check_integer("num_groups", value)
     if value < 1 or num_channels % value:
         raise wrong_value("num_groups", f"a divisor of num_channels = {num_channels}", value)
@@ -42,12 +33,7 @@ def as_num_groups(value: Any, num_channels: int) -> int:
 
 
 def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters: Any) -> tuple[int, ...]:
-    """Returns ``normalized_shape`` as a tuple, which are the trailing sizes of ``input`` and the sizes of parameters.
-
-    Raises:
-        TypeError: If a tensor is none, or not real and floating-point, or a size is no integer.
-        ValueError: If devices or shapes do not fit together.
-    """
+    """``normalized_shape`` as a tuple; raises unless it has the trailing sizes of input and all sizes of parameters."""
     check_floating_tensors("input", input, **parameters)
     sizes = as_integers("normalized_shape", normalized_shape)
     if not sizes or 0 in sizes or input.shape[-len(sizes) :] != sizes:

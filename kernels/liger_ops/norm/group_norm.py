@@ -7,15 +7,13 @@ With n = (x - mean) * rstd and means over the group,
     dx = rstd * (dy * weight - n * mean(dy * weight * n) - mean(dy * weight))
     dweight = sum over samples and positions of dy * n        dbias = sum over samples and positions of dy
 
-A group may be of any size, so it is read twice, block by block: for the statistics (in backward, for each channel's two
-sums, of which the means are made) and for the result; the second reading finds what the L2 cache kept. One program does
-both where there are groups enough for all multiprocessors; else several programs share a group, in two launches.
+A group may be of any size, so its program reads it twice, block by block: for the statistics (in backward, for each
+channel's two sums, of which the means are made) and for the result; the second reading finds what the L2 cache kept.
 Nothing is added atomically, so results repeat. Saved: x, weight, bias, rstd and mean (8 bytes a group).
 Source: arXiv:1803.08494.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
 from liger_ops.norm.checks import as_num_groups, as_number
-from liger_ops.norm.reductions import merge_moments, moments, sum_parts
+from liger_ops.norm.reductions import moments, sum_parts
 from liger_ops.recipes import made
 
 
@@ -40,64 +38,27 @@ def group_norm_reference(x: Tensor, num_groups: int, weight: Tensor | None, bias
     return F.group_norm(x.to(dtype), num_groups, weight, bias, eps).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class GroupLaunch:
-    """How a group is walked over, and how many programs share one."""
-
-    block_channels: int
-    block_positions: int
-    block_size: int  # of the statistics, for which channels make no difference
-    num_slices: int
-    num_warps: int
-    num_stages: int
-
-
-# Largest group, elements of a block, warps. On an H200, 16 samples of 512 channels of 4096 positions in 32 groups, time
-# over the bound: 1.5 forward and backward in the blocks below, 2.1 and 2.5 in blocks of 4096 elements of one channel.
-_BLOCKS = (
-    (32767, 2048, 4),  # small groups; also of few groups, which several programs share
-    (math.inf, 8192, 8),
-)
-
-
 @backend.launch_cache
 def choose_launch(
-    num_rows: int,
-    channels_per_group: int,
-    num_positions: int,
-    element_size: int,
-    num_multiprocessors: int,
-    shared_bytes: int,
-) -> GroupLaunch:
-    """Blocks of 8192 elements; of 2048 where groups are small, or few, which several programs then share.
+    channels_per_group: int, num_positions: int, element_size: int, shared_bytes: int
+) -> tuple[dict[str, int], int]:
+    """How both kernels are launched, and forward's ``BLOCK_SIZE``: 8192 elements; 2048 where groups are small.
 
     A block is channels of few positions rather than few channels, since only blocks of the same channels are loaded
-    ahead.
-
-    Args:
-        num_rows: Samples times groups.
-        channels_per_group: How many channels a group has.
-        num_positions: How many elements a channel has.
-        element_size: Bytes of one.
-        num_multiprocessors: Fewer rows than these are cut into slices.
-        shared_bytes: Shared memory of a program, where blocks wait that are loaded ahead.
+    ahead. On an H200, 16 samples of 512 channels of 4096 positions in 32 groups, time over the bound: 1.5 forward and
+    backward, 2.1 and 2.5 in blocks of 4096 elements of one channel.
     """
-    few = num_rows < num_multiprocessors
     group_size = channels_per_group * num_positions
-    _, most_elements, num_warps = next(row for row in _BLOCKS if few or group_size <= row[0])
+    most_elements, num_warps = (2048, 4) if group_size < 32768 else (8192, 8)
     most_channels = min(16, triton.next_power_of_2(channels_per_group))
     block_positions = min(triton.next_power_of_2(num_positions), most_elements // most_channels)
-    block_channels = min(triton.next_power_of_2(channels_per_group), most_elements // block_positions)
-    block_size = min(triton.next_power_of_2(group_size), most_elements)
-    most_slices = min(triton.cdiv(num_positions, block_positions), triton.cdiv(group_size, block_size))
-    return GroupLaunch(
-        block_channels=block_channels,
-        block_positions=block_positions,
-        block_size=block_size,
-        num_slices=min(most_slices, triton.cdiv(4 * num_multiprocessors, num_rows)) if few else 1,
-        num_warps=num_warps,
-        num_stages=1 + min(3, shared_bytes // (2 * most_elements * element_size)),
-    )
+    launch = {
+        "BLOCK_CHANNELS": min(triton.next_power_of_2(channels_per_group), most_elements // block_positions),
+        "BLOCK_POSITIONS": block_positions,
+        "NUM_STAGES": 1 + min(3, shared_bytes // (2 * most_elements * element_size)),
+        "num_warps": num_warps,
+    }
+    return launch, min(triton.next_power_of_2(group_size), most_elements)
 
 
 # Above, offsets inside a group may overflow int32; blocks end up to a few million elements past the last one.
@@ -120,61 +81,40 @@ def _forward_kernel(
     bias_ptr,  # [num_groups, channels_per_group] or None
     y_ptr,  # as x_ptr
     statistics_ptr,  # [2, num_rows], rstd and mean
-    slices_ptr,  # [num_rows, num_slices, 3], count, mean and squared deviations of slices; None if both steps are done
     num_rows,
     num_groups,
     channels_per_group,
     num_positions,
-    num_slices,
     eps,
     WIDE: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_POSITIONS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program does one step for one slice of a row, or both where a slice is the row."""
+    """One program normalizes one row."""
     if WIDE:  # all that is computed from it then is int64
         num_positions = tl.cast(num_positions, tl.int64)
-    row = (tl.program_id(0) // num_slices).to(tl.int64)
-    slice_index = tl.program_id(0) % num_slices
+    row = tl.program_id(0).to(tl.int64)
     group_size = channels_per_group * num_positions
     row_start = row * group_size
-    if STATISTICS:
-        count, mean, deviation = moments(x_ptr + row_start, group_size, slice_index, num_slices, BLOCK_SIZE, NUM_STAGES)
-        if not NORMALIZE:
-            slice_ptr = slices_ptr + (row * num_slices + slice_index) * 3
-            tl.store(slice_ptr, count)
-            tl.store(slice_ptr + 1, mean)
-            tl.store(slice_ptr + 2, deviation)
-    if NORMALIZE:
-        if not STATISTICS:
-            lanes = tl.arange(0, BLOCK_SLICES)
-            slice_ptrs = slices_ptr + (row * num_slices + lanes) * 3
-            counts = tl.load(slice_ptrs, mask=lanes < num_slices, other=0.0)
-            means = tl.load(slice_ptrs + 1, mask=lanes < num_slices, other=0.0)
-            deviations = tl.load(slice_ptrs + 2, mask=lanes < num_slices, other=0.0)
-            count, mean, deviation = merge_moments(counts, means, deviations)
-        rstd = tl.rsqrt(deviation / group_size + eps)
-        tl.store(statistics_ptr + row, rstd, mask=slice_index == 0)
-        tl.store(statistics_ptr + num_rows + row, mean, mask=slice_index == 0)
-        first_of_group = row % num_groups * channels_per_group
-        first, step = slice_index * BLOCK_POSITIONS, num_slices * BLOCK_POSITIONS
-        for first_channel in range(0, channels_per_group, BLOCK_CHANNELS):
-            channels = first_channel + tl.arange(0, BLOCK_CHANNELS)[:, None]
-            channel_mask = channels < channels_per_group
-            scale = rstd * _load_parameter(weight_ptr, first_of_group + channels, channel_mask, 1.0)
-            shift = _load_parameter(bias_ptr, first_of_group + channels, channel_mask, 0.0)
-            for first_position in tl.range(first, num_positions, step, num_stages=NUM_STAGES):
-                positions = first_position + tl.arange(0, BLOCK_POSITIONS)[None, :]
-                mask = channel_mask & (positions < num_positions)
-                offsets = row_start + channels * num_positions + positions
-                x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-                y = (x - mean) * scale + shift
-                tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    mean, deviation = moments(x_ptr + row_start, group_size, BLOCK_SIZE, NUM_STAGES)
+    rstd = tl.rsqrt(deviation / group_size + eps)
+    tl.store(statistics_ptr + row, rstd)
+    tl.store(statistics_ptr + num_rows + row, mean)
+    first_of_group = row % num_groups * channels_per_group
+    for first_channel in range(0, channels_per_group, BLOCK_CHANNELS):
+        channels = first_channel + tl.arange(0, BLOCK_CHANNELS)[:, None]
+        channel_mask = channels < channels_per_group
+        scale = rstd * _load_parameter(weight_ptr, first_of_group + channels, channel_mask, 1.0)
+        shift = _load_parameter(bias_ptr, first_of_group + channels, channel_mask, 0.0)
+        for first_position in tl.range(0, num_positions, BLOCK_POSITIONS, num_stages=NUM_STAGES):
+            positions = first_position + tl.arange(0, BLOCK_POSITIONS)[None, :]
+            mask = channel_mask & (positions < num_positions)
+            offsets = row_start + channels * num_positions + positions
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            y = (x - mean) * scale + shift
+            tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @backend.Kernel
@@ -184,62 +124,47 @@ def _backward_kernel(
     weight_ptr,  # [num_groups, channels_per_group] or None
     statistics_ptr,  # [2, num_rows], rstd and mean
     grad_x_ptr,  # as x_ptr; None where it is not computed
-    parts_ptr,  # [2, num_samples, num_slices, num_groups, channels_per_group], sums of dy * n and of dy; or None
+    parts_ptr,  # [2, num_samples, num_groups, channels_per_group], sums of dy * n and of dy; or None
     num_rows,
     num_groups,
     channels_per_group,
     num_positions,
-    num_slices,
     WIDE: tl.constexpr,
-    SUMS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_POSITIONS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program takes each channel's sums over one slice of a row, if SUMS, else reads them; and computes grad_x."""
+    """One program takes each channel's sums over one row, and computes grad_x."""
     if WIDE:
         num_positions = tl.cast(num_positions, tl.int64)
         num_rows = tl.cast(num_rows, tl.int64)
-    row = (tl.program_id(0) // num_slices).to(tl.int64)
-    slice_index = tl.program_id(0) % num_slices
+    row = tl.program_id(0).to(tl.int64)
     row_start = row * channels_per_group * num_positions
     first_of_group = row % num_groups * channels_per_group
-    num_channels = num_groups * channels_per_group
-    parts_start = (row // num_groups) * num_slices * num_channels + first_of_group
-    bias_parts = num_rows * num_slices * channels_per_group
     rstd = tl.load(statistics_ptr + row)
     mean = tl.load(statistics_ptr + num_rows + row)
-    first, step = slice_index * BLOCK_POSITIONS, num_slices * BLOCK_POSITIONS
 
     projection = tl.zeros([BLOCK_CHANNELS, 1], dtype=tl.float32)
     grad_mean = tl.zeros([BLOCK_CHANNELS, 1], dtype=tl.float32)
     for first_channel in range(0, channels_per_group, BLOCK_CHANNELS):
         channels = first_channel + tl.arange(0, BLOCK_CHANNELS)[:, None]
         channel_mask = channels < channels_per_group
-        if SUMS:
-            products = tl.zeros([BLOCK_CHANNELS, BLOCK_POSITIONS], dtype=tl.float32)
-            gradients = tl.zeros([BLOCK_CHANNELS, BLOCK_POSITIONS], dtype=tl.float32)
-            for first_position in tl.range(first, num_positions, step, num_stages=NUM_STAGES):
-                positions = first_position + tl.arange(0, BLOCK_POSITIONS)[None, :]
-                mask = channel_mask & (positions < num_positions)
-                offsets = row_start + channels * num_positions + positions
-                grad_y = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-                x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-                products += grad_y * (x - mean)
-                gradients += grad_y
-            product = tl.sum(products, axis=1)[:, None] * rstd
-            gradient = tl.sum(gradients, axis=1)[:, None]
-            if parts_ptr is not None:
-                part_ptrs = parts_ptr + parts_start + slice_index * num_channels + channels
-                tl.store(part_ptrs, product, mask=channel_mask)
-                tl.store(part_ptrs + bias_parts, gradient, mask=channel_mask)
-        else:
-            product = tl.zeros([BLOCK_CHANNELS, 1], dtype=tl.float32)
-            gradient = tl.zeros([BLOCK_CHANNELS, 1], dtype=tl.float32)
-            for other_slice in range(num_slices):
-                part_ptrs = parts_ptr + parts_start + other_slice * num_channels + channels
-                product += tl.load(part_ptrs, mask=channel_mask, other=0.0)
-                gradient += tl.load(part_ptrs + bias_parts, mask=channel_mask, other=0.0)
+        products = tl.zeros([BLOCK_CHANNELS, BLOCK_POSITIONS], dtype=tl.float32)
+        gradients = tl.zeros([BLOCK_CHANNELS, BLOCK_POSITIONS], dtype=tl.float32)
+        for first_position in tl.range(0, num_positions, BLOCK_POSITIONS, num_stages=NUM_STAGES):
+            positions = first_position + tl.arange(0, BLOCK_POSITIONS)[None, :]
+            mask = channel_mask & (positions < num_positions)
+            offsets = row_start + channels * num_positions + positions
+            grad_y = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            products += grad_y * (x - mean)
+            gradients += grad_y
+        product = tl.sum(products, axis=1)[:, None] * rstd
+        gradient = tl.sum(gradients, axis=1)[:, None]
+        if parts_ptr is not None:
+            part_ptrs = parts_ptr + row * channels_per_group + channels
+            tl.store(part_ptrs, product, mask=channel_mask)
+            tl.store(part_ptrs + num_rows * channels_per_group, gradient, mask=channel_mask)
         scale = _load_parameter(weight_ptr, first_of_group + channels, channel_mask, 1.0)
         projection += product * scale
         grad_mean += gradient * scale
@@ -252,7 +177,7 @@ def _backward_kernel(
             channels = first_channel + tl.arange(0, BLOCK_CHANNELS)[:, None]
             channel_mask = channels < channels_per_group
             scale = _load_parameter(weight_ptr, first_of_group + channels, channel_mask, 1.0)
-            for first_position in tl.range(first, num_positions, step, num_stages=NUM_STAGES):
+            for first_position in tl.range(0, num_positions, BLOCK_POSITIONS, num_stages=NUM_STAGES):
                 positions = first_position + tl.arange(0, BLOCK_POSITIONS)[None, :]
                 mask = channel_mask & (positions < num_positions)
                 offsets = row_start + channels * num_positions + positions
@@ -272,17 +197,12 @@ def _forward_fake(
 
 def _shared_arguments(
     x: Tensor, weight: Tensor | None, statistics: Tensor, num_groups: int
-) -> tuple[dict[str, Any], GroupLaunch]:
-    """Arguments of both kernels, and how they are launched."""
+) -> tuple[dict[str, Any], int]:
+    """Arguments of both kernels, and forward's ``BLOCK_SIZE``."""
     num_rows = statistics.shape[1]
     channels_per_group, num_positions = x.shape[1] // num_groups, math.prod(x.shape[2:])
-    launch = choose_launch(
-        num_rows,
-        channels_per_group,
-        num_positions,
-        x.element_size(),
-        backend.num_multiprocessors(x.device),
-        backend.shared_memory(x.device),
+    launch, block_size = choose_launch(
+        channels_per_group, num_positions, x.element_size(), backend.shared_memory(x.device)
     )
     return {
         "x_ptr": x.contiguous(),
@@ -292,13 +212,9 @@ def _shared_arguments(
         "num_groups": num_groups,
         "channels_per_group": channels_per_group,
         "num_positions": num_positions,
-        "num_slices": launch.num_slices,
         "WIDE": x.numel() > _MAX_INT32_ELEMENTS,
-        "BLOCK_CHANNELS": launch.block_channels,
-        "BLOCK_POSITIONS": launch.block_positions,
-        "NUM_STAGES": launch.num_stages,
-        "num_warps": launch.num_warps,
-    }, launch
+        **launch,
+    }, block_size
 
 
 @backend.register_op("group_norm_forward", fake=_forward_fake)
@@ -309,22 +225,15 @@ def _group_norm_forward(
     y, statistics = _forward_fake(x, weight, bias, num_groups, eps)
     if y.numel() == 0:
         return y, statistics
-    arguments, launch = _shared_arguments(x, weight, statistics, num_groups)
-    num_rows, num_slices = statistics.shape[1], launch.num_slices
-    slices = statistics.new_empty(num_rows, num_slices, 3) if num_slices > 1 else None
-    for step in ("statistics", "normalize") if num_slices > 1 else ("both",):
-        _forward_kernel.launch(
-            num_rows * num_slices,
-            bias_ptr=None if bias is None else bias.contiguous(),
-            y_ptr=y,
-            slices_ptr=slices,
-            eps=eps,
-            STATISTICS=step != "normalize",
-            NORMALIZE=step != "statistics",
-            BLOCK_SIZE=launch.block_size,
-            BLOCK_SLICES=triton.next_power_of_2(num_slices),
-            **arguments,
-        )
+    arguments, block_size = _shared_arguments(x, weight, statistics, num_groups)
+    _forward_kernel.launch(
+        statistics.shape[1],
+        bias_ptr=None if bias is None else bias.contiguous(),
+        y_ptr=y,
+        eps=eps,
+        BLOCK_SIZE=block_size,
+        **arguments,
+    )
     return y, statistics
 
 
@@ -346,21 +255,12 @@ def _group_norm_backward(
     if x.numel() == 0:
         return [gradient.zero_() for gradient in gradients]
     grad_x, grad_weight, grad_bias = backend.spread(gradients, needs)
-    arguments, launch = _shared_arguments(x, weight, statistics, num_groups)
-    num_rows, num_slices = statistics.shape[1], launch.num_slices
-    needs_sums, shared = grad_weight is not None or grad_bias is not None, num_slices > 1
-    parts = statistics.new_empty(2, x.shape[0] * num_slices, x.shape[1]) if needs_sums or shared else None
-    grad_y = grad_y.contiguous()
-    for step in ("sums", "grad_x") if shared and grad_x is not None else ("both",):
-        _backward_kernel.launch(
-            num_rows * num_slices,
-            grad_y_ptr=grad_y,
-            grad_x_ptr=None if step == "sums" else grad_x,
-            parts_ptr=parts,
-            SUMS=step != "grad_x",
-            **arguments,
-        )
-    if needs_sums and parts is not None:
+    arguments, _ = _shared_arguments(x, weight, statistics, num_groups)
+    parts = None if grad_weight is None and grad_bias is None else statistics.new_empty(2, x.shape[0], x.shape[1])
+    _backward_kernel.launch(
+        statistics.shape[1], grad_y_ptr=grad_y.contiguous(), grad_x_ptr=grad_x, parts_ptr=parts, **arguments
+    )
+    if parts is not None:
         # The weight's parts come first; of one gradient alone, take only its own.
         wanted = parts[:1] if grad_bias is None else parts[1:] if grad_weight is None else parts
         sum_parts(wanted, grad_weight, grad_bias)

@@ -11,8 +11,7 @@ as the identity in backward.
 
 Forward and backward hold a whole row in registers and read it once. The backward kernel runs a fixed number of
 programs, each walking over many rows and keeping its parts of dweight and dbias in registers; a second kernel adds the
-parts up in a fixed order, so results repeat. Rows that do not fit are walked over in blocks: forward reads them twice,
-the second time from the L2 cache while few enough rows are under way; backward takes the two means in a separate
+parts up in a fixed order, so results repeat. For rows whose sums do not fit, backward takes the two means in a separate
 kernel, after which columns are independent and a program needs only a few of them.
 """
 
@@ -20,7 +19,6 @@ import triton
 import triton.language as tl
 
 from liger_ops import backend
-from liger_ops.norm.reductions import moments
 
 
 @triton.jit
@@ -149,55 +147,6 @@ def forward_kernel(
         centered = _convert_again(x, rstd, HOLD_PACKED) - mean
         y = _normalize(centered, rstd, weight, bias, offset, x.dtype, CASTING)
         tl.store(y_ptr + rows * hidden_size + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@backend.Kernel
-def long_forward_kernel(
-    x_ptr,  # all as in forward_kernel
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    total_ptr,
-    statistics_ptr,
-    x_row_stride,
-    residual_row_stride,
-    num_rows,
-    hidden_size,
-    eps,
-    offset,
-    CENTERED: tl.constexpr,
-    CASTING: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """One program normalizes every num_programs-th row, block by block, once its statistics are known."""
-    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        x_row, residual_row = row * x_row_stride, row * residual_row_stride
-        mean = 0.0
-        if CENTERED:
-            _, mean, sum_of_squares = moments(x_ptr + x_row, hidden_size, 0, 1, BLOCK_SIZE, NUM_STAGES)
-            tl.store(statistics_ptr + num_rows + row, mean)
-        else:
-            squares = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
-            for start in tl.range(0, hidden_size, BLOCK_SIZE, num_stages=NUM_STAGES):
-                columns = start + tl.arange(0, BLOCK_SIZE)
-                mask = columns < hidden_size
-                x = _load_x(x_ptr, x_row + columns, residual_ptr, residual_row + columns, total_ptr, mask)
-                squares += x.to(tl.float32) * x.to(tl.float32)
-            sum_of_squares = tl.sum(squares, axis=0)
-        rstd = tl.rsqrt(sum_of_squares / hidden_size + eps)
-        tl.store(statistics_ptr + row, rstd)
-        for start in tl.range(0, hidden_size, BLOCK_SIZE, num_stages=NUM_STAGES):
-            columns = start + tl.arange(0, BLOCK_SIZE)
-            mask = columns < hidden_size
-            weight = None if weight_ptr is None else tl.load(weight_ptr + columns, mask=mask, other=0.0)
-            bias = None if bias_ptr is None else tl.load(bias_ptr + columns, mask=mask, other=0.0)
-            x = _load_x(x_ptr, x_row + columns, residual_ptr, residual_row + columns, total_ptr, mask)
-            if total_ptr is not None:
-                tl.store(total_ptr + row * hidden_size + columns, x, mask=mask)
-            y = _normalize(x.to(tl.float32) - mean, rstd, weight, bias, offset, x.dtype, CASTING)
-            tl.store(y_ptr + row * hidden_size + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @backend.Kernel

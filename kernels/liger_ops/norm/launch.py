@@ -1,41 +1,19 @@
 """Launch parameters of the row norms."""
 
-from dataclasses import dataclass
-
 import triton
 
 from liger_ops import backend
+from liger_ops.backend import RowLaunch
 
-# Offsets inside a row are int32, for one row and, in backward, for the two sums: longer rows run in PyTorch.
-MAX_HIDDEN_SIZE = 2**30
+MAX_HIDDEN_SIZE = 16384
+"""That registers hold: longer rows run in PyTorch."""
 LONG_ROW = 16384
 """From here on registers are short: kernels convert a tile again instead of holding it in float32."""
 PROJECTION_BLOCK_SIZE = 2048
-_LONGEST_ROW = 16384  # that forward holds in registers
-# Longer rows are read twice, block by block, by so few programs that all rows under way fit into the L2 cache.
-_LONG_FORWARD_BLOCK_SIZE = 4096
-_L2_BYTES_PER_MULTIPROCESSOR = 2**18
 _TILE_BYTES = 16384
 # In backward, rows that would overflow the registers are cut into blocks of columns, each with separate programs.
 _REGISTER_BYTES = 192 * 1024
 _BLOCK_ROWS, _BLOCK_COLUMNS = 4, 2048
-
-
-@dataclass(frozen=True)
-class RowLaunch:
-    """Tile that a program holds at a time, how many programs share the rows, and how far ahead it loads."""
-
-    block_rows: int
-    block_size: int
-    num_warps: int
-    max_programs: int | None = None  # None: one a tile; in backward of rows in blocks, for each block of columns
-    num_stages: int = 1
-    reload_weight: bool = False  # load weight and bias when a tile needs them instead of keeping them in registers
-
-    def num_programs(self, num_rows: int) -> int:
-        """How many programs share ``num_rows`` rows."""
-        num_tiles = -(-num_rows // self.block_rows)
-        return num_tiles if self.max_programs is None else min(num_tiles, self.max_programs)
 
 
 @backend.launch_cache
@@ -48,22 +26,12 @@ def choose_forward_launch(
     input_bytes: int,
     shared_bytes: int,
 ) -> RowLaunch:
-    """A whole row in one tile, several short ones, or blocks of a long one.
+    """A whole row in one tile, or several short ones.
 
     On an H200 in bfloat16, RMSNorm of rows of 128 to 16384 columns: 3.5 to 4.0 TB/s where a copy reaches 3.9 to 4.2.
-
-    Args:
-        hidden_size: Length of a row.
-        element_size: Bytes of x's elements.
-        num_multiprocessors: How many programs run at once.
-        centered: Whether the mean is subtracted.
-        input_bytes: Bytes of one element of x and, if there is one, of the residual together.
-        shared_bytes: Shared memory of a program, which holds the tiles that are loaded ahead.
+    ``input_bytes`` are those of one element of x and, if there is one, of the residual together.
     """
     block_size = triton.next_power_of_2(hidden_size)
-    if block_size > _LONGEST_ROW:
-        programs = max(1, min(4, _L2_BYTES_PER_MULTIPROCESSOR // (hidden_size * element_size)))
-        return RowLaunch(1, _LONG_FORWARD_BLOCK_SIZE, 8, max_programs=programs * num_multiprocessors)
     programs, num_warps = 0, 8  # programs a multiprocessor, which load up to two tiles ahead; 0: one program a tile
     if block_size <= 2048:
         tile_size, num_warps = 4096 if centered else 2048, 4
@@ -79,9 +47,9 @@ def choose_forward_launch(
         programs, num_warps = (1, 16) if element_size == 2 else (0, 8)
     block_rows = tile_size // block_size
     if not programs:
-        return RowLaunch(block_rows, block_size, num_warps, reload_weight=True)
+        return RowLaunch(block_size, num_warps, block_rows=block_rows, reload_weight=True)
     tiles_ahead = min(2, shared_bytes // (tile_size * input_bytes))
-    return RowLaunch(block_rows, block_size, num_warps, programs * num_multiprocessors, num_stages=1 + tiles_ahead)
+    return RowLaunch(block_size, num_warps, programs * num_multiprocessors, 1 + tiles_ahead, block_rows)
 
 
 @backend.launch_cache
@@ -96,13 +64,8 @@ def choose_backward_launch(
 ) -> RowLaunch:
     """Tiles of 16 KB, or of one longer row; one program a multiprocessor, which loads tiles ahead while they fit.
 
-    Args:
-        hidden_size: Length of a row.
-        element_size: Bytes of the widest tensor's elements.
-        num_multiprocessors: How many programs run at once.
-        num_inputs: How many tensors of the input's size are read: two, or three with the gradient of the sum.
-        num_sums: How many sums over the rows are kept: of weight, of bias.
-        shared_bytes: Shared memory of a program, which holds the tiles that are loaded ahead.
+    ``element_size`` is the widest tensor's; ``num_inputs`` tensors of the input's size are read, two, or three with the
+    gradient of the sum, and ``num_sums`` sums over the rows kept, of weight and bias.
     """
     block_size = triton.next_power_of_2(hidden_size)
     is_masked = block_size != hidden_size
@@ -110,7 +73,7 @@ def choose_backward_launch(
     if overflows or (is_masked and block_size >= LONG_ROW and num_sums == 2):
         programs = max(1, num_multiprocessors // triton.cdiv(hidden_size, _BLOCK_COLUMNS))
         tiles_ahead = min(2, shared_bytes // (_BLOCK_ROWS * _BLOCK_COLUMNS * element_size * num_inputs))
-        return RowLaunch(_BLOCK_ROWS, _BLOCK_COLUMNS, 8, programs, 1 + tiles_ahead)
+        return RowLaunch(_BLOCK_COLUMNS, 8, programs, 1 + tiles_ahead, _BLOCK_ROWS)
     tile_size, num_warps, tiles_ahead, programs = _TILE_BYTES // element_size, 8, 2, 1
     if block_size <= 1024 and num_sums == 2:
         tile_size, num_warps, programs = 4096, 4, 2
@@ -125,4 +88,4 @@ def choose_backward_launch(
     # Two sums of a row this long leave no registers for the weight, which is then loaded twice a tile.
     reload_weight = num_sums == 2 and tile_bytes > _TILE_BYTES
     tiles_ahead = min(tiles_ahead, shared_bytes // (tile_bytes * (num_inputs + 2 * reload_weight)))
-    return RowLaunch(block_rows, block_size, num_warps, programs * num_multiprocessors, 1 + tiles_ahead, reload_weight)
+    return RowLaunch(block_size, num_warps, programs * num_multiprocessors, 1 + tiles_ahead, block_rows, reload_weight)

@@ -1,7 +1,5 @@
 """Reductions that all norms share: moments of a row, and sums of the gradients' partial sums."""
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,54 +8,35 @@ from liger_ops import backend
 
 
 @triton.jit
-def moments(x_ptr, length, first_block, block_step, BLOCK_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Count, mean and sum of squared deviations of every ``block_step``-th block of ``x_ptr[:length]``.
+def moments(x_ptr, length, BLOCK_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """Mean and sum of squared deviations of ``x_ptr[:length]``.
 
-    Each lane keeps a separate running mean and deviation (Welford, Technometrics 4, 1962), merged at the end.
+    Each lane keeps a separate running mean and deviation (Welford, Technometrics 4, 1962), merged at the end (Chan,
+    Golub and LeVeque, 1979).
     """
     lanes = tl.arange(0, BLOCK_SIZE)
     mean = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     deviation = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     num_seen = 0.0
-    for block in tl.range(first_block, tl.cdiv(length, BLOCK_SIZE), block_step, num_stages=NUM_STAGES):
-        offsets = block * BLOCK_SIZE + lanes
+    for start in tl.range(0, length, BLOCK_SIZE, num_stages=NUM_STAGES):
+        offsets = start + lanes
         mask = offsets < length
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         num_seen += 1.0
         delta = tl.where(mask, x - mean, 0.0)
         mean += delta * (1.0 / num_seen)
         deviation += delta * (x - mean)
-    last_block = length // BLOCK_SIZE
-    in_last_block = (last_block - first_block) % block_step == 0
-    num_full = num_seen - tl.where(in_last_block & (length % BLOCK_SIZE > 0), 1.0, 0.0)
-    count = tl.where(lanes < length % BLOCK_SIZE, num_seen, num_full)
-    return merge_moments(count, mean, deviation)
-
-
-@triton.jit
-def merge_moments(count, mean, deviation):
-    """The same three numbers of all lanes together (Chan, Golub and LeVeque, 1979)."""
-    total_count = tl.sum(count, axis=0)
-    total_mean = tl.sum(count * mean, axis=0) / total_count
+    count = tl.where(lanes < length % BLOCK_SIZE, 1.0, 0.0) + length // BLOCK_SIZE
+    total_mean = tl.sum(count * mean, axis=0) / length
     distance = mean - total_mean
-    return total_count, total_mean, tl.sum(deviation + count * distance * distance, axis=0)
-
-
-@dataclass(frozen=True)
-class SumLaunch:
-    """Tile that a program adds up at a time."""
-
-    block_parts: int
-    block_columns: int
-    num_warps: int
+    return total_mean, tl.sum(deviation + count * distance * distance, axis=0)
 
 
 @backend.launch_cache
-def choose_sum_launch(num_columns: int, num_multiprocessors: int) -> SumLaunch:
-    """Two programs a multiprocessor, of at least half a line of memory and at most four."""
+def _choose_sum_columns(num_columns: int, num_multiprocessors: int) -> int:
+    """Columns of a program, of which there are two a multiprocessor: half a line of memory at least, four at most."""
     block_columns = triton.next_power_of_2(triton.cdiv(num_columns, 2 * num_multiprocessors))
-    block_columns = min(128, max(16, block_columns))
-    return SumLaunch(4096 // block_columns, block_columns, num_warps=4)
+    return min(128, max(16, block_columns))
 
 
 @triton.jit
@@ -98,15 +77,15 @@ def _sum_parts_kernel(
 def sum_parts(parts: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None) -> None:
     """Adds up ``parts``, ``[1 or 2, num_parts, num_columns]``, into the gradients that are wanted, in a fixed order."""
     num_parts, num_columns = parts.shape[1:]
-    launch = choose_sum_launch(num_columns, backend.num_multiprocessors(parts.device))
+    block_columns = _choose_sum_columns(num_columns, backend.num_multiprocessors(parts.device))
     _sum_parts_kernel.launch(
-        -(-num_columns // launch.block_columns),
+        -(-num_columns // block_columns),
         parts_ptr=parts,
         grad_weight_ptr=grad_weight,
         grad_bias_ptr=grad_bias,
         num_parts=num_parts,
         num_columns=num_columns,
-        BLOCK_PARTS=launch.block_parts,
-        BLOCK_COLUMNS=launch.block_columns,
-        num_warps=launch.num_warps,
+        BLOCK_PARTS=4096 // block_columns,
+        BLOCK_COLUMNS=block_columns,
+        num_warps=4,
     )

@@ -102,11 +102,7 @@ def add_rms_norm(
     Args:
         input: ``[*, *normalized_shape]``, typically ``[batch_size, seq_len, hidden_size]``.
         residual: Of input's shape.
-        normalized_shape: As in :func:`rms_norm`, as are the arguments after it; input there is the sum here.
-        weight: Of ``normalized_shape``, or None.
-        eps: None means the machine epsilon of the arithmetic.
-        offset: Added to the weight.
-        casting: Where y is rounded.
+        normalized_shape, weight, eps, offset, casting: As in :func:`rms_norm`; input there is the sum here.
 
     Returns:
         The normalized sum and the sum itself, rounded to the promoted dtype of input and residual; both contiguous and

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.norm.kernels import backward_kernel, forward_kernel, long_forward_kernel, projections_kernel
+from liger_ops.norm.kernels import backward_kernel, forward_kernel, projections_kernel
 from liger_ops.norm.launch import (
     LONG_ROW,
     MAX_HIDDEN_SIZE,
@@ -23,21 +23,13 @@ from liger_ops.recipes import made
 
 
 class RowNormOptions(NamedTuple):
-    """Options of one call.
-
-    Attributes:
-        hidden_size: Length of a row.
-        eps: Added to the variance.
-        offset: Added to the weight.
-        casting: Where y is rounded, see :func:`liger_ops.rms_norm`; "gemma" for LayerNorm.
-        centered: Whether the mean is subtracted: LayerNorm.
-    """
+    """Options of one call."""
 
     hidden_size: int
     eps: float
-    offset: float
-    casting: str
-    centered: bool
+    offset: float  # added to the weight
+    casting: str  # where y is rounded, see rms_norm; "gemma" for LayerNorm
+    centered: bool  # whether the mean is subtracted: LayerNorm
 
 
 def row_norm_reference(
@@ -130,38 +122,32 @@ def _row_norm_forward(
         input_bytes=x.element_size() + (0 if residual is None else residual.element_size()),
         shared_bytes=backend.shared_memory(x.device),
     )
-    arguments = {
-        "x_ptr": rows,
-        "residual_ptr": residual_rows,
-        "weight_ptr": _contiguous(weight),
-        "bias_ptr": _contiguous(bias),
-        "y_ptr": y,
-        "total_ptr": total[0] if total else None,
-        "statistics_ptr": statistics,
-        "x_row_stride": row_stride,
-        "residual_row_stride": residual_row_stride,
-        "num_rows": num_rows,
-        "hidden_size": hidden_size,
-        "eps": eps,
-        "offset": offset or None,
-        "CENTERED": centered,
-        "CASTING": casting,
-        "BLOCK_SIZE": launch.block_size,
-        "NUM_STAGES": launch.num_stages,
-        "num_warps": launch.num_warps,
-    }
-    if launch.block_size < hidden_size:
-        long_forward_kernel.launch(launch.num_programs(num_rows), **arguments)
-    else:
-        forward_kernel.launch(
-            launch.num_programs(num_rows),
-            EVEN_ROWS=num_rows % launch.block_rows == 0,
-            EVEN_COLUMNS=hidden_size == launch.block_size,
-            RELOAD_WEIGHT=launch.reload_weight,
-            HOLD_PACKED=launch.block_size >= LONG_ROW,
-            BLOCK_ROWS=launch.block_rows,
-            **arguments,
-        )
+    forward_kernel.launch(
+        launch.num_programs(num_rows),
+        x_ptr=rows,
+        residual_ptr=residual_rows,
+        weight_ptr=_contiguous(weight),
+        bias_ptr=_contiguous(bias),
+        y_ptr=y,
+        total_ptr=total[0] if total else None,
+        statistics_ptr=statistics,
+        x_row_stride=row_stride,
+        residual_row_stride=residual_row_stride,
+        num_rows=num_rows,
+        hidden_size=hidden_size,
+        eps=eps,
+        offset=offset or None,
+        CENTERED=centered,
+        CASTING=casting,
+        EVEN_ROWS=num_rows % launch.block_rows == 0,
+        EVEN_COLUMNS=hidden_size == launch.block_size,
+        RELOAD_WEIGHT=launch.reload_weight,
+        HOLD_PACKED=launch.block_size >= LONG_ROW,
+        BLOCK_ROWS=launch.block_rows,
+        BLOCK_SIZE=launch.block_size,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+    )
     return results
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops import divergence
+from liger_ops.backend import RowLaunch
 from liger_ops.divergence import kernels
 from liger_ops.divergence.kernels import choose_divergence_launch
 from liger_ops.divergence.options import IGNORED, KEPT, DivergenceOptions
 from liger_ops.divergence.rows import Rows, write_rows
-from liger_ops.loss.launch import CrossEntropyLaunch
 from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.divergence.cases import KINDS, OF_DISTRIBUTIONS, OPTIONS, assert_same, reference, with_gradients
 
@@ -26,7 +26,7 @@ CLASSES = 37
 def _blocks_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 32 columns, and fewer programs than rows, so that each takes several."""
 
-    def small(*arguments: int) -> CrossEntropyLaunch:
+    def small(*arguments: int) -> RowLaunch:
         return dataclasses.replace(choose_divergence_launch(*arguments), block_size=32, num_warps=2, max_programs=2)
 
     monkeypatch.setattr(kernels, "choose_divergence_launch", small)
@@ -208,15 +208,6 @@ def test_rows_are_read_by_index_weight_and_scale(kind: str, device: torch.device
     (true,) = torch.autograd.grad(expected, leaf, upstream[index].double())
     assert_same([losses[index], gradient], [expected.detach(), true], kind, 1e-6)
     assert (losses[[1, 4]] == 7.0).all()
-
-
-def test_shape_of_tokens_is_kept() -> None:
-    logits = normal(2, 3, 4, CLASSES)
-    assert torch.equal(
-        divergence(*logits, reduction="none").flatten(), divergence(*logits.flatten(1, 2), reduction="none")
-    )
-    assert divergence(*logits[:, 0, 0], reduction="none").shape == ()
-    assert divergence(*logits[:, :0], reduction="mean") == 0
 
 
 def test_padding_of_one_vocabulary_adds_no_divergence(device: torch.device) -> None:

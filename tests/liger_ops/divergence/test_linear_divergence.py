@@ -123,14 +123,6 @@ def test_results_are_as_accurate_as_those_of_eager_code(data: st.DataObject, dev
         assert errors[0] <= 2 * errors[1] + rounding, (name, options, errors)
 
 
-def test_nothing_is_trained_without_leaves() -> None:
-    assert not make_models(trained=()).run().requires_grad
-    models = make_models(trained=("x", "teacher_x", "teacher_weight", "teacher_bias"))
-    models.run().backward()  # the teacher is a constant
-    assert models.x.grad is not None
-    assert models.teacher_x.grad is models.teacher_weight.grad is models.teacher_bias.grad is None
-
-
 def test_a_frozen_head_costs_three_products_and_a_trained_one_four(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[bool, ...]] = []
     original = module.chunked_linear_loss

@@ -98,7 +98,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], what: Any, toleranc
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
-    "trained", [NAMES, ("x",), ("x", "adapter_x"), ("weight",), ("adapter_weight", "x"), ("bias",)]
+    "trained", [NAMES, ("x",), ("x", "adapter_x"), ("adapter_x",), ("weight",), ("adapter_weight", "x"), ("bias",)]
 )
 def test_log_probs_and_gradients_are_those_of_whole_logits(
     trained: tuple[str, ...], renormalize: bool, device: torch.device
@@ -207,16 +207,6 @@ def test_nothing_but_masked_tokens_give_a_differentiable_zero(device: torch.devi
             assert not any(each.any() for each in results)
 
 
-def test_probabilities_of_all_classes_sum_to_one(device: torch.device) -> None:
-    """Also of a token whose distribution is almost one class: the mass left is no negative number."""
-    head = make_head((), device)
-    every = torch.arange(CLASSES, device=device).expand(TOKENS, CLASSES)
-    for scale in (1.0, 30.0):
-        log_probs, _ = run(head, every, logit_scale=scale)
-        torch.testing.assert_close(log_probs.exp().sum(1), torch.ones(TOKENS, device=device))
-        assert log_probs.max() <= 1e-6
-
-
 def test_gradients_of_confident_tokens_do_not_cancel_in_half_precision(device: torch.device) -> None:
     """A frozen head keeps the mean of its rows by probability: with the given classes in it, rounding would remain."""
     generator = torch.Generator().manual_seed(0)
@@ -230,18 +220,6 @@ def test_gradients_of_confident_tokens_do_not_cancel_in_half_precision(device: t
     log_probs = linear_topk_log_probs(half, weight.to(device, torch.bfloat16), ids)
     (found,) = torch.autograd.grad(log_probs.sum(), half)
     assert ((found.double().cpu() - expected).norm(dim=1) <= 0.2 * expected.norm(dim=1)).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close_to_the_truth(dtype: torch.dtype, device: torch.device) -> None:
-    for renormalize in (False, True):
-        for trained in (("x", "adapter_x"), NAMES):
-            head, ids = make_head(trained, device, dtype), make_ids(device)
-            truth = double(head)
-            found = with_gradients(run(head, ids, renormalize=renormalize), head)
-            assert [each.dtype for each in found] == [torch.float32, torch.float32, *[dtype] * len(trained)]
-            expected = with_gradients(plain(truth, ids, renormalize=renormalize), truth)
-            assert_same(found, expected, (renormalize, trained), 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,17 +117,3 @@ def test_chunks_hold_as_many_whole_units_as_fit(
     plan = plan_units(units, torch.ones_like(units, dtype=torch.bool), chunk_size)
     assert list(plan.chunks(len(units), chunk_size)) == expected
     assert plan.max_rows(len(units), chunk_size) == max(stop - start for start, stop in expected)
-
-
-BAD_UNITS: list[tuple[Callable[[Tensor], Any], type[Exception], str]] = [
-    (lambda target: "pairs", TypeError, "units must be a tensor"),
-    (lambda target: target.float(), ValueError, "units must be an int64 tensor"),
-    (lambda target: target[:, :-1], ValueError, "units"),
-]
-
-
-@pytest.mark.parametrize(("make_units", "error", "message"), BAD_UNITS)
-def test_wrong_units_raise(make_units: Callable[[Tensor], Any], error: type[Exception], message: str) -> None:
-    head = make(Case())
-    with pytest.raises(error, match=message):
-        chunks_seen(head, make_units(units_of(head.target)))

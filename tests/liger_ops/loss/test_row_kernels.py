@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from liger_ops.backend import RowLaunch
 from liger_ops.log_probs.scores import DIFFERENTIABLE, scores_reference
 from liger_ops.loss import launch as launch_module
 from liger_ops.loss.launch import (
     ROW_OUTPUTS,
-    CrossEntropyLaunch,
     choose_block_launch,
     choose_gradient_launch,
     choose_whole_row_launch,
@@ -48,14 +48,14 @@ SIZES = st.sampled_from([1, 2, 31, 32, 33, 64, 75, 128])
 def device(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where kernels are launched with small blocks and few programs."""
 
-    def whole_row(*arguments: int) -> CrossEntropyLaunch:
+    def whole_row(*arguments: int) -> RowLaunch:
         return dataclasses.replace(choose_whole_row_launch(*arguments), max_programs=PROGRAMS)
 
-    def blocks(*arguments: int) -> CrossEntropyLaunch:
+    def blocks(*arguments: int) -> RowLaunch:
         launch = choose_block_launch(*arguments)
         return dataclasses.replace(launch, block_size=BLOCK, num_warps=2, max_programs=PROGRAMS)
 
-    def gradient(vocab_size: int) -> CrossEntropyLaunch:
+    def gradient(vocab_size: int) -> RowLaunch:
         return dataclasses.replace(choose_gradient_launch(vocab_size), block_size=BLOCK, num_warps=2)
 
     monkeypatch.setattr(launch_module, "choose_whole_row_launch", whole_row)

@@ -14,13 +14,11 @@ from liger_ops.norm.group_norm import choose_launch, group_norm
 from tests.liger_ops.accuracy import assert_as_accurate, few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# No positions, small, instance norm, several blocks a group with channels together, several blocks a channel. The
-# interpreter's two multiprocessors share a group only where there is a single one, as in the others.
+# No positions, small, instance norm, several blocks a group with channels together, several blocks a channel.
 SHAPES = [
     *(((5, 6), 3), ((2, 6, 7), 3), ((3, 4, 5, 5), 4), ((2, 6, 33, 31), 2), ((1, 4, 4500), 2)),
-    *(((1, 3, 2, 1025), 1), ((1, 2, 4096), 1), ((1, 1, 2049), 1)),
+    *(((1, 3, 2, 1025), 1), ((1, 2, 4096), 1), ((1, 2, 20000), 1)),
 ]
-SHARED = pytest.mark.parametrize(("shape", "num_groups"), [((3, 4, 5), 2), ((1, 3, 2, 1025), 1)], ids=str)
 
 
 def make_inputs(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -93,26 +91,17 @@ def test_no_less_accurate_than_plain_pytorch(
         assert_as_accurate(f"result {index}", *results)
 
 
-@SHARED
-def test_wide_integers_give_the_same(
-    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], num_groups: int
+def test_wide_integers_and_a_large_mean_change_nothing(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = make_inputs(*shape, device=triton_device)
-    expected = run(group_norm, tensors, num_groups)
-    monkeypatch.setattr(sys.modules[choose_launch.__module__], "_MAX_INT32_ELEMENTS", 0)
-    for actual, same in zip(run(group_norm, tensors, num_groups), expected, strict=True):
-        assert torch.equal(actual, same)
-
-
-@SHARED
-def test_large_mean_stays_accurate(triton_device: torch.device, shape: tuple[int, ...], num_groups: int) -> None:
-    tensors = make_inputs(*shape, device=triton_device)
+    tensors = make_inputs(1, 3, 2, 1025, device=triton_device)
     tensors[0] += 3e3
+    actual, truth = run(group_norm, tensors, 1), run(torch_group_norm, tensors, 1, torch.float64)
     # A mean's rounding, up to 2**-12 here; the mean square less the squared mean would be off by more than 0.1.
-    for actual, truth in zip(
-        run(group_norm, tensors, num_groups), run(torch_group_norm, tensors, num_groups, torch.float64), strict=True
-    ):
-        torch.testing.assert_close(actual.double(), truth, rtol=1e-3, atol=2e-3)
+    for ours, true in zip(actual, truth, strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-3, atol=2e-3)
+    monkeypatch.setattr(sys.modules[choose_launch.__module__], "_MAX_INT32_ELEMENTS", 0)
+    assert all(map(torch.equal, run(group_norm, tensors, 1), actual))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -138,57 +127,10 @@ def test_no_positions_give_no_gradients(triton_device: torch.device) -> None:
     assert all(torch.equal(parameter.grad, torch.zeros(6, device=triton_device)) for parameter in parameters)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_group_that_is_not_finite_spoils_no_other(triton_device: torch.device, value: float) -> None:
-    tensors = make_inputs(2, 4, 33, device=triton_device)
-    tensors[0][1, 2, 7] = value
-    *results, grad_weight, grad_bias = run(group_norm, tensors, 2)
-    for result in results:
-        assert result[1, 2:].isnan().all()
-        assert not result[0].isnan().any()
-        assert not result[1, :2].isnan().any()
-    assert grad_weight.isnan().tolist() == [False, False, True, True]
-    assert not grad_bias.isnan().any()
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("has_weight", [True, False])
-def test_reference_gradients_are_right(has_weight: bool, has_bias: bool) -> None:
-    x, *parameters = (
-        torch.randn(shape, dtype=torch.float64, requires_grad=True) if has else None
-        for shape, has in (((2, 4, 3), True), (4, has_weight), (4, has_bias))
-    )
-    assert torch.autograd.gradcheck(lambda x, *parameters: group_norm(x, 2, *parameters, 1e-3), (x, *parameters))
-
-
-@pytest.mark.parametrize(
-    ("shape", "arguments", "message"),
-    [
-        pytest.param((4,), (2,), r"input must be .* shape \[batch_size, num_channels, \*\], got .* \(4,\)", id="input"),
-        pytest.param((2, 4), (3,), r"num_groups must be a divisor of num_channels = 4, got 3", id="no divisor"),
-        pytest.param((2, 4), (0,), r"num_groups must be a divisor of num_channels = 4, got 0", id="no groups"),
-        pytest.param((2, 4, 3), (2, torch.ones(3)), r"weight must be .* shape \(4,\) .*, got .* \(3,\)", id="weight"),
-        pytest.param(
-            (2, 4, 3), (2, None, torch.ones(4, 1)), r"bias must be .* shape \(4,\) .*, got .* \(4, 1\)", id="bias"
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(shape: tuple[int, ...], arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        group_norm(torch.ones(shape), *arguments)
-
-
 @pytest.mark.parametrize("num_positions", [1, 49, 4096, 2**20])
 @pytest.mark.parametrize("channels_per_group", [1, 10, 4096])
-def test_launches_leave_no_program_without_work(channels_per_group: int, num_positions: int) -> None:
-    for num_rows in (1, 32, 131, 132, 4096):
-        launch = choose_launch(num_rows, channels_per_group, num_positions, 4, 132, 80 * 1024)
-        num_elements = launch.block_channels * launch.block_positions
-        assert num_elements <= 8192
-        assert 0 < 2 * 4 * num_elements * (launch.num_stages - 1) <= 80 * 1024
-        assert launch.num_slices == 1 or num_rows < 132
-        assert launch.num_slices <= -(-num_positions // launch.block_positions)
-        assert launch.num_slices <= -(-channels_per_group * num_positions // launch.block_size)
-        if channels_per_group * num_positions == 2**20:
-            assert num_rows * launch.num_slices >= 132
+def test_launches_fit_shared_memory(channels_per_group: int, num_positions: int) -> None:
+    launch, _ = choose_launch(channels_per_group, num_positions, 4, 80 * 1024)
+    num_elements = launch["BLOCK_CHANNELS"] * launch["BLOCK_POSITIONS"]
+    assert num_elements <= 8192
+    assert 0 < 2 * 4 * num_elements * (launch["NUM_STAGES"] - 1) <= 80 * 1024

@@ -4,7 +4,7 @@ import itertools
 
 from liger_ops.norm.launch import choose_backward_launch, choose_forward_launch
 
-SIZES = [1, 64, 1000, 2048, 4096, 5120, 16384, 20000, 65536, 10**6]
+SIZES = [1, 64, 1000, 2048, 4096, 5120, 12288, 16384]
 SHARED_BYTES = [32 * 1024, 83 * 1024, 211 * 1024]
 
 
@@ -16,7 +16,7 @@ def test_forward_launches_cover_rows() -> None:
             hidden_size, 2, 132, centered=is_centered, input_bytes=input_bytes, shared_bytes=shared_bytes
         )
         assert all(1 <= launch.num_programs(num_rows) <= num_rows for num_rows in (1, 1000))
-        assert launch.block_size >= hidden_size or launch.block_rows == 1
+        assert launch.block_size >= hidden_size
         tile = launch.block_rows * launch.block_size
         assert tile <= 16384
         assert (launch.num_stages - 1) * tile * input_bytes <= shared_bytes

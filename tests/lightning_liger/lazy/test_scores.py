@@ -195,7 +195,7 @@ def test_counters_take_the_chunks_of_the_ops(monkeypatch: pytest.MonkeyPatch) ->
         chosen.append(2 + (hidden_size > 0) + element_size // 4)
         return chosen[-1]
 
-    for name in ("liger_ops.loss.linear_head", "liger_ops.divergence.linear_divergence", "lightning_liger.lazy.head"):
+    for name in ("liger_ops.loss.linear_head", "lightning_liger.lazy.head"):
         monkeypatch.setattr(importlib.import_module(name), "default_chunk_size", choose)
     for call, chunk_size, bytes_of_logit in (
         (lambda x: x.cross_entropy(LABELS), 4, 4),
