@@ -14,7 +14,6 @@ from lightning_liger.patching.rules.base import (
     Replacement,
     Rule,
     forward_of_one_tensor,
-    holds_buffers,
     own_dtype,
     probe_of,
 )
@@ -75,11 +74,11 @@ class NormReplacement(Replacement):
     def _compare(self, module: nn.Module, input_dtype: torch.dtype, dtype: torch.dtype) -> float:
         random = Randoms(module)
         parameters = {
-            name: None if parameter is None else nn.Parameter(random(*parameter.shape, dtype=dtype).detach())
-            for name, parameter in module._parameters.items()
+            name: nn.Parameter(random(*parameter.shape, dtype=dtype).detach())
+            for name, parameter in module.named_parameters(recurse=False)
         }
-        weights = [parameter for parameter in parameters.values() if parameter is not None]
-        probe = probe_of(module, _parameters=parameters)
+        weights = list(parameters.values())
+        probe = probe_of(module, **parameters)
         (width,) = weights[0].shape if weights else getattr(module, "normalized_shape", (_WIDTH_OF_WEIGHTLESS,))
         x = _rows(width, random).to(input_dtype).requires_grad_()
         if input_dtype != dtype and not _runs(probe, x):
@@ -119,7 +118,8 @@ class NormRule(Rule):
         parameters = dict(module.named_parameters())
         shapes = {tuple(parameter.shape) for parameter in parameters.values()}
         weight, bias, *others = *parameters, None, None
-        if any(others) or holds_buffers(module) or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        has_buffers = bool(module.state_dict().keys() - parameters.keys())  # which a checkpoint may change
+        if any(others) or has_buffers or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             return "its tensors are not one vector of weights and one of biases" if looks_like else None
         if len(inspect.signature(module.forward).parameters) != 1:
             return "its forward takes more than one input" if looks_like else None
