@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
@@ -140,19 +140,6 @@ def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: P
         f"lightning-liger: kernels={kernels!r} replaced nothing in {type(model).__name__} ({why})."
         " The model runs without fused kernels; choose kernels='none' if that is intended."
     )
-
-
-def apply_and_announce(model: nn.Module, kernels: KernelChoice, earlier: PatchReport | None) -> PatchReport:
-    """:func:`apply_liger_kernels` for engines that may set up one model several times: logs the first time only.
-
-    Returns:
-        The report, or ``earlier`` if this call replaced nothing.
-    """
-    report = apply_liger_kernels(model, kernels)
-    if earlier is not None and not report.num_replaced:
-        return earlier
-    rank_zero_info(f"lightning-liger: fused kernels in {report.num_replaced} modules (kernels={kernels})")
-    return report
 
 
 _Decision = tuple[PatchEntry, Replacement | None]
