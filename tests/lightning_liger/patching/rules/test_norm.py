@@ -1,5 +1,6 @@
 """Norms are found whatever they are called and however they are written; what resembles them is left alone."""
 
+import copy
 import random
 from collections.abc import Callable
 from functools import partial
@@ -228,10 +229,8 @@ def test_instance_that_differs_is_judged_by_itself() -> None:
 
 
 def test_instances_with_other_values_in_a_buffer_are_judged_by_themselves() -> None:
-    model = nn.ModuleList(
-        with_buffer(written(lambda m, x: plain(m, x) * m.buffer, "SomeNorm", weight=SIZE, eps=1e-5), persistent=False)
-        for _ in range(2)
-    )
+    norm = written(lambda m, x: plain(m, x) * m.buffer, "SomeNorm", weight=SIZE, eps=1e-5)
+    model = nn.ModuleList([with_buffer(norm, persistent=False), copy.deepcopy(norm)])
     model[1].buffer.fill_(2.0)
     apply_liger_kernels(model)
     assert [isinstance(norm, Patched) for norm in model] == [True, False]
