@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from liger_ops.arguments import check_integer, wrong_type
 from lightning_liger.activations.frames import tensors_in
 from lightning_liger.activations.layers import release_layers
-from lightning_liger.patching.rules.base import HOOKS, Patched
+from lightning_liger.patching.rules.base import Patched
 from lightning_liger.training.language_model import LanguageModel
 
 _SEQ_LENS = ((128, 256), (16, 32))
@@ -172,8 +172,9 @@ def _structure(model: nn.Module) -> nn.Module:
     structure = copy.deepcopy(model, memo)
     release_layers(structure)
     for module in structure.modules():
-        for name in HOOKS:
-            vars(module).get(name, {}).clear()
+        for name, value in vars(module).items():
+            if name.endswith("hooks") and isinstance(value, dict):
+                value.clear()
         if not hasattr(module, "_orig_mod"):  # of torch.compile, whose wrapper has its forward there
             vars(module).pop("forward", None)
         while isinstance(module, Patched):

@@ -149,7 +149,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             for name, parameter in module.named_parameters(recurse=False)
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
         }
-        if self._trainer is not None:  # an exported config keeps what it was
+        if self._attached_trainer is not None:  # an exported config keeps what it was
             self.model.config.use_cache = False
         self.train()
 
@@ -158,9 +158,9 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     def _build_model(self) -> PreTrainedModel:
         """A model with the weights of ``pretrained``, or random ones."""
-        pretrained, strategy = self._settings.pretrained, None if self._trainer is None else self.trainer.strategy
-        device = torch.get_default_device() if strategy is None else strategy.root_device
-        if self._trainer is not None and engine_of(self.trainer).materializes:
+        pretrained, trainer = self._settings.pretrained, self._attached_trainer
+        device = torch.get_default_device() if trainer is None else trainer.strategy.root_device
+        if trainer is not None and engine_of(trainer).materializes:
             device = self._device_before_sharding
         settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         if self._settings.attn_implementation is not None:
@@ -208,10 +208,9 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
                     grouped.add(parameter)
                     decay = 0.0 if is_undecayed else hparams.weight_decay
                     groups.setdefault((scale, warmup_steps, decay), []).append(parameter)
-        strategy = None if self._trainer is None else self._trainer.strategy
         # DeepSpeed knows optimizers by their class, and warns of all others.
         plain = partial(torch.optim.AdamW, fused=all(parameter.is_cuda for parameter in grouped))
-        make = plain if isinstance(strategy, DeepSpeedStrategy) else AdamW
+        make = plain if isinstance(getattr(self._attached_trainer, "strategy", None), DeepSpeedStrategy) else AdamW
         optimizer = make(
             [
                 {"params": parameters, "lr": hparams.learning_rate * scale, "weight_decay": decay}

@@ -74,30 +74,27 @@ class ShownLoss(Metric):
     nothing left to do. This is a tensor on the CPU already, one or two steps old; on the CPU it is the loss itself.
     """
 
-    _forward_cache: Any  # of Metric: what Lightning reads in each batch, None for nothing
+    full_state_update = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget()
-
-    def forget(self) -> None:
-        """Shows nothing, until the batch after the next loss."""
-        self._newest = torch.full((), float("nan"), dtype=torch.float64, device="cpu")  # not on meta, without values
         self._copies: deque[HostCopy] = deque()
-        self._forward_cache = None
+        self.newest: Tensor | None = None
 
     def show(self, loss: Tensor) -> None:
         """Starts a copy of ``loss``, a scalar, and shows the newest one that has arrived."""
         self._copies.append(HostCopy(loss))
         while self._copies and self._copies[0].has_arrived():
-            self._newest.copy_(self._copies.popleft().wait())  # in place: the bar holds on to the tensor
-            self._forward_cache = self._newest
+            arrived = self._copies.popleft().wait()
+            if self.newest is None:
+                self.newest = self(arrived)  # the tensor that Lightning reads for the bar from now on
+            self.newest.copy_(arrived)
 
-    def update(self) -> None:
-        """Not used: Lightning reads what :meth:`show` set."""
+    def update(self, loss: Tensor) -> None:
+        self._loss = loss.double()
 
     def compute(self) -> Tensor:
-        return self._newest
+        return self._loss
 
     def reset(self) -> None:
         """Keeps the loss, which the bar shows until the next step's is there."""

@@ -73,7 +73,7 @@ class LigerLMMixin(LigerStepMixin):
         TypeError: When a class lists the mixin after ``LightningModule``.
         ValueError: For an unknown ``loss_normalization`` or ``loss_type``; in the first step, for a model whose labels
             are not of tokens.
-        RuntimeError: At the start of a stage for which ``configure_model`` replaced the model of an earlier stage,
+        RuntimeError: At the start of a stage for which ``configure_model`` replaced a model that was there before,
             unless the new one gets its weights from ``ckpt_path``. ``self.model = None`` before the stage is a fresh
             start.
     """

@@ -1,7 +1,7 @@
 """A strategy, ours or another, as the module that it trains sees it."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import cast
 
 import lightning as L
 from lightning.pytorch.strategies import Strategy
@@ -38,19 +38,20 @@ class Engine:
     def micro_batch_index(self) -> int:
         """The index of the current micro-batch in its optimizer step."""
         # As Lightning, which zeroes gradients at 0, whatever became of the step before.
-        return self._epoch_loop.batch_idx % self._epoch_loop.trainer.accumulate_grad_batches
+        return self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches
 
     def should_accumulate(self) -> bool:
         """Whether more micro-batches follow before the optimizer steps."""
-        # Lightning's only account of it: the last batch of an epoch steps too, whose number may be unknown until then.
-        return self._epoch_loop._should_accumulate()
+        num_ready = self._trainer.fit_loop.epoch_loop.batch_idx + 1
+        if num_ready % self._trainer.accumulate_grad_batches == 0:
+            return False
+        # The last batch of an epoch steps too, whose number may be unknown until then.
+        is_last = num_ready == self._trainer.num_training_batches or self._trainer.is_last_batch
+        return self.handles_gradient_accumulation or not is_last
 
     @property
-    def _epoch_loop(self) -> Any:
-        module = self.strategy.lightning_module
-        if module is None:
-            raise RuntimeError(f"{type(self.strategy).__name__} needs a Trainer that is fitting")
-        return module.trainer.fit_loop.epoch_loop
+    def _trainer(self) -> L.Trainer:
+        return cast(L.LightningModule, self.strategy.lightning_module).trainer
 
     def scale_gradients(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         """Multiplies the gradients that the next optimizer step uses by ``factor``, before they are clipped."""

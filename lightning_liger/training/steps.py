@@ -59,7 +59,7 @@ class LigerStepMixin(_Module):
         check_choice("loss_normalization", self.loss_normalization, ("tokens", "micro_batch"))
         self._step_mean = StepMean()
         self._language_model: LanguageModel | None = None
-        self._has_weights = self._has_begun = False
+        self._has_begun = False
         self._former_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
         self.step_metrics, self.shown_loss = nn.ModuleDict(), ShownLoss()
 
@@ -83,13 +83,17 @@ class LigerStepMixin(_Module):
         L.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
         if isinstance(trainer, L.Trainer):  # here, as users override every hook without super()
             _follow_steps(trainer.precision_plugin)
-            model = getattr(self, "model", None) if self._has_weights else None
-            self._former_model, self._has_weights = () if model is None else (model,), True
-            self._has_begun = False
+            model = getattr(self, "model", None)
+            self._former_model, self._has_begun = () if model is None else (model,), False
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._has_weights = True
-        return super().load_state_dict(*args, **kwargs)
+    @property
+    def _attached_trainer(self) -> L.Trainer | None:
+        """The Trainer; None outside of one, as with Fabric."""
+        try:
+            trainer = self.trainer
+        except RuntimeError:
+            return None
+        return trainer if isinstance(trainer, L.Trainer) else None
 
     @torch.compiler.disable  # looks at the signatures of modules
     def _seen_model(self) -> LanguageModel:
@@ -107,15 +111,13 @@ class LigerStepMixin(_Module):
         return self._language_model
 
     def _refuse_replaced_model(self) -> None:
-        """Raises RuntimeError, and restores the model, if a stage would run on another one than the stage before it.
-
-        That is one which ``configure_model`` made, and which holds none of the weights so far.
-        """
+        """Raises RuntimeError, and restores the model, if ``configure_model`` put another in the place of a model."""
         former, self._former_model = self._former_model, ()
         model = getattr(self, "model", None)
         if not former or (isinstance(model, nn.Module) and any(part is former[0] for part in model.modules())):
             return
-        if self._trainer is not None and self.trainer.ckpt_path is not None:  # the weights are those of the checkpoint
+        trainer = self._attached_trainer
+        if trainer is not None and trainer.ckpt_path is not None:  # the weights are those of the checkpoint
             return
         self.model = former[0]
         raise RuntimeError(
@@ -127,7 +129,8 @@ class LigerStepMixin(_Module):
 
     def _context_parallel_shard(self, stage: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of the rows under context parallelism, else all of them."""
-        context = None if self._trainer is None else engine_of(self.trainer).context_parallel
+        trainer = self._attached_trainer
+        context = None if trainer is None else engine_of(trainer).context_parallel
         if context is None:
             return batch
         if stage == "train" and not self._normalizes_steps():
@@ -141,14 +144,15 @@ class LigerStepMixin(_Module):
 
     def _normalizes_steps(self) -> bool:
         """Whether gradients become those of the step's mean; not where an engine gives no access to them."""
-        if self.loss_normalization == "micro_batch" or self._trainer is None or not self.automatic_optimization:
+        trainer = self._attached_trainer
+        if self.loss_normalization == "micro_batch" or trainer is None or not self.automatic_optimization:
             return False
-        return self.trainer.accumulate_grad_batches == 1 or engine_of(self.trainer).scales_gradients
+        return trainer.accumulate_grad_batches == 1 or engine_of(trainer).scales_gradients
 
     @torch.compiler.disable  # the number of the batch is another each time
     def _counted(self, loss: Tensor, num_units: Tensor, num_batches: int | None = None) -> Tensor:
         """The loss of a training step, which is the mean of so many units; see :meth:`.StepMean.add`."""
-        if self._trainer is None:
+        if self._attached_trainer is None:
             return loss
         if self._normalizes_steps():
             self._step_mean.add(_batch_of(self.trainer), loss, num_units, num_batches)
@@ -163,7 +167,7 @@ class LigerStepMixin(_Module):
     @torch.compiler.disable
     def _stage_metrics(self, stage: str) -> tuple[Any, str]:
         """The metrics of a stage in ``self.step_metrics``, for each of several data loaders others; their path."""
-        results = None if self._trainer is None or stage == "train" else self.trainer._results
+        results = None if self._attached_trainer is None or stage == "train" else self.trainer._results
         index = None if results is None else results.dataloader_idx  # whatever index an override passes on
         key = f"{stage}_metrics" + (f"_{index}" if index else "")
         if key not in self.step_metrics:
@@ -213,10 +217,6 @@ class LigerStepMixin(_Module):
         """Checks, and makes what steps need, once in each stage."""
         self._refuse_replaced_model()
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self._begin_stage()
-
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._begin_stage()
@@ -231,7 +231,8 @@ class LigerStepMixin(_Module):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.shown_loss.forget()
+        self._begin_stage()
+        self.shown_loss = ShownLoss()
         if self.loss_normalization != "micro_batch" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
                 f"{type(self.trainer.strategy).__name__} gives no access to its gradients: with accumulate_grad_batches"

@@ -1,6 +1,5 @@
 """Rules propose replacements for modules; :mod:`lightning_liger.patching.verify` accepts or rejects them."""
 
-import copy
 import functools
 import inspect
 from abc import ABC, abstractmethod
@@ -14,11 +13,6 @@ from torch.distributed.tensor import DTensor
 from lightning_liger.subclasses import made_subclass
 
 NUM_PROBE_TOKENS = 5
-HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
-)
-"""Attributes of a module with its hooks. Private to torch, which has no public way to see them."""
 
 
 class Patched:
@@ -83,9 +77,9 @@ class Rule(ABC):
 
     def signature(self, module: nn.Module) -> Hashable:
         """Modules of one class, with equal candidates and signature, are verified once."""
-        tensors = (*module.named_parameters(), *module.named_buffers())
         return (
-            tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors),
+            tuple((name, each.shape, each.dtype, each.device) for name, each in module.named_parameters()),
+            tuple((name, id(buffer)) for name, buffer in module.named_buffers()),  # whose values may differ
             settings_of(module),
         )
 
@@ -96,12 +90,6 @@ def settings_of(module: nn.Module) -> Hashable:
     own = [(name, value) for name, value in vars(module).items() if name != "layer_idx"]
     plain = tuple((name, value) for name, value in own if isinstance(value, bool | int | float | str))
     return plain, tuple((name, id(value)) for name, value in own if callable(value))
-
-
-def holds_buffers(module: nn.Module) -> bool:
-    """Whether ``module`` itself has persistent buffers: loading a checkpoint may change what it computes."""
-    # Private to torch, which has no public way to tell persistent buffers from others.
-    return not module._buffers.keys() <= module._non_persistent_buffers_set
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -131,18 +119,33 @@ def forward_of_one_tensor(
     return forward
 
 
-def probe_of(module: nn.Module, **attributes: Any) -> nn.Module:
-    """A shallow copy in training mode with other values of some attributes, such as its dictionaries of parameters."""
-    probe = copy.copy(module)
-    probe.__dict__.update(attributes, training=True)
+def probe_of(module: nn.Module, **replaced: Any) -> Any:
+    """A module in training mode that computes as ``module`` does, with some parameters, children or settings replaced.
+
+    It runs no hooks, and does not share what a forward may change.
+    """
+
+    def find(self: nn.Module, name: str) -> Any:
+        """What the probe itself does not have: buffers, and parameters and buffers that are None."""
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            value = getattr(module, name)
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            return value.clone() if is_buffer else value
+
+    probe_class: Any = type(type(module).__name__, (type(module),), {})
+    probe = probe_class.__new__(probe_class)
+    nn.Module.__init__(probe)
+    vars(probe).update({name: value for name, value in vars(module).items() if name not in vars(probe)})
+    # named_children() would leave out the second name of a child that has two.
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name and name not in replaced:
+            probe.add_module(name, probe_of(child))
+    for name, value in replaced.items():
+        setattr(probe, name, value)
+    probe_class.__getattr__ = find
     return probe
-
-
-def without_hooks(module: nn.Module) -> nn.Module:
-    """A shallow copy of ``module`` whose calls run no hooks."""
-    bare = copy.copy(module)
-    bare.__dict__.update({name: type(hooks)() for name, hooks in vars(module).items() if name in HOOKS})
-    return bare
 
 
 def own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:

@@ -1,15 +1,14 @@
 """Gated MLPs: SwiGLU, GeGLU and squared ReLU, of separate and of packed projections, and the same inside experts.
 
 Which projection is the gate, which activation it has and where a dropout is, is found by comparing outputs and
-gradients. The comparison
-replaces projections by cheap random linear maps of their sizes, so it costs nothing even where a weight has a hundred
-million elements, and projections that a user replaced (an adapter, quantised weights) do not prevent it.
+gradients. The comparison replaces projections by cheap random linear maps of their sizes, so it costs nothing even
+where a weight has a hundred million elements, and projections that a user replaced (an adapter, quantised weights) do
+not prevent it.
 """
 
-import copy
-import functools
 import inspect
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +25,10 @@ from lightning_liger.patching.rules.base import (
     Replacement,
     Rule,
     forward_of_one_tensor,
-    holds_buffers,
     own_dtype,
     probe_of,
     settings_of,
     takes_one_tensor,
-    without_hooks,
 )
 from lightning_liger.patching.verify import Rejected, compare, trial
 
@@ -46,8 +43,25 @@ _PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (
 """Dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own come last."""
 
 
+class _GatedReplacement(Replacement):
+    """A gated unit and what is around it."""
+
+    activation: str
+
+    @property
+    def kernel(self) -> str:
+        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
+
+    def verify(self, module: nn.Module) -> float:
+        return [self._compare(module, dtype, size) for dtype, size in _PROBES][-1]
+
+    @abstractmethod
+    def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
+        """The error for an input of this size and dtype, None for the module's own."""
+
+
 @dataclass(frozen=True)
-class MLPReplacement(Replacement):
+class MLPReplacement(_GatedReplacement):
     """``down(activation(gate(x)) * up(x))``, with a dropout before or after ``down``, both or none.
 
     Attributes:
@@ -67,10 +81,6 @@ class MLPReplacement(Replacement):
     up_first: bool = False
     inner_dropout: str | None = None
     outer_dropout: str | None = None
-
-    @property
-    def kernel(self) -> str:
-        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
 
     @property
     def description(self) -> str:
@@ -103,37 +113,35 @@ class MLPReplacement(Replacement):
         output = getattr(module, self.down)(hidden)
         return output if self.outer_dropout is None else getattr(module, self.outer_dropout)(output)
 
-    def verify(self, module: nn.Module) -> float:
-        error = 0.0  # that of the last probe, in the module's own dtype
-        default = own_dtype(module)
-        for dtype, size in _PROBES:
-            random = Randoms(module)
-            # named_children() would leave out the second name of a child that has two.
-            own = {name: child for name, child in module._modules.items() if child is not None}
-            children = {
-                name: _stand_in(child, dtype or own_dtype(child, default), random) for name, child in own.items()
-            }
-            probe = probe_of(module, _modules=children)
-            x = random(1, NUM_PROBE_TOKENS, children[self.gate].in_features, dtype=dtype or default, scale=size)
-            error = compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
-        return error
+    def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
+        random, own = Randoms(module), own_dtype(module)
+        children = module.named_modules(remove_duplicate=False)
+        probe = probe_of(
+            module,
+            **{
+                name: _stand_in(child, dtype or own_dtype(child, own), random)
+                for name, child in children
+                if name and "." not in name
+            },
+        )
+        width = getattr(probe, self.gate).in_features
+        x = random(1, NUM_PROBE_TOKENS, width, dtype=dtype or own, scale=size)
+        return compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
 
 
 def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
     """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
-    skipped = (child for name, child in module._modules.items() if name not in called and child is not None)
+    skipped = (child for name, child in module.named_children() if name not in called)
     return any(has_hooks(child) or "forward" in vars(child) for child in skipped)
 
 
-def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> Any:
-    """A cheap random linear map instead of a projection, a copy of any other child; every dropout drops half."""
+def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> nn.Module:
+    """A cheap random linear map instead of a projection, a probe of any other child; every dropout drops half."""
     sizes = _sizes(child)
     if sizes is not None:
         return _Sketch(*sizes, dtype, random)
-    child = copy.deepcopy(without_hooks(child)).train()
-    if isinstance(child, nn.Dropout):  # where it is shows even if the module's own drops nothing
-        child.p = 0.5
-    return child
+    # Where a dropout is shows even if the module's own drops nothing.
+    return probe_of(child, **({"p": 0.5} if isinstance(child, nn.Dropout) else {}))
 
 
 class _Sketch(nn.Module):
@@ -174,14 +182,11 @@ class MLPRule(Rule):
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         children = dict(module.named_children())
         sizes = {name: size for name, child in children.items() if (size := _sizes(child)) is not None}
-        if len(sizes) not in (2, 3) or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            return None
-        if any(True for _ in module.parameters(recurse=False)) or holds_buffers(module):
-            return None
-        if not takes_one_tensor(module):
-            return None
         others = [child for name, child in children.items() if name not in sizes]
-        if any(True for child in others for _ in child.children()):
+        own_tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if len(sizes) not in (2, 3) or own_tensors or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return None
+        if not takes_one_tensor(module) or any(True for child in others for _ in child.children()):
             return None
         # Attention has projections of the same sizes, but no activation, and its forward has more parameters.
         is_simple = not others and len(inspect.signature(module.forward).parameters) == 1
@@ -189,16 +194,11 @@ class MLPRule(Rule):
         if not is_simple and not activations:
             return None
         dropouts = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
-        candidates = [
+        return [
             replace(candidate, inner_dropout=inner, outer_dropout=outer)
-            for candidate in _mlps(sizes, _gates(activations))
+            for candidate in _mlps(sizes, activations)
             for inner, outer in _places(dropouts)
-        ]
-        if any(candidate.activation == "relu_squared" for candidate in candidates):
-            squared = _between_minus_2_and_2().relu().square()
-            if not any(torch.allclose(values, squared) for values in activations):
-                return None
-        return candidates or None
+        ] or None
 
     def signature(self, module: nn.Module) -> Hashable:
         children = module.named_children()
@@ -206,37 +206,22 @@ class MLPRule(Rule):
         return super().signature(module), others
 
 
-def _between_minus_2_and_2() -> Tensor:
-    return torch.linspace(-2.0, 2.0, 9, dtype=torch.float32, device="cpu")
+_INPUTS = torch.linspace(-2.0, 2.0, 9, dtype=torch.float32, device="cpu")
 
 
 def _activations(module: nn.Module) -> list[Tensor]:
-    """Values between -2 and 2 of each elementwise function among the module's attributes and children."""
-    x = _between_minus_2_and_2()
+    """The values for ``_INPUTS`` of each elementwise function among the module's attributes and children."""
     values = []
     for function in (*vars(module).values(), *module.children()):
         if callable(function) and not isinstance(function, type | nn.Dropout | nn.Identity) and not _sizes(function):
             try:
                 with trial():
-                    y = function.forward(x) if isinstance(function, nn.Module) else function(x)
+                    y = function.forward(_INPUTS) if isinstance(function, nn.Module) else function(_INPUTS)
             except Rejected:
                 continue
-            if isinstance(y, Tensor) and y.shape == x.shape:
+            if isinstance(y, Tensor) and y.shape == _INPUTS.shape:
                 values.append(y)
     return values
-
-
-def _gates(activations: list[Tensor]) -> list[str]:
-    """The names of all gates, those with one of these activations first: a reason is then about such a gate."""
-    computed = _gate_values()
-    return sorted(_GATES, key=lambda name: not any(torch.allclose(computed[name], values) for values in activations))
-
-
-@functools.cache
-def _gate_values() -> dict[str, Tensor]:
-    """What :func:`_activations` finds for the activation of each gate."""
-    x = _between_minus_2_and_2()
-    return {name: gate(x, torch.ones_like(x)) for name, gate in _GATES.items()}
 
 
 def _places(dropouts: list[str]) -> list[tuple[str | None, str | None]]:
@@ -246,8 +231,13 @@ def _places(dropouts: list[str]) -> list[tuple[str | None, str | None]]:
     return [*places, (None, None)]
 
 
-def _mlps(sizes: dict[str, tuple[int, int]], gates: list[str]) -> Iterator[MLPReplacement]:
-    """All MLPs of projections with these names and sizes, and of these gates."""
+def _mlps(sizes: dict[str, tuple[int, int]], activations: list[Tensor]) -> Iterator[MLPReplacement]:
+    """All MLPs of projections with these names and sizes; first those with an activation of these values."""
+    ones = torch.ones_like(_INPUTS)
+    known = [
+        name for name, gate in _GATES.items() if any(torch.allclose(gate(_INPUTS, ones), each) for each in activations)
+    ]
+    gates = list(dict.fromkeys((*known, *_GATES)))
     for down in reversed(sizes):
         others = [name for name in sizes if name != down]
         hidden_size, width = sizes[down][1], sizes[down][0]
@@ -259,19 +249,15 @@ def _mlps(sizes: dict[str, tuple[int, int]], gates: list[str]) -> Iterator[MLPRe
         elif len(others) == 1 and sizes[others[0]][1] == 2 * width:
             for up_first, activation in itertools.product((False, True), gates):
                 yield MLPReplacement(others[0], None, down, activation, up_first)
-        elif len(others) == 1 and sizes[others[0]][1] == width:
+        elif len(others) == 1 and sizes[others[0]][1] == width and "relu_squared_mul" in known:
             yield MLPReplacement(others[0], None, down, "relu_squared")
 
 
 @dataclass(frozen=True)
-class ExpertsReplacement(Replacement):
+class ExpertsReplacement(_GatedReplacement):
     """The gated unit between the two grouped matrix products of experts whose weights are 3-D tensors."""
 
     activation: str
-
-    @property
-    def kernel(self) -> str:
-        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
 
     @property
     def description(self) -> str:
@@ -288,15 +274,11 @@ class ExpertsReplacement(Replacement):
 
         return {"_apply_gate": _apply_gate}
 
-    def verify(self, module: nn.Module) -> float:
-        error = 0.0  # that of the last probe, in the module's own dtype
-        children = {name: child and without_hooks(child) for name, child in module._modules.items()}
-        experts: Any = probe_of(module, _modules=children)
+    def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
+        experts = probe_of(module)
         width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
-        for dtype, size in _PROBES:
-            x = Randoms(module)(NUM_PROBE_TOKENS, width, dtype=dtype or own_dtype(module), scale=size)
-            error = compare(partial(experts._apply_gate, x), partial(_GATES[self.activation], x), (x,))
-        return error
+        x = Randoms(module)(NUM_PROBE_TOKENS, width, dtype=dtype or own_dtype(module), scale=size)
+        return compare(partial(experts._apply_gate, x), partial(_GATES[self.activation], x), (x,))
 
 
 class ExpertsRule(Rule):

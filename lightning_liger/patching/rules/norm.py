@@ -3,18 +3,18 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_ops import layer_norm, rms_norm
+from liger_ops.norm.rms_norm import Casting
 from lightning_liger.patching.rules.base import (
     Randoms,
     Replacement,
     Rule,
     forward_of_one_tensor,
-    holds_buffers,
     own_dtype,
     probe_of,
 )
@@ -41,7 +41,7 @@ class NormReplacement(Replacement):
     weight: str | None
     bias: str | None
     offset: float
-    casting: Literal["gemma", "llama", "none"] | None
+    casting: Casting | None
 
     @property
     def kernel(self) -> str:
@@ -75,11 +75,11 @@ class NormReplacement(Replacement):
     def _compare(self, module: nn.Module, input_dtype: torch.dtype, dtype: torch.dtype) -> float:
         random = Randoms(module)
         parameters = {
-            name: None if parameter is None else nn.Parameter(random(*parameter.shape, dtype=dtype).detach())
-            for name, parameter in module._parameters.items()
+            name: nn.Parameter(random(*parameter.shape, dtype=dtype).detach())
+            for name, parameter in module.named_parameters(recurse=False)
         }
-        weights = [parameter for parameter in parameters.values() if parameter is not None]
-        probe = probe_of(module, _parameters=parameters)
+        weights = list(parameters.values())
+        probe = probe_of(module, **parameters)
         (width,) = weights[0].shape if weights else getattr(module, "normalized_shape", (_WIDTH_OF_WEIGHTLESS,))
         x = _rows(width, random).to(input_dtype).requires_grad_()
         if input_dtype != dtype and not _runs(probe, x):
@@ -113,25 +113,26 @@ class NormRule(Rule):
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         looks_like = "norm" in type(module).__name__.lower()
-        eps = _eps_names(module) or (_USUAL_EPS if looks_like else ())
+        # PyTorch's eps may be large, or None. p of a dropout may be as small as an eps.
+        small = [name for name, value in vars(module).items() if isinstance(value, float) and 0 < value < _LARGEST_EPS]
+        names = ["eps"] if isinstance(module, nn.RMSNorm | nn.LayerNorm) else [name for name in small if name != "p"]
+        eps = names or (_USUAL_EPS if looks_like else ())
         if not eps or any(module.children()):
             return None
         parameters = dict(module.named_parameters())
         shapes = {tuple(parameter.shape) for parameter in parameters.values()}
         weight, bias, *others = *parameters, None, None
-        if any(others) or holds_buffers(module) or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        has_buffers = bool(module.state_dict().keys() - parameters.keys())  # which a checkpoint may change
+        if any(others) or has_buffers or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             return "its tensors are not one vector of weights and one of biases" if looks_like else None
         if len(inspect.signature(module.forward).parameters) != 1:
             return "its forward takes more than one input" if looks_like else None
         return list(_norms(eps, weight, bias))
 
 
-def _eps_names(module: nn.Module) -> list[str]:
-    if isinstance(module, nn.RMSNorm | nn.LayerNorm):
-        return ["eps"]
-    # p of a dropout may be as small as an eps.
-    small = [name for name, value in vars(module).items() if isinstance(value, float) and 0 < value < _LARGEST_EPS]
-    return [name for name in small if name != "p"]
+_RMS_NORMS: tuple[tuple[float, Casting], ...] = (
+    (0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0.0, "none"),
+)  # fmt: skip
 
 
 def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> Iterator[Replacement]:
@@ -139,12 +140,8 @@ def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> 
     offsets = (0.0,) if weight is None else (0.0, 1.0)
     for each in eps:
         if bias is None:
-            yield NormReplacement(each, weight, None, 0.0, "llama")
-            if weight is not None:
-                yield NormReplacement(each, weight, None, 1.0, "gemma")
-                yield NormReplacement(each, weight, None, 0.0, "gemma")
-                yield NormReplacement(each, weight, None, 1.0, "llama")
-            yield NormReplacement(each, weight, None, 0.0, "none")
+            forms = (form for form in _RMS_NORMS if form[0] in offsets)
+            yield from (NormReplacement(each, weight, None, *form) for form in forms)
         # Either of the two vectors may be the bias.
-        for order in dict.fromkeys([(weight, bias), (weight, bias) if bias is None else (bias, weight)]):
+        for order in [(weight, bias), (bias, weight)][: 1 if bias is None else 2]:
             yield from (NormReplacement(each, *order, offset, None) for offset in offsets)

@@ -147,27 +147,21 @@ def _form_of(function: Callable[..., Any]) -> RotaryForm | str:
     """The form that ``function`` computes, or how it differs from the most common form."""
     mismatch, reason = "", ""
     for form in _forms(list(inspect.signature(function).parameters)):
+        found = False
         try:
             with trial():
-                for table_dtype in (torch.float32, torch.bfloat16):
-                    _compare(function, form, _PROBE_DIM, torch.float32, table_dtype)
-                _compare(function, form, _PROBE_DIM, torch.bfloat16, torch.float32)
-            return replace(form, partial=_is_partial(function, form))
+                for dtype, table_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+                    _compare(function, form, _PROBE_DIM, dtype, table_dtype)
+                found = True
+                _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, rotary_dim=_PROBE_DIM // 2)
+            return replace(form, partial=True)
         except Rejected as error:
+            if found:  # it takes no tables that are narrower than heads
+                return form
             reason = reason or str(error)
         except Mismatch as error:
             mismatch = mismatch or str(error)
     return mismatch or reason
-
-
-def _is_partial(function: Callable[..., Any], form: RotaryForm) -> bool:
-    """Whether ``function`` takes narrower tables; raises Mismatch if it then computes another form."""
-    try:
-        with trial():
-            _compare(function, form, _PROBE_DIM, torch.float32, torch.float32, rotary_dim=_PROBE_DIM // 2)
-    except Rejected:
-        return False
-    return True
 
 
 @functools.cache
@@ -210,15 +204,15 @@ class RotaryReplacement(Replacement):
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         methods: dict[str, Any] = {}
-        for method_name, name, function in _calls(original):  # type: ignore[arg-type]  # mypy takes module classes for unhashable
-            form = dict(self.forms).get(name)
-            if form is not None:
+        forms = dict(self.forms)
+        for (method_name, name), function in _calls(original).items():
+            if name in forms:
                 method = methods.get(method_name) or inspect.getattr_static(original, method_name)
-                methods[method_name] = _rebound(method, name, _fused(function, form))
+                methods[method_name] = _rebound(method, name, _fused(function, forms[name]))
         return methods
 
     def verify(self, module: nn.Module) -> float:
-        functions = _functions(type(module))
+        functions = {name: function for (_, name), function in _calls(type(module)).items()}
         head_dim = getattr(module, "head_dim", None)
         head_dim = head_dim if isinstance(head_dim, int) and head_dim % 2 == 0 else _PROBE_DIM
         dtypes = dict.fromkeys([torch.float32, own_dtype(module)])
@@ -239,10 +233,9 @@ def _rebound(method: FunctionType, name: str, replacement: Callable[..., Any]) -
     return rebound
 
 
-@functools.cache
-def _calls(module_class: type[nn.Module]) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
-    """Each method of a class that calls a rotary function: its name, the function's global name and the function."""
-    found: list[tuple[str, str, Callable[..., Any]]] = []
+def _find_calls(module_class: type[nn.Module]) -> dict[tuple[str, str], FunctionType]:
+    """The rotary functions that methods of a class call, by the names of the method and of the global."""
+    found: dict[tuple[str, str], FunctionType] = {}
     for owner in module_class.__mro__:
         if owner is nn.Module:
             break
@@ -251,20 +244,14 @@ def _calls(module_class: type[nn.Module]) -> tuple[tuple[str, str, Callable[...,
                 continue
             for name in method.__code__.co_names:
                 function = method.__globals__.get(name)
-                if isinstance(function, FunctionType) and _is_rotary(function):
-                    found.append((method_name, name, function))
-    return tuple(found)
+                if isinstance(function, FunctionType):
+                    parameters = inspect.signature(function).parameters.keys()
+                    if {"cos", "sin"} <= parameters or _COMPLEX in parameters:
+                        found[method_name, name] = function
+    return found
 
 
-def _functions(module_class: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The rotary functions that methods of a class call, by their global names."""
-    return {name: function for _, name, function in _calls(module_class)}  # type: ignore[arg-type]  # mypy takes module classes for unhashable
-
-
-@functools.cache
-def _is_rotary(function: FunctionType) -> bool:
-    names = inspect.signature(function).parameters.keys()
-    return {"cos", "sin"} <= names or _COMPLEX in names
+_calls: Callable[[Any], dict[tuple[str, str], FunctionType]] = functools.cache(_find_calls)
 
 
 class RotaryRule(Rule):
@@ -273,10 +260,9 @@ class RotaryRule(Rule):
     kernels = ("rope",)
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
-        functions = _functions(type(module))
-        if not functions:
+        forms = {name: _form_of(function) for (_, name), function in _calls(type(module)).items()}
+        if not forms:
             return None
-        forms = {name: _form_of(function) for name, function in functions.items()}
         known = tuple((name, form) for name, form in forms.items() if isinstance(form, RotaryForm))
         if not known:
             return "; ".join(f"{name} is not apply_rotary: {reason}" for name, reason in forms.items())

@@ -1,9 +1,10 @@
 """What strategies, precision plugins and the callback do to a model before an engine wraps it."""
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
-from lightning_liger.patching import PatchReport, check_kernels
-from lightning_liger.patching.apply import KernelChoice, apply_and_announce
+from lightning_liger.patching import PatchReport, apply_liger_kernels, check_kernels
+from lightning_liger.patching.apply import KernelChoice
 
 
 class Kernels:
@@ -25,4 +26,7 @@ class Kernels:
 
     def apply(self, model: Module) -> None:
         """Applies the kernels to a model whose parameters have their final dtypes; again, changes nothing."""
-        self.report = apply_and_announce(model, self.choice, self.report)
+        report = apply_liger_kernels(model, self.choice)
+        if self.report is None or report.num_replaced:
+            self.report = report
+            rank_zero_info(f"lightning-liger: fused kernels in {report.num_replaced} modules (kernels={self.choice})")

@@ -67,8 +67,7 @@ KERNELS: list[tuple[Any, ...]] = [
     ),
 ]  # fmt: skip
 MODELS: list[tuple[Any, str]] = [
-    (LlamaForCausalLM, "an instance of torch.nn.Module, such as LlamaForCausalLM(...)"),
-    (nn.Module, "an instance of torch.nn.Module"),
+    (LlamaForCausalLM, "a torch.nn.Module, got <class"),
     ([nn.Linear(2, 2)], "a torch.nn.Module, got [Linear"),
     (nn.Parameter(torch.ones(2)), "a torch.nn.Module, got a tensor of shape (2,)"),
     (torch.jit.trace(nn.ReLU(), torch.ones(1)), "TorchScript has not compiled, got the module"),

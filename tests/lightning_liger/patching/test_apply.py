@@ -12,17 +12,22 @@ from torch import Tensor, nn
 
 from lightning_liger import LazyLogits, apply_liger_kernels
 from lightning_liger.patching import KERNELS, check_kernels
-from lightning_liger.patching.apply import apply_and_announce
 from lightning_liger.patching.rules import Patched
 from lightning_liger.patching.rules.head import HeadReplacement
-from lightning_liger.patching.rules.norm import NormRule
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
+STRUCTURES = {"rms_norm": "LlamaRMSNorm", "rope": "LlamaAttention", "silu_mul": "LlamaMLP"}
+STRUCTURES["linear_cross_entropy"] = "Linear"
 
 
 def classes(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
+
+
+def state(model: nn.Module) -> list[Any]:
+    """What patching changes."""
+    return [(type(each), list(each._forward_hooks), list(each._forward_pre_hooks)) for each in model.modules()]
 
 
 def replaced(model: nn.Module) -> list[str]:
@@ -37,38 +42,39 @@ def logits(model: nn.Module) -> LazyLogits | Tensor:
     return model(input_ids=tiny_batch()["input_ids"]).logits
 
 
-@pytest.mark.parametrize("kernels", ["auto", list(EXPECTED), tuple(EXPECTED)], ids=["auto", "list", "tuple"])
-def test_every_kernel_is_applied_to_llama(kernels: Any) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "missing"),
+    [
+        ("auto", []),
+        (tuple(EXPECTED), []),
+        *((kernel, [each for each in EXPECTED if each != kernel]) for kernel in EXPECTED),
+        ({"linear_cross_entropy": {"chunk_bytes": 1 << 20}}, []),
+        ({"rope": False, "rms_norm": False, "layer_norm": False, "silu_mul": True}, ["rope", "rms_norm"]),
+    ],
+    ids=str,
+)
+def test_chosen_kernels_are_applied_once_and_undone(kernels: Any, missing: Any) -> None:
     model = tiny_llama()
+    before, want = state(model), loss(model)
+    expected = {kernel: count for kernel, count in EXPECTED.items() if kernel not in missing}
     report = apply_liger_kernels(model, kernels)
-    counts = {entry.kernel: entry.count for entry in report.entries}
-    assert counts == EXPECTED
-    assert {entry.kernel: entry.structure for entry in report.entries} == {
-        "rms_norm": "LlamaRMSNorm",
-        "rope": "LlamaAttention",
-        "silu_mul": "LlamaMLP",
-        "linear_cross_entropy": "Linear",
-    }
-    assert all(entry.replacement and not entry.reason for entry in report.entries)
-    assert report.num_replaced == sum(EXPECTED.values()) == len(replaced(model))
-
-
-@pytest.mark.parametrize("kernel", EXPECTED)
-def test_only_the_kernel_asked_for_is_applied(kernel: str) -> None:
-    model = tiny_llama()
-    report = apply_liger_kernels(model, kernel)
-    assert replaced(model) == [kernel] * EXPECTED[kernel]
-    assert [entry.kernel for entry in report.entries] == [kernel]
-    assert isinstance(logits(model), LazyLogits) == (kernel == "linear_cross_entropy")
-
-
-@pytest.mark.parametrize("kernels", ["flash", ["rms_norm", "flash"], ["auto"]], ids=str)
-def test_unknown_kernel_is_refused_with_the_known_ones(kernels: Any) -> None:
-    model = tiny_llama()
-    with pytest.raises(ValueError, match=r"unknown \['(flash|auto)'\]") as error:
-        apply_liger_kernels(model, kernels)
-    assert all(name in str(error.value) for name in KERNELS)
-    assert replaced(model) == []
+    assert {entry.kernel: entry.count for entry in report.entries} == expected
+    assert all(entry.structure == STRUCTURES[entry.kernel] and entry.replacement for entry in report.entries)
+    assert report.num_replaced == sum(expected.values())
+    assert replaced(model) == sorted(kernel for kernel, count in expected.items() for _ in range(count))
+    assert isinstance(logits(model), LazyLogits) == ("linear_cross_entropy" in expected)
+    patched = state(model)
+    again = apply_liger_kernels(model, kernels)
+    assert [(each.count, each.reason) for each in again.entries] == [
+        (each.count, "already replaced") for each in report.entries
+    ]
+    again.undo()
+    assert state(model) == patched
+    torch.testing.assert_close(loss(model), want, rtol=1e-5, atol=0)
+    for _ in range(2):
+        report.undo()
+        assert state(model) == before
+        assert torch.equal(loss(model), want)
 
 
 def test_check_kernels_returns_the_names_that_are_meant() -> None:
@@ -104,25 +110,6 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "message"),
-    [
-        ({"linear_cross_entropy": {"chunk_size": 3}}, "True or False, or a dict with any of chunk_bytes, accumulate"),
-        ({"rope": {"chunk_bytes": 3}}, r"kernels\['rope'\] must be True or False, got"),
-        ({"linear_cross_entropy": {"chunk_bytes": 0}}, r"\['chunk_bytes'\].* must be an integer of at least 1, got 0"),
-        ({"linear_cross_entropy": {"chunk_bytes": 1.5}}, r"'chunk_bytes'\].* an integer of at least 1, got 1.5"),
-        ({"linear_cross_entropy": {"accumulate_dtype": "int8"}}, "must be one of 'float16', .*, got 'int8'"),
-        ({"loss": True}, r"unknown \['loss'\]"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused_before_anything_changes(kernels: Any, message: str) -> None:
-    model = tiny_llama()
-    with pytest.raises((TypeError, ValueError), match=message):
-        apply_liger_kernels(model, kernels)
-    assert replaced(model) == []
-
-
-@pytest.mark.parametrize(
     ("model_type", "kernel", "reason"),
     [
         ("llama", "gelu_mul", r"nothing .* by it \(LlamaMLP: gelu_mul is not the same: output differs by"),
@@ -144,23 +131,6 @@ def test_kernel_asked_for_that_fits_nothing_is_an_error_and_changes_nothing(
     assert isinstance(logits(model), LazyLogits)
 
 
-@pytest.mark.parametrize(
-    ("changes", "missing"),
-    [
-        ({}, []),
-        ({"linear_cross_entropy": {"chunk_bytes": 1 << 20}}, []),
-        ({"rope": False}, ["rope"]),
-        ({"rope": False, "rms_norm": False, "silu_mul": True}, ["rope", "rms_norm"]),
-        ({"gelu_mul": False}, []),
-    ],
-    ids=str,
-)
-def test_dict_replaces_what_auto_does_but_for_its_changes(changes: dict[str, Any], missing: list[str]) -> None:
-    report = apply_liger_kernels(tiny_llama(), changes)
-    counts = {entry.kernel: entry.count for entry in report.entries if entry.replacement is not None}
-    assert counts == {kernel: count for kernel, count in EXPECTED.items() if kernel not in missing}
-
-
 class ScaledLinear(nn.Linear):
     """A head that is not a plain linear layer."""
 
@@ -179,41 +149,6 @@ def test_head_of_another_class_stays_and_is_reported() -> None:
     assert (entry.replacement, entry.reason) == (None, "the head is ScaledLinear, not torch.nn.Linear")
     assert type(model.lm_head) is ScaledLinear
     torch.testing.assert_close(loss(model), want, rtol=1e-5, atol=0)
-
-
-def test_second_application_changes_nothing() -> None:
-    model = tiny_llama()
-    first = apply_liger_kernels(model)
-    before, want = classes(model), loss(model)
-    hooks = list(model._forward_hooks), list(model._forward_pre_hooks)
-    for kernels in ("auto", list(EXPECTED)):
-        second = apply_liger_kernels(model, kernels)
-        assert second.num_replaced == 0
-        assert {(e.kernel, e.structure, e.count, e.reason) for e in second.entries} == {
-            (e.kernel, e.structure, e.count, "already replaced") for e in first.entries
-        }
-        assert classes(model) == before
-        assert (list(model._forward_hooks), list(model._forward_pre_hooks)) == hooks
-        second.undo()
-        assert classes(model) == before
-        assert (list(model._forward_hooks), list(model._forward_pre_hooks)) == hooks
-    assert torch.equal(loss(model), want)
-
-
-def test_undo_restores_classes_hooks_and_behaviour() -> None:
-    model = tiny_llama()
-    before, want = classes(model), loss(model)
-    report = apply_liger_kernels(model)
-    assert classes(model) != before
-    assert isinstance(logits(model), LazyLogits)
-    for _ in range(2):
-        report.undo()
-        assert classes(model) == before
-        assert not model._forward_hooks
-        assert not model._forward_pre_hooks
-        assert isinstance(logits(model), Tensor)
-        assert torch.equal(loss(model), want)
-    assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values())
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -268,64 +203,36 @@ def test_part_that_was_patched_before_is_hooked_once_and_stays_patched() -> None
     assert [isinstance(logits(model), LazyLogits) for model in owner.values()] == [True, False]
 
 
-def with_hooks_of_accelerate(model: nn.Module) -> nn.Module:
-    hooks = pytest.importorskip("accelerate.hooks")
-    for module in model.modules():
-        hooks.add_hook_to_module(module, hooks.ModelHook())
-    return model
+class RaisingNorm(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.weight, self.eps, self.index = nn.Parameter(torch.ones(8)), 1e-6, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"reason {self.index}" + " because" * 50)
 
 
-def test_model_in_which_nothing_was_replaced_is_a_warning_that_says_why_once() -> None:
-    model = with_hooks_of_accelerate(tiny_llama())
-    with pytest.warns(UserWarning, match="replaced nothing in LlamaForCausalLM") as warned:
-        report = apply_liger_kernels(model)
-    assert report.num_replaced == 0
-    (message,) = (str(warning.message) for warning in warned)
-    reason = "this instance overrides forward, as accelerate's hooks do"
-    assert f"(2 LlamaAttention, 2 LlamaMLP, 5 LlamaRMSNorm, 1 Linear: {reason})" in message
-    assert "kernels='none'" in message
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for kernels in ("auto", {"rope": False}, "none"):
-            apply_liger_kernels(model, kernels)
-        assert apply_and_announce(model, "auto", report) is report
-    with pytest.warns(UserWarning, match="replaced nothing in LlamaForCausalLM"):
-        apply_liger_kernels(with_hooks_of_accelerate(tiny_llama()))  # another model
-
-
-def test_model_that_no_rule_recognises_is_a_warning_too() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    with pytest.warns(
-        UserWarning, match="in Sequential .no module looks like a norm, rotary embedding, gated MLP or LM"
-    ):
-        report = apply_and_announce(model, "auto", None)
-    assert report.entries == []
-
-
-def test_many_and_long_reasons_are_shortened() -> None:
-    class RaisingNorm(nn.Module):
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.weight, self.eps, self.index = nn.Parameter(torch.ones(8)), 1e-6, index
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError(f"reason {self.index}" + " because" * 50)
-
+def test_model_in_which_nothing_was_replaced_is_a_warning_that_says_why() -> None:
     with pytest.warns(UserWarning, match="and 2 more reasons in the report") as warned:
         report = apply_liger_kernels(nn.ModuleList(map(RaisingNorm, range(5))))
     assert len({entry.reason for entry in report.entries}) == 5
     message = str(warned[0].message)
     assert [f"reason {index} because" in message for index in range(5)] == [True, True, True, False, False]
     assert message.count("1 RaisingNorm: ") == message.count("because ...") == 3
-    assert len(message) < 700
+    with pytest.warns(UserWarning, match="in Sequential .no module looks like a norm, rotary embedding, gated MLP or"):
+        assert apply_liger_kernels(nn.Sequential(nn.Linear(3, 4), nn.ReLU())).entries == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_liger_kernels(nn.ReLU(), "none")
 
 
-def test_candidate_whose_kernel_its_rule_does_not_name_is_an_error(monkeypatch):
-    monkeypatch.setattr(NormRule, "kernels", ("layer_norm",))
+def test_modules_whose_forward_accelerate_replaced_stay() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
     model = tiny_llama()
-    with pytest.raises(ValueError, match=r"NormRule.kernels must name .* all its candidates, got no {'rms_norm'}"):
-        apply_liger_kernels(model)
-    assert replaced(model) == []
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    with pytest.warns(UserWarning, match=r"LlamaAttention: this instance overrides forward, as accelerate's hooks do"):
+        assert apply_liger_kernels(model).num_replaced == 0
 
 
 def test_error_while_classes_are_exchanged_leaves_none_exchanged(monkeypatch):

@@ -184,9 +184,6 @@ def test_head_that_comes_after_the_kernels_is_warned_of(change: Callable[[Any], 
     batch = tiny_batch()
     with pytest.warns(UserWarning, match=r"head of LlamaForCausalLM was replaced .*apply_liger_kernels\(model\) again"):
         model(**batch)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "lightning-liger")  # once
-        model(**batch)
     apply_liger_kernels(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -91,10 +91,7 @@ def test_models_that_their_user_swaps_are_no_mistake(tmp_path: Path) -> None:
     trainer.fit(unguarded, loader())
 
 
-def test_model_of_init_may_be_replaced_at_first_and_wrapped_later(tmp_path: Path) -> None:
-    module = Unguarded()
-    module.model = nn.Linear(1, 1)
-    quiet_trainer(max_epochs=1, default_root_dir=tmp_path).fit(module, loader())
+def test_model_may_be_wrapped_later(tmp_path: Path) -> None:
     module, trainer = Wraps(), quiet_trainer(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(module, loader())
     trainer.validate(module, loader(), verbose=False)

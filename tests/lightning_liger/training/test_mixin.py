@@ -134,12 +134,12 @@ class HostReads(TorchDispatchMode, L.Callback):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         reads = func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-        if self._counts and reads and args[0].data_ptr() != self._shown_loss.data_ptr():
+        if self._counts and reads and (self._shown_loss is None or args[0].data_ptr() != self._shown_loss.data_ptr()):
             self.found += ["".join(traceback.format_stack(limit=8))]
         return func(*args, **(kwargs or {}))
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        self._shown_loss = module.shown_loss._newest
+        self._shown_loss = module.shown_loss.newest
         self._counts = batch_idx in (1, 2)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:

@@ -67,6 +67,7 @@ def _outputs_and_gradients(module: nn.Module, *args: Any, **kwargs: Any) -> tupl
         return value.detach().clone().requires_grad_() if is_float else value
 
     args, kwargs = [leaf(value) for value in args], {name: leaf(value) for name, value in kwargs.items()}
+    torch.manual_seed(0)  # for dropouts
     outputs = module(*args, **kwargs)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     generator = torch.Generator().manual_seed(1)

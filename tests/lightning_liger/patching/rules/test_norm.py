@@ -1,6 +1,10 @@
 """Norms are found whatever they are called and however they are written; what resembles them is left alone."""
 
+import copy
+import random
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ from tests.lightning_liger.patching.rules.comparing import (
 )
 
 SIZE = 24
-LLAMA, GEMMA, OFFSET = "rms_norm (llama casting)", "rms_norm (gemma casting)", "rms_norm (gemma casting, offset 1)"
+GEMMA = "rms_norm (gemma casting)"
 
 
 def rstd(x: Tensor, eps: float) -> Tensor:
@@ -27,14 +31,10 @@ def rstd(x: Tensor, eps: float) -> Tensor:
 
 
 def llama(m: nn.Module, x: Tensor) -> Tensor:
-    return m.gain * (x.float() * rstd(x.float(), m.variance_epsilon)).to(x.dtype)
+    return m.weight * (x.float() * rstd(x.float(), m.eps)).to(x.dtype)
 
 
 def gemma(m: nn.Module, x: Tensor) -> Tensor:
-    return (x.float() * rstd(x.float(), m.epsilon) * (1.0 + m.scale.float())).type_as(x)
-
-
-def olmo2(m: nn.Module, x: Tensor) -> Tensor:
     return (m.weight * (x.float() * rstd(x.float(), m.eps))).to(x.dtype)
 
 
@@ -42,65 +42,53 @@ def plain(m: nn.Module, x: Tensor) -> Tensor:
     return x * rstd(x, m.eps) * m.weight
 
 
-def weightless(m: nn.Module, x: Tensor) -> Tensor:
-    return (x.float() * rstd(x.float(), m.e)).type_as(x)
-
-
-def cohere(m: nn.Module, x: Tensor) -> Tensor:
-    centered = x.float() - x.float().mean(-1, keepdim=True)
-    return (m.weight.float() * (centered * rstd(centered, m.eps))).to(x.dtype)
-
-
-def buffered(persistent: bool) -> nn.Module:
-    module = written(lambda m, x: plain(m, x) * m.scale, "BufferedNorm", weight=SIZE, eps=1e-5)
-    module.register_buffer("scale", torch.ones(1), persistent=persistent)
+def with_buffer(module: nn.Module, persistent: bool) -> nn.Module:
+    module.register_buffer("buffer", torch.ones(1), persistent=persistent)
     return module
 
 
-WEIGHTED = {"weight": SIZE, "eps": 1e-5}
+def random_norm(rng: random.Random) -> tuple[nn.Module, str]:
+    """A norm as somebody may have written it, and what the report says of it."""
+    casting = rng.choice(["llama", "gemma", "layer"])
+    weight, bias = rng.sample(["weight", "gain", "a", "z"], 2)
+    eps = rng.choice([1e-5, 1e-6, 1e-3])
+    eps_name = rng.choice(["eps", "variance_epsilon", "tiny", *[None] * (eps < 1e-4)])
+    is_weightless, offset = rng.random() < 0.2, rng.choice([0.0, 0.0, 1.0])
+    has_bias = casting == "layer" and not is_weightless and rng.random() < 0.5
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        wide, tiny = x.float(), eps if eps_name is None else getattr(m, eps_name)
+        wide = wide - wide.mean(-1, keepdim=True) if casting == "layer" else wide
+        y = wide * rstd(wide, tiny)
+        if not is_weightless:
+            scale = getattr(m, weight)
+            y = y.to(x.dtype) * (scale + offset) if casting == "llama" else y * (scale.float() + offset)
+            y = y + getattr(m, bias).float() if has_bias else y
+        return y if casting == "llama" and not is_weightless else y.to(x.dtype)
+
+    shapes = {} if is_weightless else {weight: SIZE, **({bias: SIZE} if has_bias else {})}
+    names = rng.sample(list(shapes), len(shapes))  # in any order
+    module = written(forward, "SomeNorm", **{name: shapes[name] for name in names})
+    if eps_name is not None:
+        module.init_std = 2e-3
+        setattr(module, eps_name, eps)
+    if rng.random() < 0.2:
+        with_buffer(module, persistent=False)
+    details = [] if casting == "layer" else [f"{'llama' if is_weightless else casting} casting"]
+    details += ["offset 1"] if offset and not is_weightless else []
+    kernel = "layer_norm" if casting == "layer" else "rms_norm"
+    return module, kernel + (f" ({', '.join(details)})" if details else "")
+
+
 NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "llama": (lambda: written(llama, gain=SIZE, variance_epsilon=1e-5), LLAMA),
-    "power": (
-        lambda: written(
-            lambda m, x: m.g * (x.float() * (x.float().square().mean(-1, keepdim=True) + m.tiny).pow(-0.5)).type_as(x),
-            g=SIZE,
-            tiny=1e-6,
-        ),
-        LLAMA,
-    ),
-    "gemma": (lambda: written(gemma, scale=SIZE, epsilon=1e-6), OFFSET),
-    "olmo2": (lambda: written(olmo2, **WEIGHTED), GEMMA),
-    "no_casts": (lambda: written(plain, **WEIGHTED), LLAMA),
-    "no_casts_one_plus": (
-        lambda: written(lambda m, x: x * rstd(x, m.eps) * (1 + m.weight), **WEIGHTED),
-        "rms_norm (llama casting, offset 1)",
-    ),
-    # PyTorch's own function rounds like Gemma's.
-    "functional": (lambda: written(lambda m, x: F.rms_norm(x, (SIZE,), m.weight, m.eps), **WEIGHTED), GEMMA),
-    "weightless": (lambda: written(weightless, e=1e-5), LLAMA),
-    "eps_in_code": (
-        lambda: written(lambda m, x: m.w * (x.float() * rstd(x.float(), 1e-6)).to(x.dtype), "CodeNorm", w=SIZE),
-        LLAMA,
-    ),
-    "two_small_floats": (lambda: written(plain, weight=SIZE, init_std=2e-3, eps=1e-5), LLAMA),
-    "buffer_of_no_checkpoint": (lambda: buffered(persistent=False), LLAMA),
-    "torch_rms": (lambda: nn.RMSNorm(SIZE, eps=1e-5), GEMMA),
-    "torch_rms_default_eps": (lambda: nn.RMSNorm(SIZE), GEMMA),
-    "torch_rms_weightless": (lambda: nn.RMSNorm(SIZE, elementwise_affine=False), LLAMA),
-    "cohere": (lambda: written(cohere, **WEIGHTED), "layer_norm"),
-    "one_plus_layer_norm": (
-        lambda: written(
-            lambda m, x: F.layer_norm(x, (SIZE,), m.weight + 1, m.bias, m.eps), weight=SIZE, bias=SIZE, eps=1e-5
-        ),
-        "layer_norm (offset 1)",
-    ),
-    "beta_first": (
-        lambda: written(lambda m, x: F.layer_norm(x, (SIZE,), m.gamma, m.beta, m.eps), beta=SIZE, gamma=SIZE, eps=1e-6),
-        "layer_norm",
-    ),
-    "torch_layer_norm_large_eps": (lambda: nn.LayerNorm(SIZE, eps=0.5), "layer_norm"),
-    "torch_layer_norm_no_bias": (lambda: nn.LayerNorm(SIZE, bias=False), "layer_norm"),
-    "torch_layer_norm_weightless": (lambda: nn.LayerNorm(SIZE, elementwise_affine=False), "layer_norm"),
+    "without casts": (lambda: written(plain, weight=SIZE, eps=1e-5), "rms_norm (llama casting)"),
+    "functional": (lambda: written(lambda m, x: F.rms_norm(x, (SIZE,), m.weight, m.eps), weight=SIZE, eps=1e-5), GEMMA),
+    "torch RMSNorm": (lambda: nn.RMSNorm(SIZE, eps=1e-5), GEMMA),
+    "default eps": (lambda: nn.RMSNorm(SIZE), GEMMA),
+    "torch RMSNorm, no weight": (lambda: nn.RMSNorm(SIZE, elementwise_affine=False), "rms_norm (llama casting)"),
+    "large eps": (lambda: nn.LayerNorm(SIZE, eps=0.5), "layer_norm"),
+    "torch LayerNorm, no bias": (lambda: nn.LayerNorm(SIZE, bias=False), "layer_norm"),
+    "torch LayerNorm, no weight": (lambda: nn.LayerNorm(SIZE, elementwise_affine=False), "layer_norm"),
 }
 
 
@@ -110,32 +98,33 @@ def rows(*shape: int) -> Tensor:
     return x * torch.logspace(-3, 1, shape[-1])[:, None] + torch.linspace(0, 0.1, shape[-1])[:, None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("make", "description"), NORMS.values(), ids=NORMS)
-def test_norm_of_any_form_is_replaced_and_stays_the_same(
-    make: Callable[[], nn.Module], description: str, dtype: torch.dtype
-) -> None:
-    norm = fill(make()).to(dtype)
+def assert_replaced_and_same(module: nn.Module, description: str, dtype: torch.dtype) -> None:
+    norm = fill(module).to(dtype)
     twin = assert_replaced(norm, description)
     for shape in ((7,), (2, 7), (2, 3, 7)):
         assert_same(norm, twin, rows(*shape).to(dtype))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "olmo2", "weightless", "cohere"])
-def test_output_for_bfloat16_rows_and_float32_weights_has_the_dtype_of_the_original(name: str) -> None:
-    norm = fill(NORMS[name][0]())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", range(3))
+def test_norm_of_any_form_is_replaced_and_stays_the_same(part: int, dtype: torch.dtype) -> None:
+    for seed in range(15 * part, 15 * part + 15):
+        assert_replaced_and_same(*random_norm(random.Random(seed)), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("make", "description"), NORMS.values(), ids=NORMS)
+def test_norms_of_torch_are_replaced(make: Callable[[], nn.Module], description: str, dtype: torch.dtype) -> None:
+    assert_replaced_and_same(make(), description, dtype)
+
+
+@pytest.mark.parametrize("forward", [llama, gemma], ids=["llama", "gemma"])
+def test_output_for_bfloat16_rows_and_float32_weights_has_the_dtype_of_the_original(forward: Any) -> None:
+    norm = fill(written(forward, weight=SIZE, eps=1e-5))
     twin, _ = patched_twin(norm)
     x = rows(2, 7).bfloat16()
     assert twin(x).dtype == norm(x).dtype
     torch.testing.assert_close(twin(x), norm(x), rtol=torch.finfo(torch.bfloat16).eps, atol=0)
-
-
-def test_norm_without_weight_over_one_width_is_replaced() -> None:
-    norm = written(
-        lambda m, x: F.layer_norm(x.float(), m.normalized_shape, None, None, eps=1e-5).to(x.dtype), "OLMoNorm"
-    )
-    norm.normalized_shape = (SIZE,)
-    assert_same(norm, assert_replaced(norm, "layer_norm"), rows(2, 7))
 
 
 class Norm(nn.Module):
@@ -146,7 +135,7 @@ class Norm(nn.Module):
         self.weight, self.eps, self.factor = nn.Parameter(torch.ones(SIZE)), eps, factor
 
     def forward(self, x: Tensor) -> Tensor:
-        return olmo2(self, x) * self.factor
+        return gemma(self, x) * self.factor
 
 
 def test_each_norm_keeps_its_own_eps_also_when_it_changes_later() -> None:
@@ -177,59 +166,42 @@ def unbiased(m: nn.Module, x: Tensor) -> Tensor:
 
 NO_VECTORS = "its tensors are not one vector of weights and one of biases"
 MORE_INPUTS = "its forward takes more than one input"
-BIASED = {"weight": SIZE, "bias": SIZE, "eps": 1e-5}
+WIDER, DIFFERS = "it takes rows that are wider than its weights", "output differs by"
+BIASED = {"weight": SIZE, "bias": SIZE}
+FORWARDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "eps outside root": (
+        lambda m, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + m.eps) * m.weight, DIFFERS, {},
+    ),
+    "eps as minimum": (
+        lambda m, x: x * x.pow(2).mean(-1, keepdim=True).clamp(min=m.eps).rsqrt() * m.weight, DIFFERS, {},
+    ),
+    "grouped": (lambda m, x: groups(m, x) * m.weight, DIFFERS, {}),
+    "per head": (per_head, WIDER, {}),
+    "factor only": (lambda m, x: rstd(x, m.eps) * m.weight.sum(), "output is torch.float32 (1, 5, 24), the orig", {}),
+    "two inputs": (lambda m, x, residual: plain(m, x + residual), MORE_INPUTS, {}),
+    "optional second input": (lambda m, x, gate=None: plain(m, x), MORE_INPUTS, {}),
+    "two outputs": (lambda m, x: (plain(m, x), x), "1 outputs, the original has 2", {}),
+    "clamped": (lambda m, x: plain(m, x).clamp(-2.0, 2.0), DIFFERS, {}),
+    "scaled": (lambda m, x: plain(m, x) * 1.5, DIFFERS, {}),
+    "detached": (lambda m, x: x * rstd(x, m.eps).detach() * m.weight, "gradient differs by", {}),
+    "another dimension": (
+        lambda m, x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + m.eps) * m.weight, DIFFERS, {},
+    ),
+    "weightless groups": (lambda m, x: groups(m, x, 32), "rms_norm (llama casting) is not the same", {"weight": None}),
+    "unbiased variance": (unbiased, DIFFERS, BIASED),
+    "rms with bias": (lambda m, x: plain(m, x) + m.bias, "layer_norm is not the same: output differs by", BIASED),
+    "scalar gain": (plain, NO_VECTORS, {"weight": ()}),
+    "gain of one element": (plain, WIDER, {"weight": 1}),
+}  # fmt: skip
 LOOK_ALIKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     **{
-        name: (lambda forward=forward: written(forward, "SomeNorm", **WEIGHTED), reason)
-        for name, (forward, reason) in {
-            "eps_outside_root": (
-                lambda m, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + m.eps) * m.weight,
-                "output differs by",
-            ),
-            "eps_as_minimum": (
-                lambda m, x: x * x.pow(2).mean(-1, keepdim=True).clamp(min=m.eps).rsqrt() * m.weight,
-                "output differs by",
-            ),
-            "grouped": (lambda m, x: groups(m, x) * m.weight, "output differs by"),
-            "per_head": (per_head, "it takes rows that are wider than its weights"),
-            "factor_only": (
-                lambda m, x: rstd(x, m.eps) * m.weight.sum(),
-                "output is torch.float32 (1, 5, 24), the original's torch.float32 (1, 5, 1)",
-            ),
-            "two_inputs": (lambda m, x, residual: plain(m, x + residual), MORE_INPUTS),
-            "optional_second_input": (lambda m, x, gate=None: plain(m, x), MORE_INPUTS),
-            "two_outputs": (lambda m, x: (plain(m, x), x), "1 outputs, the original has 2"),
-            "l2": (
-                lambda m, x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + m.eps) * m.weight,
-                "output differs by",
-            ),
-            "clamped": (lambda m, x: plain(m, x).clamp(-2.0, 2.0), "output differs by"),
-            "scaled": (lambda m, x: plain(m, x) * 1.5, "output differs by"),
-            "detached": (lambda m, x: x * rstd(x, m.eps).detach() * m.weight, "gradient differs by"),
-            "another_dimension": (
-                lambda m, x: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + m.eps) * m.weight,
-                "output differs by",
-            ),
-        }.items()
+        name: (partial(written, forward, "SomeNorm", **({"weight": SIZE, "eps": 1e-5} | changes)), reason)
+        for name, (forward, reason, changes) in FORWARDS.items()
     },
-    "weightless_groups": (
-        lambda: written(lambda m, x: groups(m, x, 32), "GroupsNorm"),
-        "rms_norm (llama casting) is not the same: unflatten",
-    ),
-    "unbiased_variance": (lambda: written(unbiased, "SomeNorm", **BIASED), "output differs by"),
-    "rms_with_bias": (
-        lambda: written(lambda m, x: plain(m, x) + m.bias, "SomeNorm", **BIASED),
-        "layer_norm is not the same: output differs by",
-    ),
-    "scalar_gain": (lambda: written(plain, "SomeNorm", weight=(), eps=1e-6), NO_VECTORS),
-    "gain_of_one_element": (
-        lambda: written(plain, "SomeNorm", weight=1, eps=1e-6),
-        "it takes rows that are wider than its weights",
-    ),
-    "buffer": (lambda: buffered(persistent=True), NO_VECTORS),
-    "batch_norm": (lambda: nn.BatchNorm1d(SIZE), NO_VECTORS),
-    "group_norm": (lambda: nn.GroupNorm(2, SIZE), "layer_norm is not the same"),
-    "two_normalized_dimensions": (lambda: nn.LayerNorm((5, SIZE)), NO_VECTORS),
+    "buffer": (lambda: with_buffer(written(plain, "SomeNorm", weight=SIZE, eps=1e-5), persistent=True), NO_VECTORS),
+    "batch norm": (lambda: nn.BatchNorm1d(SIZE), NO_VECTORS),
+    "group norm": (lambda: nn.GroupNorm(2, SIZE), "layer_norm is not the same"),
+    "two normalized dimensions": (lambda: nn.LayerNorm((5, SIZE)), NO_VECTORS),
 }
 
 
@@ -254,3 +226,11 @@ def test_instance_that_differs_is_judged_by_itself() -> None:
     different = "rms_norm (llama casting) is "
     assert entries == {(2, GEMMA, ""), (1, None, different), (1, None, "this instance overrides forw")}
     assert [isinstance(norm, Patched) for norm in model] == [True, False, True, False]
+
+
+def test_instances_with_other_values_in_a_buffer_are_judged_by_themselves() -> None:
+    norm = written(lambda m, x: plain(m, x) * m.buffer, "SomeNorm", weight=SIZE, eps=1e-5)
+    model = nn.ModuleList([with_buffer(norm, persistent=False), copy.deepcopy(norm)])
+    model[1].buffer.fill_(2.0)
+    apply_liger_kernels(model)
+    assert [isinstance(norm, Patched) for norm in model] == [True, False]
