@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from liger_ops import (
 from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import normal, over_chunks
-from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.tensor import LazyTensor
 
 _NO_LABEL = -(2**62)
@@ -88,30 +88,12 @@ class LazyLogits(LazyTensor):
     :mod:`lightning_liger.lazy.operations` does not register compute the logits. Made by :meth:`of`.
     """
 
-    @property
-    def hidden_states(self) -> Tensor:
-        return self.recipe.hidden_states
-
-    @property
-    def head(self) -> HeadParameters:
-        return self.recipe.head
-
-    @property
-    def transform(self) -> LogitTransform:
-        return self.recipe.transform
-
-    @property
-    def vocab_dim(self) -> int:
-        return self.recipe.vocab_dim
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head.vocab_size
-
-    @property
-    def tokens(self) -> Tensor:
-        """The hidden states with hidden_size last, ``[..., hidden_size]``."""
-        return self.recipe.tokens
+    hidden_states = property(attrgetter("expression.hidden_states"))
+    tokens = property(attrgetter("expression.tokens"))
+    head = property(attrgetter("expression.head"))
+    transform = property(attrgetter("expression.transform"))
+    vocab_dim = property(attrgetter("expression.vocab_dim"))
+    vocab_size = property(attrgetter("expression.head.vocab_size"))
 
     @property
     def is_differentiable(self) -> bool:
@@ -124,7 +106,7 @@ class LazyLogits(LazyTensor):
 
         Otherwise they read the values of all, which are kept, or those of a DTensor.
         """
-        return self.is_local and (self.is_differentiable or not self.lineage.root.recipe.is_small)
+        return self.is_local and (self.is_differentiable or not self.expression.root.is_small)
 
     def at_labels(self, labels: Tensor) -> Tensor:
         """The value of each token's label: ``labels`` and the result are ``[...]``.
@@ -174,9 +156,9 @@ class LazyLogits(LazyTensor):
             vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
-        tokens, num_tokens = self.tokens, self.recipe.num_tokens
+        tokens, num_tokens = self.tokens, self.expression.num_tokens
         rows = [tensor.reshape(num_tokens, tensor.shape[-1]) for tensor in token_tensors]
-        parts = over_chunks(function, [self.recipe.rows()], rows, self.recipe.chunk_size)
+        parts = over_chunks(function, [self.expression.rows()], rows, self.expression.chunk_size)
 
         def laid_out(rows: Tensor) -> Tensor:
             return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
@@ -221,7 +203,7 @@ class LazyLogits(LazyTensor):
 
     def _count_loss(self, chunk_bytes: int | None = None, teacher: LazyLogits | None = None) -> None:
         """Counts a loss of these logits, or of these and a teacher's, which has one chunk of them at a time."""
-        head, num_tokens = self.head, self.recipe.num_tokens
+        head, num_tokens = self.head, self.expression.num_tokens
         heads = [head] if teacher is None else [head, teacher.head]
         element_size = sum(each.compute_dtype.itemsize for each in heads)
         hidden_size = head.weight.shape[1] if needs_graph(head.weight) else 0

@@ -284,7 +284,7 @@ def logit_rows(logits: Tensor) -> Rows:
     if lazy is None:
         return real_rows(_real(logits))
     lazy.notice("a function of logits")
-    return lazy.recipe.rows()
+    return lazy.expression.rows()
 
 
 def _checked(

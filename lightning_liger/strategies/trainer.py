@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from liger_ops.arguments import check_bool, check_path, wrong_value
 from lightning_liger.activations.plan import Plan
-from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.lazy.steps import settle
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
