@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from liger_ops import backend
 from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES, MIN_CHUNK_BYTES
-from lightning_liger.lazy.chunks import Rows
+from lightning_liger.lazy.chunks import Rows, choose_tokens
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 
 
@@ -132,7 +132,8 @@ class Expression:
     @property
     def chunk_size(self) -> int:
         """Tokens whose logits reductions read at once."""
-        return self.head.chunk_size(self.num_tokens, self.head.vocab_size, self._element_size)
+        sizes = self.num_tokens, self.head.vocab_size, self._element_size
+        return choose_tokens(*sizes, self.head.options.get("chunk_bytes"), self.hidden_states.device)
 
     @property
     def is_small(self) -> bool:
