@@ -52,7 +52,7 @@ lint: $(VENV)/.complete
 
 docs: $(VENV)/.complete
 	$(BIN)/python -m tests.lightning_liger.models_table docs/models.md
-	$(BIN)/python -m tests.docs_sections
+	$(BIN)/python -m benchmarks.docs_sections
 
 site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.lazy.steps import settle
+from lightning_liger.monitor.callback import after_configure_model
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
@@ -44,18 +45,7 @@ class LigerCallback(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # There is no hook between configure_model and the strategy's wrapping, so configure_model is extended.
-        configure_model = pl_module.configure_model
-
-        @functools.wraps(configure_model)
-        def configure_and_patch() -> None:
-            configure_model()
-            self._apply(trainer, pl_module)
-
-        if type(pl_module).configure_model is L.LightningModule.configure_model:
-            self._apply(trainer, pl_module)
-        else:
-            pl_module.configure_model = configure_and_patch  # type: ignore[method-assign]  # of this instance only
+        after_configure_model(pl_module, functools.partial(self._apply, trainer, pl_module))
 
     def _apply(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._kernels.apply(pl_module)

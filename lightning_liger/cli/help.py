@@ -1,7 +1,9 @@
 """The text of ``--help``: the first level, and options without the markup of docstrings."""
 
+import functools
 import re
-from argparse import Action
+import shutil
+import textwrap
 
 from jsonargparse import DefaultHelpFormatter
 from typing_extensions import override
@@ -52,7 +54,7 @@ def first_level() -> str:
 
 def plain(text: str) -> str:
     """A text of a docstring without markup: roles and double backticks."""
-    text = re.sub(r":\w+:`~?(?:[^`]*\.)?(\w+)`", r"\1", text)
+    text = re.sub(r":\w+:`~?(?:[^`]*\.)?([\w\s]+)`", lambda role: "".join(role[1].split()), text)
     return re.sub(r"``(.*?)``", r"\1", text, flags=re.DOTALL)
 
 
@@ -75,10 +77,23 @@ class Formatter(DefaultHelpFormatter):
         )
 
     @override
-    def _get_help_string(self, action: Action) -> str:
-        text = plain(super()._get_help_string(action) or "")
-        if action.default is not None:  # it is in the parentheses that follow
-            text = re.sub(r"\s+Default: [^.]*\.(?= \()", "", text)
-        if action.dest not in ("model", "data"):
-            text = re.sub(r", known subclasses: .*\)$", f"; classes: --{action.dest}.help)", text)
-        return text
+    def format_help(self) -> str:
+        options = re.split(r"(?=^  -)", plain(super().format_help()), flags=re.MULTILINE)
+        return "".join(map(_shortened, options))
+
+
+def _shortened(option: str) -> str:
+    """The help of an option, with lines that are full."""
+    name = option.strip().partition(" ")[0]
+    # A default is in the parentheses that follow, too.
+    option = re.sub(r"\s+Default:\s[^.]*\.(?=\s+\([^()]*default:\s(?!null))", "", option)
+    if name not in ("--model", "--data"):
+        option = re.sub(r",\s+known\s+subclasses:[^()]*\)", f"; classes: {name}.help)", option)
+    indent, width = " " * 24, shutil.get_terminal_size().columns - 2
+    fill = functools.partial(textwrap.fill, width=width, initial_indent=indent, subsequent_indent=indent)
+    return re.sub(
+        rf"(?:^{indent}\S.*\n)+",
+        lambda lines: fill(" ".join(lines[0].split()), break_long_words=False, break_on_hyphens=False) + "\n",
+        option,
+        flags=re.MULTILINE,
+    )

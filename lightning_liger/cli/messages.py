@@ -79,7 +79,7 @@ def message_of(error: BaseException) -> str | None:
     It is about their input if a ``raise`` statement or a file made it, either while the objects that the settings
     describe are made, or in code that no code of users called.
     """
-    text = reasons(str(error))
+    text = in_one_line(str(error))
     while error.__cause__ is not None and _callers(error)[-1] == "jsonargparse":  # which adds all settings to the text
         error = error.__cause__
         if _callers(error)[-1] != "jsonargparse":
@@ -90,7 +90,7 @@ def message_of(error: BaseException) -> str | None:
         return None
     is_setting = any(frame.name == "instantiate_classes" for frame in frames)
     if is_setting or frames[-1].name == "load_state_dict" or set(_callers(error)) <= _PACKAGES:
-        return text
+        return " ".join(text.split())
     return None
 
 
@@ -100,18 +100,12 @@ def _callers(error: BaseException) -> list[str]:
     return [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames] or [""]
 
 
-def reasons(message: str) -> str:
+def in_one_line(message: str) -> str:
     """A message of jsonargparse in one line: of a list of reasons, those that are not about another type."""
-    first, *lines = (line.strip() for line in message.strip().split("\n"))
-    listed: list[str] = []
-    for line in lines:
-        if line.startswith("- "):
-            listed.append(line[2:])
-        elif listed and not line.startswith("Given value"):
-            listed[-1] += f" {line}"
-    kept = [line for line in listed if not line.startswith(("Expected ", "Does not validate"))]
-    if not kept:
+    first, *lines = (line.strip() for line in message.strip().splitlines())
+    listed = [line for line in lines if line.startswith("- ")]
+    reasons = [line[2:] for line in listed if not line.startswith(("- Expected ", "- Does not validate"))]
+    if not reasons:
         return " ".join(message.split())
-    value = next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), "")
-    got = f", got {value}" if 0 < len(value) < 80 and value not in "".join(kept) else ""
-    return ("" if first.startswith("Does not validate") else f"{first} ") + "; ".join(kept) + got
+    given = [f"got {line[13:]}" for line in lines if line.startswith("Given value: ") and len(line) < 93]
+    return ", ".join([f"{'' if first.startswith('Does not') else first} {'; '.join(reasons)}".strip(), *given])

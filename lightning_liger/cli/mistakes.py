@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from lightning_liger.cli.messages import PROGRAM, closest, end, reasons
+from lightning_liger.cli.messages import PROGRAM, closest, end, in_one_line
 
 CLASSES = {
     "model": ("lightning_liger",),
@@ -42,7 +42,7 @@ def refuse(parser: ArgumentParser, args: Sequence[str], hints: Mapping[str, Any]
     names = [str(name) for name in parser.get_defaults().keys()]  # noqa: SIM118  # of a Namespace
     known = _Names(names, hints)
     found = (text for key, value in _given(args) for text in known.mistakes(key, value))
-    text = next(found, "") or reasons(str(error))
+    text = next(found, "") or in_one_line(str(error))
     if "trainer.devices" in names and "--config" not in " ".join(args):
         text += "; give a yaml file with --config"
     end(f"{text}\nOptions: {parser.prog.replace(' [options]', '')} --help")

@@ -32,6 +32,7 @@ MAX_CPU_PROCESSES = 2
 
 _WITHOUT_TRAINER = ("export", "teacher_topk")
 """Subcommands that use no settings of the Trainer."""
+SEED = "Seed of all random numbers; true draws one, false leaves them as they are."
 _CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning looks for
 
 
@@ -107,7 +108,7 @@ class _Trainer(L.Trainer):
         )  # fmt: skip
 
 
-class _Summary(LigerMonitor):
+class Summary(LigerMonitor):
     """Measures trainings whose settings have no monitor.
 
     Args:
@@ -193,13 +194,12 @@ class LigerCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self.options = parser
-        parser.add_lightning_class_args(_Summary, "summary")
+        parser.add_lightning_class_args(Summary, "summary")
         parser.add_lightning_class_args(PredictionPrinter, "prediction_printer")
 
     @override
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        text = "Seed of all random numbers; true draws one, false leaves them as they are."
-        parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=text)
+        parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=SEED)
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -208,6 +208,12 @@ class LigerCLI(LightningCLI):
         except ArgumentError as error:
             hints = {f"trainer.{name}": hint for name, hint in get_type_hints(L.Trainer.__init__).items()}
             refuse(self.options, self.given, hints, error)
+        self._ckpt_path = None
+        if self.config.get("subcommand"):  # not there yet for Lightning, which would take all settings from it
+            config = self.config[self.config.subcommand]
+            self._ckpt_path = config.get("ckpt_path")
+            _check_checkpoint(config)
+            config.ckpt_path = None
 
     @staticmethod
     @override
@@ -229,37 +235,14 @@ class LigerCLI(LightningCLI):
         cast(Any, trainer).callbacks.append(_Guard())  # set by a part of Lightning that is not typed
         return trainer
 
-    @override
-    def _parse_ckpt_path(self) -> None:
-        """Checks the checkpoint before the model is built, and takes the model's architecture from it.
-
-        Lightning's method would replace all settings of the model by the checkpoint's.
-        """
-        config = self.config[self.config.subcommand] if self.config.get("subcommand") else Namespace()
-        if (path := config.get("ckpt_path")) is None:
-            return
-        path = str(path)
-        if path in _CHECKPOINTS_BY_NAME or path.startswith("registry") or "://" in path:
-            return
-        if not path or not Path(path).exists():
-            raise wrong_value("ckpt_path", "the path of a checkpoint that exists", path)
-        saved = _contents(Path(path), config.get("weights_only")).get("hyper_parameters", {})
-        is_causal_lm = (config.model.get("class_path") or "").endswith(".LigerCausalLM")
-        given = config.model.get("init_args")
-        if not is_causal_lm or given is None or given.pretrained is not None:
-            return
-        for name in ("pretrained", "model_type", "config", "lora"):
-            if name in saved and saved[name] != given[name]:
-                values = f"{shown(saved[name])} instead of {shown(given[name])}"
-                rank_zero_warn(f"model.{name} is taken from the checkpoint: {values}")
-                given[name] = saved[name]
-
     def before_predict(self) -> None:
         _require_weights(self.model, self.config.predict.ckpt_path)
 
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand] if self.subcommand else self.config
+        if self.subcommand:
+            config.ckpt_path = self._ckpt_path
         _take_tokenizer_of_pretrained(config)
         trainer = config.trainer
         _check_engine(trainer)
@@ -274,6 +257,27 @@ class LigerCLI(LightningCLI):
             trainer.accelerator = "cpu"
             trainer.devices = min(MAX_CPU_PROCESSES, os.cpu_count() or 1)
             rank_zero_info(f"No GPU is used: training on {trainer.devices} CPU processes over gloo.")
+
+
+def _check_checkpoint(config: Namespace) -> None:
+    """Checks the checkpoint before the model is built, and takes the model's architecture from it."""
+    if (path := config.get("ckpt_path")) is None:
+        return
+    path = str(path)
+    if path in _CHECKPOINTS_BY_NAME or path.startswith("registry") or "://" in path:
+        return
+    if not path or not Path(path).exists():
+        raise wrong_value("ckpt_path", "the path of a checkpoint that exists", path)
+    saved = _contents(Path(path), config.get("weights_only")).get("hyper_parameters", {})
+    is_causal_lm = (config.model.get("class_path") or "").endswith(".LigerCausalLM")
+    given = config.model.get("init_args")
+    if not is_causal_lm or given is None or given.pretrained is not None:
+        return
+    for name in ("pretrained", "model_type", "config", "lora"):
+        if name in saved and saved[name] != given[name]:
+            values = f"{shown(saved[name])} instead of {shown(given[name])}"
+            rank_zero_warn(f"model.{name} is taken from the checkpoint: {values}")
+            given[name] = saved[name]
 
 
 def _take_tokenizer_of_pretrained(config: Namespace) -> None:
@@ -305,8 +309,8 @@ def _check_engine(trainer: Namespace) -> None:
 
 def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
-    file = ckpt_path / "meta.pt" if ckpt_path.is_dir() else ckpt_path
-    contents = load_file(file, weights_only) if file.is_file() else {}
+    file = next(ckpt_path.glob("*.pt"), None) if ckpt_path.is_dir() else ckpt_path
+    contents = {} if file is None else load_file(file, weights_only)
     if not isinstance(contents, dict) or (file == ckpt_path and "state_dict" not in contents):
         raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(contents)}")
     return contents

@@ -1,7 +1,6 @@
 """``lightning-liger bench``: a yaml file, trained for some steps with and without kernels on this machine.
 
-An arm is ``fit`` of the settings with a few of them replaced, in new processes:
-``python -m lightning_liger.commands.bench ARM fit --config user.yaml ...`` with the arm as JSON.
+An arm is ``python -m lightning_liger.commands.bench ARM fit --config user.yaml ...`` with the arm as JSON.
 """
 
 import contextlib
@@ -34,9 +33,9 @@ from lightning_liger.cli.training import LigerCLI
 from lightning_liger.monitor import LigerMonitor
 
 _WORKER = (sys.executable, "-m", "lightning_liger.commands.bench")
+_NO_OUTPUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "fast_dev_run")
 _SETTINGS = (
-    *("--ckpt_path=null", "--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.profiler=null"),
-    *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.fast_dev_run=false"),
+    *("--ckpt_path=null", "--trainer.profiler=null", *(f"--trainer.{name}=false" for name in _NO_OUTPUT)),
     *("--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0", "--trainer.val_check_interval=null"),
     *("--trainer.max_epochs=-1", "--trainer.max_time=null"),
 )
@@ -52,7 +51,6 @@ _COLUMNS = {
     "reserved": ("reserved_bytes", 2**-30, ".2f"), "loss": ("loss", 1, ".4f"),
 }  # fmt: skip
 """By heading, the key of a number, a factor and its form."""
-_REFUSED = f"{PROGRAM}: error: "
 
 
 def run_bench(
@@ -115,12 +113,15 @@ def _parse_arms(arms: str, memory_budget: str) -> list[dict[str, Any]]:
     words, budgets = (list(filter(None, map(str.strip, text.split(",")))) for text in (arms, memory_budget))
     if not set(words) <= {"off", "on"} or not (words or budgets):
         raise wrong_value("arms", "'off', 'on' or 'off,on'", arms)
-    if not all(word == "auto" or (word.replace(".", "", 1).isdecimal() and float(word) > 0) for word in budgets):
-        raise wrong_value("memory_budget", "'auto' or positive numbers, separated by commas", memory_budget)
-    found = [{"name": f"kernels {word}", "kernels": word == "on"} for word in words]
+    found: list[dict[str, Any]] = [{"name": f"kernels {word}", "kernels": word == "on"} for word in words]
     for word in budgets:
-        budget = word if word == "auto" else float(word)
-        found.append({"name": f"budget {word}", "kernels": True, "memory_budget": budget})
+        budget = math.nan
+        with contextlib.suppress(ValueError):
+            budget = float(word)
+        if word != "auto" and not 0 < budget < math.inf:
+            raise wrong_value("memory_budget", "'auto' or positive numbers, separated by commas", memory_budget)
+        arm = {"name": f"budget {word}", "kernels": True, "memory_budget": word if word == "auto" else budget}
+        found.append(arm)
     return found
 
 
@@ -133,12 +134,11 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
     result, log = (folder / f"{arm['name'].replace(' ', '_')}.{suffix}" for suffix in ("json", "log"))
     result.unlink(missing_ok=True)
     command = [*_WORKER, json_module.dumps({**arm, "output": str(result)}), "fit", *fit_options, *_SETTINGS]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # users' modules are found
+    options: Any = {"env": {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # of users' modules
     failure = ""
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )
+        options |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
+        process = subprocess.Popen(command, **options)
         try:
             process.wait(time_limit)
         except subprocess.TimeoutExpired:
@@ -148,8 +148,8 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     said = log.read_text(encoding="utf-8", errors="replace").strip()
-    if process.returncode == 2 and _REFUSED in said:
-        raise ValueError(said.rpartition(_REFUSED)[2].partition("\nOptions: ")[0])
+    if process.returncode == 2 and (refusal := said.rpartition(f"{PROGRAM}: error: "))[1]:
+        raise ValueError(refusal[2].partition("\nOptions: ")[0])
     if result.exists() and not failure:
         return {"status": "ok", **json_module.loads(result.read_text(encoding="utf-8"))}
     ran_out = [line for line in said.splitlines() if "out of memory" in line.lower() or line.startswith("MemoryError")]
@@ -164,15 +164,14 @@ def compare_losses(rows: Sequence[dict[str, Any]]) -> tuple[str, bool]:
     They are those of the step where the first arm's loss is lowest: the last ones, unless the training diverges, in
     which rounding errors grow.
     """
-    losses = [row["losses"] for row in rows if row.get("losses")]
-    if len(losses) < 2:
+    measured = [row for row in rows if row.get("losses")]
+    if len(measured) < 2:
         return "", True
-    precision = next(row["precision"] for row in rows if row.get("losses"))
-    tolerance, differs = _TOLERANCES.get(precision.partition("-")[0], 1e-3), math.inf
-    step = min(range(len(losses[0])), key=losses[0].__getitem__)
-    if all(math.isfinite(loss) for of_arm in losses for loss in of_arm):
-        first, *others = (of_arm[step] for of_arm in losses)
-        differs = max(abs(loss - first) for loss in others) / max(abs(first), 1e-12)
+    precision, losses = measured[0]["precision"], torch.tensor([row["losses"] for row in measured], dtype=torch.float64)
+    tolerance, step = _TOLERANCES.get(precision.partition("-")[0], 1e-3), int(losses[0].argmin())
+    first = losses[0, step]
+    differs = float((losses[:, step] - first).abs().max() / first.abs().clamp(min=1e-12))
+    differs = differs if losses.isfinite().all() else math.inf
     word = "agree" if differs <= tolerance else "DIFFER"
     allowed = f"{tolerance:.2g} allowed ({precision})"
     return f"The losses of step {step + 1} {word}: {differs:.2g} relative, {allowed}.", differs <= tolerance
@@ -189,10 +188,8 @@ def _print(rows: Sequence[dict[str, Any]], more: str) -> None:
     for row in rows:
         cells = [f"[red]{row['status']}[/red]"]
         if row in measured:
-            numbers = {**row, "speed_up": measured[0]["seconds_per_step"] / row["seconds_per_step"]}
-            cells = [
-                f"{numbers[key] * factor:{form}}" if numbers[key] else "-" for key, factor, form in _COLUMNS.values()
-            ]
+            row["speed_up"] = measured[0]["seconds_per_step"] / row["seconds_per_step"]
+            cells = [f"{row[key] * factor:{form}}" if row[key] else "-" for key, factor, form in _COLUMNS.values()]
         table.add_row(row["arm"], *cells)
     console.print(table)
     for row in rows:
@@ -208,8 +205,9 @@ class _ArmCLI(LigerCLI):
     """``fit`` with the kernels and the memory budget of an arm, and without callbacks that write."""
 
     def __init__(self, arm: dict[str, Any], args: list[str]) -> None:
-        self.arm, self.monitor = arm, _Meter(1, arm["warm_up"], gradient_norm=False, page=None)
-        super().__init__(args, save_config_callback=None)
+        # A monitor with a page measures, whichever others there are.
+        self.arm, self.monitor = arm, _Meter(1, arm["warm_up"], gradient_norm=False, page=f"{arm['name']}.html")
+        super().__init__(args, save_config_callback=None, trainer_defaults={"callbacks": [self.monitor]})
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -219,25 +217,17 @@ class _ArmCLI(LigerCLI):
         callbacks = [each for each in given if each is not None and _changes_training(each)]
         ours = [each for each in callbacks if each.class_path.endswith(".LigerCallback")]
         trainer.callbacks = [each for each in callbacks if each not in ours]
-        changed = _with_class(trainer.strategy)
-        if changed is not None:
+        if changed := _with_class(trainer.strategy):
             trainer.strategy = changed
             if not self.arm["kernels"]:
                 changed.init_args.kernels, changed.init_args.memory_budget = "none", None
         elif self.arm["kernels"]:  # a strategy of others, whose kernels come with a callback
             changed = ours[0] if ours else Namespace(class_path="lightning_liger.LigerCallback", init_args=Namespace())
             trainer.callbacks.append(changed)
-        if budget is not None and changed is not None:
+        if budget is not None and changed:
             changed.init_args.memory_budget, changed.init_args.activation_checkpointing = budget, None
             if changed.init_args.get("activation_checkpointing_policy") is not None:
                 changed.init_args.activation_checkpointing_policy = None
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        trainer = super().instantiate_trainer(**kwargs)
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of __init__
-        callbacks[:] = [*(each for each in callbacks if not isinstance(each, LigerMonitor)), self.monitor]
-        return trainer
 
     def after_fit(self) -> None:
         """Writes what was measured."""
@@ -250,11 +240,11 @@ class _ArmCLI(LigerCLI):
         peak, reserved = trainer.strategy.reduce(torch.tensor(memory, device=device), reduce_op="max").tolist()
         tokens = results.get("tokens_per_second", 0.0) * results["seconds"] / len(seconds)
         losses = [point["loss"] for point in points if "loss" in point]
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         result = {
             "seconds_per_step": median, "tokens_per_second": tokens / median, "peak_bytes": peak,
             "reserved_bytes": reserved, "loss": losses[-1] if losses else None, "losses": losses,
-            "processes": trainer.world_size,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "step_seconds": seconds,
+            "processes": trainer.world_size, "device": name, "step_seconds": seconds,
             "precision": str(trainer.precision), "plan": getattr(trainer.strategy, "activation_plan", ""),
         }  # fmt: skip
         if trainer.is_global_zero:

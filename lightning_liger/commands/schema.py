@@ -1,28 +1,41 @@
 """``lightning-liger schema``: a JSON schema of the yaml files, with which editors complete and check them.
 
-It is made from the parsers that read the yaml files: types from signatures, descriptions from docstrings.
+Options are those of the parsers that read the yaml files, types those of signatures, descriptions of docstrings.
 """
 
 import collections.abc
+import dataclasses
 import enum
 import importlib
 import inspect
 import json
 import types
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser, capture_parser
+import docstring_parser
+import lightning as L
+import torch
+from jsonargparse import ArgumentParser
 
 from lightning_liger.cli.help import plain
 from lightning_liger.cli.mistakes import CLASSES
-from lightning_liger.cli.training import LigerCLI
+from lightning_liger.cli.training import SEED, LigerCLI, Summary
 from lightning_liger.commands.writing import check_output, write_files
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # which all editors know
 _SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", Path: "string"}
 _MODULES = dict.fromkeys(name for names in CLASSES.values() for name in names)
 """The modules whose classes are known to the schema."""
+_BASES: dict[str, Any] = {
+    "model": L.LightningModule,
+    "data": L.LightningDataModule,
+    "optimizer": torch.optim.Optimizer,
+    "lr_scheduler": torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau,
+}
+"""The options whose values are classes with their arguments."""
 
 
 def run_schema(*, output: str | None = None) -> int:
@@ -50,11 +63,13 @@ def make_schema() -> dict[str, Any]:
     classes accept any, and so do additions to another file, which names the class.
     """
     schema = _Schema()
-    found = schema.properties_of(capture_parser(lambda: LigerCLI(run=False)))
+    found: dict[str, Any] = {}
     for subcommand, skipped in LigerCLI.subcommands().items():
-        parser = ArgumentParser()
-        parser.add_method_arguments(LigerCLI.trainer_type, subcommand, skip=skipped, fail_untyped=False)
-        found = schema.properties_of(parser) | found  # some need what others may leave out, such as ckpt_path
+        # Some need what others may leave out, such as ckpt_path.
+        found = schema.options(LigerCLI.trainer_type, subcommand, skipped) | found
+    found |= {"seed_everything": {**schema.of_type(bool | int), "description": SEED}}
+    found |= {"trainer": _object(schema.options(L.Trainer)), "summary": _object(schema.options(Summary))}
+    found |= {name: schema.of_type(base | None) for name, base in _BASES.items()}
     return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}
 
 
@@ -69,21 +84,28 @@ class _Schema:
                 if inspect.isclass(value) and not name.startswith("_"):
                     self._paths.setdefault(value, f"{module}.{name}")
 
-    def properties_of(self, parser: ArgumentParser) -> dict[str, Any]:
-        """The options of a parser, those with dots in their names as nested objects."""
+    def options(self, cls: type, method: str = "__init__", skip: Collection[str] = ()) -> dict[str, Any]:
+        """The options of a class, or of one of its methods."""
+        parser = ArgumentParser()
+        if method == "__init__":
+            names = parser.add_class_arguments(cls, fail_untyped=False)
+        else:
+            names = parser.add_method_arguments(cls, method, skip=set(skip), fail_untyped=False)
+        hints, texts = dict[str, Any](), dict[str, str | None]()
+        for base in reversed(cls.__mro__):  # a class may pass options on to its bases
+            function = vars(base).get(method)
+            with suppress(Exception):  # of annotations that cannot be read
+                hints |= get_type_hints(function)
+            for text in map(inspect.getdoc, (function, base)):
+                texts |= {each.arg_name: each.description for each in docstring_parser.parse(text or "").params}
+        defaults = parser.get_defaults()
         found: dict[str, Any] = {}
-        for action in parser._actions:
-            if not hasattr(action, "_typehint"):
-                continue  # --help, --config and such
-            *parents, name = action.dest.split(".")
-            properties = found
-            for parent in parents:
-                properties = properties.setdefault(parent, _object({}))["properties"]
-            described = {"description": " ".join(plain(action.help).split())} if action.help else {}
-            default = {"default": action.default} if isinstance(action.default, bool | int | float | str) else {}
+        for name in dict.fromkeys(str(each).partition(".")[0] for each in names):
+            default, hint, text = defaults.get(name), hints.get(name, Any), texts.get(name)
             # Without `| None` in the signature, as in some of Lightning, None is written to yaml files too.
-            hint = action._typehint if action.required or action.default is not None else action._typehint | None
-            properties[name] = {**self.of_type(hint), **described, **default}
+            found[name] = self.of_type(hint | None if default is None else hint)
+            found[name] |= {"description": " ".join(plain(text).split())} if text else {}
+            found[name] |= {"default": default} if isinstance(default, bool | int | float | str) else {}
         return found
 
     def of_type(self, hint: Any) -> dict[str, Any]:
@@ -96,17 +118,17 @@ class _Schema:
         if origin in (Union, types.UnionType):
             options = [self.of_type(arg) for arg in args]
             return {} if {} in options else {"anyOf": options}
-        if not inspect.isclass(origin):
+        if not inspect.isclass(origin) or origin is Any:
             return {}
+        if dataclasses.is_dataclass(origin):
+            return _object(self.options(origin))
         if issubclass(origin, enum.Enum):
             return {"enum": list(origin.__members__)}
         if issubclass(origin, collections.abc.Mapping):
             return {"type": "object"}
         if issubclass(origin, collections.abc.Iterable) and args:
-            items = (
-                self.of_type(args[0]) if issubclass(origin, collections.abc.Sequence) and origin is not tuple else {}
-            )
-            return {"type": "array", "items": items}
+            is_list = issubclass(origin, collections.abc.Sequence) and origin is not tuple
+            return {"type": "array", "items": self.of_type(args[0]) if is_list else {}}
         return self._of_subclasses(origin)
 
     def _of_subclasses(self, base: type) -> dict[str, Any]:
@@ -129,26 +151,18 @@ class _Schema:
                 self.definitions[path] = {}
                 self.definitions[path] = self._of_class(cls)
             paths += names
-            rules.append(_if_class({"enum": names}, {"$ref": f"#/definitions/{path}"}))
+            condition = {"required": ["class_path"], "properties": {"class_path": {"enum": names}}}
+            then = {"properties": {"init_args": {"$ref": f"#/definitions/{path}"}}}
+            rules.append({"if": condition, "then": then})
         other = {"type": "string", "not": {"pattern": "^lightning_liger\\."}}
-        properties = {
-            "class_path": {"anyOf": [{"enum": paths}, other]},
-            "init_args": {"type": "object"},
-            "dict_kwargs": {"type": "object"},
-        }
+        properties: dict[str, Any] = {"class_path": {"anyOf": [{"enum": paths}, other]}}
+        properties |= {name: {"type": "object"} for name in ("init_args", "dict_kwargs")}
         return {"anyOf": [{"type": "string"}, {**_object(properties), "allOf": rules}]}
 
     def _of_class(self, cls: type) -> dict[str, Any]:
-        parser = ArgumentParser()
-        parser.add_class_arguments(cls, fail_untyped=False)
         text = (inspect.getdoc(cls) or "").partition("\n\n")[0]
-        return {**_object(self.properties_of(parser)), "description": plain(" ".join(text.split()))}
+        return {**_object(self.options(cls)), "description": plain(" ".join(text.split()))}
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _if_class(class_path: dict[str, Any], init_args: dict[str, Any]) -> dict[str, Any]:
-    condition = {"required": ["class_path"], "properties": {"class_path": class_path}}
-    return {"if": condition, "then": {"properties": {"init_args": init_args}}}

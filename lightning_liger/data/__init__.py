@@ -11,10 +11,9 @@ from lightning_liger.data.collate import (
 )
 from lightning_liger.data.completions import ConversationDataModule, PromptCompletionDataModule
 from lightning_liger.data.examples import ExamplesDataModule
-from lightning_liger.data.feedback import UnpairedFeedbackDataModule
 from lightning_liger.data.images import ImageTextCollator, ImageTextDataModule
 from lightning_liger.data.multiple_choice import MultipleChoiceDataModule
-from lightning_liger.data.preference import PreferenceDataModule
+from lightning_liger.data.preference import PreferenceDataModule, UnpairedFeedbackDataModule
 from lightning_liger.data.rollouts import RolloutDataModule
 from lightning_liger.data.teacher_topk import TeacherTopKDataModule, tokenizer_hash, write_teacher_topk
 from lightning_liger.data.text import TextDataModule

@@ -5,7 +5,7 @@ Packed sequences need no padding: attention sees where each begins by ``position
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,15 +18,9 @@ Example = Mapping[str, Any]
 """One row of a data set: arrays of one dimension, and numbers."""
 Batch = dict[str, Any]
 Truncation = Literal["keep_start", "keep_end"]
-TRUNCATIONS = ("keep_start", "keep_end")
-
-
-def check_layout(prefix: str, max_length: Any, truncation: Any, pad_to_multiple_of: Any, packing: Any) -> None:
-    """Raises for wrong settings of a :class:`Layout`; ``prefix`` stands before their names in messages."""
-    check_integer(f"{prefix}max_length", max_length, at_least=2, optional=True)
-    check_choice(f"{prefix}truncation", truncation, TRUNCATIONS)
-    check_integer(f"{prefix}pad_to_multiple_of", pad_to_multiple_of, at_least=1)
-    check_bool(f"{prefix}packing", packing)
+TRUNCATIONS = get_args(Truncation)
+_FILL = {"labels": IGNORE_INDEX, "teacher_topk_log_probs": -np.inf}
+"""What is not padded with 0."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_integer("pad_token_id", self.pad_token_id, at_least=0)
-        check_layout("", self.max_length, self.truncation, self.pad_to_multiple_of, self.packing)
+        check_integer("max_length", self.max_length, at_least=2, optional=True)
+        check_choice("truncation", self.truncation, TRUNCATIONS)
+        check_integer("pad_to_multiple_of", self.pad_to_multiple_of, at_least=1)
+        check_bool("packing", self.packing)
 
     def cut(self, sequence: np.ndarray) -> np.ndarray:
         """The tokens of ``sequence`` that stay."""
@@ -57,13 +54,16 @@ class Layout:
             return sequence
         return sequence[: self.max_length] if self.truncation == "keep_start" else sequence[-self.max_length :]
 
-    def batch(self, columns: Mapping[str, Sequence[Any]], fill: Mapping[str, Any], *, prefix: str = "") -> Batch:
+    def batch(
+        self, columns: Mapping[str, Sequence[Any]], fill: Mapping[str, Any] = _FILL, *, prefix: str = ""
+    ) -> Batch:
         """Truncates the sequences, and pads or packs them.
 
         Args:
             columns: By key of the batch, one array of ``[length, ...]`` per sequence; ``input_ids`` is one of them, and
                 all columns of a sequence have its length.
-            fill: The value of padding by key; ``pad_token_id`` for ``input_ids``.
+            fill: The value of padding by key; by default 0, but for ``labels`` and log-probabilities of a teacher. That
+                of ``input_ids`` is ``pad_token_id``.
             prefix: Stands before each key of the result.
 
         Returns:
@@ -71,35 +71,35 @@ class Layout:
             ``[1, total, ...]``; ``position_ids`` ``[1, total]``, which start at 0 in each sequence; ``seq_idx``
             ``[1, total]`` in int32, the number of the sequence; ``cu_seq_lens_q`` and ``cu_seq_lens_k``
             ``[num_sequences + 1]`` in int32; ``max_length_q`` and ``max_length_k``, integers. Padding to a multiple
-            belongs to the last sequence, at position 0.
+            belongs to the last sequence, at position 0. With a column ``completion_mask`` also ``sequence_ids``
+            ``[1, total]``, the number of the sequence (-1 at padding), and ``num_sequences``, an integer.
         """
-        fill = {"input_ids": self.pad_token_id, **fill}
         cut = {key: [self.cut(np.asarray(each)) for each in column] for key, column in columns.items()}
         lengths = [len(each) for each in cut["input_ids"]]
-        found = self._pack(cut, fill, lengths) if self.packing else self._pad(cut, fill, lengths)
-        return {prefix + key: value for key, value in found.items()}
-
-    def rounded(self, length: int) -> int:
-        """``length``, or the next multiple of ``pad_to_multiple_of``."""
-        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
-
-    def _pad(self, columns: Mapping[str, list[np.ndarray]], fill: Mapping[str, Any], lengths: list[int]) -> Batch:
-        width = self.rounded(max(lengths))
-        found: Batch = {key: pad(column, width, fill[key]) for key, column in columns.items()}
-        found["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
-        return found
-
-    def _pack(self, columns: Mapping[str, list[np.ndarray]], fill: Mapping[str, Any], lengths: list[int]) -> Batch:
         total = sum(lengths)
-        width = self.rounded(total)
-        found: Batch = {key: pad([np.concatenate(column)], width, fill[key]) for key, column in columns.items()}
+        if self.packing:
+            cut = {key: [np.concatenate(column)] for key, column in cut.items()}
+        width = self.rounded(total if self.packing else max(lengths))
+        fill = {**fill, "input_ids": self.pad_token_id}
+        found: Batch = {key: pad(column, width, fill.get(key, 0)) for key, column in cut.items()}
+        if not self.packing:
+            found["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+            return {prefix + key: value for key, value in found.items()}
         found["position_ids"] = pad([np.concatenate([np.arange(length) for length in lengths])], width, 0)
         with_padding = np.array([*lengths[:-1], lengths[-1] + width - total])
         found["seq_idx"] = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), with_padding))[None]
         ends = torch.from_numpy(np.append(0, with_padding.cumsum()).astype(np.int32))
         found["cu_seq_lens_q"], found["cu_seq_lens_k"] = ends, ends.clone()
         found["max_length_q"] = found["max_length_k"] = int(with_padding.max())
-        return found
+        if "completion_mask" in columns:
+            found["sequence_ids"] = found["seq_idx"].long()
+            found["sequence_ids"][:, total:] = -1
+            found["num_sequences"] = len(lengths)
+        return {prefix + key: value for key, value in found.items()}
+
+    def rounded(self, length: int) -> int:
+        """``length``, or the next multiple of ``pad_to_multiple_of``."""
+        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
 
 def pad(column: Sequence[np.ndarray], width: int, fill: Any, *, left: bool = False) -> Tensor:
@@ -114,31 +114,29 @@ def pad(column: Sequence[np.ndarray], width: int, fill: Any, *, left: bool = Fal
 
 
 def _completions(layout: Layout, pairs: Sequence[tuple[np.ndarray, np.ndarray]], prefix: str = "") -> Batch:
-    """Sequences of prompt and completion with ``completion_mask``, 1 at the completion's tokens; 0 at all others.
-
-    Packed, also ``sequence_ids`` ``[1, total]``, the number of each token's sequence (-1 at padding), and
-    ``num_sequences``, an integer.
-    """
+    """Sequences of prompt and completion with ``completion_mask``, 1 at the completion's tokens; 0 at all others."""
     columns = {
         "input_ids": [np.concatenate(pair) for pair in pairs],
-        "completion_mask": [np.repeat([0, 1], [len(prompt), len(completion)]) for prompt, completion in pairs],
+        "completion_mask": [_completion_mask(*pair) for pair in pairs],
     }
-    batch = layout.batch(columns, {"completion_mask": 0}, prefix=prefix)
-    return _numbered(batch, columns["input_ids"], layout, prefix)
+    return layout.batch(columns, prefix=prefix)
 
 
-def _numbered(batch: Batch, sequences: Sequence[np.ndarray], layout: Layout, prefix: str = "") -> Batch:
-    """The batch; if it is packed, with ``sequence_ids`` and ``num_sequences``."""
-    if layout.packing:
-        total = sum(len(layout.cut(sequence)) for sequence in sequences)
-        batch[f"{prefix}sequence_ids"] = batch[f"{prefix}seq_idx"].long()
-        batch[f"{prefix}sequence_ids"][:, total:] = -1
-        batch[f"{prefix}num_sequences"] = len(sequences)
-    return batch
+def _completion_mask(prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+    return np.repeat([0, 1], [len(prompt), len(completion)])
+
+
+def _group_ids(sizes: Sequence[int]) -> Tensor:
+    """The number of its group for each member."""
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
 
 
 @dataclass(frozen=True)
-class PreferenceCollator:
+class _Collator:
+    layout: Layout
+
+
+class PreferenceCollator(_Collator):
     """Collates examples with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, for triples ``reference_ids`` too.
 
     A batch of B examples has ``input_ids``, ``attention_mask`` and ``completion_mask``, each ``[2B, seq_len]`` in
@@ -146,16 +144,13 @@ class PreferenceCollator:
     ``ref_chosen_logps`` and ``ref_rejected_logps`` give the same keys, ``[B]`` in float32.
     """
 
-    layout: Layout
-
     def __call__(self, examples: Sequence[Example]) -> Batch:
         parts = [part for part in ("chosen_ids", "rejected_ids", "reference_ids") if part in examples[0]]
         batch = _completions(self.layout, [(each["prompt_ids"], each[part]) for part in parts for each in examples])
         return batch | _numbers(examples, ("ref_chosen_logps", "ref_rejected_logps"))
 
 
-@dataclass(frozen=True)
-class FeedbackCollator:
+class FeedbackCollator(_Collator):
     """Collates examples with ``prompt_ids``, ``completion_ids`` and ``label`` (whether the completion is good).
 
     A batch of B examples has ``input_ids``, ``attention_mask`` and ``completion_mask``, each ``[B, seq_len]``, and
@@ -163,8 +158,6 @@ class FeedbackCollator:
     another prompt or nothing: the same three keys with the prefix ``KL_`` then hold these mismatched pairs. Examples
     with ``ref_logps`` give the same key, ``[B]`` in float32.
     """
-
-    layout: Layout
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         batch = _completions(self.layout, [(each["prompt_ids"], each["completion_ids"]) for each in examples])
@@ -176,34 +169,28 @@ class FeedbackCollator:
         return batch
 
 
-@dataclass(frozen=True)
-class SupervisedCollator:
+class SupervisedCollator(_Collator):
     """Collates examples with ``input_ids`` and ``loss_mask`` (1 at tokens to learn).
 
     A batch has ``input_ids``, ``labels`` (not shifted, -100 where nothing is learned) and ``attention_mask``, each
     ``[batch_size, seq_len]`` in int64; and the same with the prefix ``teacher_`` if examples have them.
     """
 
-    layout: Layout
-
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        batch = self._rows(examples, self.layout)
-        if "teacher_input_ids" in examples[0]:
-            batch |= self._rows(examples, replace(self.layout, pad_token_id=0), "teacher_")
+        batch: Batch = {}
+        for prefix, pad_token_id in (("", self.layout.pad_token_id), ("teacher_", 0)):
+            if f"{prefix}input_ids" not in examples[0]:
+                continue
+            ids = [np.asarray(each[f"{prefix}input_ids"]).astype(np.int64) for each in examples]
+            masks = [np.asarray(each[f"{prefix}loss_mask"]) > 0 for each in examples]
+            labels = [np.where(mask, row, IGNORE_INDEX) for mask, row in zip(masks, ids, strict=True)]
+            layout = replace(self.layout, pad_token_id=pad_token_id)
+            batch |= layout.batch({"input_ids": ids, "labels": labels}, prefix=prefix)
         return batch
-
-    @staticmethod
-    def _rows(examples: Sequence[Example], layout: Layout, prefix: str = "") -> Batch:
-        ids = [np.asarray(each[f"{prefix}input_ids"]).astype(np.int64) for each in examples]
-        labels = [
-            np.where(np.asarray(each[f"{prefix}loss_mask"]) > 0, row, IGNORE_INDEX)
-            for row, each in zip(ids, examples, strict=True)
-        ]
-        return layout.batch({"input_ids": ids, "labels": labels}, {"labels": IGNORE_INDEX}, prefix=prefix)
 
 
 @dataclass(frozen=True)
-class MultipleChoiceCollator:
+class MultipleChoiceCollator(_Collator):
     """Collates questions: ``prompt_ids``; ``completion_ids``, those of all choices one after the other, and
     ``completion_lengths``, how many each choice has; ``num_characters``, the lengths of their texts; ``answer``, the
     place of the right one.
@@ -215,26 +202,22 @@ class MultipleChoiceCollator:
     ``is_answer`` ``[N]`` of bool; ``num_characters`` ``[N]`` in float32; and ``num_questions``, an integer.
     """
 
-    layout: Layout
     all_choices: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         choices = [np.split(each["completion_ids"], np.cumsum(each["completion_lengths"])[:-1]) for each in examples]
+        answers = [each["answer"] for each in examples]
         if not self.all_choices:
-            return SupervisedCollator(self.layout)([
-                {
-                    "input_ids": np.concatenate((each["prompt_ids"], completions[each["answer"]])),
-                    "loss_mask": np.repeat([0, 1], [len(each["prompt_ids"]), len(completions[each["answer"]])]),
-                }
-                for each, completions in zip(examples, choices, strict=True)
-            ])  # fmt: skip
-        pairs = zip(examples, choices, strict=True)
-        batch = _completions(
-            self.layout, [(each["prompt_ids"], one) for each, completions in pairs for one in completions]
-        )
+            parts = zip(examples, choices, answers, strict=True)
+            pairs = [(each["prompt_ids"], several[answer]) for each, several, answer in parts]
+            return SupervisedCollator(self.layout)(
+                [{"input_ids": np.concatenate(pair), "loss_mask": _completion_mask(*pair)} for pair in pairs]
+            )
         counts = [len(completions) for completions in choices]
-        batch["question_ids"] = torch.arange(len(examples)).repeat_interleave(torch.tensor(counts))
-        flags = [np.arange(count) == each["answer"] for each, count in zip(examples, counts, strict=True)]
+        pairs = [(each["prompt_ids"], one) for each, several in zip(examples, choices, strict=True) for one in several]
+        batch = _completions(self.layout, pairs)
+        batch["question_ids"] = _group_ids(counts)
+        flags = [np.arange(count) == answer for answer, count in zip(answers, counts, strict=True)]
         batch["is_answer"] = torch.from_numpy(np.concatenate(flags))
         lengths = np.concatenate([each["num_characters"] for each in examples])
         batch["num_characters"] = torch.from_numpy(lengths.astype(np.float32))
@@ -242,8 +225,7 @@ class MultipleChoiceCollator:
         return batch
 
 
-@dataclass(frozen=True)
-class TeacherTopKCollator:
+class TeacherTopKCollator(_Collator):
     """Collates rows of a file of :func:`~lightning_liger.data.write_teacher_topk`.
 
     A batch has ``input_ids``, ``labels`` and ``attention_mask``, each ``[batch_size, seq_len]`` in int64,
@@ -252,18 +234,15 @@ class TeacherTopKCollator:
     -inf.
     """
 
-    layout: Layout
-
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        fill = {"labels": IGNORE_INDEX, "teacher_topk_ids": 0, "teacher_topk_log_probs": -np.inf}
-        return self.layout.batch({key: [each[key] for each in examples] for key in ("input_ids", *fill)}, fill)
+        keys = ("input_ids", "labels", "teacher_topk_ids", "teacher_topk_log_probs")
+        return self.layout.batch({key: [each[key] for each in examples] for key in keys})
 
 
 PER_TOKEN_LOG_PROBS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 
-@dataclass(frozen=True)
-class RolloutCollator:
+class RolloutCollator(_Collator):
     """Collates groups: ``prompt_ids``, and for all completions of the prompt, one after the other, ``completion_ids``.
 
     Examples also have ``completion_lengths``, the number of tokens of each completion of the group; ``advantages``, one
@@ -281,8 +260,6 @@ class RolloutCollator:
     those of :class:`PreferenceCollator`; values of tokens are ``[1, total]``, each at its token.
     """
 
-    layout: Layout
-
     def __call__(self, examples: Sequence[Example]) -> Batch:
         per_token = [key for key in ("token_advantages", "tool_mask", *PER_TOKEN_LOG_PROBS) if key in examples[0]]
         columns: dict[str, list[np.ndarray]] = {key: [] for key in ("input_ids", "completion_mask", *per_token)}
@@ -295,36 +272,33 @@ class RolloutCollator:
                 for key in per_token:
                     values = np.asarray(each[key][start:end], dtype=np.uint8 if key == "tool_mask" else np.float32)
                     columns[key].append(np.pad(values, (num_prompt_tokens, 0)))
-        batch = self._packed(columns) if self.layout.packing else self._padded(columns)
+        if self.layout.packing:
+            batch = self.layout.batch(columns)
+        else:
+            batch = self._padded({key: [*map(self.layout.cut, column)] for key, column in columns.items()})
         if "token_advantages" in batch:
             batch["advantages"] = batch.pop("token_advantages")
-        group_sizes = torch.tensor([len(each["completion_lengths"]) for each in examples])
-        batch["group_ids"] = torch.arange(len(examples)).repeat_interleave(group_sizes)
+        batch["group_ids"] = _group_ids([len(each["completion_lengths"]) for each in examples])
         for key in ("advantages", "rewards"):
             if key in examples[0]:
                 batch[key] = torch.from_numpy(np.concatenate([each[key] for each in examples]).astype(np.float32))
         return batch
 
-    def _packed(self, columns: Mapping[str, list[np.ndarray]]) -> Batch:
-        batch = self.layout.batch(columns, dict.fromkeys(columns, 0) | {"input_ids": self.layout.pad_token_id})
-        return _numbered(batch, columns["input_ids"], self.layout)
-
-    def _padded(self, columns: Mapping[str, list[np.ndarray]]) -> Batch:
-        cut = {key: [self.layout.cut(each) for each in column] for key, column in columns.items()}
-        masks = cut.pop("completion_mask")
-        parts = [(len(mask) - int(mask.sum()), int(mask.sum())) for mask in masks]
-        prompt_len, completion_len = (self.layout.rounded(max(lengths)) for lengths in zip(*parts, strict=True))
-        prompts = [row[:length] for row, (length, _) in zip(cut["input_ids"], parts, strict=True)]
-        batch: Batch = {
+    def _padded(self, columns: dict[str, list[np.ndarray]]) -> Batch:
+        """Prompts and completions of rows that are cut already."""
+        masks = columns.pop("completion_mask")
+        starts = [int(np.sum(mask == 0)) for mask in masks]
+        prompts = [row[:start] for row, start in zip(columns["input_ids"], starts, strict=True)]
+        prompt_len = self.layout.rounded(max(starts))
+        completion_len = self.layout.rounded(max(int(mask.sum()) for mask in masks))
+        batch = {
             "prompt_ids": pad(prompts, prompt_len, self.layout.pad_token_id, left=True),
             "prompt_mask": pad([np.ones_like(row) for row in prompts], prompt_len, 0, left=True),
-            "completion_mask": pad([np.ones(length, dtype=np.int64) for _, length in parts], completion_len, 0),
+            "completion_mask": pad([mask[mask > 0] for mask in masks], completion_len, 0),
         }
-        for key, column in cut.items():
-            values = [row[length:] for row, (length, _) in zip(column, parts, strict=True)]
-            is_ids = key == "input_ids"
-            fill = self.layout.pad_token_id if is_ids else 0
-            batch["completion_ids" if is_ids else key] = pad(values, completion_len, fill)
+        for key, column in columns.items():
+            key, fill = ("completion_ids", self.layout.pad_token_id) if key == "input_ids" else (key, 0)
+            batch[key] = pad([row[start:] for row, start in zip(column, starts, strict=True)], completion_len, fill)
         return batch
 
 

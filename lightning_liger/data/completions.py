@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 from typing_extensions import override
 
 from liger_ops.arguments import check_bool, check_choice
-from lightning_liger.data.collate import TRUNCATIONS, SupervisedCollator
-from lightning_liger.data.encoding import Encoder
+from lightning_liger.data.collate import SupervisedCollator
+from lightning_liger.data.encoding import Encoder, TrainOn
 from lightning_liger.data.examples import ExamplesDataModule, first_learned, ids, scored
-from lightning_liger.data.records import Message, Record
+from lightning_liger.data.records import Message, Record, Text
 from lightning_liger.data.sources import fingerprints
 from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
 
@@ -25,55 +25,47 @@ ALPACA_TEMPLATE_WITH_INPUT = (
     "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
-_TEACHER = "data.teacher_tokenizer"
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 class _SupervisedDataModule(ExamplesDataModule):
-    """Examples of ``input_ids`` and ``loss_mask``, and of the same in the teacher's tokens."""
+    """Examples of ``input_ids`` and ``loss_mask``, and of the same in the teacher's tokens.
+
+    Args:
+        teacher_tokenizer: A folder with the tokenizer of a teacher that has another one, for distillation_mode "uld".
+            Its own chat template renders its messages.
+    """
+
+    _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "_teacher_files")
+    _collator_type = SupervisedCollator
 
     def __init__(self, *, teacher_tokenizer: str | Path | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        if teacher_tokenizer is not None:
-            tokenizer_files(teacher_tokenizer, _TEACHER)  # raises if it is not a tokenizer's folder
         self.teacher_tokenizer = teacher_tokenizer
-        self._teacher_encoder: Encoder | None = None
+        self._teacher_files: list[Any] = []
+        self._encoders: dict[str, Encoder] = {}  # of the teacher
+        if teacher_tokenizer is not None:
+            setting = "data.teacher_tokenizer"
+            self._teacher_files = fingerprints(tokenizer_files(teacher_tokenizer, setting))
+            tokenizer = load_tokenizer(teacher_tokenizer, f"{setting}={str(teacher_tokenizer)!r}")
+            self._encoders["teacher_"] = Encoder(tokenizer, self.chat_template_kwargs)
 
     def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
         """The ids of a record, and a mask of the same length: 1 at tokens to learn."""
         raise NotImplementedError
 
     @override
-    def _encoding_settings(self) -> dict[str, Any]:
-        path = self.teacher_tokenizer
-        return {} if path is None else {"teacher_tokenizer": fingerprints(tokenizer_files(path, _TEACHER))}
-
-    @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
-        example = self._example(record, *self._tokens(record, encoder))
-        if (path := self.teacher_tokenizer) is not None:
-            if self._teacher_encoder is None:
-                tokenizer = load_tokenizer(path, f"{_TEACHER}={str(path)!r}")
-                self._teacher_encoder = Encoder(tokenizer, self.chat_template_kwargs)
-            teacher = self._example(record, *self._tokens(record, self._teacher_encoder))
-            for name, value in teacher.items():
-                if name in TRUNCATIONS:
-                    example[name] = max(example[name], value)
-                else:
-                    example[f"teacher_{name}"] = value
-        yield example
-
-    @staticmethod
-    def _example(record: Record, input_ids: list[int], loss_mask: list[int]) -> dict[str, np.ndarray]:
-        learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
-        if not len(learned):
-            raise record.error("there is no token to learn after the first token of the sequence")
-        places = first_learned(learned[0], len(input_ids) - learned[-1])
-        return {"input_ids": ids(input_ids), "loss_mask": np.asarray(loss_mask, dtype=np.uint8), **places}
-
-    @override
-    def _collator(self) -> SupervisedCollator:
-        return SupervisedCollator(self.layout)
+        example, places = {}, []
+        for prefix, each in {"": encoder, **self._encoders}.items():
+            input_ids, loss_mask = self._tokens(record, each)
+            learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
+            if not len(learned):
+                raise record.error("there is no token to learn after the first token of the sequence")
+            places.append((learned[0], len(input_ids) - learned[-1]))
+            example[f"{prefix}input_ids"] = ids(input_ids)
+            example[f"{prefix}loss_mask"] = np.asarray(loss_mask, dtype=np.uint8)
+        yield example | first_learned(*np.max(places, axis=0))
 
 
 class PromptCompletionDataModule(_SupervisedDataModule):
@@ -87,30 +79,24 @@ class PromptCompletionDataModule(_SupervisedDataModule):
 
     Args:
         completion_only: Whether only tokens of completions are learned; otherwise those of prompts too.
-        teacher_tokenizer: A folder with the tokenizer of a teacher that has another one, for distillation_mode "uld".
     """
 
-    _fields = ("prompt", "completion", "instruction", "input", "output", "tools", "chat_template_kwargs")
+    _fields = ("prompt", "completion", "instruction", "input", "output")
+    _settings_of_tokens = (*_SupervisedDataModule._settings_of_tokens, "completion_only")
 
-    def __init__(
-        self, *, completion_only: bool = True, teacher_tokenizer: str | Path | None = None, **settings: Any
-    ) -> None:
-        super().__init__(teacher_tokenizer=teacher_tokenizer, **settings)
+    def __init__(self, *, completion_only: bool = True, **settings: Any) -> None:
+        super().__init__(**settings)
         check_bool("data.completion_only", completion_only)
         self.completion_only = completion_only
 
     @override
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {**super()._encoding_settings(), "completion_only": self.completion_only}
-
-    @override
     def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
         if record.has("instruction") and not record.has("prompt"):
-            prompt, completion = alpaca_prompt(record), record.text("output")
-            prompt_ids, (completion_ids,) = encoder.split(record, prompt, [completion])
+            prompt: Text = _alpaca_prompt(record)
+            completion: Text = record.text("output")
         else:
-            completions = [record.text_or_messages("completion")]
-            prompt_ids, (completion_ids,) = encoder.split(record, record.text_or_messages("prompt"), completions)
+            prompt, completion = record.text_or_messages("prompt"), record.text_or_messages("completion")
+        prompt_ids, (completion_ids,) = encoder.split(record, prompt, [completion])
         scored(record, prompt_ids, completion_ids)
         mask = [0 if self.completion_only else 1] * len(prompt_ids) + [1] * len(completion_ids)
         return prompt_ids + completion_ids, mask
@@ -127,44 +113,32 @@ class ConversationDataModule(_SupervisedDataModule):
     Args:
         train_on: "assistant" learns the messages of the assistant, with the tokens that end them; "last" the last of
             them only; "all" every token. Chat templates with {% generation %} mark these messages themselves.
-        teacher_tokenizer: As of :class:`PromptCompletionDataModule`. Its own chat template renders its messages.
     """
 
-    _fields = ("messages", "conversations", "tools", "chat_template_kwargs")
+    _fields = ("messages", "conversations")
+    _settings_of_tokens = (*_SupervisedDataModule._settings_of_tokens, "train_on")
 
-    def __init__(
-        self,
-        *,
-        train_on: Literal["assistant", "last", "all"] = "assistant",
-        teacher_tokenizer: str | Path | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(teacher_tokenizer=teacher_tokenizer, **settings)
-        check_choice("data.train_on", train_on, ("assistant", "last", "all"))
-        self.train_on: Literal["assistant", "last", "all"] = train_on
-
-    @override
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {**super()._encoding_settings(), "train_on": self.train_on}
+    def __init__(self, *, train_on: TrainOn = "assistant", **settings: Any) -> None:
+        super().__init__(**settings)
+        check_choice("data.train_on", train_on, get_args(TrainOn))
+        self.train_on: TrainOn = train_on
 
     @override
     def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
-        shared = record.has("conversations") and not record.has("messages")
-        messages = _sharegpt(record) if shared else record.messages("messages")
-        return encoder.conversation(record, messages, self.train_on)
+        if record.has("conversations") and not record.has("messages"):
+            messages = [_sharegpt(record, turn) for turn in record.items("conversations")]
+        else:
+            messages = record.items("messages")
+        return encoder.conversation(record, record.as_messages("messages", messages), self.train_on)
 
 
-def alpaca_prompt(record: Record) -> str:
-    """The prompt of an instruction, by the published template of Alpaca."""
+def _alpaca_prompt(record: Record) -> str:
     text = record.text("input") if record.has("input") else ""
     template = ALPACA_TEMPLATE_WITH_INPUT if text else ALPACA_TEMPLATE
     return template.format(instruction=record.text("instruction"), input=text)
 
 
-def _sharegpt(record: Record) -> list[Message]:
-    found = []
-    for index, turn in enumerate(record.items("conversations")):
-        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
-            raise record.error(f"the field 'conversations[{index}]' must be an object with 'from' and 'value'")
-        found.append({"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")})
-    return record.as_messages("conversations", found)
+def _sharegpt(record: Record, turn: Any) -> Message:
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+        raise record.error(f"the field 'conversations' must be a list of objects with 'from' and 'value', got {turn!r}")
+    return {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}

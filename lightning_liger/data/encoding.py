@@ -30,12 +30,6 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts with the tokenizer's special tokens, of which none is doubled at the beginning."""
-        bos = self.tokenizer.bos_token
-        has_bos = isinstance(bos, str) and texts[-1].startswith(bos)
-        return self._ids(texts, add_special_tokens=not has_bos)
-
     def _ids(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         # In one call: tokenizers share several texts among the cores.
         encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)
@@ -54,8 +48,10 @@ class Encoder:
         if len({isinstance(each, str) for each in (prompt, *completions)}) != 1:
             raise record.error("prompt and completions must be either all strings, or all lists of messages")
         if isinstance(prompt, str):
-            alone, *whole = self.texts([prompt, *(f"{prompt}{completion}" for completion in completions)])
-            end: Any = self.tokenizer.eos_token_id
+            texts = [prompt, *(f"{prompt}{completion}" for completion in completions)]
+            bos, end = self.tokenizer.bos_token, self.tokenizer.eos_token_id
+            has_bos = isinstance(bos, str) and texts[-1].startswith(bos)
+            alone, *whole = self._ids(texts, add_special_tokens=not has_bos)
             whole = [ids if ids[-1:] == [end] else [*ids, end] for ids in whole]
         else:
             is_open = prompt[-1]["role"] == "assistant"  # the completion goes on with the last message
@@ -66,22 +62,22 @@ class Encoder:
         length = min(common_prefix(alone, each) for each in whole)
         return whole[0][:length], [each[length:] for each in whole]
 
-    def render(self, record: Record, messages: list[Message], **options: Any) -> str:
+    def render(self, record: Record, messages: list[Message], tokenize: bool = False, **options: Any) -> Any:
         """The text of messages by the chat template, with the tools and ``chat_template_kwargs`` of the record.
 
         Raises:
             ValueError: If there is no chat template, or it fails for these messages.
         """
-        return str(self._apply(record, messages, tokenize=False, **options))
-
-    def _apply(self, record: Record, messages: list[Message], **options: Any) -> Any:
         if self.tokenizer.chat_template is None:
             raise record.error(
                 "messages need a chat template, and the tokenizer has none: give data.chat_template, a file with one"
             )
-        options = {**self.chat_template_kwargs, **record.mapping("chat_template_kwargs"), **options}
+        options = {
+            **self.chat_template_kwargs, **record.decoded("chat_template_kwargs", dict, "an object"), **options
+        }  # fmt: skip
+        tools = record.decoded("tools", list, "a list of JSON schemas") or None
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=record.tools(), **options)
+            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
         except Exception as error:  # a template is a program, and may raise anything
             raise record.error(f"the chat template failed: {error!r}") from error
 
@@ -102,7 +98,8 @@ class Encoder:
             raise record.error("the conversation has no message with the role 'assistant'")
         template = self.tokenizer.chat_template
         if isinstance(template, str) and _MARKS_ASSISTANT.search(template) and self.tokenizer.is_fast:
-            encoded = self._apply(record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            options = {"return_dict": True, "return_assistant_tokens_mask": True}
+            encoded = self.render(record, messages, tokenize=True, **options)
             ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         else:
             ids, mask = self._masked_by_prefixes(record, messages, train_on == "last")
@@ -144,14 +141,3 @@ def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
         if one != other:
             return place
     return min(len(first), len(second))
-
-
-def implicit_prompt(first: Text, second: Text) -> int:
-    """The number of characters or messages at the beginning that two completions share: their prompt.
-
-    A space at its end belongs to the completions, as tokens begin with spaces.
-    """
-    length = common_prefix(first, second)
-    if isinstance(first, str) and length and first[length - 1] == " ":
-        length -= 1
-    return length

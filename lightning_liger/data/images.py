@@ -1,26 +1,26 @@
 """Images with prompts and completions, for models of images and text."""
 
 import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_integer, check_text, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_integer, check_path, check_text, shown, wrong_value
 from lightning_liger.data.collate import Batch, Layout
-from lightning_liger.data.module import FilesDataModule
+from lightning_liger.data.module import BatchesDataModule, Split
 from lightning_liger.data.records import Record, read_records
-from lightning_liger.data.sources import check_is_path, record_files
 from lightning_liger.data.tokenizer import load_tokenizer
+
+_NEEDED = {"tokenizer", "image_size", "tokens_per_image"}
 
 
 class PlainProcessor:
@@ -48,15 +48,11 @@ class PlainProcessor:
     def __call__(self, *, text: Sequence[str], images: Sequence[Sequence[Any]], **_: Any) -> dict[str, Tensor]:
         """``input_ids`` and ``attention_mask`` ``[len(text), seq_len]``, and ``pixel_values`` ``[images, 3, S, S]``."""
         whole = [each.replace(self.image_token, self.image_token * self.tokens_per_image) for each in text]
-        rows = [np.asarray(self.tokenizer(each)["input_ids"]) for each in whole]
-        batch = Layout(self.tokenizer.eos_token_id or 0).batch({"input_ids": rows}, {})
-        pixels = [self._resized(np.asarray(image)) for row in images for image in row]
-        return {**batch, "pixel_values": torch.stack(pixels)}
-
-    def _resized(self, image: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(image.copy()).permute(2, 0, 1).float()[None]
+        rows = [np.asarray(ids) for ids in self.tokenizer(whole)["input_ids"]]
+        batch = Layout(self.tokenizer.eos_token_id or 0).batch({"input_ids": rows})
         size = (self.image_size, self.image_size)
-        return F.interpolate(tensor, size, mode="bilinear", antialias=True)[0] / 127.5 - 1
+        pixels = np.stack([image.resize(size) for row in images for image in row])
+        return {**batch, "pixel_values": torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1}
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,12 @@ class ImageTextCollator:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Batch:
         tokenizer = self.processor.tokenizer
         images = [[load_image(source) for source in each["images"]] for each in examples]
-        prompts, options = [self._prompt(each) for each in examples], {}
-        if self.processor.chat_template is not None:  # it has the special tokens already
-            options["add_special_tokens"] = False
+        # A chat template has the special tokens already.
+        options = {} if self.processor.chat_template is None else {"add_special_tokens": False}
+        prompts = [self._prompt(each) for each in examples]
         encoded = self.processor(text=prompts, images=images, padding=True, return_tensors="pt", **options)
         mask = encoded["attention_mask"].bool()
-        prompt_columns = {  # of each token, such as whether it stands for an image
+        columns = {  # of each token of the prompts, such as whether it stands for an image
             key: [row[kept].numpy() for row, kept in zip(value, mask, strict=True)]
             for key, value in encoded.items()
             if isinstance(value, Tensor) and value.shape == mask.shape and key != "attention_mask"
@@ -92,22 +88,14 @@ class ImageTextCollator:
         completions = [
             np.array([*ids, tokenizer.eos_token_id]) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
         ]
-        if self.max_length is not None:
-            lengths = [self.max_length - len(row) for row in prompt_columns["input_ids"]]
-            if min(lengths) < 1:
-                found = self.max_length - min(lengths)
-                raise wrong_value("data.max_length", f"more than the {found} tokens of a prompt", self.max_length)
-            completions = [row[:length] for row, length in zip(completions, lengths, strict=True)]
-        columns: dict[str, list[np.ndarray]] = {
-            key: [np.pad(row, (0, len(completion))) for row, completion in zip(rows, completions, strict=True)]
-            for key, rows in prompt_columns.items()
-        }
-        parts = list(zip(prompt_columns["input_ids"], completions, strict=True))
-        columns["input_ids"] = [np.concatenate(part) for part in parts]
-        columns["labels"] = [np.concatenate((np.full(len(row), IGNORE_INDEX), rest)) for row, rest in parts]
+        columns["labels"] = [np.full(len(row), IGNORE_INDEX) for row in columns["input_ids"]]
+        if self.max_length is not None and (longest := max(map(len, columns["labels"]))) >= self.max_length:
+            raise wrong_value("data.max_length", f"more than the {longest} tokens of a prompt", self.max_length)
+        for key, rows in columns.items():
+            ends = completions if key in ("input_ids", "labels") else [np.zeros_like(each) for each in completions]
+            columns[key] = [np.concatenate(parts)[: self.max_length] for parts in zip(rows, ends, strict=True)]
         end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        batch = Layout(end).batch(columns, {**dict.fromkeys(columns, 0), "input_ids": end, "labels": IGNORE_INDEX})
-        return {key: value for key, value in encoded.items() if key not in prompt_columns} | batch
+        return {key: value for key, value in encoded.items() if key not in columns} | Layout(end).batch(columns)
 
     def _prompt(self, example: Mapping[str, Any]) -> str:
         """The prompt with its images first, unless it says where they are."""
@@ -121,7 +109,7 @@ class ImageTextCollator:
         return str(self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-class ImageTextDataModule(FilesDataModule):
+class ImageTextDataModule(BatchesDataModule):
     """Images with prompts and completions, as batches of :class:`~lightning_liger.data.ImageTextCollator`.
 
     A record has ``image``, the name of a file relative to the folder of the records, or ``images``, a list of them;
@@ -130,50 +118,32 @@ class ImageTextDataModule(FilesDataModule):
     before the prompt. A prompt with the processor's image tokens says itself where they are.
 
     Records are kept in memory. Images are read by pillow when a batch is made, with ``num_workers`` in other processes.
-    Files are .jsonl, .json or .parquet. Other arguments are those of
-    :class:`~lightning_liger.data.module.FilesDataModule` and :class:`~lightning_liger.data.module.BatchesDataModule`.
+    Other arguments and errors are those of :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
+        path: A .jsonl, .json or .parquet file, or a folder with such files.
         processor: The folder of the pretrained model, with its processor; or for random weights
             the settings of :class:`PlainProcessor`: ``tokenizer``, ``image_size``, ``tokens_per_image``,
             ``image_token``.
         max_length: The maximum number of tokens of a sequence. Completions lose their end. None keeps all.
-
-    Raises:
-        FileNotFoundError: If there are no records at ``path``; in ``setup`` for an image that does not exist.
-        ModuleNotFoundError: If pillow is not installed.
-        TypeError: For an argument of a wrong type.
-        ValueError: For an argument out of its range; in ``setup`` for a record that is wrong, with the file and line.
     """
 
     def __init__(
-        self,
-        *,
-        processor: str | dict[str, Any],
-        max_length: int | None = None,
-        **settings: Any,
+        self, *, path: str | Path, processor: str | dict[str, Any], max_length: int | None = None, **settings: Any
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(path=path, **settings)
         check_integer("data.max_length", max_length, at_least=2, optional=True)
         self.max_length = max_length
         self.processor: Any = _load_processor(processor)
-
-    @property
-    def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the processor."""
-        tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
-        return tokenizer
+        self.text_tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
 
     @override
-    def _files(self, setting: str, path: Any) -> list[Path]:
-        return record_files(setting, path)
+    def _read(self, split: Split) -> list[dict[str, Any]]:
+        setting = self._place(split)[0]
+        return [_row(record, file.parent) for file in self._files(split) for record in read_records(setting, [file])]
 
     @override
-    def _read(self, setting: str, files: list[Path]) -> list[dict[str, Any]]:
-        return [_row(record, file.parent) for file in files for record in read_records(setting, [file])]
-
-    @override
-    def _collator(self) -> ImageTextCollator:
+    def _collator(self, split: Split) -> ImageTextCollator:
         return ImageTextCollator(self.processor, self.max_length)
 
 
@@ -184,36 +154,26 @@ def load_image(source: Path | bytes) -> Any:
         ModuleNotFoundError: If pillow is not installed.
         ValueError: If it cannot be read.
     """
-    named = "an image" if isinstance(source, bytes) else str(source)
-    pillow = _pillow(named)
     try:
-        return pillow.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
-    except (OSError, ValueError, IndexError) as error:
-        raise ValueError(f"{named} is no image that can be read: {error}") from error
-
-
-def _pillow(named: str) -> Any:
-    try:
-        return import_module("PIL.Image")
+        from PIL import Image
     except ImportError as error:
-        raise ModuleNotFoundError(f"{named} needs pillow: pip install 'lightning-liger[vision]'") from error
+        raise ModuleNotFoundError("images need pillow: pip install 'lightning-liger[vision]'") from error
+    try:
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
+    except (OSError, ValueError, IndexError) as error:
+        named = "an image" if isinstance(source, bytes) else source
+        raise ValueError(f"{named} is no image that can be read: {error}") from error
 
 
 def _load_processor(processor: Any) -> Any:
     if isinstance(processor, Mapping):
-        try:
-            return PlainProcessor(**processor)
-        except TypeError as error:
-            if "argument" not in str(error):
-                raise
-            expected = "a folder, or a dict with tokenizer, image_size and tokens_per_image"
-            raise wrong_type("data.processor", expected, processor) from error
-    check_is_path("data.processor", processor)
-    _pillow("data.processor, which prepares images,")
+        if not _NEEDED <= processor.keys() <= _NEEDED | {"image_token"}:
+            raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(_NEEDED))}", processor)
+        return PlainProcessor(**processor)
+    check_path("data.processor", processor)
+    folder = os.path.expanduser(processor)
     try:
-        loaded = AutoProcessor.from_pretrained(
-            Path(processor).expanduser(), local_files_only=True, trust_remote_code=False
-        )
+        loaded = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # which types a broken processor raises is not documented
         raise ValueError(f"data.processor={str(processor)!r} could not be loaded by AutoProcessor: {error}") from error
     if getattr(loaded, "tokenizer", None) is None or not hasattr(loaded, "image_processor"):
@@ -233,6 +193,6 @@ def _source(record: Record, image: Any, folder: Path) -> Path | bytes:
     name = image.get("path") if isinstance(image, Mapping) else image
     if not isinstance(name, str) or not name:
         raise record.error(f"the field 'image' must be the name of a file, or an object with bytes, got {shown(image)}")
-    if not (folder / name).is_file():
-        raise FileNotFoundError(f"{record.place}: the image {str(folder / name)!r} does not exist")
-    return folder / name
+    if not (file := folder / name).is_file():
+        raise FileNotFoundError(f"{record.place}: the image {str(file)!r} does not exist")
+    return file

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -12,13 +13,15 @@ import lightning as L
 import tokenizers
 import torch
 import torch.distributed as dist
+import transformers
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_integer, check_number, check_path, check_text, shown, wrong_type, wrong_value
-from lightning_liger.data.sources import fingerprints
+from liger_ops.arguments import check_integer, check_number, check_path, check_text, wrong_type, wrong_value
+from lightning_liger.data.collate import Layout
+from lightning_liger.data.sources import RECORD_SUFFIXES, files_at, fingerprints
 from lightning_liger.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
@@ -36,41 +39,91 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation"]
 _T = TypeVar("_T")
-_UNPREPARED = "call prepare_data() first, and do not change the corpus."
-
+_FORMAT_VERSION = 4  # part of the cache key: raise it when the files change for the same settings
 _MAX_SEED = 2**63 - 1  # the epoch is added, and the sum must fit torch's 64 bits
 
 
 class BatchesDataModule(L.LightningDataModule):
-    """Rows of data sets as batches: training rows shuffled and divided over processes, validation rows in order.
+    """Rows of files as batches: training rows shuffled and divided over processes, validation rows in order.
 
-    The order of training rows depends on ``seed`` and the epoch only. Subclasses set ``train_data`` and
-    ``validation_data`` in ``setup``.
+    The order of training rows depends on ``seed`` and the epoch only.
 
     Args:
+        path: A file, or a folder with such files.
+        validation_path: The same for validation. By default ``validation_fraction`` of ``path``.
         batch_size: Rows, examples or groups per batch of each process.
         validation_fraction: Fraction of them that is held out for validation, at least one. 0 means none.
         seed: Determines which are held out, and the order of the others in training.
         num_workers: Worker processes per training process that load batches. 0 loads them in the training process.
+
+    Raises:
+        FileNotFoundError: If there is nothing to read at a path.
+        TypeError: For an argument of a wrong type.
+        ValueError: For an argument out of its range; when data is read for a record that is wrong, with file and line.
     """
 
+    _suffixes: tuple[str, ...] = RECORD_SUFFIXES
+    """Of the files that are read."""
+    _rows_name = "rows"
+    """The rows as messages name them."""
+
     def __init__(
-        self, *, batch_size: int = 8, validation_fraction: float = 0.02, seed: int = 42, num_workers: int = 0
+        self,
+        *,
+        path: str | Path,
+        validation_path: str | Path | None = None,
+        batch_size: int = 8,
+        validation_fraction: float = 0.02,
+        seed: int = 42,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
         check_integer("data.batch_size", batch_size, at_least=1)
         check_integer("data.seed", seed, at_least=0, at_most=_MAX_SEED)
         check_integer("data.num_workers", num_workers, at_least=0)
         check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
+        self.path: str | Path | None = path
+        self.validation_path = validation_path
+        self._files("train")
+        if validation_path is not None:
+            self._files("validation")
         self.batch_size, self.seed, self.num_workers = batch_size, int(seed), num_workers
         self.validation_fraction = float(validation_fraction)
         self.train_data: Any = None
         self.validation_data: Any = None
 
-    @property
-    def _rows_name(self) -> str:
-        """The rows as messages name them."""
-        return "rows"
+    def _place(self, split: Split) -> tuple[str, str | Path | None]:
+        """The setting of the files of a split, and its value."""
+        if split == "validation" and self.validation_path is not None:
+            return "data.validation_path", self.validation_path
+        return "data.path", self.path
+
+    def _corpus(self, split: Split = "train") -> str:
+        """The data of a split as messages name it."""
+        setting, path = self._place(split)
+        return f"{setting}={str(path)!r}"
+
+    def _files(self, split: Split) -> list[Path]:
+        """The files of a split; raises if there are none."""
+        return files_at(*self._place(split), self._suffixes)
+
+    def _read(self, split: Split) -> Any:
+        """What is in these files: rows, or documents or records that rows are made of."""
+        raise NotImplementedError
+
+    def _collator(self, split: Split) -> Callable[..., Any]:
+        """Makes a batch of a list of rows."""
+        raise NotImplementedError
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        self.train_data = rows = self._read("train")
+        if self.validation_path is not None:
+            self.validation_data = self._read("validation")
+        elif places := held_out_places(len(rows), self.validation_fraction, self.seed):
+            self.train_data = Subset(rows, [place for place in range(len(rows)) if place not in places])
+            self.validation_data = Subset(rows, sorted(places))
+        self._check_enough_to_train(stage)
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
@@ -80,7 +133,7 @@ class BatchesDataModule(L.LightningDataModule):
         sampler: DistributedSampler[Any] = DistributedSampler(
             train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True
         )
-        return resumable(self._dataloader(train_data, sampler=sampler, drop_last=True))
+        return resumable(self._dataloader("train", train_data, sampler=sampler, drop_last=True))
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -88,25 +141,23 @@ class BatchesDataModule(L.LightningDataModule):
 
         Lightning divides the rows over several processes, and repeats a few of them if they do not divide evenly.
         """
-        return [] if self.validation_data is None else self._dataloader(self.validation_data)
+        return [] if self.validation_data is None else self._dataloader("validation", self.validation_data)
 
     @override
     def test_dataloader(self) -> DataLoader[Any] | list[Any]:
         """The validation data."""
         return self.val_dataloader()
 
-    def _collator(self) -> Callable[..., Any]:
-        """Makes a batch of a list of rows."""
-        raise NotImplementedError
-
-    def _dataloader(self, rows: Any, **options: Any) -> DataLoader[Any]:
-        defaults = {
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),  # copies from pageable memory would wait for the device
-            "collate_fn": self._collator(),
-        }
-        return DataLoader(rows, batch_size=self.batch_size, **{**defaults, **options})
+    def _dataloader(self, split: Split, rows: Any, **options: Any) -> DataLoader[Any]:
+        return DataLoader(
+            rows,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),  # copies from pageable memory would wait for the device
+            collate_fn=self._collator(split),
+            **options,
+        )
 
     def _shard(self) -> dict[str, int]:
         """Arguments of DistributedSampler: the number of shards (tensor-parallel ranks share one), and this rank's."""
@@ -119,64 +170,64 @@ class BatchesDataModule(L.LightningDataModule):
 
     def _after_setup(self, value: _T | None) -> _T:
         if value is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no data before setup(): call prepare_data() and setup() first."
-            )
+            raise RuntimeError(f"{type(self).__name__} has no data before setup(): call setup() first.")
         return value
 
-    def _check_enough_to_train(self, source: str, stage: str | None) -> None:
+    def _check_enough_to_train(self, stage: str | None) -> None:
         """Raises ValueError unless each process gets a batch."""
         num_shards = self._shard()["num_replicas"]
         needed = self.batch_size * num_shards
         if stage in (None, "fit") and len(self.train_data) < needed:
             raise ValueError(
-                f"{source} has {len(self.train_data)} train {self._rows_name}, but {needed} are needed: one batch of"
-                f" data.batch_size={self.batch_size} for each of {num_shards} processes."
+                f"{self._corpus()} has {len(self.train_data)} train {self._rows_name}, but {needed} are needed: one"
+                f" batch of data.batch_size={self.batch_size} for each of {num_shards} processes."
             )
 
 
-class FilesDataModule(BatchesDataModule):
-    """Rows that are read from files in ``setup``.
-
-    Other arguments are those of :class:`BatchesDataModule`.
+class SequencesDataModule(BatchesDataModule):
+    """Sequences of different lengths, which are truncated, and padded or packed.
 
     Args:
-        path: A file, or a folder with such files.
-        validation_path: The same for validation. By default ``validation_fraction`` of the rows of ``path``.
+        max_length: The maximum number of tokens of a sequence. None keeps all.
+        truncation: Which tokens of longer sequences stay: "keep_start" or "keep_end".
+        packing: Whether the sequences of a batch are concatenated into one row without padding. Attention separates
+            them by position_ids or cu_seq_lens.
+        pad_to_multiple_of: The number of tokens of a row is a multiple of this.
     """
 
-    def __init__(self, *, path: str | Path, validation_path: str | Path | None = None, **settings: Any) -> None:
+    text_tokenizer: PreTrainedTokenizerBase | None = None
+    """The tokenizer, after ``setup``."""
+    _collator_type: Callable[[Layout], Callable[..., Any]]
+
+    def __init__(
+        self,
+        *,
+        max_length: int | None = 1024,
+        truncation: Literal["keep_start", "keep_end"] = "keep_start",
+        packing: bool = False,
+        pad_to_multiple_of: int = 1,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
-        self._files("data.path", path)
-        if validation_path is not None:
-            self._files("data.validation_path", validation_path)
-        self.path, self.validation_path = path, validation_path
+        self._layout = Layout(0, max_length, truncation, pad_to_multiple_of, packing)
 
-    def _files(self, setting: str, path: Any) -> list[Path]:
-        """The files at ``path``; raises if there are none."""
-        raise NotImplementedError
-
-    def _read(self, setting: str, files: list[Path]) -> Any:
-        """The rows of files."""
-        raise NotImplementedError
+    @property
+    def layout(self) -> Layout:
+        """How collators truncate, pad and pack; after ``setup``, when the tokenizer is known."""
+        tokenizer = self._after_setup(self.text_tokenizer)
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return replace(self._layout, pad_token_id=pad)
 
     @override
-    def setup(self, stage: str | None = None) -> None:
-        rows = self._read("data.path", self._files("data.path", self.path))
-        self.train_data, self.validation_data = held_out(rows, self.validation_fraction, self.seed)
-        if (path := self.validation_path) is not None:
-            self.train_data = rows
-            self.validation_data = self._read("data.validation_path", self._files("data.validation_path", path))
-        self._check_enough_to_train(f"data.path={str(self.path)!r}", stage)
+    def _collator(self, split: Split) -> Callable[..., Any]:
+        return self._collator_type(self.layout)
 
 
 class TokenizedDataModule(BatchesDataModule):
     """Data that is tokenized once and then read from a cache, with the tokenizer that checkpoints hold.
 
     After ``setup`` the tokenizer is ``text_tokenizer``. ``predict`` continues a prompt with the tokenizer of the
-    checkpoint and reads no data.
-
-    Other arguments are those of :class:`BatchesDataModule`.
+    checkpoint and reads no data. Other arguments are those of :class:`BatchesDataModule`.
 
     Args:
         tokenizer: A folder with a Hugging Face tokenizer that has an eos_token. By default a byte-level BPE is trained
@@ -185,6 +236,9 @@ class TokenizedDataModule(BatchesDataModule):
         cache_dir: Where tokens are kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
         prompt: Text for ``predict`` to continue.
     """
+
+    _settings_of_tokens: tuple[str, ...] = ("validation_fraction", "seed")
+    """The attributes that determine the rows of the cache."""
 
     def __init__(
         self,
@@ -197,7 +251,7 @@ class TokenizedDataModule(BatchesDataModule):
     ) -> None:
         super().__init__(**settings)
         check_integer("data.vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
-        _check_cache_dir(cache_dir)
+        check_path("data.cache_dir", cache_dir, optional=True)
         check_text("data.prompt", prompt or None, optional=True)  # predict says that it needs one
         if tokenizer is not None:
             tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
@@ -205,37 +259,23 @@ class TokenizedDataModule(BatchesDataModule):
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.text_tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_state: dict[str, Any] = {}
-        self._loaded: PreTrainedTokenizerBase | None = None  # of the checkpoint
-        self._loaded_source: Any = None
+        self._of_checkpoint: tuple[PreTrainedTokenizerBase, Any] | None = None  # with its source
 
-    # What subclasses define: the data as messages name it, all that the cache depends on, the documents or records, and
-    # of some of them the texts that a tokenizer is trained on and the rows of the cache.
+    def _texts(self, items: Iterable[Any]) -> Iterable[str]:
+        """The texts in documents or records, which a tokenizer is trained on."""
+        return items
 
-    @property
-    def _corpus(self) -> str:
+    def _rows(self, items: Iterable[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+        """The rows of the cache."""
         raise NotImplementedError
 
-    def _content_settings(self) -> dict[str, Any]:
-        return {
-            "tokenizers": tokenizers.__version__,
-            "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer)),
-            "validation_fraction": self.validation_fraction,
-            "seed": self.seed,
-        }
-
-    def _all_items(self) -> Iterator[Any]:
-        raise NotImplementedError
-
-    def _texts(self, items: Iterator[Any]) -> Iterator[str]:
-        raise NotImplementedError
-
-    def _rows(self, items: Iterator[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
-
-    def _items(self, split: Split) -> Iterator[Any]:
+    def _items(self, split: Split) -> Iterable[Any]:
         """The documents or records of a split."""
-        held_out = held_out_places(sum(1 for _ in self._all_items()), self.validation_fraction, self.seed)
-        return (item for place, item in enumerate(self._all_items()) if (place in held_out) == (split == "validation"))
+        if self.validation_path is not None:
+            return self._read(split)
+        held_out = held_out_places(sum(1 for _ in self._read("train")), self.validation_fraction, self.seed)
+        items = enumerate(self._read("train"))
+        return (item for place, item in items if (place in held_out) == (split == "validation"))
 
     def _make_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:
@@ -243,60 +283,59 @@ class TokenizedDataModule(BatchesDataModule):
         return train_bpe_tokenizer(self._texts(self._items("train")), self.vocab_size)
 
     @property
-    def _validation_setting(self) -> str | None:
-        """The setting that asks for validation data."""
-        return "validation_fraction" if self.validation_fraction else None
+    def _splits(self) -> tuple[Split, ...]:
+        validates = self.validation_path is not None or self.validation_fraction > 0
+        return ("train", "validation") if validates else ("train",)
 
     @property
     def cache_folder(self) -> Path:
         """The folder for this corpus and these settings; its name is a hash of all that determines its content."""
-        return self.cache_dir / hashlib.sha256(json.dumps(self._content_settings()).encode()).hexdigest()[:20]
+        content = json.dumps(self._content_settings()).encode()
+        return self.cache_dir / hashlib.sha256(content).hexdigest()[:20]
+
+    def _content_settings(self) -> dict[str, Any]:
+        return {
+            "versions": (_FORMAT_VERSION, tokenizers.__version__, transformers.__version__),
+            "class": f"{type(self).__module__}.{type(self).__qualname__}",
+            "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer)),
+            "files": [(*self._place(split)[:1], *fingerprints(self._files(split))) for split in self._splits],
+            **{name: getattr(self, name) for name in self._settings_of_tokens},
+        }
 
     @override
     def prepare_data(self) -> None:
-        if self._predicts:
-            return
-        folder = self.cache_folder
-        if not folder.exists():
-            rank_zero_info(f"Tokenizing {self._corpus} into {folder}")
-        keep_tokenizer(folder / "tokenizer", self._make_tokenizer)
-        tokenizer = load_tokenizer(folder / "tokenizer", self._tokenizer_source)
-        self._cached("train", tokenizer)
-        if self._validation_setting is not None:
-            self._cached("validation", tokenizer)
+        if not self._predicts:
+            self._take_tokenizer()
+            for split in self._splits:
+                self._cached(split)
 
     @override
     def setup(self, stage: str | None = None) -> None:
         if self._predicts:  # the checkpoint, which is loaded later, may have the tokenizer
-            self._require_prompt()
             return
         self._take_tokenizer()
-        self.train_data = self._usable("train", self._cached("train"))
-        self._check_enough_to_train(self._corpus, stage)
-        if self._validation_setting is not None:
-            self.validation_data = self._usable("validation", self._cached("validation"))
+        for split in self._splits:
+            setattr(self, f"{split}_data", self._usable(split, self._cached(split)))
+        self._check_enough_to_train(stage)
 
     def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
         """The rows that batches are made of."""
         return rows
 
-    def _cached(self, split: Split, tokenizer: PreTrainedTokenizerBase | None = None) -> "datasets.Dataset":
-        """The rows in the cache; with a tokenizer they are made first if they are not there."""
+    def _cached(self, split: Split) -> "datasets.Dataset":
+        """The rows in the cache, which are made by one of several processes if they are not there."""
         import datasets
         from datasets.exceptions import DatasetGenerationError
 
         folder = self.cache_folder
 
         def generate() -> Iterator[dict[str, Any]]:
-            if tokenizer is None:
-                raise RuntimeError(f"{folder} is not complete: {_UNPREPARED}")
             row = None
-            for row in self._rows(self._items(split), tokenizer):
+            for row in self._rows(self._items(split), self._after_setup(self.text_tokenizer)):
                 yield row
             if row is None:
-                setting = self._validation_setting if split == "validation" else None
-                reason = "" if setting is None else f": data.{setting}={shown(getattr(self, setting))}"
-                raise ValueError(f"{self._corpus} has no {split} {self._rows_name}, and one is needed{reason}.")
+                held_out = f" with data.validation_fraction={self.validation_fraction}" if split != "train" else ""
+                raise ValueError(f"{self._corpus(split)} has no {split} {self._rows_name}{held_out}: one is needed.")
 
         try:
             found = datasets.Dataset.from_generator(
@@ -316,7 +355,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        self._loaded = None
+        self._of_checkpoint = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -334,14 +373,14 @@ class TokenizedDataModule(BatchesDataModule):
             raise wrong_type("state_dict", "a dict, as state_dict() returns", state_dict)
         if not state_dict:
             return
-        self._loaded = tokenizer_from_content(state_dict.get("tokenizer"), "the checkpoint's tokenizer")
-        self._loaded_source = state_dict.get("source")
+        loaded = tokenizer_from_content(state_dict.get("tokenizer"), "the checkpoint's tokenizer")
+        self._of_checkpoint = loaded, state_dict.get("source")
         if self.text_tokenizer is not None and not self._predicts:
-            self._compare_with_loaded(self.text_tokenizer)
+            self._compare_with_checkpoint(self.text_tokenizer)
             return
         if self.tokenizer is not None:
-            self._compare_with_loaded(load_tokenizer(self.tokenizer))
-        self.text_tokenizer, self._tokenizer_state = self._loaded, state_dict
+            self._compare_with_checkpoint(load_tokenizer(self.tokenizer))
+        self.text_tokenizer, self._tokenizer_state = loaded, state_dict
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
@@ -352,25 +391,19 @@ class TokenizedDataModule(BatchesDataModule):
         Raises:
             ValueError: If there is no prompt, or it has no tokens.
         """
-        prompt = self._require_prompt()
+        if not self.prompt:
+            raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
         if self._predicts and self.text_tokenizer is None:
-            keep_tokenizer(self.cache_folder / "tokenizer", self._make_tokenizer)
             self._take_tokenizer()
-        if self.trainer is not None and self.trainer.ckpt_path and self._loaded is None:
+        if self.trainer is not None and self.trainer.ckpt_path and self._of_checkpoint is None:
             rank_zero_warn(
                 f"{self.trainer.ckpt_path} holds no tokenizer: the prompt is encoded with {self._tokenizer_source}."
             )
-        tokenizer = self._after_setup(self.text_tokenizer)
-        input_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        input_ids = self._after_setup(self.text_tokenizer)(self.prompt, add_special_tokens=False)["input_ids"]
         if not input_ids:
-            raise wrong_value("data.prompt", "a text that has tokens", prompt)
+            raise wrong_value("data.prompt", "a text that has tokens", self.prompt)
         prompts: Any = [{"input_ids": torch.tensor(input_ids)}]  # a list is a map-style dataset
         return DataLoader(prompts, batch_size=1)
-
-    def _require_prompt(self) -> str:
-        if not self.prompt:
-            raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
-        return self.prompt
 
     @property
     def _predicts(self) -> bool:
@@ -378,12 +411,13 @@ class TokenizedDataModule(BatchesDataModule):
         return self.trainer is not None and self.trainer.predicting
 
     def _take_tokenizer(self) -> None:
-        """Loads the tokenizer of the cache, and keeps what checkpoints hold of it."""
+        """Loads the tokenizer of the cache, where it is made if it is not there, and keeps what checkpoints hold."""
         folder = self.cache_folder / "tokenizer"
-        if not folder.is_dir():
-            raise RuntimeError(f"{folder} does not exist: {_UNPREPARED}")
+        if not folder.exists():
+            rank_zero_info(f"Tokenizing {self._corpus()} into {folder.parent}")
+        keep_tokenizer(folder, self._make_tokenizer)
         tokenizer = load_tokenizer(folder, self._tokenizer_source)
-        self._compare_with_loaded(tokenizer)
+        self._compare_with_checkpoint(tokenizer)
         self.text_tokenizer = tokenizer
         content = {file.name: file.read_bytes() for file in tokenizer_files(folder)}
         self._tokenizer_state = {"tokenizer": content, "source": self._tokenizer_source}
@@ -392,13 +426,16 @@ class TokenizedDataModule(BatchesDataModule):
     def _tokenizer_source(self) -> str:
         if self.tokenizer is not None:
             return f"data.tokenizer={str(self.tokenizer)!r}"
-        return f"a tokenizer trained on {self._corpus}"
+        return f"a tokenizer trained on {self._corpus()}"
 
-    def _compare_with_loaded(self, own: PreTrainedTokenizerBase) -> None:
-        if self._loaded is not None and not same_tokenizer(own, self._loaded):
+    def _compare_with_checkpoint(self, own: PreTrainedTokenizerBase) -> None:
+        if self._of_checkpoint is None:
+            return
+        loaded, source = self._of_checkpoint
+        if not same_tokenizer(own, loaded):
             raise ValueError(
-                f"{self._tokenizer_source} ({len(own)} tokens) is not the checkpoint's tokenizer, {self._loaded_source}"
-                f" ({len(self._loaded)} tokens): give the data settings that the model was trained with, or as"
+                f"{self._tokenizer_source} ({len(own)} tokens) is not the checkpoint's tokenizer, {source}"
+                f" ({len(loaded)} tokens): give the data settings that the model was trained with, or as"
                 " data.tokenizer the folder to which the checkpoint was exported."
             )
 
@@ -406,13 +443,6 @@ class TokenizedDataModule(BatchesDataModule):
 def default_cache_dir() -> Path:
     """The folder ``lightning-liger`` in ``$XDG_CACHE_HOME``, or in ``~/.cache`` if that is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning-liger")
-
-
-def _check_cache_dir(cache_dir: Any) -> None:
-    check_path("data.cache_dir", cache_dir, optional=True)
-    folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-    if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
-        raise wrong_value("data.cache_dir", f"a folder, and {str(file)!r} is a file", str(folder))
 
 
 def num_held_out(total: int, fraction: float) -> int:
@@ -423,10 +453,3 @@ def num_held_out(total: int, fraction: float) -> int:
 def held_out_places(total: int, fraction: float, seed: int) -> set[int]:
     """Which of ``total`` are held out."""
     return set(random.Random(seed).sample(range(total), num_held_out(total, fraction)))
-
-
-def held_out(rows: Dataset[Any], fraction: float, seed: int) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    """The rows for training, and those for validation in their order, None if there are none."""
-    places = held_out_places(total := len(rows), fraction, seed)  # type: ignore[arg-type]  # it has a length
-    train = Subset(rows, [place for place in range(total) if place not in places])
-    return train, Subset(rows, sorted(places)) if places else None

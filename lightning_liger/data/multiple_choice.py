@@ -5,13 +5,13 @@ from string import ascii_uppercase
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from liger_ops.arguments import check_choice
 from lightning_liger.data.collate import MultipleChoiceCollator
 from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.examples import ExamplesDataModule, first_learned, ids, scored
+from lightning_liger.data.module import Split
 from lightning_liger.data.records import Record
 
 
@@ -32,6 +32,7 @@ class MultipleChoiceDataModule(ExamplesDataModule):
     """
 
     _fields = ("question", "choices", "answer", "subject")
+    _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "answer_as")
 
     def __init__(self, *, answer_as: Literal["letter", "text"] = "letter", **settings: Any) -> None:
         super().__init__(**settings)
@@ -39,16 +40,16 @@ class MultipleChoiceDataModule(ExamplesDataModule):
         self.answer_as: Literal["letter", "text"] = answer_as
 
     @override
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {"answer_as": self.answer_as}
-
-    @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
         question, choices = record.text("question"), record.items("choices")
         if not 2 <= len(choices) <= len(ascii_uppercase) or not all(isinstance(each, str) and each for each in choices):
             raise record.error(f"the field 'choices' must be a list of 2 to {len(ascii_uppercase)} strings")
         letters = ascii_uppercase[: len(choices)]
-        answer = _answer(record, letters)
+        answer = record.values.get("answer")
+        place = letters.find(answer) if isinstance(answer, str) and len(answer) == 1 else answer
+        if type(place) is not int or not 0 <= place < len(letters):
+            expected = f"a number from 0 to {len(letters) - 1}, or a letter from A to {letters[-1]}"
+            raise record.error(f"the field 'answer' must be {expected}, got {answer!r}")
         if self.answer_as == "letter":
             texts = list(letters)
             lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
@@ -67,28 +68,11 @@ class MultipleChoiceDataModule(ExamplesDataModule):
             "completion_ids": np.concatenate([scored(record, prompt_ids, each) for each in completions]),
             "completion_lengths": ids([len(each) for each in completions]),
             "num_characters": ids([len(text) for text in texts]),
-            "answer": np.int32(answer),
+            "answer": np.int32(place),
             # All of each choice is scored. Prompts may lose their beginning, and one token of them stays.
             **first_learned(len(prompt_ids) + longest - 1, longest),
         }
 
     @override
-    def _collator(self) -> MultipleChoiceCollator:
-        return MultipleChoiceCollator(self.layout)
-
-    @override
-    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """All choices of all validation questions in order. An empty list without validation data."""
-        collator = MultipleChoiceCollator(self.layout, all_choices=True)
-        return [] if self.validation_data is None else self._dataloader(self.validation_data, collate_fn=collator)
-
-
-def _answer(record: Record, letters: str) -> int:
-    """The place of the right choice."""
-    answer = record.values.get("answer")
-    if isinstance(answer, str) and len(answer) == 1 and answer in letters:
-        return letters.index(answer)
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
-        return answer
-    expected = f"a number from 0 to {len(letters) - 1}, or a letter from A to {letters[-1]}"
-    raise record.error(f"the field 'answer' must be {expected}, got {answer!r}")
+    def _collator(self, split: Split) -> MultipleChoiceCollator:
+        return MultipleChoiceCollator(self.layout, all_choices=split == "validation")

@@ -7,16 +7,18 @@ not say which record is wrong.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from liger_ops.arguments import shown
 
 Message = dict[str, Any]
 Text = str | list[Message]
 """A text, or the messages of a conversation."""
+_T = TypeVar("_T")
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and the mark that a file may begin with
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,18 @@ class Record:
         """The error for a record with this problem."""
         return ValueError(f"{self.place}: {problem}")
 
-    def check(self, is_right: bool, key: str, expected: str, value: Any) -> None:
-        """Raises ValueError that names the field ``key``, unless ``value``, or a part of it, is right."""
-        if not is_right:
+    def check(
+        self, key: str, value: Any, kind: type[_T], expected: str, is_right: Callable[[_T], bool] = lambda _: True
+    ) -> _T:
+        """``value``, the field ``key`` or a part of it; raises ValueError unless it is of ``kind`` and right."""
+        if not isinstance(value, kind) or not is_right(value):
             raise self.error(f"the field {key!r} must be {expected}, got {shown(value)}")
+        return value
 
     def renamed(self, columns: Mapping[str, str]) -> "Record":
         """The record with other keys: those of ``columns``, each for the key in the file."""
-        taken = set(columns.values())
-        values = {key: value for key, value in self.values.items() if key not in taken and key not in columns}
+        taken = {*columns, *columns.values()}
+        values = {key: value for key, value in self.values.items() if key not in taken}
         return Record(values | {own: self._get(key) for own, key in columns.items() if key in self.values}, self.place)
 
     def has(self, key: str) -> bool:
@@ -58,91 +63,65 @@ class Record:
 
     def text(self, key: str) -> str:
         """A string."""
-        value = self._get(key)
-        self.check(isinstance(value, str), key, "a string", value)
-        return str(value)
+        return self.check(key, self._get(key), str, "a string")
+
+    def flag(self, key: str) -> bool:
+        """True or False."""
+        return self.check(key, self._get(key), bool, "true or false")
+
+    def number(self, key: str) -> float:
+        """A finite number."""
+        return float(self.check(key, self._get(key), object, "a finite number", _is_number))  # type: ignore[arg-type]
+
+    def items(self, key: str) -> list[Any]:
+        """A list of any values, at least one."""
+        return self.check(key, self._get(key), list, "a list that is not empty", bool)
+
+    def decoded(self, key: str, kind: type[_T], expected: str) -> _T:
+        """A list or an object, or the JSON text of one (tables cannot hold objects of different keys).
+
+        Empty if it is missing.
+        """
+        value = self.values[key] if self.has(key) else kind()
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"the field {key!r} is text that is not JSON: {error}") from error
+        return self.check(key, value, kind, expected)
+
+    def as_numbers(self, key: str, value: Any, length: int) -> list[float]:
+        """``value``, the field ``key`` or a part of it, as finite numbers."""
+        expected = f"a list of {length} finite numbers"
+        return self.check(key, value, list, expected, lambda found: [*map(_is_number, found)] == [True] * length)
+
+    def as_ids(self, key: str, value: Any) -> list[int]:
+        """``value``, the field ``key`` or a part of it, as token ids."""
+        return self.check(key, value, list, "a list of token ids", lambda ids: all(map(_is_id, ids)))
 
     def text_or_messages(self, key: str) -> Text:
         """A string, or the messages of a conversation."""
-        return self.text(key) if isinstance(self._get(key), str) else self.messages(key)
-
-    def messages(self, key: str) -> list[Message]:
-        """A list of messages: each has a ``role`` and a ``content`` (or calls of tools), all of them strings."""
-        return self.as_messages(key, self._get(key))
+        value = self._get(key)
+        return value if isinstance(value, str) else self.as_messages(key, value)
 
     def as_messages(self, key: str, value: Any) -> list[Message]:
-        """``value``, which is part of the field ``key``, as messages."""
-        is_right = isinstance(value, list) and len(value) > 0
-        self.check(is_right, key, "a string, or a list of messages that is not empty", value)
+        """``value``, the field ``key`` or a part of it, as messages.
+
+        Each has a ``role`` and a ``content`` (or calls of tools), all of them strings.
+        """
+        value = self.check(key, value, list, "a string, or a list of messages that is not empty", bool)
         return [self._message(f"{key}[{index}]", message) for index, message in enumerate(value)]
 
     def _message(self, key: str, message: Any) -> Message:
-        self.check(isinstance(message, dict), key, "a message, an object with 'role' and 'content'", message)
+        message = self.check(key, message, dict, "a message, an object with 'role' and 'content'")
         message = {name: value for name, value in message.items() if value is not None}
-        self.check(isinstance(message.get("role"), str), key, "a message with a string 'role'", message)
+        self.check(f"{key}.role", message.get("role"), str, "a string")
         content = message.get("content")
         if content is None and ("tool_calls" in message or "function_call" in message):
             return message
         if isinstance(content, list):  # parts, as models that read images take them
-            are_texts = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
-            self.check(are_texts, key, "a message whose 'content' is text", message)
-            content = "".join(part["text"] for part in content)
-        self.check(isinstance(content, str), key, "a message with a string 'content'", message)
-        return message | {"content": content}
-
-    def flag(self, key: str) -> bool:
-        """True or False."""
-        value = self._get(key)
-        self.check(isinstance(value, bool), key, "true or false", value)
-        return bool(value)
-
-    def number(self, key: str) -> float:
-        """A finite number."""
-        value = self._get(key)
-        self.check(_is_number(value), key, "a finite number", value)
-        return float(value)
-
-    def numbers(self, key: str, length: int) -> list[float]:
-        """A list of ``length`` finite numbers."""
-        return self.as_numbers(key, self._get(key), length)
-
-    def as_numbers(self, key: str, value: Any, length: int) -> list[float]:
-        """``value``, which is part of the field ``key``, as finite numbers."""
-        is_right = isinstance(value, list) and all(map(_is_number, value)) and length == len(value)
-        self.check(is_right, key, f"a list of {length} finite numbers", value)
-        return [float(each) for each in value]
-
-    def as_ids(self, key: str, value: Any) -> list[int]:
-        """``value``, which is part of the field ``key``, as token ids."""
-        is_right = isinstance(value, list) and all(type(each) is int and 0 <= each < 2**31 for each in value)
-        self.check(is_right, key, "a list of token ids", value)
-        return list(value)
-
-    def items(self, key: str) -> list[Any]:
-        """A list of any values, at least one."""
-        value = self._get(key)
-        self.check(isinstance(value, list) and len(value) > 0, key, "a list that is not empty", value)
-        return list(value)
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        """An object, or one as JSON text (tables cannot hold objects with different keys); empty if it is missing."""
-        value = self._decoded(key) if self.has(key) else {}
-        self.check(isinstance(value, dict), key, "an object", value)
-        return dict(value)
-
-    def tools(self) -> list[Any] | None:
-        """The field ``tools``: a list of JSON schemas, or one as JSON text; None if it is missing."""
-        value = self._decoded("tools") if self.has("tools") else []
-        is_right = isinstance(value, list) and all(isinstance(each, dict) for each in value)
-        self.check(is_right, "tools", "a list of JSON schemas", value)
-        return value or None
-
-    def _decoded(self, key: str) -> Any:
-        value = self.values[key]
-        try:
-            return json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError) as error:
-            raise self.error(f"the field {key!r} is text that is not JSON: {error}") from error
+            parts = [self.check(f"{key}.content", part, dict, "text, or a list of texts") for part in content]
+            content = "".join(self.check(f"{key}.content", part.get("text"), str, "text") for part in parts)
+        return message | {"content": self.check(f"{key}.content", content, str, "a string")}
 
     def strings(self) -> Iterator[str]:
         """All strings in the record, for the training of a tokenizer."""
@@ -155,7 +134,7 @@ class Record:
                 left.extend(value.values() if isinstance(value, Mapping) else value)
 
 
-def read_records(setting: str, files: Sequence[Path]) -> Iterator[Record]:
+def read_records(setting: str, files: Iterable[Path]) -> Iterator[Record]:
     """Iterates over the records of files, in order.
 
     Args:
@@ -164,54 +143,43 @@ def read_records(setting: str, files: Sequence[Path]) -> Iterator[Record]:
             one object on each line.
 
     Raises:
-        ValueError: For a file that is not UTF-8 or not Parquet, a line that is not JSON, and a record that is no
-            object.
+        ValueError: For a file that cannot be read, a line that is not JSON in UTF-8, and a record that is no object.
     """
     for file in files:
-        place = f"{setting}: {file}"
+        place = where = f"{setting}: {file}"
         try:
-            for where, value in _values(place, file):
+            for number, value in _values(file):
+                where = f"{place}, {number}"
+                value = json.loads(value) if isinstance(value, bytes) else value
                 if not isinstance(value, dict):
-                    raise ValueError(f"{where} is a JSON {type(value).__name__}, expected an object.")
+                    raise ValueError(f"expected an object, got a JSON {type(value).__name__}")
                 yield Record(value, where)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{place} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+                where = place
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{where} cannot be read: {error}") from error
 
 
-def _values(place: str, file: Path) -> Iterator[tuple[str, Any]]:
-    """The places and values of the records of a file."""
-    if file.suffix.lower() == ".parquet":
-        for number, row in enumerate(_parquet_rows(place, file), start=1):
-            yield f"{place}, row {number}", row
+def _values(file: Path) -> Iterator[tuple[str, Any]]:
+    """The values of the records of a file, lines in bytes; each with its line, row or number."""
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        from pyarrow import parquet  # slow to import
+
+        with parquet.ParquetFile(file) as table:
+            rows = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
         return
-    with file.open(encoding="utf-8-sig") as lines:
-        if file.suffix.lower() == ".json" and (text := lines.read()).lstrip()[:1] == "[":
-            for number, value in enumerate(_from_json(place, text), start=1):
-                yield f"{place}, record {number}", value
+    with file.open("rb") as lines:
+        if suffix == ".json" and (content := lines.read()).lstrip(_BLANK).startswith(b"["):
+            yield from ((f"record {number}", value) for number, value in enumerate(json.loads(content), start=1))
             return
         lines.seek(0)
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{place}, line {number}", _from_json(f"{place}, line {number}", line)
-
-
-def _from_json(place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}.") from error
-
-
-def _parquet_rows(place: str, file: Path) -> Iterator[dict[str, Any]]:
-    from pyarrow import ArrowException, parquet  # slow to import
-
-    try:
-        with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except (OSError, ArrowException) as error:
-        raise ValueError(f"{place} cannot be read as Parquet: {error}") from error
+        yield from ((f"line {number}", line) for number, line in enumerate(lines, start=1) if line.strip(_BLANK))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31

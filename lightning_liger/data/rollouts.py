@@ -36,8 +36,10 @@ class RolloutDataModule(ExamplesDataModule):
 
     _fields = (
         *("prompt", "completions", "rewards", "advantages", "prompt_ids", "completion_ids", *PER_TOKEN_LOG_PROBS),
-        *("tool_mask", "tools", "chat_template_kwargs"),
+        "tool_mask",
     )
+    _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "scale_rewards")
+    _collator_type = RolloutCollator
 
     def __init__(self, *, scale_rewards: Literal["group", "none"] = "group", **settings: Any) -> None:
         super().__init__(**settings)
@@ -45,33 +47,26 @@ class RolloutDataModule(ExamplesDataModule):
         self.scale_rewards = scale_rewards
 
     @override
-    def _encoding_settings(self) -> dict[str, Any]:
-        return {"scale_rewards": self.scale_rewards}
-
-    @override
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
         prompt_ids, completions = self._tokens(record, encoder)
-        for completion in completions:
-            scored(record, prompt_ids, completion)
         lengths = [len(completion) for completion in completions]
         example = {
             "prompt_ids": ids(prompt_ids),
-            "completion_ids": ids([*chain.from_iterable(completions)]),
+            "completion_ids": np.concatenate([scored(record, prompt_ids, each) for each in completions]),
             "completion_lengths": ids(lengths),
             **first_learned(len(prompt_ids)),
         }
-        if record.has("rewards"):
-            example["rewards"] = floats(record.numbers("rewards", len(completions)))
+        if record.has("rewards") or not record.has("advantages"):
+            rewards = record.as_numbers("rewards", record.items("rewards"), len(lengths))
+            example["rewards"] = floats(rewards)
+            scores = torch.tensor(rewards, dtype=torch.float64)
+            advantages = group_advantages(scores, len(scores), scale_rewards=self.scale_rewards).tolist()
         if record.has("advantages"):
-            is_per_token = any(isinstance(each, list) for each in record.items("advantages"))
-            if is_per_token:
-                example["token_advantages"] = _token_values(record, "advantages", lengths)
-            else:
-                example["advantages"] = floats(record.numbers("advantages", len(completions)))
+            advantages = record.items("advantages")
+        if any(isinstance(each, list) for each in advantages):
+            example["token_advantages"] = _token_values(record, "advantages", lengths)
         else:
-            rewards = torch.tensor(record.numbers("rewards", len(completions)), dtype=torch.float64)
-            advantages = group_advantages(rewards, len(rewards), scale_rewards=self.scale_rewards)
-            example["advantages"] = floats(advantages.tolist())
+            example["advantages"] = floats(record.as_numbers("advantages", advantages, len(lengths)))
         if record.has("tool_mask"):
             mask = _token_values(record, "tool_mask", lengths)
             if not np.isin(mask, (0, 1)).all():
@@ -94,10 +89,6 @@ class RolloutDataModule(ExamplesDataModule):
             for index, each in enumerate(record.items("completions"))
         ]
         return encoder.split(record, prompt, texts)
-
-    @override
-    def _collator(self) -> RolloutCollator:
-        return RolloutCollator(self.layout)
 
 
 def _token_values(record: Record, key: str, lengths: list[int]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Text as rows of tokens: documents, each followed by an end-of-text token, end to end, cut into equal blocks."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,10 +16,8 @@ from typing_extensions import override
 
 from liger_ops.arguments import check_bool, check_integer, check_text
 from lightning_liger.data.module import Split, TokenizedDataModule, num_held_out
-from lightning_liger.data.sources import fingerprints, read_documents, source_files
+from lightning_liger.data.sources import TEXT_SUFFIXES, files_at, python_library_files, read_documents
 from lightning_liger.data.tokenizer import token_blocks
-
-_FORMAT_VERSION = 3  # part of the cache key: raise it when the files change for the same settings
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ class TextDataModule(TokenizedDataModule):
     equal to the inputs (the model's loss shifts them) and no padding. Rows are documents, each with the end-of-sequence
     token, end to end. Validation holds out documents, or the end of the text if there is only one document. Checkpoints
     hold the tokenizer: ``predict`` continues prompts with it and reads no corpus, all else that loads a checkpoint must
-    have the same one. Other arguments are those of :class:`~lightning_liger.data.module.TokenizedDataModule` and
-    :class:`~lightning_liger.data.module.BatchesDataModule`.
+    have the same one. Other arguments and errors are those of :class:`~lightning_liger.data.module.TokenizedDataModule`
+    and :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
         path: A text file (one document), a .jsonl file (one document a line) or a folder with such files (.txt, .md,
@@ -55,13 +53,10 @@ class TextDataModule(TokenizedDataModule):
         text_field: The key of the text in the lines of a .jsonl file.
         separate_documents: Whether batches also have ``position_ids``, ``[batch_size, block_size]`` in int64, that
             restart in each document: then attention does not cross documents, and last tokens predict nothing.
-        max_documents: The maximum number of documents to read. By default all.
-
-    Raises:
-        FileNotFoundError: If there is no text at ``path``, or no tokenizer at ``tokenizer``.
-        TypeError: For an argument of a wrong type.
-        ValueError: For an argument out of its range.
+        max_documents: The maximum number of documents to read from ``path``. By default all.
     """
+
+    _settings_of_tokens = (*TokenizedDataModule._settings_of_tokens, "text_field", "block_size", "max_documents")
 
     def __init__(
         self,
@@ -73,57 +68,44 @@ class TextDataModule(TokenizedDataModule):
         max_documents: int | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(path=path, **settings)
         check_integer("data.block_size", block_size, at_least=2)  # a token and the next one
         check_text("data.text_field", text_field)
         check_bool("data.separate_documents", separate_documents)
         check_integer("data.max_documents", max_documents, at_least=1, at_most=sys.maxsize, optional=True)
-        source_files(path)  # raises if there is nothing to read
-        self.path, self.block_size, self.separate_documents = path, block_size, separate_documents
-        self.text_field, self.max_documents = text_field, max_documents
-
-    @property
-    @override
-    def _rows_name(self) -> str:
-        return f"rows of data.block_size={self.block_size} tokens"
-
-    @property
-    @override
-    def _corpus(self) -> str:
-        return "the source code of Python's standard library" if self.path is None else f"data.path={str(self.path)!r}"
+        self.block_size, self.text_field = block_size, text_field
+        self.separate_documents, self.max_documents = separate_documents, max_documents
+        self._rows_name = f"rows of data.block_size={block_size} tokens"
 
     @override
-    def _content_settings(self) -> dict[str, Any]:
-        return super()._content_settings() | {
-            "format": _FORMAT_VERSION,
-            "corpus": fingerprints(source_files(self.path)),
-            "text_field": self.text_field,
-            "block_size": self.block_size,
-            "max_documents": self.max_documents,
-        }
+    def _corpus(self, split: Split = "train") -> str:
+        is_library = self._place(split)[1] is None
+        return "the source code of Python's standard library" if is_library else super()._corpus(split)
 
     @override
-    def _all_items(self) -> Iterator[str]:
-        return islice(read_documents(self.path, text_field=self.text_field), self.max_documents)
+    def _files(self, split: Split) -> list[Path]:
+        setting, path = self._place(split)
+        return python_library_files() if path is None else files_at(setting, path, TEXT_SUFFIXES, other_files=True)
 
     @override
-    def _items(self, split: Split) -> Iterator[str]:
-        match list(islice(self._all_items(), 2)):
+    def _read(self, split: Split) -> Iterator[str]:
+        documents = read_documents(self._place(split)[0], self._files(split), self.text_field)
+        return islice(documents, self.max_documents if split == "train" else None)
+
+    @override
+    def _items(self, split: Split) -> Iterable[str]:
+        match list(islice(self._read("train"), 2)):
             case []:
-                raise ValueError(f"{self._corpus} holds no text: every document in it is empty.")
-            case [document]:
+                raise ValueError(f"{self._corpus()} holds no text: every document in it is empty.")
+            case [document] if self.validation_path is None:
                 cut = len(document) - num_held_out(len(document), self.validation_fraction)
-                return iter([document[:cut] if split == "train" else document[cut:]])
+                return [document[:cut] if split == "train" else document[cut:]]
         return super()._items(split)
 
     @override
-    def _texts(self, items: Iterator[str]) -> Iterator[str]:
-        return items
-
-    @override
-    def _rows(self, items: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    def _rows(self, items: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
         return token_blocks(items, tokenizer, self.block_size)
 
     @override
-    def _collator(self) -> _Blocks:
+    def _collator(self, split: Split) -> _Blocks:
         return _Blocks(self._after_setup(self.text_tokenizer).eos_token_id if self.separate_documents else None)

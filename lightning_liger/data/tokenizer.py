@@ -15,8 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from liger_ops.arguments import check_integer, shown, wrong_value
-from lightning_liger.data.sources import check_is_path
+from liger_ops.arguments import check_integer, check_path, wrong_value
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, so that any text can be encoded, and END_OF_TEXT
@@ -38,10 +37,6 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
     Args:
         documents: The training text; read once, and only the documents that are used are kept in memory.
         vocab_size: Maximum number of tokens; small corpora may have fewer pairs to merge.
-
-    Raises:
-        TypeError: If ``vocab_size`` is no integer.
-        ValueError: If ``vocab_size`` is smaller than `MIN_VOCAB_SIZE`, or larger than `MAX_VOCAB_SIZE`.
     """
     check_integer("vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
     tokenizer = Tokenizer(models.BPE())
@@ -54,12 +49,8 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
         show_progress=False,
     )
     tokenizer.train_from_iterator(_evenly_spaced(documents, MAX_TRAINING_BYTES), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
 def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[Path]:
@@ -68,14 +59,11 @@ def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[P
     Raises:
         FileNotFoundError: If ``path`` is not a folder, or has no ``tokenizer.json`` or ``tokenizer_config.json``.
         TypeError: If ``path`` is no path.
-        ValueError: If ``path`` is empty, or one that the file system cannot have.
+        ValueError: If ``path`` is empty.
     """
-    check_is_path(setting, path)
-    try:
-        folder = Path(path).expanduser()
-        files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
-    except (OSError, RuntimeError) as error:  # too long a name, or ~ of a user that does not exist
-        raise ValueError(f"{setting} must be a folder that can be read, got {shown(str(path))}: {error}") from error
+    check_path(setting, path)
+    folder = os.path.expanduser(path)
+    files = sorted(file for file in Path(folder).iterdir() if file.is_file()) if os.path.isdir(folder) else []
     if not {"tokenizer.json", "tokenizer_config.json"} & {file.name for file in files}:
         raise FileNotFoundError(
             f"{setting}={str(path)!r}: expected a folder with a Hugging Face tokenizer (tokenizer.json or "
@@ -85,20 +73,15 @@ def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[P
 
 
 def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a Hugging Face tokenizer from a folder.
-
-    Args:
-        path: The folder.
-        described: The tokenizer's name in errors. By default data.tokenizer with the path.
+    """Loads a Hugging Face tokenizer from a folder; in errors it is ``described``, or data.tokenizer with the path.
 
     Raises:
         ValueError: If the folder holds no tokenizer, or one without an end-of-sequence token.
     """
     described = described or f"data.tokenizer={str(path)!r}"
+    folder = os.path.expanduser(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            Path(path).expanduser(), local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # which types a broken tokenizer.json raises is not documented: KeyError is one
         raise ValueError(f"{described} could not be loaded by AutoTokenizer: {error!r}") from error
     if tokenizer.eos_token_id is None:
@@ -109,24 +92,19 @@ def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrained
 def tokenizer_from_content(content: Any, described: str) -> PreTrainedTokenizerBase:
     """Loads a tokenizer from the content of its files by their names, as checkpoints hold it.
 
-    Args:
-        content: ``bytes`` by name, as `tokenizer_files` and ``Path.read_bytes`` give them.
-        described: The tokenizer's name in errors.
-
     Raises:
         ValueError: If ``content`` is something else, or not that of a tokenizer.
     """
-    if not isinstance(content, Mapping) or not all(map(_is_file, content.items())):
+    # A name with folders could overwrite files elsewhere.
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and Path(name).name == name not in ("", "..") and isinstance(value, bytes)
+        for name, value in content.items()
+    ):
         raise wrong_value(described, "file names with the content of each file", content)
     with TemporaryDirectory() as folder:
         for name, value in content.items():
             Path(folder, name).write_bytes(value)
         return load_tokenizer(folder, described)
-
-
-def _is_file(item: tuple[Any, Any]) -> bool:
-    name, value = item  # a name with folders could overwrite files elsewhere
-    return isinstance(value, bytes) and isinstance(name, str) and Path(name).name == name not in ("", "..")
 
 
 def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
@@ -179,10 +157,9 @@ def _evenly_spaced(documents: Iterable[str], max_bytes: int) -> list[str]:
     kept: list[bytes] = []
     num_bytes, spacing = 0, 1
     for index, document in enumerate(documents):
-        if index % spacing:
-            continue
-        kept.append(document.encode()[:max_bytes])
-        num_bytes += len(kept[-1])
+        if index % spacing == 0:
+            kept.append(document.encode()[:max_bytes])
+            num_bytes += len(kept[-1])
         while num_bytes > max_bytes:
             kept, spacing = kept[::2], spacing * 2
             num_bytes = sum(map(len, kept))

@@ -1,9 +1,9 @@
 """What training a model takes on each GPU, with our strategies and without, and what fits a GPU."""
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
@@ -34,17 +34,7 @@ HUGGING_FACE: Implementation = "Hugging Face"
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is trained.
-
-    Attributes:
-        batch_size: Rows on each GPU.
-        seq_len: Tokens of each row.
-        num_gpus: How many GPUs train together.
-        strategy: A name in :data:`~lightning_liger.estimate.states.STRATEGIES`.
-        precision: A name in :data:`~lightning_liger.estimate.states.PRECISIONS`.
-        optimizer: A name in :data:`~lightning_liger.estimate.states.OPTIMIZERS`.
-        memory_budget: Of the plan for layers, as strategies take it; None for none.
-    """
+    """How a model is trained: arguments of :func:`inspect_model`."""
 
     batch_size: int
     seq_len: int
@@ -85,10 +75,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits a GPU.
+    """What fits a GPU: :class:`Row` has implementations and activations.
 
     Attributes:
-        implementation, activations: As in :class:`Row`; ``"plan"`` is that of the memory budget for each size.
         longest_seq_len: At the batch size, a multiple of 256; 0 if none fits.
         largest_batch_size: At the sequence length; 0 if none fits.
     """
@@ -191,8 +180,7 @@ def inspect_model(
         batch_size: Rows on each GPU.
         seq_len: Tokens of each row.
         num_gpus: How many GPUs train together.
-        strategy: A name in :data:`~lightning_liger.estimate.states.STRATEGIES`; by default ``"single"`` for one GPU and
-            ``"fsdp"`` for more.
+        strategy: A name in :data:`~lightning_liger.estimate.states.STRATEGIES`; ``"single"`` or ``"fsdp"`` by default.
         precision: A name in :data:`~lightning_liger.estimate.states.PRECISIONS`.
         optimizer: A name in :data:`~lightning_liger.estimate.states.OPTIMIZERS`.
         memory_budget: As strategies take it: GiB above 1, or a share of the GPU up to 1 or ``"auto"``, which need
@@ -214,9 +202,10 @@ def inspect_model(
         memory_budget = "auto"
     budget = _limit(memory_budget, found)
     settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget)
-    built = make_model(find_config(model, config), PRECISIONS[precision].compute, lora)
+    found_config, dtype = find_config(model, config), PRECISIONS[precision].compute
+    steps = _Steps(lambda: make_model(found_config, dtype, lora), settings)
+    built = steps.model
     parameters = list(built.parameters())
-    steps = _Steps(built, settings)
     result = Inspection(
         model=model,
         model_type=built.config.model_type,
@@ -261,53 +250,43 @@ def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
 class _Steps:
     """Steps of a model at several sizes, with our kernels and without."""
 
-    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
-        self._model = model
+    def __init__(self, make: Callable[[], PreTrainedModel], settings: Settings) -> None:
+        self._models = {OURS: make(), HUGGING_FACE: make()}
+        self.model = ours = self._models[OURS]
         self.settings = settings
-        self.states = states_of(model, settings.strategy, settings.num_gpus, settings.precision, settings.optimizer)
-        self.report = self._applied = apply_liger_kernels(model)
-        self._is_patched = True
-        self._found: dict[tuple[Implementation, int, int], Step] = {}
+        self.states = states_of(ours, settings.strategy, settings.num_gpus, settings.precision, settings.optimizer)
+        self.report = apply_liger_kernels(ours)
+        self.run = functools.cache(self._run)
 
-    def run(self, implementation: Implementation, batch_size: int, seq_len: int) -> Step:
+    def _run(self, implementation: Implementation, batch_size: int, seq_len: int) -> Step:
         """A step in which all layers are recomputed."""
-        key = implementation, batch_size, seq_len
-        if key not in self._found:
-            ours = implementation == OURS
-            if ours != self._is_patched:
-                if ours:
-                    self._applied = apply_liger_kernels(self._model)
-                else:
-                    self._applied.undo()
-                self._is_patched = ours
-            frees_early = ours or STRATEGIES[self.settings.strategy].frees_early
-            make = partial(make_batch, batch_size, seq_len)
-            try:
-                self._found[key] = run_step(self._model, make, self.states, frees_early)
-            except _FAILURES as error:  # of the model's own code
-                if isinstance(error, Unknowable):
-                    raise
-                raise Unknowable(f"{type(error).__name__}: {error}") from error
-        return self._found[key]
+        frees_early = implementation == OURS or STRATEGIES[self.settings.strategy].frees_early
+        make = functools.partial(make_batch, batch_size, seq_len)
+        try:
+            return run_step(self._models[implementation], make, self.states, frees_early)
+        except Unknowable:
+            raise
+        except _FAILURES as error:  # of the model's own code
+            raise Unknowable(f"{type(error).__name__}: {error}") from error
 
 
 def _rows(steps: _Steps, implementation: Implementation, budget: int | None, limit: int | None) -> Iterator[Row]:
     """The rows of one implementation."""
-    ours = implementation == OURS
     step = steps.run(implementation, steps.settings.batch_size, steps.settings.seq_len)
     every: dict[str, Mode] = {"stored": "store", "cheap dropped": "cheap", "recomputed": "recompute"}
-    ways = {name: (mode,) * step.num_layers for name, mode in every.items() if name != "cheap dropped" or ours}
-    plan = None
-    if ours and budget is not None:
-        plan = choose(step.profile, (1 - MARGIN) * budget)
-        ways["plan"] = plan.modes
-    for activations, modes in ways.items():
+    if implementation == HUGGING_FACE:
+        del every["cheap dropped"]
+
+    def row(activations: str, modes: Sequence[Mode], most: int | None, words: str | None = None) -> Row:
         num_bytes = step.peak(modes)
-        is_plan = activations == "plan"
-        most = budget if is_plan and budget is not None else limit
         fits = None if limit is None or most is None else sum(num_bytes.values()) <= most
-        words = str(plan) if is_plan else None
-        yield Row(implementation, activations, num_bytes, step.logits_bytes, words, fits)
+        return Row(implementation, activations, num_bytes, step.logits_bytes, words, fits)
+
+    for activations, mode in every.items():
+        yield row(activations, [mode] * step.num_layers, limit)
+    if implementation == OURS and budget is not None:
+        plan = choose(step.profile, (1 - MARGIN) * budget)
+        yield row("plan", plan.modes, budget, str(plan))
 
 
 def _fit(steps: _Steps, implementation: Implementation, limit: int) -> Fit:
@@ -321,9 +300,8 @@ def _fit(steps: _Steps, implementation: Implementation, limit: int) -> Fit:
         return sum(step.peak(["recompute"] * step.num_layers).values())
 
     within = (1 - MARGIN) * limit if ours else limit
-    longest = largest(
-        lambda length: needed(batch_size, length), within, seq_len, _SEQUENCE_STEP, _MAX_TOKENS // batch_size
-    )
+    most = _MAX_TOKENS // batch_size
+    longest = largest(lambda length: needed(batch_size, length), within, seq_len, _SEQUENCE_STEP, most)
     rows = largest(lambda size: needed(size, seq_len), within, batch_size, 1, _MAX_TOKENS // seq_len)
     return Fit(implementation, "plan" if ours else "recomputed", longest, rows)
 

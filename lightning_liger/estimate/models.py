@@ -52,14 +52,7 @@ def find_config(model: str, settings: Mapping[str, Any] | None = None) -> PreTra
 def make_model(config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A causal language model in training mode on the meta device, with adapters if ``lora`` describes them.
 
-    Args:
-        config: Of :func:`find_config`.
-        dtype: Of all parameters.
-        lora: Arguments of peft's ``LoraConfig``, None for none.
-
-    Raises:
-        ModuleNotFoundError: If ``lora`` is given and peft is not installed.
-        TypeError, ValueError: For a ``lora`` that does not fit.
+    Raises ModuleNotFoundError if peft is not installed, TypeError or ValueError for a ``lora`` that does not fit.
     """
     check_lora(lora)
     config.use_cache = False

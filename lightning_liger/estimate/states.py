@@ -102,6 +102,8 @@ class States:
     """The bytes on each GPU.
 
     Attributes:
+        sharding: What the strategy shards.
+        num_gpus: How many GPUs train together.
         weight_bytes: Of weights between their uses.
         gathered_bytes: Of weights that are gathered from forward to the end of backward, besides those of a layer.
         optimizer_bytes: Of the optimizer's states and float32 weights, if there are any besides the model's.
@@ -109,15 +111,11 @@ class States:
         bucket_bytes: Of gradients in buckets.
         forward_bytes: Of buckets that exist in the forward of the second step, when DDP has made others.
         backward_bytes: Of buckets that exist in backward only.
-        gathers: Whether weights are gathered for their use, layer by layer.
-        reduces: Whether gradients are reduced to a shard in backward: of each layer when its backward ends.
-        fills_buckets: Whether each gradient is copied into a bucket and freed at once, before it is reduced.
-        keeps_gradients: Whether what is kept of gradients is there between steps too.
-        flattens: Whether all parameters of a layer, or of the rest, have gradients if one of them is trained.
         bytes_of_gradient: Of one number in what is kept of gradients.
-        num_shards: Over how many GPUs gradients are sharded.
     """
 
+    sharding: Sharding
+    num_gpus: int
     weight_bytes: int
     gathered_bytes: int
     optimizer_bytes: int
@@ -125,13 +123,17 @@ class States:
     bucket_bytes: int
     forward_bytes: int
     backward_bytes: int
-    gathers: bool
-    reduces: bool
-    fills_buckets: bool
-    keeps_gradients: bool
-    flattens: bool
     bytes_of_gradient: int
-    num_shards: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether units gather weights and reduce gradients: each layer, and the rest."""
+        return self.num_gpus > 1 and not self.sharding.zero_stage
+
+    @property
+    def flattens(self) -> bool:
+        """Whether all parameters of a layer, or of the rest, have gradients if one of them is trained."""
+        return self.num_gpus > 1 and self.sharding.flattens
 
     def totals(self, model: nn.Module) -> dict[str, int]:
         """The bytes of weights, gradients and the optimizer, by these names."""
@@ -153,7 +155,8 @@ class States:
 
     def gradient_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """What is kept of the gradients of these parameters."""
-        return sum(-(-each.numel() // self.num_shards) for each in parameters) * self.bytes_of_gradient
+        num_shards = self.num_gpus if self.sharding.gradients else 1
+        return sum(-(-each.numel() // num_shards) for each in parameters) * self.bytes_of_gradient
 
 
 def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) -> None:
@@ -184,15 +187,7 @@ def states_of(
 ) -> States:
     """The bytes of a model's weights, gradients and optimizer on each GPU.
 
-    Args:
-        model: Its parameters tell the numbers; those that require no gradient have neither gradients nor states.
-        strategy: A name in :data:`STRATEGIES`.
-        num_gpus: At least 1; 1 for ``"single"``.
-        precision: A name in :data:`PRECISIONS`.
-        optimizer: A name in :data:`OPTIMIZERS`.
-
-    Raises:
-        ValueError: For other names, and for numbers of GPUs that do not fit.
+    Parameters that require no gradient have neither gradients nor states. Raises as :func:`check_choices`.
     """
     check_choices(strategy, num_gpus, precision, optimizer)
     sharding, dtypes, kind = STRATEGIES[strategy], PRECISIONS[precision], OPTIMIZERS[optimizer]
@@ -219,6 +214,8 @@ def states_of(
     elif sharding.joins_gradients:
         bucket_bytes = trained * size
     return States(
+        sharding,
+        num_gpus,
         weight_bytes=share(total, sharding.weights) * size,
         gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage == 3 and num_gpus > 1 else 0,
         optimizer_bytes=own * (kind.num_states * (full if stage else size) + (full if stage else 0)),
@@ -226,11 +223,5 @@ def states_of(
         bucket_bytes=bucket_bytes,
         forward_bytes=bucket_bytes if sharding.joins_gradients else 0,
         backward_bytes=backward_bytes,
-        gathers=sharding.weights and num_gpus > 1 and not stage,
-        reduces=sharding.gradients and num_gpus > 1 and not stage,
-        fills_buckets=bool(stage),
-        keeps_gradients=stage == 3,
-        flattens=sharding.flattens and num_gpus > 1,
         bytes_of_gradient=size,
-        num_shards=num_gpus if sharding.gradients else 1,
     )

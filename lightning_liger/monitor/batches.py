@@ -1,6 +1,5 @@
 """Tokens, padding, labels and lengths of sequences in batches, counted on their device without waiting for it."""
 
-import bisect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,7 +103,7 @@ class BatchCounter:
     many sequences have a length in each class of :data:`LENGTH_EDGES`.
 
     Args:
-        device: Where numbers that shapes do not tell are counted.
+        device: Where numbers are counted.
         windows: The widths of attention for which pairs are counted, None for any width.
     """
 
@@ -112,57 +111,36 @@ class BatchCounter:
         self._windows = list(windows)
         # Without the last one: longer rows are in its class too.
         self._edges = torch.tensor([0, *LENGTH_EDGES[:-1]], device=device)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._known = [0.0] * (NUM_SUMS + len(self._windows) + len(LENGTH_EDGES))
-        self._counted = torch.zeros(len(self._known), dtype=torch.int64, device=self._edges.device)
+        self._sums: Tensor | int = 0
+        self._num_rows = self._num_pending = 0
         self._pending: list[Part] = []
-        self._num_pending = 0
 
     def add(self, num_rows: int, parts: Sequence[Part]) -> None:
-        """Adds a training batch, of which only shapes are looked at for now.
-
-        Args:
-            num_rows: Those of the batch.
-            parts: Those of the batch.
-        """
-        known, lengths = self._known, NUM_SUMS + len(self._windows)
-        known[0] += num_rows
-        for part in parts:
-            num_tokens, length = math.prod(part.shape), part.shape[-1]
-            if not num_tokens:
-                continue
-            num_rows = num_tokens // length
-            known[1] += num_tokens
-            known[3] += part.num_labels
-            known[4] += part.num_labels  # of which those with a loss are subtracted when they are counted
-            if part.masks or part.positions is None:  # a mask lets attention see whole rows, also packed ones
-                for place, window in enumerate(self._windows, NUM_SUMS):
-                    known[place] += num_rows * num_pairs(length, window)
-            if part.positions is None and not part.masks:
-                known[lengths + bisect.bisect_left(LENGTH_EDGES, length, hi=len(LENGTH_EDGES) - 1)] += num_rows
-            else:
-                known[2] += num_tokens  # less those that are no padding
-                known[-1] += num_rows if part.positions is None else num_tokens  # less those of other classes
-            self._pending.append(part)
-            self._num_pending += num_tokens
+        """Adds the rows and the parts of a training batch, of which only shapes are looked at for now."""
+        self._num_rows += num_rows
+        self._pending += (part for part in parts if math.prod(part.shape))
+        self._num_pending += sum(math.prod(part.shape) for part in parts)
         if self._num_pending >= _MAX_PENDING:
             self._count_pending()
 
-    def take(self) -> tuple[list[float], Tensor]:
-        """The numbers since the last call, each the sum of one that shapes tell and one on the device, in int64."""
+    def take(self) -> Tensor:
+        """The numbers since the last call, in int64 on the device."""
         self._count_pending()
-        known, counted = self._known, self._counted
-        self._reset()
-        return known, counted
+        sums, self._sums = self._sums, 0
+        assert isinstance(sums, Tensor)
+        return sums
 
     @torch.no_grad()
     def _count_pending(self) -> None:
         zero, device = self._edges[:1], self._edges.device
-        attended, learned, pairs = zero, zero, [zero] * len(self._windows)
-        lengths = [zero]
+        num_tokens = num_labels = 0
+        learned, pairs, lengths = zero, [zero] * len(self._windows), [zero]
+        seen_whole, unpadded = list[int](), list[int]()
+        """The lengths of rows in which attention sees everything, and of rows without padding and documents."""
         for part in self._pending:
+            num_tokens += math.prod(part.shape)
+            num_labels += part.num_labels
+            rows = [part.shape[-1]] * math.prod(part.shape[:-1])
             if part.labels is not None:
                 learned = learned + part.labels.ne(part.no_loss).sum().to(device, non_blocking=True)
             masks = [mask.to(device, non_blocking=True).ne(0) for mask in part.masks]  # a step may do so on its own
@@ -174,18 +152,23 @@ class BatchCounter:
                     documents = documents.masked_fill(documents == 1, 0)
                     for place, window in enumerate(self._windows):
                         pairs[place] = pairs[place] + (documents * documents.clamp(max=window or 2**62)).sum()
+                    rows = []
                 lengths.append(documents)
             elif mask is not None:
                 lengths.append(mask.sum(-1).flatten())
-        if len(lengths) > 1:
-            joined = torch.cat(lengths[1:])
-            attended = joined.sum(0, keepdim=True)
-            at_most = torch.searchsorted(joined.sort().values, self._edges, right=True)
-            classes = torch.cat([at_most.diff(), -at_most[-1:]])
-        else:
-            classes = torch.zeros_like(self._edges)
-        self._counted = self._counted + torch.cat([zero, zero, -attended, zero, -learned, *pairs, classes])
-        self._pending, self._num_pending = [], 0
+            else:
+                unpadded += rows
+            seen_whole += rows  # also packed ones that have a mask
+        lengths.append(torch.tensor(unpadded, dtype=torch.int64).to(device, non_blocking=True))
+        joined = torch.cat(lengths)
+        at_most = torch.searchsorted(joined.sort().values, self._edges, right=True)
+        classes = F.pad(at_most, (0, 1), value=len(joined)).diff()
+        known = [self._num_rows, num_tokens, num_tokens, num_labels, num_labels]
+        known += [sum(num_pairs(length, window) for length in seen_whole) for window in self._windows]
+        known += [0] * len(classes)
+        counted = torch.cat([zero, zero, -joined.sum(0, keepdim=True), zero, -learned, *pairs, classes])
+        self._sums = self._sums + counted + torch.tensor(known).to(device, non_blocking=True)
+        self._pending, self._num_rows, self._num_pending = [], 0, 0
 
 
 def _document_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:

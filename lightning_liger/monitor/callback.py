@@ -1,12 +1,13 @@
 """:class:`LigerMonitor`: speed, utilization, memory and data of a training."""
 
+import functools
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -68,8 +69,7 @@ class Totals:
                 setattr(self, name, max(mine, its) if name.endswith("memory") else mine + its)
 
 
-@dataclass
-class _Lap:
+class _Lap(NamedTuple):
     """Some steps whose numbers the device has not delivered yet."""
 
     step: int
@@ -77,14 +77,10 @@ class _Lap:
     """Whether it is logged: others end for a checkpoint or at the end of the warm-up."""
     totals: Totals
     spans: Spans
-    known: list[float]
-    """Seconds of waiting for data and the numbers of :class:`BatchCounter` that shapes tell, if no device has them."""
     copied: HostCopy
-    """Those that the device counted or that all ranks have added up, then the scalars."""
+    """Seconds of waiting for data and the numbers of :class:`BatchCounter`, added up over all ranks; then scalars."""
     scalars: list[str]
-    """The names of the last numbers in ``copied``: ``loss``, ``gradient_norm``."""
-    gradient_norm: float | None
-    """Where the host knows it."""
+    """The names of these: ``loss``, ``gradient_norm``."""
 
     def has_arrived(self) -> bool:
         return self.copied.has_arrived() and (not self.spans or self.spans[-1][1].has_arrived())
@@ -93,22 +89,20 @@ class _Lap:
 class LigerMonitor(L.Callback):
     """Speed, utilization, memory, gradient norm and data of a training: in the progress bar, in loggers, on a page.
 
-    Each logger of the Trainer gets, every ``every_n_steps`` steps, for the steps since the last time:
+    Each logger of the Trainer gets ``monitor/NAME``, every ``every_n_steps`` steps, for the steps since the last time:
 
-    - ``monitor/tokens_per_second`` and ``monitor/tokens_per_second_per_device``, those of padding included, and
-      ``monitor/step_seconds``; of batches without tokens, ``monitor/rows_per_second`` in their place
-    - ``monitor/model_flops_utilization``: the share of the device's peak rate (:mod:`lightning_liger.hardware`, or
-      measured) at which the FLOPs of the model are done; see :mod:`lightning_liger.monitor.flops` for the convention
-    - ``monitor/data_wait_share``: of the time, during which the host waited for a batch
-    - ``monitor/memory_peak_gib`` and ``monitor/memory_reserved_gib`` of the process of rank 0
-    - ``monitor/gradient_norm`` of the last step, before clipping
-    - ``monitor/padding_share`` of the tokens and ``monitor/ignored_share`` of the labels
-    - ``monitor/tokens``: how many were trained on in all
+    - ``tokens_per_second`` and ``tokens_per_second_per_device``, those of padding included, or ``rows_per_second`` of
+      batches without tokens; ``step_seconds``
+    - ``model_flops_utilization``: the share of the device's peak rate (:mod:`lightning_liger.hardware`, or measured) at
+      which the FLOPs of the model are done; see :mod:`lightning_liger.monitor.flops` for the convention
+    - ``data_wait_share`` of the time, during which the host waited for a batch
+    - ``memory_peak_gib`` and ``memory_reserved_gib`` of the process of rank 0
+    - ``gradient_norm`` of the last step, before clipping
+    - ``padding_share`` of the tokens, ``ignored_share`` of the labels, ``tokens`` in all
 
-    The table of replacements is printed when training starts. At the end, ``results`` has the same numbers for the
-    whole training, and ``processes``, ``peak_memory_bytes``, ``logits_bytes_avoided`` (logits that were never
-    allocated), ``num_fused_losses``, ``whole_logits`` and the metrics of the Trainer; a table is printed, and a page
-    with plots of the loss and of the throughput and a histogram of the lengths of sequences is written.
+    ``results`` has these for the whole training, and ``processes``, ``peak_memory_bytes``, ``logits_bytes_avoided``
+    (logits that were never allocated), ``num_fused_losses``, ``whole_logits`` and the metrics of the Trainer. A table
+    of replacements is printed at the start, one of the results at the end, and a page is written with plots of them.
 
     The first steps and validation are left out of times. The device is never waited for: its numbers are read when they
     have arrived. Ranks that share batches (tensor and context parallelism) count once. Checkpoints keep all numbers,
@@ -140,10 +134,8 @@ class LigerMonitor(L.Callback):
         check_integer("skip_steps", skip_steps, at_least=0)
         check_bool("gradient_norm", gradient_norm)
         check_path("page", page, optional=True)
-        self.every_n_steps = every_n_steps
-        self.skip_steps = skip_steps
-        self.gradient_norm = gradient_norm
-        self.page = page
+        self.every_n_steps, self.skip_steps = every_n_steps, skip_steps
+        self.gradient_norm, self.page = gradient_norm, page
         self.results: dict[str, float] = {}
         self.points: list[dict[str, float]] = []
         """What was logged, with ``step`` and, where there is one, ``loss``."""
@@ -163,17 +155,13 @@ class LigerMonitor(L.Callback):
         self._is_first = self is max(monitors, key=lambda monitor: monitor.page is not None)
         if stage != "fit" or not self._is_first:
             return
-        # No hook is called between configure_model and the strategy's wrapping, after which shapes are not known.
-        configure_model, self._flops = pl_module.configure_model, None
+        self._flops = None
 
-        def configure_and_count() -> None:
-            configure_model()
-            self._flops = model_flops(pl_module)
+        def count() -> None:  # before the strategy wraps the module, after which shapes are not known
+            if next(pl_module.parameters(), None) is not None:  # else it may make its model in its own setup
+                self._flops = model_flops(pl_module)
 
-        if type(pl_module).configure_model is not L.LightningModule.configure_model:
-            pl_module.configure_model = configure_and_count  # type: ignore[method-assign]  # of this instance only
-        elif next(pl_module.parameters(), None) is not None:  # else it may make its model in its own setup
-            self._flops = model_flops(pl_module)
+        after_configure_model(pl_module, count)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -212,9 +200,7 @@ class LigerMonitor(L.Callback):
             bar.get_metrics = lambda *args: {**get_metrics(*args), **shown}
 
     @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         if self._counter is None:
             return
         if not self._clock.is_running:
@@ -225,24 +211,16 @@ class LigerMonitor(L.Callback):
         self._batch = contents_of(batch)  # now: steps may take something out of the batch
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if (
-            self._counter is None
-            or not self.gradient_norm
-            or (self._num_steps + 1) % self._every
-            or _logs_norm(trainer)
-        ):
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        ends_lap = self._counter is not None and (self._num_steps + 1) % self._every == 0
+        if not ends_lap or not self.gradient_norm or _logs_norm(trainer):
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         model = trainer.strategy.model or pl_module
         self._norms[id(optimizer)] = gradient_norm(model, parameters, trainer.strategy.root_device)
 
     @override
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if self._counter is None:
             return
         if self._batch is not None:
@@ -273,33 +251,19 @@ class LigerMonitor(L.Callback):
         """Starts to bring what was counted to the host; every rank does so after the same batch."""
         assert self._counter is not None
         device = trainer.strategy.root_device
-        waited, self._fetches.seconds = self._fetches.seconds, 0.0
-        spans = self._clock.lap()
-        known, counted = self._counter.take()
-        known = [waited, *known]
-        counted = torch.cat([counted.new_zeros(1), counted])
+        waited = torch.tensor([self._fetches.seconds], dtype=torch.float64).to(device, non_blocking=True)
+        self._fetches.seconds = 0.0
+        counted = torch.cat([waited, self._counter.take()])
         if trainer.world_size > 1:  # not by the strategy, whose barrier would wait for the device
-            counted = counted + torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
-            known = [0.0] * len(known)
             dist.all_reduce(counted)
-        norm = self._norm(trainer) if ends_step else None
-        scalars = {"loss": loss, "gradient_norm": norm}
-        on_device = {name: _number(value, device) for name, value in scalars.items() if isinstance(value, Tensor)}
+        scalars = {"loss": loss, "gradient_norm": self._norm(trainer) if ends_step else None}
+        numbers = {name: _number(value, device) for name, value in scalars.items() if value is not None}
         peak, reserved = peak_memory(trainer.strategy)
-        steps, self._num_logged = self._num_steps - self._num_logged, self._num_steps
-        self._open.append(
-            _Lap(
-                step=trainer.global_step - 1,
-                ends_step=ends_step,
-                totals=Totals(steps=steps, peak_memory=peak, reserved_memory=reserved),
-                spans=spans,
-                known=known,
-                copied=HostCopy(torch.cat([counted, *on_device.values()])),  # one copy to the host, not several
-                scalars=list(on_device),
-                gradient_norm=None if norm is None or isinstance(norm, Tensor) else float(norm),
-            )
-        )
-        self._has_counts = False
+        totals = Totals(steps=self._num_steps - self._num_logged, peak_memory=peak, reserved_memory=reserved)
+        copied = HostCopy(torch.cat([counted, *numbers.values()]))  # one copy to the host, not several
+        lap = _Lap(trainer.global_step - 1, ends_step, totals, self._clock.lap(), copied, list(numbers))
+        self._open.append(lap)
+        self._num_logged, self._has_counts = self._num_steps, False
 
     def _norm(self, trainer: L.Trainer) -> Tensor | float | None:
         """The norm of the gradients of the last step."""
@@ -309,17 +273,16 @@ class LigerMonitor(L.Callback):
             norms, self._norms = list(self._norms.values()), {}
             return joined_norm(norms, trainer.strategy.root_device)
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
-        if engine is not None:
-            norm: Tensor | float | None = engine.get_global_grad_norm()
-            return norm
-        return trainer.callback_metrics.get("grad_norm")
+        norm: Tensor | float | None = engine.get_global_grad_norm() if engine is not None else None
+        return trainer.callback_metrics.get("grad_norm") if engine is None else norm
 
     def _finish_lap(self, trainer: L.Trainer) -> None:
         """Reads the oldest open lap, adds it to the totals, and logs it."""
         lap = self._open.popleft()
         assert self._flops is not None
         copied, totals = lap.copied.wait().tolist(), lap.totals
-        waited, *counts = (known + counted for known, counted in zip(lap.known, copied, strict=False))
+        num_counts = len(copied) - len(lap.scalars)
+        waited, *counts = copied[:num_counts]
         counts = [count * share_of_each(trainer) for count in counts]
         totals.rows, totals.tokens, totals.padding, totals.labels, totals.ignored = counts[:NUM_SUMS]
         pairs, totals.lengths = counts[NUM_SUMS : -len(LENGTH_EDGES)], counts[-len(LENGTH_EDGES) :]
@@ -331,9 +294,7 @@ class LigerMonitor(L.Callback):
         self._totals.add(totals)
         if not lap.ends_step:
             return
-        point = dict(zip(lap.scalars, copied[len(lap.known) :], strict=True))
-        if lap.gradient_norm is not None:
-            point["gradient_norm"] = lap.gradient_norm
+        point = dict(zip(lap.scalars, copied[num_counts:], strict=True))
         metrics = {**self._metrics(totals, trainer.world_size), "tokens": self._totals.tokens, **point}
         self.points.append({"step": lap.step, **metrics})
         metrics.pop("loss", None)
@@ -387,11 +348,9 @@ class LigerMonitor(L.Callback):
                 self._clock.pause()
                 self._close_lap(trainer)
             patience = time.monotonic() + _PATIENCE
-            while self._open and (self._open[0].has_arrived() or time.monotonic() < patience):
+            while self._open and time.monotonic() < patience:
                 if self._open[0].has_arrived():
                     self._finish_lap(trainer)
-                else:
-                    time.sleep(0.01)
         with _telling("could not end"):
             loggers = trainer.loggers
             folder = getattr(loggers[0], "log_dir", None) or loggers[0].save_dir if loggers else None
@@ -418,15 +377,16 @@ class LigerMonitor(L.Callback):
         }
         self._rows = dict(self._make_rows(trainer))
         fast_dev_run: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside of Trainer.__init__
-        if self.page is not None and trainer.is_global_zero and totals.steps and not fast_dev_run:
-            title = f"{type(trainer.lightning_module).__name__}, {trainer.world_size} x {self._device_name}"
-            path = str(self.page) if "://" in str(self.page) else os.path.join(folder, self.page)
-            with _telling(f"could not write {path}"):
-                files = get_filesystem(path)
-                files.makedirs(os.path.dirname(path), exist_ok=True)
-                with files.open(path, "w", encoding="utf-8") as file:
-                    file.write(page(title, self._rows, self.points, totals.lengths))
-                self._rows["Page"] = path if "://" in path else os.path.relpath(path)
+        if self.page is None or not trainer.is_global_zero or not totals.steps or fast_dev_run:
+            return
+        title = f"{type(trainer.lightning_module).__name__}, {trainer.world_size} x {self._device_name}"
+        path = str(self.page) if "://" in str(self.page) else os.path.join(folder, self.page)
+        with _telling(f"could not write {path}"):
+            files = get_filesystem(path)
+            files.makedirs(os.path.dirname(path), exist_ok=True)
+            with files.open(path, "w", encoding="utf-8") as file:
+                file.write(page(title, self._rows, self.points, totals.lengths))
+            self._rows["Page"] = path if "://" in path else os.path.relpath(path)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -440,44 +400,42 @@ class LigerMonitor(L.Callback):
         return dict(self._rows)
 
     def _make_rows(self, trainer: L.Trainer) -> Iterator[tuple[str, str]]:
-        results, device = self.results, trainer.strategy.root_device.type
-        processes = f"{trainer.world_size} {device} process{'es' if trainer.world_size > 1 else ''}"
-        yield "Steps", f"{results['steps']:,.0f} on {processes}"
+        results, device, world_size = self.results, trainer.strategy.root_device.type, trainer.world_size
+        yield "Steps", f"{results['steps']:,.0f} on {world_size} {device} process{'es' if world_size > 1 else ''}"
         unit = "rows" if results["rows"] and not results["tokens"] else "tokens"
         speed, each = map(results.get, _SPEEDS[unit])
-        of_each = f" ({each:,.0f} a device)" if trainer.world_size > 1 and each else ""
+        of_each = f" ({each:,.0f} a device)" if world_size > 1 and each else ""
         yield f"{unit.title()}/s", f"{speed:,.0f}{of_each}" if speed else "too few steps to tell"
         for name, value in results.items():
             stage, _, rest = name.partition("_")
-            if stage in ("train", "val"):
-                title = "Training" if stage == "train" else "Validation"
+            if title := {"train": "Training", "val": "Validation"}.get(stage):
                 yield f"{title} {'last loss' if rest == 'loss_step' else rest}", f"{value:.4g}"
-        yield (
-            f"Peak {'GPU ' if device == 'cuda' else ''}memory",
-            readable_bytes(results["peak_memory_bytes"]) + " a process",
-        )
+        gpu = "GPU " if device == "cuda" else ""
+        yield f"Peak {gpu}memory", f"{readable_bytes(results['peak_memory_bytes'])} a process"
         if "memory_reserved_gib" in results:
-            yield "Reserved memory", readable_bytes(results["memory_reserved_gib"] * 2**30) + " a process"
+            yield "Reserved memory", f"{readable_bytes(results['memory_reserved_gib'] * 2**30)} a process"
         if avoided := results["logits_bytes_avoided"]:  # not where each loss took one chunk, or none are counted
-            of_loss = readable_bytes(avoided / results["num_fused_losses"] / trainer.world_size)
+            of_loss = readable_bytes(avoided / results["num_fused_losses"] / world_size)
             yield "Logits never allocated", f"{readable_bytes(avoided)} in all, {of_loss} in each loss"
         if plan := getattr(trainer.strategy, "activation_plan", ""):
             yield "Activations", plan
         if results["tokens"]:
             yield "Tokens", f"{results['tokens']:,.0f}"
-        if "step_seconds" in results:
-            yield "Time of a step", f"{results['step_seconds'] * 1000:,.4g} ms"
-        if "model_flops_utilization" in results:
-            peak = f"{self._peak_flops / 1e12:,.4g} TFLOP/s"
-            yield "Model FLOPs utilization", f"{results['model_flops_utilization']:.1%} of {peak}"
         if norms := [point["gradient_norm"] for point in self.points if "gradient_norm" in point]:
             yield "Gradient norm", f"{norms[-1]:.4g} at the end, {max(norms):.4g} at most"
-        for name, title, of in (
-            ("data_wait_share", "Waiting for data", "time"), ("padding_share", "Padding", "tokens"),
-            ("ignored_share", "Ignored labels", "labels"),
-        ):  # fmt: skip
+        for name, title, text in (
+            ("step_seconds", "Time of a step", "{:,.4g} s"),
+            (
+                "model_flops_utilization",
+                "Model FLOPs utilization",
+                f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s",
+            ),
+            ("data_wait_share", "Waiting for data", "{:.1%} of the time"),
+            ("padding_share", "Padding", "{:.1%} of the tokens"),
+            ("ignored_share", "Ignored labels", "{:.1%} of the labels"),
+        ):
             if name in results:
-                yield title, f"{results[name]:.1%} of the {of}"
+                yield title, text.format(results[name])
 
     # Checkpoints
 
@@ -494,9 +452,24 @@ class LigerMonitor(L.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        known = asdict(Totals())
-        self._totals = Totals(**{name: state_dict["totals"].get(name, value) for name, value in known.items()})
+        known = asdict(Totals()).keys() & state_dict["totals"].keys()
+        self._totals = Totals(**{name: state_dict["totals"][name] for name in known})
         self.points = [dict(point) for point in state_dict["points"]]
+
+
+def after_configure_model(module: L.LightningModule, call: Callable[[], None]) -> None:
+    """Calls ``call`` once the module has its model: Lightning has no hook before the strategy wraps the module."""
+    configure_model = module.configure_model
+
+    @functools.wraps(configure_model)
+    def configure_and_call() -> None:
+        configure_model()
+        call()
+
+    if type(module).configure_model is L.LightningModule.configure_model:
+        call()
+    else:
+        module.configure_model = configure_and_call  # type: ignore[method-assign]  # of this instance only
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
@@ -513,13 +486,11 @@ def _device(trainer: L.Trainer) -> tuple[str, float]:
     parameters = [each for each in trainer.lightning_module.parameters() if each.is_floating_point()]
     largest = max(parameters, key=lambda each: 0 if is_lazy(each) else each.numel(), default=torch.zeros(()))
     dtype = next((dtype for key, dtype in _DTYPES.items() if precision.startswith(key)), largest.dtype)
-    name, gpu = f"{device.type} process", None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, gpu = properties.name, find_gpu(properties.name, properties.total_memory)
-    if gpu is not None and dtype != torch.float64:
-        return gpu.name, gpu.peak_flops(dtype)
-    return name, measure_matmul_flops(device, dtype)
+    if device.type != "cuda":
+        return f"{device.type} process", measure_matmul_flops(device, dtype)
+    properties = torch.cuda.get_device_properties(device)
+    gpu = find_gpu(properties.name, properties.total_memory) if dtype != torch.float64 else None
+    return (gpu.name, gpu.peak_flops(dtype)) if gpu else (properties.name, measure_matmul_flops(device, dtype))
 
 
 def _planned_steps(trainer: L.Trainer) -> float:
@@ -544,15 +515,12 @@ def _logs_norm(trainer: L.Trainer) -> bool:
     if getattr(trainer.strategy, "deepspeed_engine", None) is not None:
         return True
     by_norm = str(trainer.gradient_clip_algorithm or "norm").endswith("norm") and (trainer.gradient_clip_val or 0) > 0
-    return by_norm and (
-        hasattr(trainer.strategy, "on_nonfinite_grad") or hasattr(trainer.precision_plugin, "on_nonfinite_grad")
-    )
+    return by_norm and any(hasattr(each, "on_nonfinite_grad") for each in (trainer.strategy, trainer.precision_plugin))
 
 
-def _number(value: Tensor, device: torch.device) -> Tensor:
+def _number(value: Tensor | float, device: torch.device) -> Tensor:
     """The mean of a tensor, ``[1]`` in float64 on the device."""
-    value = value.detach().to(device, torch.float64, non_blocking=True)
-    return value.view(1) if value.numel() == 1 else value.mean().view(1)
+    return torch.as_tensor(value).detach().to(device, torch.float64, non_blocking=True).mean().view(1)
 
 
 @contextmanager
@@ -561,14 +529,11 @@ def _telling(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of a broken device, or of any file system
-        lines = str(error).splitlines()
-        rank_zero_warn(f"LigerMonitor {what}: {type(error).__name__}{': ' if lines else ''}{''.join(lines[:1])}")
+        rank_zero_warn(f"LigerMonitor {what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, str]:
     """What the progress bar shows."""
-    names = {"tokens_per_second": "tok/s", "rows_per_second": "rows/s"}
-    shown = {title: short(metrics[name]) for name, title in names.items() if name in metrics}
-    if "model_flops_utilization" in metrics:
-        shown["MFU"] = f"{metrics['model_flops_utilization']:.1%}"
-    return shown
+    names = {"tokens_per_second": ("tok/s", short), "rows_per_second": ("rows/s", short)}
+    names["model_flops_utilization"] = "MFU", "{:.1%}".format
+    return {title: text(metrics[name]) for name, (title, text) in names.items() if name in metrics}

@@ -15,13 +15,10 @@ class Moment:
     """Now, on a device: on a GPU, when it has done all that it was given so far. The host does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = None
-        self._seconds = 0.0
+        self._event, self._seconds = None, time.perf_counter()
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
-        else:
-            self._seconds = time.perf_counter()
 
     def has_arrived(self) -> bool:
         """Whether :meth:`seconds_since` would return at once."""
@@ -93,19 +90,19 @@ class FetchTimer:
 
     def __init__(self, profiler: Any) -> None:
         self.seconds = self._last = self._begin = 0.0
-        self._profiler, self._start, self._stop = profiler, profiler.start, profiler.stop
-        profiler.start, profiler.stop = self._starts, self._stops
+        self._profiler, start, stop = profiler, profiler.start, profiler.stop
 
-    def _starts(self, action_name: str) -> None:
-        self._start(action_name)
-        if action_name.endswith(_FETCH):
-            self._begin = time.perf_counter()
+        def starts(action_name: str) -> None:
+            start(action_name)
+            self._begin = time.perf_counter() if action_name.endswith(_FETCH) else self._begin
 
-    def _stops(self, action_name: str) -> None:
-        if action_name.endswith(_FETCH):
-            self._last = time.perf_counter() - self._begin
-            self.seconds += self._last
-        self._stop(action_name)
+        def stops(action_name: str) -> None:
+            if action_name.endswith(_FETCH):
+                self._last = time.perf_counter() - self._begin
+                self.seconds += self._last
+            stop(action_name)
+
+        profiler.start, profiler.stop = starts, stops
 
     def leave_out_last(self) -> None:
         """Leaves out the last wait."""

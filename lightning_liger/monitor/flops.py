@@ -15,7 +15,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,17 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import flop_registry
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_integer, wrong_type
+from lightning_liger.activations.frames import tensors_in
 from lightning_liger.activations.layers import release_layers
 from lightning_liger.patching.rules.base import HOOKS, Patched
 from lightning_liger.training.language_model import LanguageModel
 
-_SEQ_LENS = (251, 61, 31)
-"""Tokens of the row, the first that the model takes: primes, so that FLOPs which its square divides are those of
-attention, and 251 is almost the 256 tokens that linear attention pads to."""
+_SEQ_LENS = ((128, 256), (16, 32))
+"""Tokens of two rows, the first pair that the model takes; multiples of 64, to which linear attention pads."""
+_ASKS_FOR_VALUE = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -43,19 +45,14 @@ class ModelFlops:
     """The FLOPs of forward and backward of a model, as a function of the lengths of its sequences."""
 
     per_token: float
-    """FLOPs of a token in all but attention."""
+    """In all but attention."""
     attention: tuple[tuple[float, int | None], ...] = ()
     """FLOPs for each pair of a token and one that it attends to, with the width of the window, None without."""
     is_traced: bool = True
     """False if the model does not run on the meta device: weights are counted then, attention is not."""
 
     def of(self, num_tokens: float, lengths: Iterable[tuple[int, float]]) -> float:
-        """The FLOPs of some rows.
-
-        Args:
-            num_tokens: The number of all tokens, those of padding included.
-            lengths: Pairs of a length of sequences and how many have it.
-        """
+        """The FLOPs of tokens, those of padding included, in sequences: pairs of a length and how many have it."""
         lengths = list(lengths)
         pairs = [sum(count * num_pairs(length, window) for length, count in lengths) for _, window in self.attention]
         return self.of_pairs(num_tokens, pairs)
@@ -104,89 +101,62 @@ def model_flops(model: nn.Module) -> ModelFlops:
         except Exception:  # of modules that cannot be copied, such as those of TorchScript, or that have no shapes yet
             return _count_weights(model)
         if not any(isinstance(module, nn.RNNBase) for module in structure.modules()):  # which run token by token
-            for seq_len in _SEQ_LENS:
+            for seq_lens in _SEQ_LENS:
                 with suppress(Exception):  # whatever code does with tensors without values, or with longer rows
-                    return _trace(structure, seq_len)
+                    return _trace(structure, *seq_lens)
     return _count_weights(structure)
 
 
 # By running a copy
 
 
-class FlopCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Passes the FLOPs of each operator in its context to ``add``, by the formulas of PyTorch.
+class ValuesOfMeta(TorchFunctionMode):
+    """Answers code that asks for values of tensors on the meta device: conditions hold."""
 
-    PyTorch's own FlopCounterMode also tells modules apart, for which it needs several times as long.
-    """
-
-    formulas: Mapping[Any, Callable[..., int]] = flop_registry
-
-    def __init__(self, add: Callable[[int], None]) -> None:
-        super().__init__()
-        self.add_flops = add
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # of a tensor without value
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS_FOR_VALUE and args[0].is_meta:
             return self.value_of(args[0])
-        out = func(*args, **(kwargs or {}))
-        formula = self.formulas.get(func._overloadpacket)
-        if formula is not None:
-            self.add_flops(formula(*args, **(kwargs or {}), out_val=out))
-        return out
+        return func(*args, **(kwargs or {}))
 
     def value_of(self, tensor: Tensor) -> Any:
-        """What stands for the value of a tensor: conditions hold."""
+        """What stands for the value of a tensor."""
         return torch.ones((), dtype=tensor.dtype, device="cpu").item()
 
 
-def _trace(model: nn.Module, seq_len: int) -> ModelFlops:
+def _trace(model: nn.Module, short: int, long: int) -> ModelFlops:
+    """The FLOPs of rows of two lengths tell those of a token and of a pair."""
+
+    def per_pair(of_short: float, of_long: float) -> float:
+        return (of_long / long - of_short / short) / (long - short)
+
+    (short_forward, of_short), (long_forward, of_long) = (_run(model, seq_len) for seq_len in (short, long))
+    windows: dict[str, int] = {}
+    for name, module in model.named_modules(prefix=type(model).__name__):
+        window = getattr(module, "sliding_window", None)
+        if isinstance(window, int) and next(module.children(), None) and not name.startswith(tuple(windows)):
+            windows[name] = window
+    forward: Counter[int | None] = Counter({None: per_pair(short_forward["Global"], long_forward["Global"])})
+    pairs, of_forward = per_pair(of_short, of_long), forward.total()
+    for name in windows.keys() & long_forward.keys():
+        number = per_pair(short_forward[name], long_forward[name])
+        forward.update({windows[name]: number, None: -number})
+    # Backward does not know the window of a layer; its FLOPs are a multiple of those of forward.
+    attention = tuple((number * (pairs / of_forward), width) for width, number in forward.items() if number > 0)
+    return ModelFlops(of_long / long - pairs * long, attention)
+
+
+def _run(model: nn.Module, seq_len: int) -> tuple[dict[str, int], int]:
+    """The FLOPs of the forward of a row, of each module by its name, and those of forward and backward in all."""
     inputs = {"input_ids": torch.zeros(1, seq_len, dtype=torch.int64, device="meta")}
-    linear = 0
-    forward: Counter[int | None] = Counter()
-    """FLOPs of attention by the width of the window, in units of the squared length."""
-    backward: Counter[int | None] = Counter()
-    pairs, window = forward, None
-
-    def add(flops: int) -> None:
-        nonlocal linear
-        if flops % seq_len**2:
-            linear += flops
-        else:
-            pairs[window] += flops // seq_len**2
-
-    def enter(module: Any, args: Any) -> None:
-        nonlocal window
-        window = module.sliding_window
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal window
-        window = None
-
-    for module in model.modules():
-        if isinstance(getattr(module, "sliding_window", None), int) and next(module.children(), None) is not None:
-            module.register_forward_pre_hook(enter)
-            module.register_forward_hook(leave)
-    with torch.device("meta"), FlopCounter(add):
+    with torch.device("meta"), ValuesOfMeta(), FlopCounterMode(display=False) as counter:
         LanguageModel(model).leave_out_cache(inputs)
         is_named = "input_ids" in inspect.signature(model.forward).parameters
         output = model(**inputs) if is_named else model(inputs["input_ids"])
-        result = next(_floating(getattr(output, "logits", output)))
-        pairs = backward
+        result = next(each for each in tensors_in(getattr(output, "logits", output)) if each.is_floating_point())
+        forward = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
         if result.requires_grad:
             result.sum().backward()
-    # Backward does not know the window of a layer; its FLOPs are a multiple of those of forward.
-    factor = 1 + backward.total() / max(1, forward.total())
-    return ModelFlops(linear / seq_len, tuple((number * factor, width) for width, number in forward.items()))
-
-
-def _floating(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a model's output."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _floating(part)
+    return forward, counter.get_total_flops()
 
 
 def _structure(model: nn.Module) -> nn.Module:
@@ -218,34 +188,25 @@ def _structure(model: nn.Module) -> nn.Module:
 def _count_weights(model: nn.Module) -> ModelFlops:
     """Two FLOPs for each weight of a matrix product in forward, two for its input's gradient, two for its own."""
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    flops = sum(2 * number * (1 + is_trained + trained) for number, trained in _matrix_weights(model))
-    return ModelFlops(float(flops), is_traced=False)
-
-
-def _matrix_weights(model: nn.Module) -> Iterator[tuple[float, bool]]:
-    """How many numbers of each weight a token is multiplied with, and whether the weight is trained."""
-    config = getattr(model, "config", None)
-    configs = (
-        [config, *(value for key, value in vars(config).items() if key.rpartition("_")[2] == "config")]
-        if config
-        else []
-    )
+    flops = 0.0
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        share = _share_of_experts([module, *configs]) if "experts" in name.split(".") else 1.0
+        share = _share_of_experts(module, model) if "experts" in name.split(".") else 1.0
         for parameter in module.parameters(recurse=False):
-            if not is_lazy(parameter) and parameter.ndim > 1:
-                # The weight of a linear module may be packed.
-                is_linear = isinstance(module, nn.Linear)
-                number = module.in_features * module.out_features if is_linear else parameter.numel()
-                yield number * share, parameter.requires_grad
+            if isinstance(module, nn.Embedding) or is_lazy(parameter) or parameter.ndim < 2:
+                continue
+            # The weight of a linear module may be packed.
+            is_linear = isinstance(module, nn.Linear)
+            number = module.in_features * module.out_features if is_linear else parameter.numel()
+            flops += 2 * number * share * (1 + is_trained + parameter.requires_grad)
+    return ModelFlops(flops, is_traced=False)
 
 
-def _share_of_experts(owners: list[Any]) -> float:
+def _share_of_experts(module: nn.Module, model: nn.Module) -> float:
     """The share of the experts that a token is sent to, from attributes of modules and configurations; 1 if unknown."""
+    config = vars(getattr(model, "config", module))
+    owners = [vars(module), config, *(vars(each) for name, each in config.items() if name.endswith("config") and each)]
     top_k, total = (
-        next((getattr(owner, name) for owner in owners for name in names if getattr(owner, name, None)), 0)
+        next((owner[name] for owner in owners for name in names if owner.get(name)), 0)
         for names in (_TOP_K, _NUM_EXPERTS)
     )
     return min(1.0, top_k / total) if top_k and total else 1.0

@@ -12,8 +12,7 @@ from rich.table import Table
 from lightning_liger.monitor.batches import LENGTH_EDGES
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 708, 12, 184  # of the plot in a drawing of 720 x 220
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --faint: #d0d0d0; --mark: #1f4e9c; }
+_STYLE = """:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --faint: #d0d0d0; --mark: #1f4e9c; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181c; --faint: #3c4046; --mark: #8ab4f8; } }
 body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sans-serif; max-width: 760px;
   margin: 2em auto; padding: 0 1em; }
@@ -22,8 +21,8 @@ table { border-collapse: collapse; width: 100%; } td { padding: 0.25em 0.8em 0.2
   border-bottom: 1px solid var(--faint); overflow-wrap: anywhere; } td:first-child { white-space: nowrap; }
 figure { margin: 0; overflow-x: auto; } svg { width: 100%; min-width: 560px; height: auto; }
 svg text { fill: var(--ink); font-size: 13px; }
-.grid { stroke: var(--faint); } .line { stroke: var(--mark); stroke-width: 2; fill: none; } .bar { fill: var(--mark); }
-""".strip()
+.grid { stroke: var(--faint); } .line { stroke: var(--mark); stroke-width: 2; fill: none; }
+.bar { fill: var(--mark); }"""
 _PLOTS = (
     ("loss", "Loss", 1, False),
     ("tokens_per_second", "Tokens per second", 1, True),
@@ -72,39 +71,42 @@ def page(
 
 def _line_plot(heading: str, points: Sequence[tuple[float, float]], from_zero: bool) -> str:
     steps, values = zip(*points, strict=True)
-    y_ticks = _ticks(0.0 if from_zero else min(values), max(values))
+    ticks = _ticks(0.0 if from_zero else min(values), max(values))
     first, last = (steps[0], steps[-1]) if len(steps) > 1 else (steps[0] - 1, steps[0] + 1)
-    places = [(_between(x, first, last, _LEFT, _RIGHT), _y(y, y_ticks)) for x, y in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (places * 2 if len(places) == 1 else places))  # or a dot
-    names = [(_between(tick, first, last, _LEFT, _RIGHT), short(tick)) for tick in _ticks(steps[0], steps[-1])]
-    body = f'<polyline class="line" stroke-linecap="round" points="{line}"/>'
+
+    def place(step: float) -> float:
+        return _LEFT + (step - first) / (last - first) * (_RIGHT - _LEFT)
+
+    places = [f"{place(step):.1f},{_y(value, ticks):.1f}" for step, value in points]
+    line = " ".join(places * 2 if len(places) == 1 else places)  # or a dot
+    names = [(place(tick), short(tick)) for tick in _ticks(steps[0], steps[-1]) if first <= tick <= last]
+    body = f'<polyline class="line" stroke-linecap="round" points="{line}"/>{_text(386, 218, "step")}'
     description = f"{heading} from {short(values[0])} at step {steps[0]:g} to {short(values[-1])} at {steps[-1]:g}"
-    return _drawing(description, y_ticks, names, body + _text((_LEFT + _RIGHT) / 2, 218, "step"))
+    return _drawing(description, ticks, names, body)
 
 
 def _histogram(lengths: Sequence[float]) -> str:
     used = [index for index, count in enumerate(lengths) if count]
-    y_ticks = _ticks(0, max(lengths))
-    width = (_RIGHT - _LEFT) / (used[-1] + 1 - used[0])
+    shown, ticks = range(used[0], used[-1] + 1), _ticks(0, max(lengths))
+    width = (_RIGHT - _LEFT) / len(shown)
     body, names = "", []
-    for place, index in enumerate(range(used[0], used[-1] + 1)):
+    for place, index in enumerate(shown):
         first, last = (LENGTH_EDGES[index - 1] + 1 if index else 1), LENGTH_EDGES[index]
         name = f"{last}" if first == last else f"{first}\N{EN DASH}{last}"
-        left, top = _LEFT + place * width, _y(lengths[index], y_ticks)
+        left, top = _LEFT + place * width, _y(lengths[index], ticks)
         body += f'<rect class="bar" x="{left + 1:.1f}" y="{top:.1f}" width="{max(1.0, width - 2):.1f}"'
         body += f' height="{_BOTTOM - top:.1f}"><title>{name}: {short(lengths[index])}</title></rect>'
-        if place % math.ceil((used[-1] + 1 - used[0]) / 12) == 0:  # names that fit next to each other
+        if place % math.ceil(len(shown) / 12) == 0:  # names that fit next to each other
             names.append((left + width / 2, f"\N{LESS-THAN OR EQUAL TO}{short(last)}"))
-    return _drawing("Histogram of the lengths of sequences", y_ticks, names, body)
+    return _drawing("Histogram of the lengths of sequences", ticks, names, body)
 
 
-def _drawing(description: str, y_ticks: Sequence[float], x_names: Sequence[tuple[float, str]], body: str) -> str:
-    grid = ""
-    for tick in y_ticks:
-        y = _y(tick, y_ticks)
+def _drawing(description: str, ticks: Sequence[float], names: Sequence[tuple[float, str]], body: str) -> str:
+    grid = "".join(_text(x, _BOTTOM + 16, name) for x, name in names)
+    for tick in ticks:
+        y = _y(tick, ticks)
         grid += f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}"/>'
         grid += _text(_LEFT - 6, y + 4, short(tick), "end")
-    grid += "".join(_text(x, _BOTTOM + 16, name) for x, name in x_names if _LEFT <= x <= _RIGHT)
     drawing = f'<svg viewBox="0 0 720 220" role="img" aria-label="{escape(description)}">{grid}{body}</svg>'
     return f"<figure>{drawing}</figure>"
 
@@ -114,12 +116,7 @@ def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
 
 
 def _y(value: float, ticks: Sequence[float]) -> float:
-    return _between(value, ticks[0], ticks[-1], _BOTTOM, _TOP)
-
-
-def _between(value: float, low: float, high: float, start: float, end: float) -> float:
-    """Where between ``start`` and ``end`` a value is that is between ``low`` and ``high``."""
-    return start + (value - low) / (high - low) * (end - start)
+    return _BOTTOM - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (_BOTTOM - _TOP)
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,7 @@ from benchmarks.ops import OPS
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 needs_matplotlib = pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -36,23 +29,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return environment["environment"], found
 
 
-def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 2
-    return " ".join(capsys.readouterr().err.split())
-
-
 def test_ops_write_records_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--only",
-        "rms_norm,cross_entropy",
-        "--against",
-        "eager,torch",
-        "--out",
-        str(tmp_path / "new" / "mine"),
-    ]
-    assert main(["ops", "--quick", *arguments]) == 0
+    chosen = ["--only", "rms_norm,cross_entropy", "--against", "eager,torch", "--out", str(tmp_path / "new" / "mine")]
+    assert main(["ops", "--quick", *chosen]) == 0
     printed = capsys.readouterr().out
     environment, found = read(tmp_path / "new" / "mine.jsonl")
     assert {"date", "device", "torch", "triton", "copy_tb_s", "matrix_tflop_s"} <= set(environment)
@@ -68,10 +47,8 @@ def test_ops_write_records_tables_and_figures(tmp_path: Path, capsys: pytest.Cap
             for name in ("host_us", "gradient_error", "first_call_s"):
                 assert (record[name] is not None) == (record["pass"] == "both")
     assert "The paper's claims" in printed
-    figures = {path.name for path in tmp_path.rglob("*.png")}
-    assert figures == (
-        {f"mine_{name}.png" for name in ("rms_norm", "cross_entropy", "overview")} if HAS_MATPLOTLIB else set()
-    )
+    figures = {f"mine_{name}.png" for name in ("rms_norm", "cross_entropy", "overview")}
+    assert {path.name for path in tmp_path.rglob("*.png")} == (figures if HAS_MATPLOTLIB else set())
 
 
 def test_loss_writes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,38 +60,40 @@ def test_loss_writes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "linear_cross_entropy, bfloat16" in capsys.readouterr().out
 
 
-def test_without_sweeps_there_are_no_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["ops", "--quick", "--only", "silu_mul", "--against", "", "--no-sweeps", "--out", str(tmp_path)]
-    assert main(arguments) == 0
-    _, found = read(tmp_path / "ops.jsonl")
-    assert {(record["suite"], record["contender"]) for record in found} == {("shapes", "ours")}
-    assert "claims" not in capsys.readouterr().out
-
-
 @without_gpu
-def test_contender_that_is_not_there_is_skipped_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contenders_that_are_not_there_are_skipped_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--only", "silu_mul", "--against", "torch,liger", "--no-sweeps", "--out", str(tmp_path)]
     assert main(["ops", "--quick", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "silu_mul: torch is skipped: there is no function for this op other than eager's\n" in printed
     assert "silu_mul: liger is skipped: it needs a GPU\n" in printed
+    assert {(record["suite"], record["contender"]) for record in read(tmp_path / "ops.jsonl")[1]} == {
+        ("shapes", "ours")
+    }
+    assert "claims" not in printed
 
 
-def test_unknown_names_are_rejected_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    message = rejected(capsys, "ops", "--only", "rms_norm,softmax", "--out", "x")
-    assert f"no op 'softmax'; known: {', '.join(OPS)}" in message
-    for command in ("ops", "loss"):
-        message = rejected(capsys, command, "--against", "quack", "--out", "x")
-        assert f"no contender 'quack'; known: {', '.join(AGAINST)}" in message
-
-
-def test_out_with_a_suffix_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'mine.json' has a suffix" in rejected(capsys, "ops", "--quick", "--out", "mine.json")
-
-
-@without_gpu
-def test_full_sizes_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "with --quick it runs on a CPU" in rejected(capsys, "ops", "--out", str(tmp_path))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ops", "--only", "rms_norm,softmax"), f"no op 'softmax'; known: {', '.join(OPS)}"),
+        (("loss", "--against", "quack"), f"no contender 'quack'; known: {', '.join(AGAINST)}"),
+        (("loss", "--sweep", "--heads", "4096"), "is no list like 4096x49155"),
+        (("loss", "--sweep", "--tokens", "many"), "is no list of numbers like 1024"),
+        (("ops", "--quick", "--out", "mine.json"), "'mine.json' has a suffix"),
+        (("train", "--quick", "--arms", "hf:61GiB"), "hf has no plan '61GiB'"),
+        (("train", "--quick", "--arms", "quack"), "no implementation 'quack'; known: hf, liger_kernel, ours"),
+        (("train", "--quick", "--model", "llama9"), "no model 'llama9'; known: llama3_8b"),
+        (("train", "--quick", "--batches", "4,x"), "expected positive integers such as 4,8 or 4k,16k, got '4,x'"),
+        (("context", "--quick", "--lengths", "0"), "got '0'"),
+        (("optimizer", "--quick", "--layers", "-3"), "expected positive integers"),
+        pytest.param(("ops",), "with --quick it runs on a CPU", marks=without_gpu),
+    ],
+)
+def test_wrong_arguments_are_rejected(arguments: tuple[str, ...], message: str, rejected: Callable[..., str]) -> None:
+    assert message in rejected(*arguments, *(() if "--out" in arguments else ("--out", "x")))
 
 
 @pytest.mark.parametrize("command", ["ops", "loss"])
@@ -128,24 +107,39 @@ def test_help_lists_what_can_be_chosen(command: str, capsys: pytest.CaptureFixtu
 
 
 @needs_matplotlib
-def test_plot_draws_again_from_records(tmp_path: Path) -> None:
-    out = tmp_path / "mine"
-    assert main(["ops", "--quick", "--only", "rope", "--against", "eager", "--out", str(out)]) == 0
-    drawn = tmp_path / "mine_rope.png"
-    drawn.unlink()
-    assert main(["plot", f"{out}.jsonl"]) == 0
-    assert drawn.read_bytes().startswith(b"\x89PNG")
-    assert main(["plot", f"{out}.jsonl", "--out", str(tmp_path / "again")]) == 0
-    assert (tmp_path / "again_rope.png").exists()
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("train_llama3_8b_4xh200", "scaling_llama3_8b_h200", "batches_2xh200", "context_h200", "activations_h200"),
+        *("convergence_h200", "convergence_text_h200", "ops_h200"),
+    ],
+)
+def test_plot_draws_each_command(name: str, tmp_path: Path) -> None:
+    assert main(["plot", str(RESULTS / f"{name}.jsonl"), "--out", str(tmp_path / name)]) == 0
+    figures = list(tmp_path.glob("*.png"))
+    assert figures
+    assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("text", [None, "", '{"environment": {}}\n{"op": "rope"}\n', "no json"])
-def test_plot_rejects_what_is_no_record(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "foreign.jsonl"),
+        ("", "foreign.jsonl"),
+        ("no json", "foreign.jsonl"),
+        ('{"environment": {}}\n{"op": "rope"}\n', "foreign.jsonl"),
+        ('{"environment": {}, "command": "train"}\n{"arm": "hf"}\n', "no results of 'train'"),
+        ('{"environment": {}, "command": "bake"}\n', "results of 'bake' have no figures"),
+    ],
+)
+def test_plot_rejects_what_is_no_record(
+    text: str | None, message: str, tmp_path: Path, rejected: Callable[..., str]
+) -> None:
     path = tmp_path / "foreign.jsonl"
     if text is not None:
         path.write_text(text)
-    assert "foreign.jsonl" in rejected(capsys, "plot", str(path))
+    assert message in rejected("plot", str(path))
 
 
 @pytest.mark.gpu

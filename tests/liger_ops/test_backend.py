@@ -48,13 +48,6 @@ def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(monkeypatch: pytest.
             assert not backend.use_triton(Like(True, dtype))
 
 
-@pytest.mark.gpu
-def test_limits_of_a_gpu_are_its_own() -> None:
-    properties = torch.cuda.get_device_properties(0)
-    assert backend.num_multiprocessors(torch.device("cuda", 0)) == properties.multi_processor_count
-    assert 48 * 1024 <= backend.shared_memory(torch.device("cuda", 0)) < properties.shared_memory_per_block_optin
-
-
 # Rows.
 
 
@@ -90,17 +83,6 @@ def test_rows_are_views_wherever_rows_lie_at_one_distance(
 # Autograd, tracers, and the end of a graph.
 
 
-def test_graph_is_needed_only_for_tensors_that_require_gradients() -> None:
-    plain, leaf = torch.ones(1), torch.ones(1, requires_grad=True)
-    assert backend.needs_graph(None, plain, leaf)
-    assert backend.needs_graph(leaf * 2)
-    assert not backend.needs_graph(None, plain, leaf.detach())
-    with torch.no_grad():
-        assert not backend.needs_graph(leaf)
-    with torch.inference_mode():
-        assert not backend.needs_graph(leaf)
-
-
 class Tracer(TorchDispatchMode):
     """Notes the operators that run."""
 
@@ -111,19 +93,6 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
-
-
-def test_modes_and_the_compiler_trace() -> None:
-    assert not backend.is_traced()
-    with Tracer():
-        assert backend.is_traced()
-    assert not backend.is_traced()
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def compiled(x: Tensor) -> Tensor:
-        return x + 1 if backend.is_traced() else x
-
-    assert compiled(torch.zeros(1)) == 1
 
 
 class AskWhetherGraphEnds(torch.autograd.Function):
@@ -405,19 +374,6 @@ def test_launch_runs_where_its_tensors_are(kernel: backend.Kernel) -> None:
             assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.multi_gpu
-def test_ops_run_where_their_tensors_are() -> None:
-    logits = torch.randn(8, 64)
-    for index in (1, 0, 1):
-        results = []
-        for function in (cross_entropy, F.cross_entropy):
-            leaf = logits.to(f"cuda:{index}").requires_grad_()
-            loss = function(leaf, torch.arange(8, device=leaf.device))
-            results.append((loss, *torch.autograd.grad(loss, leaf)))
-        torch.testing.assert_close(*results)
-        assert torch.cuda.current_device() == 0
-
-
 def launch_caches() -> dict[str, Any]:
     """Every cache of a function of ours that depends on more than the device."""
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_ops.")]
@@ -535,42 +491,3 @@ def test_compiler_sees_one_operator(route: Callable[[Tensor, float], Tensor]) ->
 
 
 # Second derivatives.
-
-
-class Square(torch.autograd.Function):
-    """Differentiable once only because its backward is marked so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    @backend.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> Tensor:
-        """The first derivative."""
-        (x,) = ctx.saved_tensors
-        return 2 * x.detach() * grad_y
-
-
-def test_first_derivative_is_right_and_leaves_no_graph() -> None:
-    leaf = torch.tensor(3.0, requires_grad=True)
-    (gradient,) = torch.autograd.grad(Square.apply(leaf), leaf, torch.tensor(2.0))
-    assert gradient == 12
-    assert not gradient.requires_grad
-    assert (Square.backward.__name__, Square.backward.__doc__) == ("backward", "The first derivative.")
-
-
-def test_a_graph_of_the_first_derivative_is_refused() -> None:
-    leaf = torch.tensor(3.0, requires_grad=True)
-    for needs_grad in (False, True):
-        upstream = torch.tensor(1.0, requires_grad=needs_grad)
-        with pytest.raises(RuntimeError, match=r"SquareBackward has no second derivative.*create_graph must be False"):
-            torch.autograd.grad(Square.apply(leaf), leaf, upstream, create_graph=True)
-
-
-def test_compiled_backward_is_not_wrapped() -> None:
-    torch._dynamo.reset()
-    leaf = torch.tensor(3.0, requires_grad=True)
-    torch.compile(Square.apply, backend="aot_eager", fullgraph=True)(leaf).backward()
-    assert leaf.grad == 6

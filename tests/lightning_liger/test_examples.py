@@ -1,6 +1,7 @@
 """Every yaml in ``examples/`` trains as the command at its top says, on a model and text of test size."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,52 +30,34 @@ from tests.lightning_liger.workers.example_runs import (
 
 WORKER = "tests.lightning_liger.workers.example_runs"
 CLASSES = {
-    "tiny.yaml": "LigerFSDPStrategy",
-    "llama3_8b.yaml": "LigerFSDPStrategy",
-    "multi_node.yaml": "LigerFSDPStrategy",
-    "strategies/context_parallel.yaml": "LigerFSDPStrategy",
-    "strategies/liger.yaml": "LigerSingleDeviceStrategy",
-    "strategies/liger_ddp.yaml": "LigerDDPStrategy",
-    "strategies/liger_deepspeed_stage_2.yaml": "LigerDeepSpeedStrategy",
-    "strategies/liger_deepspeed_stage_3.yaml": "LigerDeepSpeedStrategy",
-    "strategies/liger_fsdp.yaml": "LigerFSDPStrategy",
-    "strategies/liger_fsdp_cpu_offload.yaml": "LigerFSDPStrategy",
-    "strategies/liger_model_parallel.yaml": "LigerModelParallelStrategy",
+    "liger": "LigerSingleDeviceStrategy",
+    "liger_ddp": "LigerDDPStrategy",
+    "liger_deepspeed_stage_2": "LigerDeepSpeedStrategy",
+    "liger_deepspeed_stage_3": "LigerDeepSpeedStrategy",
+    "liger_model_parallel": "LigerModelParallelStrategy",
 }
-METRICS = {
-    "distill.yaml": "val_distillation_loss",
-    "distill_topk.yaml": "val_student_mass",
-    "dpo.yaml": "val_rewards/accuracies",
-    "grpo_offline.yaml": "val_kl",
-    "kto.yaml": "val_rewards/margins",
-    "long_context.yaml": "val_perplexity",
-    "lora.yaml": "val_accuracy",
-    "medusa.yaml": "val_medusa2_accuracy",
-    "multiple_choice.yaml": "val_choice_accuracy",
-    "plain_module.yaml": "val_accuracy",
-    "next_item/next_item.yaml": "val_mrr",
-    "pretrain.yaml": "val_perplexity",
-    "ranking/ranking.yaml": "val_log_loss",
-    "sft.yaml": "val_accuracy",
-    "vision_language.yaml": "val_accuracy",
-}
-"""A metric of each other example, one that only its loss has if there is one."""
-
-
+"""Of examples that do not train under FSDP."""
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def ranks(request, tmp_path_factory):
-    """What every rank got out of every example for several processes: two on CPUs, else as many as there are GPUs."""
+    """What every rank got out of every example for several processes: two on CPUs, else as many as there are GPUs.
+
+    Those of the examples for several nodes run in processes that see only the GPUs of their node.
+    """
     num_ranks = 2 if request.param == "cpu" else torch.cuda.device_count()
-    folder = tmp_path_factory.mktemp("ranks")
-    write_text(folder)
-    return launch(request.param, folder, worker=WORKER, num_ranks=num_ranks)
+    folders = [tmp_path_factory.mktemp("one") / "ranks", tmp_path_factory.mktemp("several") / "nodes"]
+    for folder in folders:
+        folder.mkdir()
+        write_text(folder)
+    together = launch(request.param, folders[0], worker=WORKER, num_ranks=num_ranks)
+    apart = launch(request.param, folders[1], worker=WORKER, environment_of=of_torchrun)
+    return {**dict.fromkeys(OF_SEVERAL_PROCESSES, together), **dict.fromkeys(ON_TWO_NODES, apart)}
 
 
 def assert_trained(result, example):
-    assert result["strategy"] == CLASSES[example]
+    assert result["strategy"] == CLASSES.get(Path(example).stem, "LigerFSDPStrategy")
     assert result["steps"] == NUM_STEPS
     assert all(0 < loss < result["log_vocab_size"] + 1 for loss in result["losses"])
     assert result["num_replaced"] >= 10
@@ -84,30 +67,11 @@ def assert_trained(result, example):
     assert result["saved"]
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def nodes(request, tmp_path_factory):
-    """The same of the examples for several nodes, in processes that see only the GPUs of their node."""
-    folder = tmp_path_factory.mktemp("several") / "nodes"
-    folder.mkdir()
-    write_text(folder)
-    return launch(request.param, folder, worker=WORKER, environment_of=of_torchrun)
-
-
-def assert_trained_together(results, example):
-    for result in results:
-        assert_trained(result[example], example)
-    first, *others = (result[example]["losses"] for result in results)
-    assert others == [first] * len(others)  # they are means over all ranks
-
-
-@pytest.mark.parametrize("example", OF_SEVERAL_PROCESSES)
+@pytest.mark.parametrize("example", OF_SEVERAL_PROCESSES + ON_TWO_NODES)
 def test_example_trains_on_several_processes(ranks, example):
-    assert_trained_together(ranks, example)
-
-
-@pytest.mark.parametrize("example", ON_TWO_NODES)
-def test_example_trains_on_two_nodes(nodes, example):
-    assert_trained_together(nodes, example)
+    for result in ranks[example]:
+        assert_trained(result[example], example)
+        assert result[example]["losses"] == ranks[example][0][example]["losses"]  # they are means over all ranks
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -139,7 +103,7 @@ def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_
     assert cli.trainer.global_step == NUM_STEPS
     assert cli.trainer.strategy.patch_report.num_replaced >= 1
     assert all(math.isfinite(value) for value in metrics.values())
-    assert METRICS.get(example, "val_perplexity") in metrics
+    assert any(name.startswith("val_") for name in metrics)
     assert logit_counts(cli.model)[1] == 0
     assert (tmp_path / example / "last.ckpt").exists()
 
@@ -164,10 +128,6 @@ def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_
     for name, gradient in gradients.items():
         error = (step.gradients[name].cpu() - gradient).norm()
         assert error < 1e-3 * gradient.norm() + 1e-6 * largest, (name, float(error), float(gradient.norm()))
-
-
-def test_there_is_an_example_of_each_kind_of_post_training():
-    assert sorted(METRICS) == OTHERS
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -208,11 +168,8 @@ def test_examples_of_deepspeed_train_on_several_gpus(tmp_path):
 def test_every_yaml_is_run_and_every_name_of_a_strategy_has_one():
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.y*ml")}
     found -= {"next_item/large.yaml", "ranking/large.yaml"}  # settings that differ, for GPUs
-    others = OF_SEVERAL_PROCESSES + ON_TWO_NODES + OF_ONE_PROCESS + OF_DEEPSPEED
-    assert found - set(OTHERS) == set(others) == set(CLASSES)
-    names = ["liger", "liger_ddp", "liger_fsdp", "liger_fsdp_cpu_offload", "liger_model_parallel"]
-    for name in [*names, "liger_deepspeed_stage_2", "liger_deepspeed_stage_3"]:
-        assert f"strategies/{name}.yaml" in found
+    assert found - set(OTHERS) == set(OF_SEVERAL_PROCESSES + ON_TWO_NODES + OF_ONE_PROCESS + OF_DEEPSPEED)
+    assert {f"strategies/{name}.yaml" for name in (*CLASSES, "liger_fsdp", "liger_fsdp_cpu_offload")} <= found
 
 
 @pytest.mark.parametrize("example", STRATEGIES)

@@ -11,41 +11,26 @@ from lightning_liger.hardware import GPUS, GpuName, _measured, find_gpu, get_gpu
 GIB = 2**30
 
 
+NAMES = """
+NVIDIA H100 80GB HBM3=79.1 h100-80gb|NVIDIA H100 PCIe=79.2 h100-pcie-80gb|NVIDIA H100 NVL=93.1 h100-nvl-94gb
+NVIDIA H200=139.8 h200-141gb|NVIDIA H200 NVL=139.8 h200-nvl-141gb|NVIDIA H20=95.1 h20-96gb
+NVIDIA GH200 480GB=94.5 gh200-96gb|NVIDIA GH200 144G HBM3e=140.4 gh200-144gb|NVIDIA B200=178.4 b200-180gb
+NVIDIA GB200=184.0 gb200-186gb|NVIDIA A100-SXM4-80GB=79.3 a100-80gb|NVIDIA A100-SXM4-40GB=39.4 a100-40gb
+NVIDIA A100-PCIE-40GB=39.4 a100-40gb|NVIDIA A100 80GB PCIe=79.2 a100-pcie-80gb|NVIDIA A10G=22.2 a10g-24gb
+NVIDIA A10=22.1 a10-24gb|NVIDIA L4=22.2 l4-24gb|NVIDIA L40=44.4 l40-48gb|NVIDIA L40S=44.5 l40s-48gb
+Tesla T4=14.6 t4-16gb|Tesla V100-SXM2-16GB=15.8 v100-16gb|Tesla V100-PCIE-32GB=31.7 v100-pcie-32gb
+NVIDIA GeForce RTX 4090=23.5 rtx4090-24gb|AMD Instinct MI300X=192.0 mi300x-192gb
+NVIDIA H100 80GB HBM3 MIG 1g.10gb=9.8 none|NVIDIA GeForce RTX 4090 Laptop GPU=15.7 none
+NVIDIA GeForce RTX 4090 D=23.5 none|Some GPU=80.0 none
+"""
+"""What torch reports, name and GiB, and the key."""
+
+
 def test_devices_are_found_by_the_name_and_memory_that_torch_reports():
-    for device_name, memory, key in (
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80gb"),
-        ("NVIDIA H100 PCIe", 79.2, "h100-pcie-80gb"),
-        ("NVIDIA H100 NVL", 93.1, "h100-nvl-94gb"),
-        ("NVIDIA H200", 139.8, "h200-141gb"),
-        ("NVIDIA H200 NVL", 139.8, "h200-nvl-141gb"),
-        ("NVIDIA H20", 95.1, "h20-96gb"),
-        ("NVIDIA GH200 480GB", 94.5, "gh200-96gb"),
-        ("NVIDIA GH200 144G HBM3e", 140.4, "gh200-144gb"),
-        ("NVIDIA B200", 178.4, "b200-180gb"),
-        ("NVIDIA GB200", 184.0, "gb200-186gb"),
-        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80gb"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
-        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", 79.2, "a100-pcie-80gb"),
-        ("NVIDIA A10G", 22.2, "a10g-24gb"),
-        ("NVIDIA A10", 22.1, "a10-24gb"),
-        ("NVIDIA L4", 22.2, "l4-24gb"),
-        ("NVIDIA L40", 44.4, "l40-48gb"),
-        ("NVIDIA L40S", 44.5, "l40s-48gb"),
-        ("Tesla T4", 14.6, "t4-16gb"),
-        ("Tesla V100-SXM2-16GB", 15.8, "v100-16gb"),
-        ("Tesla V100-PCIE-32GB", 31.7, "v100-pcie-32gb"),
-        ("NVIDIA GeForce RTX 4090", 23.5, "rtx4090-24gb"),
-        ("AMD Instinct MI300X", 192.0, "mi300x-192gb"),
-    ):
-        assert find_gpu(device_name, int(memory * GIB)) is GPUS[key], device_name
-    for device_name, memory in (
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7),
-        ("NVIDIA GeForce RTX 4090 D", 23.5),
-        ("Some GPU", 80.0),
-    ):
-        assert find_gpu(device_name, int(memory * GIB)) is None, device_name
+    for each in NAMES.strip().replace("\n", "|").split("|"):
+        name, _, others = each.partition("=")
+        memory, key = others.split()
+        assert find_gpu(name, int(float(memory) * GIB)) is GPUS.get(key), name
 
 
 def test_rates_are_dense_and_in_one_unit():

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,12 @@ def tiny_batch(batch_size: int = 2, seq_len: int = 11, num_ignored: int = 4, see
     labels = input_ids.clone()
     labels[0, :num_ignored] = -100
     return {"input_ids": input_ids, "labels": labels}
+
+
+def quiet_trainer(**options: Any) -> L.Trainer:
+    """A Trainer for one CPU that writes and shows nothing but what ``options`` ask for."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **options})
 
 
 def has_memory(tensor: Tensor) -> bool:

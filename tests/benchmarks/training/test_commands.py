@@ -1,7 +1,6 @@
 """``python -m benchmarks`` with the commands of whole models, in this process, on tiny sizes."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import docs_sections
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
 from benchmarks.training import activations, estimates, examples, monitor, worker
@@ -21,18 +21,9 @@ from benchmarks.training.processes import run_jobs
 from benchmarks.training.train import ratio
 from lightning_liger.cli import LigerCLI
 from lightning_liger.estimate.states import PRECISIONS
-from tests import docs_sections
 
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 TINY = Job("llama3_8b", "ours", ((2, 16), (4, 8)), tiny=True, warm_up=1, steps=2)
-
-
-def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 2
-    return " ".join(capsys.readouterr().err.split())
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -109,20 +100,11 @@ def test_examples_are_measured_through_the_command_line(tmp_path: Path, monkeypa
     loop = examples.measure("fabric_loop", quick=True, steps=2, batch_size=4)
     assert (loop["module"], loop["tokens_per_step"]) == ("Fabric", 512)
     assert loop.keys() == record.keys()
-
-
-@without_gpu
-def test_nodes_of_an_example_are_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    arguments = ["--quick", "--only", "multi_node", "--steps", "2", "--out", str(tmp_path / "mine")]
-    assert main(["examples", *arguments]) == 0, capsys.readouterr().out
-    (record,) = read_results(tmp_path / "mine.jsonl").lines
-    assert (record["nodes"], record["steps"], record["tokens_per_step"]) == (2, 2, 2 * 2 * 128)
-    embedding, layer = 512 * 64, 64 * (2 * 64 + 2 * 32) + 3 * 64 * 176 + 2 * 64
-    assert record["parameters"] == embedding + 2 * layer + 64
-    assert record["last_loss"] != record["first_loss"]
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    ids = torch.zeros(2, 3)
+    assert examples.num_tokens({"input_ids": ids}) == 6  # padding is not counted
+    assert examples.num_tokens({"input_ids": ids, "attention_mask": mask, "KL_attention_mask": mask}) == 10
+    assert examples.num_tokens({"prompt_mask": mask, "completion_mask": mask[:, :2]}) == 9
 
 
 @pytest.mark.parametrize(
@@ -140,14 +122,6 @@ def test_examples_take_their_settings_of_real_size(name: str, monkeypatch: pytes
         assert cli.model.config.get_text_config().hidden_size == 2048
 
 
-def test_tokens_are_counted_without_padding() -> None:
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    ids = torch.zeros(2, 3)
-    assert examples.num_tokens({"input_ids": ids}) == 6
-    assert examples.num_tokens({"input_ids": ids, "attention_mask": mask, "KL_attention_mask": mask}) == 10
-    assert examples.num_tokens({"prompt_mask": mask, "completion_mask": mask[:, :2]}) == 9
-
-
 def test_medusa_heads_predict_further_ahead() -> None:
     ids = torch.arange(12).view(2, 6)
     assert shifted(ids, 2).tolist() == [2, 3, 4, 5, -100, -100, 8, 9, 10, 11, -100, -100]
@@ -162,7 +136,6 @@ def test_optimizer_measures_each_implementation(tmp_path: Path, capsys: pytest.C
     assert found.keys() == {(name, kind) for name in ("foreach", "fused", "ours") for kind in ("bfloat16", "float32")}
     assert all(line["step_ms"] > 0 and line["layers"] == 1 for line in results.lines)
     assert "times the floor" in capsys.readouterr().out
-    assert "expected positive integers" in rejected(capsys, "optimizer", "--quick", "--layers", "-3", "--out", "x")
 
 
 def test_activations_counts_what_layers_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +220,7 @@ def test_noise_is_how_far_stock_runs_drift() -> None:
 
 
 @without_gpu
-def test_arm_out_of_memory_ends_with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_that_fail_or_run_out_of_memory_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     step = worker.BenchmarkLM.training_step
 
     def training_step(self: worker.BenchmarkLM, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -262,10 +235,6 @@ def test_arm_out_of_memory_ends_with_a_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert (second.status, second.batch_size) == (OUT_OF_MEMORY, 4)
     assert second.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
     assert second.tokens_per_second is None
-
-
-@without_gpu
-def test_arm_that_fails_is_a_row() -> None:
     (row,) = run_jobs([dataclasses.replace(TINY, optimizer="adagrad")], in_process=True)
     assert (row.status, row.error) == ("failed", "KeyError: 'adagrad'")
 
@@ -314,121 +283,3 @@ def test_numbers_of_parameters_are_the_published_ones() -> None:
             model = worker.make_model(config, torch.device("meta"), torch.bfloat16)
         count = sum(parameter.numel() for parameter in model.parameters())
         assert count / 1e9 == pytest.approx(billions, abs=0.006), name
-
-
-@needs_matplotlib
-@pytest.mark.parametrize("name", ["train_llama3_8b_4xh200", "scaling_llama3_8b_h200"])
-def test_plot_draws_training(name: str, tmp_path: Path) -> None:
-    results = Path(__file__).parents[3] / "benchmarks" / "results"
-    assert main(["plot", str(results / f"{name}.jsonl"), "--out", str(tmp_path / name)]) == 0
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def _sample(path: Path, command: str, *lines: dict[str, Any]) -> Path:
-    environment = {"device": "a GPU", "torch": "2", "liger-kernel": "1"}
-    first = {"environment": environment, "command": command}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
-    return path
-
-
-def _row(arm: str, batch_size: int = 8, length: int = 2048, **found: Any) -> dict[str, Any]:
-    return json.loads(Row("llama3_8b", 32, arm, 1, batch_size, length, **found).to_json())
-
-
-@pytest.fixture
-def samples(tmp_path: Path) -> dict[str, Path]:
-    """A file of each command, with numbers that nobody measured."""
-    speed = {"tokens_per_second": 100.0, "peak_gib": 80.0, "parameters_gib": 10.0, "optimizer_gib": 20.0}
-    ours = {**speed, "tokens_per_second": 150.0, "peak_gib": 60.0, "chosen_plan": "recompute 3", "losses": [2.0, 1.0]}
-    curves = [
-        {"curve": {"architecture": "llama", "dtype": "float32", "run": run, "losses": [2.0, loss]}}
-        for run, loss in (("stock", 1.0), ("stock, rows reversed", 1.1), ("stock, two micro-batches", 1.0))
-    ]
-    attention = {"model": "llama3_8b", "layers": 32, "context_parallel_size": 1, "seconds": 20.48}
-    kept = {"model": "llama3_8b", "tokens": 64, "step_ms": 3.0}
-    return {
-        "train": _sample(
-            tmp_path / "train.jsonl", "train", _row("hf:full", **speed), _row("ours:61.3GiB", loss=1.0, **ours)
-        ),
-        "batches": _sample(
-            tmp_path / "batches.jsonl",
-            "train",
-            _row("hf:full", 4, **speed),
-            _row("hf:full", 8, status=OUT_OF_MEMORY),
-            _row("ours:auto", 4, **speed),
-            _row("ours:auto", 8, **ours),
-        ),
-        "context": _sample(
-            tmp_path / "context.jsonl",
-            "context",
-            {"attention": {**attention, "sequence_length": 4096}},
-            _row("ours:full", 1, 2048, **speed),
-            _row("ours:full", 1, 4096, **speed | {"peak_gib": 81.0}),
-        ),
-        "activations": _sample(
-            tmp_path / "activations.jsonl",
-            "activations",
-            {**kept, "contender": "store", "bytes_per_token": 2000.0},
-            {**kept, "contender": "cheap", "bytes_per_token": 1300.0},
-        ),
-        "convergence": _sample(
-            tmp_path / "convergence.jsonl",
-            "convergence",
-            *curves,
-            {"curve": curves[0]["curve"] | {"run": "kernels", "losses": [2.0, 1.05]}},
-            _row("hf", losses=[3.0, 2.0]),
-            _row("hf", losses=[3.0, 2.1], permute_rows=True),
-        ),
-    }
-
-
-def test_sections_of_the_documentation_are_made_from_results(samples: dict[str, Path]) -> None:
-    assert "| `liger`, `memory_budget=61.3` | 150 | 60.0 | 1.50x | 0.75x | 1.000 |" in docs_sections.training(
-        samples["train"]
-    )
-    assert "| 1 | `liger`, `memory_budget=61.3` | recompute 3 | 150 | 60.0 | 1.50x | 0.75x |" in docs_sections.budgets(
-        [samples["train"]]
-    )
-    batches = docs_sections.batches(samples["batches"])
-    assert "| Llama 3 8B | Hugging Face, layers recomputed | 100 | 4 | 80.0 | 4 |" in batches
-    assert '| Llama 3 8B | `liger`, `memory_budget="auto"` | 150 | 8 | 60.0 | 8 or more |' in batches
-    context = docs_sections.context(samples["context"])
-    # 40 GiB beyond the states for 2048 tokens; 1 GiB more for 2048 more; 20.48 s of 40.96 s are attention
-    assert "| `liger`, layers recomputed | 2,048 | 100 | - | 80.0 | 20.00 | - |" in context
-    assert "| `liger`, layers recomputed | 4,096 | 100 | 50% | 81.0 | 10.25 | 0.50 |" in context
-    kept = docs_sections.activations(samples["activations"])
-    assert "| Llama 3 8B | - | - | 2,000 / 3.0 | 1,300 / 3.0 | 0.65 |" in kept
-    assert "| llama | float32 | 1.000 | 7.1e-02 | 0.50 |" in docs_sections.convergence(samples["convergence"])
-
-
-@needs_matplotlib
-def test_plot_draws_each_command(samples: dict[str, Path], tmp_path: Path) -> None:
-    for name, path in samples.items():
-        assert main(["plot", str(path), "--out", str(tmp_path / name)]) == 0
-    figures = {path.name for path in tmp_path.glob("*.png")}
-    one = {f"{name}.png" for name in ("train", "batches", "context", "activations")}
-    assert figures == one | {"convergence_tiny.png", "convergence_text.png"}
-
-
-@needs_matplotlib
-def test_plot_rejects_results_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = _sample(tmp_path / "foreign.jsonl", "train", {"arm": "hf"})
-    assert "no results of 'train'" in rejected(capsys, "plot", str(path))
-    path = _sample(tmp_path / "foreign.jsonl", "bake")
-    assert "results of 'bake' have no figures" in rejected(capsys, "plot", str(path))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("train", "--arms", "hf:61GiB"), "hf has no plan '61GiB'"),
-        (("train", "--arms", "quack"), "no implementation 'quack'; known: hf, liger_kernel, ours"),
-        (("train", "--model", "llama9"), "no model 'llama9'; known: llama3_8b"),
-        (("train", "--batches", "4,x"), "expected positive integers such as 4,8 or 4k,16k, got '4,x'"),
-        (("context", "--lengths", "0"), "got '0'"),
-    ],
-)
-def test_wrong_arguments_are_rejected(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in rejected(capsys, *arguments, "--quick", "--out", "x")

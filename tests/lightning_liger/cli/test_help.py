@@ -31,11 +31,6 @@ def test_first_level_names_every_subcommand_on_less_than_two_screens(capsys):
     assert capsys.readouterr().out == f"{first_level()}\n"
 
 
-def test_version_is_printed(capsys):
-    assert main(["--version"]) == 0
-    assert re.fullmatch(r"lightning-liger \d+\.\d+\S*\n", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("subcommand", LigerCLI.subcommands())
 def test_help_of_a_subcommand_is_grouped_and_explains_every_option(subcommand, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -84,5 +79,4 @@ def test_arguments_of_a_function_become_options():
 
 
 def test_one_parser_is_made_for_a_named_subcommand():
-    parser = capture_parser(lambda: LigerCLI(args=["fit"]))
-    assert "{fit}" in parser.format_usage()
+    assert "{fit}" in capture_parser(lambda: LigerCLI(args=["fit"])).format_usage()

@@ -64,7 +64,7 @@ def test_arms_train_the_same_steps_with_and_without_kernels(
         assert (cli.trainer.strategy.patch_report.num_replaced > 0) == arm["kernels"]
         kinds = {type(callback).__name__ for callback in cli.trainer.callbacks}
         assert {"UsersCallback", "_Meter"} <= kinds
-        assert kinds.isdisjoint({"ModelCheckpoint", "EarlyStopping", "LigerMonitor", "_Summary", "SaveConfigCallback"})
+        assert kinds.isdisjoint({"ModelCheckpoint", "EarlyStopping", "LigerMonitor", "SaveConfigCallback"})
         assert result["tokens_per_second"] * result["seconds_per_step"] == pytest.approx(2 * 2 * 16)
         assert (result["processes"], result["precision"], min(result["step_seconds"]) > 0) == (1, "32-true", True)
         losses.append(result["loss"])

@@ -4,6 +4,7 @@ import itertools
 import pickle
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,26 +23,6 @@ PAIRS = [
     {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
 ]
 PACKED = {"position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-
-
-def documents(batch, *keys):
-    """The sequences of a batch as lists: of each the values under each key."""
-    if "cu_seq_lens_q" not in batch:
-        lengths = batch["attention_mask"].sum(1).tolist()
-        return [tuple(batch[key][row, :length].tolist() for key in keys) for row, length in enumerate(lengths)]
-    bounds = batch["cu_seq_lens_q"].tolist()
-    return [tuple(batch[key][0, a:b].tolist() for key in keys) for a, b in itertools.pairwise(bounds)]
-
-
-def test_pairs_are_first_all_chosen_then_all_rejected():
-    batch = PreferenceCollator(Layout(pad_token_id=99))(PAIRS)
-    expected = {
-        "input_ids": [[1, 2, 3, 4, 5], [7, 8, 9, 99, 99], [1, 2, 3, 6, 99], [7, 8, 10, 11, 99]],
-        "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]],
-        "completion_mask": [[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 1, 1, 0]],
-    }
-    assert {key: value.tolist() for key, value in batch.items()} == expected
-    assert {value.dtype for value in batch.values()} == {torch.int64}
 
 
 @settings(derandomize=True, deadline=None)
@@ -69,7 +50,11 @@ def test_batches_hold_the_sequences_that_truncation_leaves(lengths, max_length, 
     assert width - (sum(sizes) if packing else max(sizes)) < multiple
     assert (batch["completion_mask"][batch["input_ids"] == 500] == 0).all()
     if not packing:
-        assert documents(batch, "input_ids", "completion_mask") == expected
+        for row, (ids, mask) in enumerate(expected):
+            padding = width - len(ids)
+            assert batch["input_ids"][row].tolist() == ids + [500] * padding
+            assert batch["completion_mask"][row].tolist() == mask + [0] * padding
+            assert batch["attention_mask"][row].tolist() == [1] * len(ids) + [0] * padding
         return
     assert set(batch) == {"input_ids", "completion_mask", "sequence_ids", "num_sequences"} | PACKED
     assert batch["num_sequences"] == len(sizes)
@@ -86,59 +71,10 @@ def test_batches_hold_the_sequences_that_truncation_leaves(lengths, max_length, 
     assert batch["cu_seq_lens_q"].dtype == batch["seq_idx"].dtype == torch.int32
 
 
-def test_triples_and_reference_log_probabilities():
-    examples = [{**pair, "reference_ids": [12], "ref_chosen_logps": -1.5, "ref_rejected_logps": -3} for pair in PAIRS]
-    batch = PreferenceCollator(Layout())(examples)
-    assert batch["input_ids"].shape == (6, 5)
-    assert batch["input_ids"][4, :4].tolist() == [1, 2, 3, 12]
-    assert batch["ref_chosen_logps"].tolist() == [-1.5, -1.5]
-    assert batch["ref_rejected_logps"].dtype == torch.float32
-
-
-def test_feedback_with_mismatched_pairs():
-    plain = [{"prompt_ids": [i], "completion_ids": [10 + i] * i, "label": i % 2} for i in (1, 2, 3)]
-    examples = [{**each, "KL_completion_ids": plain[place - 1]["completion_ids"]} for place, each in enumerate(plain)]
-    batch = FeedbackCollator(Layout(max_length=3))(examples)
-    assert batch["label"].tolist() == [True, False, True]
-    assert batch["label"].dtype == torch.bool
-    assert batch["KL_input_ids"].tolist() == [[1, 13, 13], [2, 11, 0], [3, 12, 12]]
-    assert batch["KL_completion_mask"].tolist() == [[0, 1, 1], [0, 1, 0], [0, 1, 1]]
-    assert set(FeedbackCollator(Layout())(plain)) == {*("input_ids", "attention_mask", "completion_mask", "label")}
-    packed = FeedbackCollator(Layout(packing=True))(examples)
-    assert packed["KL_sequence_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 2]]
-    alone = FeedbackCollator(Layout())([{**plain[2], "KL_completion_ids": []}])
-    assert alone["KL_completion_mask"].sum() == 0
-    assert alone["completion_mask"].sum() == 3
-
-
-def test_supervised_labels():
-    examples = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": [0, 1]}]
-    batch = SupervisedCollator(Layout())(examples)
-    assert batch["labels"].tolist() == [[-100, 6, 7], [-100, 9, -100]]
-    packed = SupervisedCollator(Layout(packing=True))(examples)
-    assert set(packed) == {"input_ids", "labels"} | PACKED
-    assert packed["labels"].tolist() == [[-100, 6, 7, -100, 9]]
-
-
-def test_teacher_entries_stay_with_their_tokens():
-    rows = [
-        {
-            "input_ids": np.arange(length),
-            "labels": np.arange(length),
-            "teacher_topk_ids": np.arange(2 * length).reshape(length, 2),
-            "teacher_topk_log_probs": -np.arange(2 * length, dtype=np.float16).reshape(length, 2),
-        }
-        for length in (3, 2)
-    ]
-    batch = TeacherTopKCollator(Layout())(rows)
-    assert batch["teacher_topk_ids"].shape == batch["teacher_topk_log_probs"].shape == (2, 3, 2)
-    assert batch["teacher_topk_log_probs"].dtype == torch.float32
-    assert batch["teacher_topk_ids"][1].tolist() == [[0, 1], [2, 3], [0, 0]]
-    assert batch["teacher_topk_log_probs"][1, 2].tolist() == [-np.inf, -np.inf]
-    packed = TeacherTopKCollator(Layout(packing=True, max_length=2))(rows)
-    assert packed["teacher_topk_ids"].tolist() == [[[0, 1], [2, 3], [0, 1], [2, 3]]]
-
-
+ROWS = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8, 9], "loss_mask": [0, 1]}]
+TRIPLES = [{**pair, "reference_ids": [12], "ref_chosen_logps": -1.5, "ref_rejected_logps": -3} for pair in PAIRS]
+FEEDBACK = [{"prompt_ids": [i], "completion_ids": [10 + i] * i, "label": i % 2, "ref_logps": -i} for i in (1, 2, 3)]
+MISMATCHED = [{**each, "KL_completion_ids": FEEDBACK[i - 1]["completion_ids"]} for i, each in enumerate(FEEDBACK)]
 GROUPS = [
     {
         "prompt_ids": [1, 2],
@@ -157,39 +93,81 @@ GROUPS = [
         "old_per_token_logps": [-2.0],
     },
 ]
-
-
-def test_groups_pad_prompts_on_the_left_and_completions_on_the_right():
-    batch = RolloutCollator(Layout(pad_token_id=9))(GROUPS)
-    expected = {
-        "prompt_ids": [[1, 2], [1, 2], [9, 6]],
-        "prompt_mask": [[1, 1], [1, 1], [0, 1]],
-        "completion_ids": [[3, 9], [4, 5], [7, 9]],
-        "completion_mask": [[1, 0], [1, 1], [1, 0]],
-        "advantages": [1.0, -1.0, 0.0],
-        "rewards": [1.0, 0.0, 1.0],
-        "group_ids": [0, 0, 1],
-        "old_per_token_logps": [[-0.5, 0.0], [-1.0, -1.5], [-2.0, 0.0]],
+OF_TOKENS = [{**GROUPS[0], "token_advantages": [1.0, 2.0, 3.0]}]
+del OF_TOKENS[0]["advantages"]
+TEACHER = [
+    {
+        "input_ids": np.arange(length),
+        "labels": np.arange(length),
+        "teacher_topk_ids": np.arange(2 * length).reshape(length, 2),
+        "teacher_topk_log_probs": -np.arange(2 * length, dtype=np.float16).reshape(length, 2),
     }
-    assert {key: value.tolist() for key, value in batch.items()} == expected
+    for length in (3, 2)
+]
 
 
-def test_packed_groups_have_values_at_their_tokens():
-    batch = RolloutCollator(Layout(packing=True))(GROUPS)
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 1, 2, 4, 5, 6, 7]]
-    assert batch["completion_mask"].tolist() == [[0, 0, 1, 0, 0, 1, 1, 0, 1]]
-    assert batch["old_per_token_logps"].tolist() == [[0, 0, -0.5, 0, 0, -1.0, -1.5, 0, -2.0]]
-    assert batch["sequence_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 2]]
-    assert batch["advantages"].tolist() == [1.0, -1.0, 0.0]
+PREFERENCES = {
+    "input_ids": [[1, 2, 3, 4, 5], [7, 8, 9, 99, 99], [1, 2, 3, 6, 99], [7, 8, 10, 11, 99]],
+    "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]],
+    "completion_mask": [[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 1, 1, 0]],
+}
+ROLLOUTS = {
+    "prompt_ids": [[1, 2], [1, 2], [9, 6]],
+    "prompt_mask": [[1, 1], [1, 1], [0, 1]],
+    "completion_ids": [[3, 9], [4, 5], [7, 9]],
+    "completion_mask": [[1, 0], [1, 1], [1, 0]],
+    "old_per_token_logps": [[-0.5, 0.0], [-1.0, -1.5], [-2.0, 0.0]],
+    "advantages": [1.0, -1.0, 0.0],
+    "rewards": [1.0, 0.0, 1.0],
+    "group_ids": [0, 0, 1],
+}
+PACKED_ROLLOUTS = {
+    "input_ids": [[1, 2, 3, 1, 2, 4, 5, 6, 7]],
+    "completion_mask": [[0, 0, 1, 0, 0, 1, 1, 0, 1]],
+    "old_per_token_logps": [[0, 0, -0.5, 0, 0, -1.0, -1.5, 0, -2.0]],
+    "sequence_ids": [[0, 0, 0, 1, 1, 1, 1, 2, 2]],
+    "advantages": [1.0, -1.0, 0.0],
+}
+TOPK = [[[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 3], [0, 0]]]
+TOPK_LOG_PROBS = [[[0, -1], [-2, -3], [-4, -5]], [[0, -1], [-2, -3], [-np.inf, -np.inf]]]
+KL = {"KL_input_ids": [[1, 13, 13], [2, 11, 0], [3, 12, 12]], "KL_completion_mask": [[0, 1, 1], [0, 1, 0], [0, 1, 1]]}
+KL_PACKED = {"KL_sequence_ids": [[0, 0, 0, 0, 1, 1, 2, 2, 2]], "KL_completion_mask": [[0, 1, 1, 1, 0, 1, 0, 1, 1]]}
 
 
-def test_advantages_of_tokens():
-    examples = [{**GROUPS[0], "token_advantages": [1.0, 2.0, 3.0]}]
-    del examples[0]["advantages"]
-    assert RolloutCollator(Layout())(examples)["advantages"].tolist() == [[1.0, 0.0], [2.0, 3.0]]
-    cut = RolloutCollator(Layout(max_length=3))(examples)
-    assert cut["completion_ids"].tolist() == [[3], [4]]
-    assert cut["advantages"].tolist() == [[1.0], [2.0]]
+@pytest.mark.parametrize(
+    ("cls", "examples", "layout", "expected"),
+    [
+        (PreferenceCollator, PAIRS, {"pad_token_id": 99}, PREFERENCES),
+        (PreferenceCollator, TRIPLES[:1], {}, {"input_ids": [[1, 2, 3, 4, 5], [1, 2, 3, 6, 0], [1, 2, 3, 12, 0]]}),
+        (PreferenceCollator, TRIPLES, {}, {"ref_chosen_logps": [-1.5] * 2, "ref_rejected_logps": [-3.0] * 2}),
+        (FeedbackCollator, MISMATCHED, {"max_length": 3}, KL | {"label": [True, False, True]}),
+        (FeedbackCollator, MISMATCHED, {"packing": True}, KL_PACKED | {"ref_logps": [-1.0, -2.0, -3.0]}),
+        (SupervisedCollator, ROWS, {}, {"labels": [[-100, 6, 7], [-100, 9, -100]]}),
+        (SupervisedCollator, ROWS, {"packing": True}, {"labels": [[-100, 6, 7, -100, 9]]}),
+        (RolloutCollator, GROUPS, {"pad_token_id": 9}, ROLLOUTS),
+        (RolloutCollator, GROUPS, {"packing": True}, PACKED_ROLLOUTS),
+        (RolloutCollator, OF_TOKENS, {}, {"advantages": [[1.0, 0.0], [2.0, 3.0]]}),
+        (RolloutCollator, OF_TOKENS, {"max_length": 3}, {"completion_ids": [[3], [4]], "advantages": [[1.0], [2.0]]}),
+        (TeacherTopKCollator, TEACHER, {}, {"teacher_topk_ids": TOPK, "teacher_topk_log_probs": TOPK_LOG_PROBS}),
+        (TeacherTopKCollator, TEACHER, {"packing": True, "max_length": 2}, {"teacher_topk_ids": [TOPK[1][:2] * 2]}),
+    ],
+)
+def test_batches_have_the_documented_values(cls, examples, layout, expected):
+    batch = cls(Layout(**layout))(examples)
+    assert {key: batch[key].tolist() for key in expected} == expected
+    assert ("cu_seq_lens_q" in batch) == layout.get("packing", False)
+    for key, value in batch.items():
+        if key not in PACKED | {"label", "num_sequences", "KL_num_sequences"} and not key.startswith("KL_"):
+            is_number = any(part in key for part in ("logps", "log_probs", "advantages", "rewards"))
+            assert value.dtype == (torch.float32 if is_number else torch.int64), key
+
+
+def test_mismatched_pairs_are_optional_and_may_be_empty():
+    keys = {"input_ids", "attention_mask", "completion_mask", "label", "ref_logps"}
+    assert set(FeedbackCollator(Layout())(FEEDBACK)) == keys
+    alone = FeedbackCollator(Layout())([{**FEEDBACK[2], "KL_completion_ids": []}])
+    assert alone["KL_completion_mask"].sum() == 0
+    assert alone["completion_mask"].sum() == 3
 
 
 def test_collators_can_be_sent_to_workers():

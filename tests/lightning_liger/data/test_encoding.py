@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lightning_liger.data.encoding import Encoder, common_prefix, implicit_prompt
+from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.records import Record
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
 
@@ -157,16 +157,3 @@ def test_failures_of_templates_name_the_record(chat, bpe):
 def test_strings_and_messages_do_not_mix(chat):
     with pytest.raises(ValueError, match="line 3: prompt and completions must be either all strings"):
         chat(PLAIN).split(HERE, "Hi", [TALK[2:3]])
-
-
-def test_implicit_prompts():
-    for first, second, expected in (
-        ("Q: 1+1? A: two", "Q: 1+1? A: three", "Q: 1+1? A: t"),
-        ("The sky is blue", "The sky is green", "The sky is"),
-        ("a b", "a b c", "a b"),
-        ("same", "same", "same"),
-        ("x", "y", ""),
-    ):
-        assert first[: implicit_prompt(first, second)] == expected
-    assert implicit_prompt(TALK[:3], [*TALK[:2], TALK[4]]) == 2
-    assert common_prefix([1, 2], [1, 2, 3]) == 2

@@ -1,9 +1,6 @@
 """Stored teachers: what is written is served, in tokens that fit, and files of other layouts are errors."""
 
 import json
-import pickle
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +10,7 @@ from safetensors.numpy import load_file, save_file
 from lightning_liger.data import TeacherTopKDataModule, tokenizer_hash, write_teacher_topk
 from lightning_liger.data.teacher_topk import TeacherTopKFile
 from lightning_liger.data.tokenizer import load_tokenizer, train_bpe_tokenizer
-
-EXAMPLES = Path(__file__).parents[3] / "examples" / "data"
+from tests.lightning_liger.data.kinds import EXAMPLES, TOKENIZER
 
 
 def rows(count: int = 6, top_k: int = 3, seed: int = 0) -> list[dict]:
@@ -24,18 +20,6 @@ def rows(count: int = 6, top_k: int = 3, seed: int = 0) -> list[dict]:
         log_probs, ids = torch.randn(3 + index, 20, generator=generator).log_softmax(-1).topk(top_k)
         input_ids = torch.randint(0, 20, (3 + index,), generator=generator)
         found.append({"input_ids": input_ids, "teacher_topk_ids": ids, "teacher_topk_log_probs": log_probs})
-    return found
-
-
-def served(data) -> dict[tuple[int, ...], tuple]:
-    """Of each row, by its tokens: labels, ids and log-probabilities."""
-    found = {}
-    for batch in data.train_dataloader():
-        for index, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-            ids = tuple(batch["input_ids"][index, :length].tolist())
-            found[ids] = tuple(
-                batch[key][index, :length] for key in ("labels", "teacher_topk_ids", "teacher_topk_log_probs")
-            )
     return found
 
 
@@ -49,10 +33,16 @@ def ready(**settings):
 def test_rows_are_served_as_they_were_written(tmp_path, dtype):
     written = rows()
     written[1]["labels"] = torch.full((4,), -100)
-    write_teacher_topk(tmp_path / "a.safetensors", written, temperature=2, dtype=dtype)
-    data = ready(path=tmp_path / "a.safetensors")
-    assert (data.top_k, data.temperature) == (3, 2.0)
-    found = served(data)
+    for name, part in (("a", written[:2]), ("b", written[2:])):
+        write_teacher_topk(tmp_path / f"{name}.safetensors", part, temperature=2, dtype=dtype)
+    data = ready(path=tmp_path)
+    assert (data.top_k, data.temperature, len(data.train_data)) == (3, 2.0, 6)
+    found = {}
+    for batch in data.train_dataloader():
+        for index, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            found[tuple(batch["input_ids"][index, :length].tolist())] = tuple(
+                batch[key][index, :length] for key in ("labels", "teacher_topk_ids", "teacher_topk_log_probs")
+            )
     assert len(found) == 6
     for row in written:
         labels, ids, log_probs = found[tuple(row["input_ids"].tolist())]
@@ -73,83 +63,48 @@ def test_layout_is_the_documented_one(tmp_path):
         "teacher_topk_log_probs": ("float32", (7, 3)),
     }
     assert tensors["offsets"].tolist() == [0, 3, 7]
-    assert TeacherTopKFile(file).metadata == {
-        "format": "lightning_liger.teacher_topk",
-        "format_version": "1",
-        "num_rows": "2",
-        "top_k": "3",
-        "temperature": "1.0",
-        "tokenizer_hash": "",
-    }
+    metadata = {"format": "lightning_liger.teacher_topk", "format_version": "1", "num_rows": "2", "top_k": "3"}
+    assert TeacherTopKFile(file).metadata == metadata | {"temperature": "1.0", "tokenizer_hash": ""}
 
 
 def test_values_may_be_lists_arrays_or_tensors_of_any_precision(tmp_path):
     row = rows(1)[0]
+    log_probs = row["teacher_topk_log_probs"]
+    few = {"teacher_topk_log_probs": log_probs.index_fill(1, torch.tensor([1, 2]), -torch.inf)}
     forms = [
         {key: value.tolist() for key, value in row.items()},
         {key: value.numpy() for key, value in row.items()},
-        {**row, "teacher_topk_log_probs": row["teacher_topk_log_probs"].double()},
-        {**row, "input_ids": row["input_ids"].int()},
+        {**row, "teacher_topk_log_probs": log_probs.double(), "input_ids": row["input_ids"].int()},
+        {**row, "teacher_topk_log_probs": log_probs.bfloat16()},
+        {**row, **few, "teacher_topk_ids": torch.zeros_like(row["teacher_topk_ids"])},
     ]
     write_teacher_topk(tmp_path / "a.safetensors", iter(forms))
     table = TeacherTopKFile(tmp_path / "a.safetensors")
-    for index in range(4):
+    for index in range(3):
         assert all(np.allclose(table[index][key], value, atol=1e-6) for key, value in row.items())
-    rounded = {**row, "teacher_topk_log_probs": row["teacher_topk_log_probs"].bfloat16()}
-    few = {
-        **row,
-        "teacher_topk_log_probs": row["teacher_topk_log_probs"].index_fill(1, torch.tensor([1, 2]), -torch.inf),
-    }
-    few["teacher_topk_ids"] = torch.zeros_like(row["teacher_topk_ids"])
-    write_teacher_topk(tmp_path / "b.safetensors", [rounded, few])
-    assert np.isneginf(TeacherTopKFile(tmp_path / "b.safetensors")[1]["teacher_topk_log_probs"][:, 1:]).all()
+    assert np.isneginf(table[4]["teacher_topk_log_probs"][:, 1:]).all()
 
 
-def test_files_of_a_folder_are_one_data_set_divided_over_ranks_and_resumable(tmp_path):
-    for index in range(2):
-        write_teacher_topk(tmp_path / f"{index}.safetensors", rows(4, seed=index))
-    data = ready(path=tmp_path)
-    assert len(served(data)) == 8
-    of_ranks = []
-    for rank in range(2):
-        data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": rank})
-        of_ranks.append(served(data))
-    assert len(of_ranks[0]) == len(of_ranks[1]) == 4
-    assert not of_ranks[0].keys() & of_ranks[1].keys()
-    data = ready(path=tmp_path, batch_size=1)
-    loader, other = data.train_dataloader(), data.train_dataloader()
-    iterator = iter(loader)
-    next(iterator)
-    other.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
-    torch.testing.assert_close(list(other), list(iterator))
-
-
-def test_validation_and_layouts(tmp_path):
+def test_layouts(tmp_path):
     write_teacher_topk(tmp_path / "a.safetensors", rows(8))
-    data = ready(path=tmp_path / "a.safetensors", validation_fraction=0.25, packing=True, pad_to_multiple_of=32)
-    assert (len(data.train_data), len(data.validation_data)) == (6, 2)
+    data = ready(path=tmp_path, validation_fraction=0.25, packing=True, pad_to_multiple_of=32)
     (batch,) = data.val_dataloader()
     assert batch["teacher_topk_ids"].shape == (1, 32, 3)
     assert len(batch["cu_seq_lens_q"]) == 3
-    own = ready(path=tmp_path / "a.safetensors", validation_path=tmp_path, max_length=4, pad_token_id=7)
-    assert (len(own.train_data), len(own.validation_data)) == (8, 8)
-    batch = next(iter(own.val_dataloader()))
-    assert batch["input_ids"].shape == (2, 4)
+    batch = next(iter(ready(path=tmp_path, validation_path=tmp_path, max_length=4, pad_token_id=7).val_dataloader()))
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 4)
     assert batch["input_ids"][0, 3] == 7
-    assert "attention_mask" in batch
 
 
 def test_tokenizer_must_be_the_one_of_the_file(tmp_path):
-    shipped = load_tokenizer(EXAMPLES / "tokenizer")
-    other = train_bpe_tokenizer(["some other text"], 270)
+    shipped, other = load_tokenizer(TOKENIZER), train_bpe_tokenizer(["some other text"], 270)
     assert tokenizer_hash(shipped) != tokenizer_hash(other)
     other.save_pretrained(tmp_path / "other")
-    data = ready(path=EXAMPLES / "teacher_topk.safetensors", tokenizer=EXAMPLES / "tokenizer")
+    stored = EXAMPLES / "teacher_topk.safetensors"
+    data = ready(path=stored, tokenizer=TOKENIZER)
     assert data.text_tokenizer.decode(next(iter(data.train_dataloader()))["input_ids"][0]).startswith(("How", "W"))
-    with pytest.raises(
-        ValueError, match=r"teacher_topk\.safetensors has the tokens of another tokenizer .*than data\.tok"
-    ):
-        ready(path=EXAMPLES / "teacher_topk.safetensors", tokenizer=tmp_path / "other")
+    with pytest.raises(ValueError, match=r"topk\.safetensors has the tokens of another tokenizer .*than data\.tok"):
+        ready(path=stored, tokenizer=tmp_path / "other")
     for index, tokenizer in enumerate((shipped, other)):
         write_teacher_topk(tmp_path / f"{index}.safetensors", rows(1), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"1\.safetensors has the tokens of another tokenizer .*than other files"):
@@ -158,7 +113,7 @@ def test_tokenizer_must_be_the_one_of_the_file(tmp_path):
 
 def test_failed_rows_leave_no_file(tmp_path):
     good = rows(1)[0]
-    with pytest.raises(ValueError, match=r"rows\[1\]"):
+    with pytest.raises(TypeError, match=r"rows\[1\]"):
         write_teacher_topk(tmp_path / "a.safetensors", [good, {**good, "input_ids": []}])
     assert not list(tmp_path.iterdir())
 
@@ -167,41 +122,34 @@ def test_files_of_other_layouts_are_errors_that_name_the_file(tmp_path):
     file = tmp_path / "a.safetensors"
     write_teacher_topk(file, rows(2))
     whole, tensors, metadata = file.read_bytes(), load_file(file), TeacherTopKFile(file).metadata
-    for content in (whole[:-1], whole[:50], b""):
+    entry = {"dtype": "I64", "shape": [2**40], "data_offsets": [0, 2**43]}
+    header = json.dumps({"offsets": entry}).encode()
+    claims_too_much = len(header).to_bytes(8, "little") + header + b"\0" * 64
+    for content in (whole[:-1], whole[:50], b"", claims_too_much):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"a\.safetensors is not a safetensors file, or a part of one"):
             ready(path=file)
 
     def fails(problem, removed=(), header=None, **changed) -> None:
-        save_file(
-            {k: v for k, v in (tensors | changed).items() if k not in removed}, file, {**metadata, **(header or {})}
-        )
+        kept = {key: value for key, value in (tensors | changed).items() if key not in removed}
+        save_file(kept, file, {**metadata, **(header or {})})
         with pytest.raises(ValueError, match=rf"a\.safetensors.*{problem}"):
             ready(path=file)
 
     for name in tensors:
-        fails(f"must have the tensor '{name}'", removed=(name,))
-    fails("'teacher_topk_ids' must be I32 of shape", teacher_topk_ids=tensors["teacher_topk_ids"][:, :2].copy())
-    fails("'input_ids' must be I32", input_ids=tensors["input_ids"].astype(np.int64))
-    fails("'teacher_topk_log_probs' must be F32 or F16", teacher_topk_log_probs=tensors["teacher_topk_ids"])
+        fails(f"'{name}' must be .* got None", removed=(name,))
+    fails("'teacher_topk_ids' must be", teacher_topk_ids=tensors["teacher_topk_ids"][:, :2].copy())
+    fails("'input_ids' must be", input_ids=tensors["input_ids"].astype(np.int64))
+    fails("'teacher_topk_log_probs' must be", teacher_topk_log_probs=tensors["teacher_topk_ids"])
     fails("must rise from 0 to 7", offsets=np.array([0, 3, 9]))
-    fails(r"'labels' must be I32 of shape \[7\]", labels=tensors["labels"][:5].copy())
-    fails(r"'offsets' must be I64 of shape \[8\]", header={"num_rows": "7"})
+    fails(r"'labels' must be", labels=tensors["labels"][:5].copy())
+    fails(r"'offsets' must be", header={"num_rows": "7"})
     fails("'format' must be 'lightning_liger.teacher_topk', got 'other'", header={"format": "other"})
     fails("'format_version' must be '1', got '2'", header={"format_version": "2"})
-    for key in ("top_k", "temperature"):
-        for value in ("", "x", "-1", "nan", "inf"):
-            fails(f"'{key}' must be a number above 0, got {value!r}", header={key: value})
-    fails("must be I32 of shape", header={"top_k": "4"})
+    fails("must be .*4", header={"top_k": "4"})
+    for value in ("", "x", "-1", "nan", "inf"):
+        fails(f"'temperature' must be a number above 0, got {value!r}", header={"temperature": value})
     write_teacher_topk(file, rows(2))
     write_teacher_topk(tmp_path / "b.safetensors", rows(2, top_k=4))
     with pytest.raises(ValueError, match=r"b\.safetensors has top_k=4 and temperature=1\.0, others top_k=3"):
         ready(path=tmp_path)
-
-
-def test_header_that_claims_too_much_is_refused(tmp_path):
-    entry = {"dtype": "I64", "shape": [2**40], "data_offsets": [0, 2**43]}
-    header = json.dumps({"offsets": entry}).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 64)
-    with pytest.raises(ValueError, match="is not a safetensors file, or a part of one"):
-        ready(path=tmp_path / "a.safetensors")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import linear_cross_entropy
-from lightning_liger.estimate.ledger import AttentionOfGpus, Ledger, Unknowable
+from lightning_liger.estimate.ledger import Ledger, OnGpu, Unknowable
 
 KIB = 1024
 
@@ -43,7 +43,7 @@ def test_gives_tensors_to_another_owner() -> None:
     ledger.give(x, "other")
     ledger.reset_peak()
     ledger.reset_peak()
-    assert ledger.spans[-1][1]["other"] == KIB
+    assert ledger.peaks[-1]["other"] == KIB
     del x
     assert ledger.allocated == 0
 
@@ -62,7 +62,7 @@ def test_attention_saves_no_scores_where_a_gpu_does_not() -> None:
         key, value = _meta(1, num_kv_heads, length, 16, dtype=dtype), _meta(1, num_kv_heads, length, 16, dtype=dtype)
         ledger = Ledger()
         with ledger:
-            with AttentionOfGpus():
+            with OnGpu(ledger):
                 out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
             assert out.shape == query.shape
             out.sum().backward()
@@ -91,7 +91,7 @@ def test_loss_takes_its_gradients_and_what_the_op_allocates_beside(
 
 
 def test_values_that_only_a_device_has_are_unknowable() -> None:
-    with Ledger():
+    with OnGpu(Ledger()):
         assert bool(torch.ones(2, dtype=torch.bool, device="meta").all())
         with pytest.raises(Unknowable, match="values of tensors"):
             torch.ones((), device="meta").item()
@@ -103,11 +103,11 @@ def test_flops_of_attention_are_of_query_heads(dtype: torch.dtype, num_kv_heads:
     query = _meta(3, 4, 40, 16, dtype=dtype)
     key, value = (_meta(3, num_kv_heads, 56, 16, dtype=dtype) for _ in range(2))
     ledger = Ledger()
-    with ledger, AttentionOfGpus():
+    with ledger, OnGpu(ledger):
         if num_kv_heads < 4 and dtype == torch.float32:  # as models repeat them for the memory-efficient backend
             key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
         output = F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < 4)
         product = 2 * 3 * 4 * 40 * 56 * 16
-        assert ledger.mark() == 2 * product
+        assert ledger.flops == 2 * product
         output.sum().backward()
-        assert ledger.mark() == (2 + 5) * product
+        assert ledger.flops == (2 + 5) * product

@@ -9,7 +9,6 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.activations.layers import find_layers
-from lightning_liger.estimate import step as step_module
 from lightning_liger.estimate.models import make_batch, make_model
 from lightning_liger.estimate.states import states_of
 from lightning_liger.estimate.step import GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, Step, run_step
@@ -24,26 +23,6 @@ def _model(model_type: str = "llama", num_layers: int = 9, **settings: Any) -> P
 
 def _step(model: PreTrainedModel, strategy: str = "single", num_gpus: int = 1, **options: Any) -> Step:
     return run_step(model, partial(make_batch, 2, 512), states_of(model, strategy, num_gpus), **options)
-
-
-def test_few_layers_tell_what_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model("gemma3_text", 13, sliding_window=64)  # layers of two kinds
-    apply_liger_kernels(model)
-    for strategy, num_gpus in (("single", 1), ("fsdp", 4)):
-        few = _step(model, strategy, num_gpus)
-        with monkeypatch.context() as patch:
-            patch.setattr(step_module, "_representatives", lambda layers: list(range(len(layers))))
-            every = _step(model, strategy, num_gpus)
-        assert few.num_layers == every.num_layers == 13
-        assert all(len(each) == 13 for each in vars(few.profile).values() if isinstance(each, tuple))
-        for mode in ("store", "cheap", "recompute", "offload"):
-            totals = [sum(step.peak([mode] * 13).values()) for step in (few, every)]
-            assert totals[0] == pytest.approx(totals[1], rel=0.005), (strategy, mode)
-        for one, other in zip(few.profile.layers, every.profile.layers, strict=True):
-            assert (one.stored, one.cheap) == (other.stored, other.cheap)
-    assert len(step_module._representatives(find_layers(model))) == 6
-    assert not any("forward" in vars(layer) for layer in find_layers(model))
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_parts_of_a_step() -> None:

@@ -16,13 +16,11 @@ from lightning_liger.monitor.flops import ModelFlops, count_flops, model_flops
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama, tiny_model
 
-HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = (
-    TINY_CONFIG[name]
-    for name in (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size"),
-    )
+HIDDEN, MLP, VOCAB = (TINY_CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
+LAYERS, HEADS, KV_HEADS = (
+    TINY_CONFIG[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")
 )
+HEAD_DIM = TINY_CONFIG["head_dim"]
 ATTENTION_WEIGHTS = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
 WEIGHTS = LAYERS * (ATTENTION_WEIGHTS + 3 * HIDDEN * MLP) + HIDDEN * VOCAB
 PER_PAIR = 12 * LAYERS * HEADS * HEAD_DIM
@@ -111,35 +109,30 @@ def test_a_sliding_window_counts_with_its_width():
 
 
 def test_any_module_that_takes_token_ids_is_counted():
-    plain = 6 * (16 * 48 + 16 * 50)
-    assert model_flops(Plain()) == ModelFlops(plain, ((12 * 16, None),))
-    assert model_flops(torch.compile(Plain())) == model_flops(Plain())
-
-    class Module(BoringModel):
-        def __init__(self):
-            super().__init__()
-            self.model = Plain()
-
-    assert model_flops(Module()) == model_flops(Plain())
+    module = BoringModel()
+    module.model = Plain()
+    for each in (Plain(), torch.compile(Plain()), module):
+        assert model_flops(each) == ModelFlops(6 * (16 * 48 + 16 * 50), ((12 * 16, None),))
 
 
-def test_weights_are_counted_where_the_model_does_not_run_on_meta():
-    assert model_flops(Plain(decides=True)) == ModelFlops(6 * (16 * 48 + 16 * 50), is_traced=False)
-    assert model_flops(Plain(recurrent=True)).per_token == 6 * (16 * 48 + 2 * 16 * 64 + 16 * 50)
-    assert model_flops(Plain(decides=True).requires_grad_(False)).per_token == 2 * (16 * 48 + 16 * 50)
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (lambda: Plain(decides=True), 6 * (16 * 48 + 16 * 50)),
+        (lambda: Plain(recurrent=True), 6 * (16 * 48 + 2 * 16 * 64 + 16 * 50)),
+        (lambda: Plain(decides=True).requires_grad_(False), 2 * (16 * 48 + 16 * 50)),
+        (lambda: torch.jit.script(nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 8, bias=False))), 6 * 4 * 8 + 6 * 64),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(3)), 6 * 4 * 8),
+    ],
+)
+def test_weights_are_counted_where_the_model_does_not_run_on_meta(module, expected):
+    assert model_flops(module()) == ModelFlops(expected, is_traced=False)
+
+
+def test_of_experts_those_weights_are_counted_that_a_token_is_sent_to():
     model = tiny_causal_lm("dbrx")
-    flops, num_weights = model_flops(model), sum(weight.numel() for weight in model.parameters() if weight.ndim > 1)
-    assert not flops.is_traced
-    experts = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith(("w1", "v1", "w2")))
+    weights = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
+    experts = sum(number for name, number in weights.items() if name.endswith(("w1", "v1", "w2")))
     config = model.config.ffn_config
-    assert flops.per_token == 6 * (
-        num_weights
-        - model.get_input_embeddings().weight.numel()
-        - experts * (1 - config.moe_top_k / config.moe_num_experts)
-    )
-
-
-def test_modules_that_cannot_be_copied_are_counted_by_weights():
-    plain = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 8, bias=False))
-    assert model_flops(torch.jit.script(plain)).per_token == 6 * (16 * 4 + 4 * 8)
-    assert model_flops(nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(3))).per_token == 6 * 4 * 8
+    unused = experts * (1 - config.moe_top_k / config.moe_num_experts) + model.get_input_embeddings().weight.numel()
+    assert model_flops(model) == ModelFlops(6 * (sum(weights.values()) - unused), is_traced=False)

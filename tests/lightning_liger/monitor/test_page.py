@@ -20,17 +20,11 @@ def test_page_has_a_table_and_plots_and_needs_nothing_else():
     ]
     text = page("A <model>", {"Tokens/s": "1 & more"}, points, lengths)
     tree = _parse(text)
-    assert [heading.text for heading in tree.iter("h2")] == [
-        "Loss",
-        "Tokens per second",
-        "Lengths of sequences (tokens)",
-    ]
+    headings = [heading.text for heading in tree.iter("h2")]
+    assert headings == ["Loss", "Tokens per second", "Lengths of sequences (tokens)"]
     assert [cell.text for cell in tree.iter("td")] == ["Tokens/s", "1 & more"]
-    assert [rect.find("title").text for rect in tree.iter("rect")] == [
-        "5\N{EN DASH}6: 3",
-        "7\N{EN DASH}8: 0",
-        "9\N{EN DASH}12: 7",
-    ]
+    bars = [rect.find("title").text.replace("\N{EN DASH}", "-") for rect in tree.iter("rect")]
+    assert bars == ["5-6: 3", "7-8: 0", "9-12: 7"]
     assert "prefers-color-scheme: dark" in text
     assert not any(word in text for word in ("http:", "https:", "<script", "<link", "src="))
     assert len(list(tree.iter("polyline"))) == 2

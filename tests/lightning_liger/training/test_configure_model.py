@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerCausalLM, LigerLMMixin
-from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
-
+from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama
 
 REFUSED = r"configure_model must keep self\.model"
 
@@ -55,13 +49,6 @@ def loader() -> DataLoader[dict[str, Tensor]]:
     return DataLoader([tiny_batch()], batch_size=None)
 
 
-def make_trainer(folder: Path, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir=folder,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
 def test_stage_after_fit_on_a_new_model_is_refused_and_the_trained_one_kept(
@@ -69,24 +56,15 @@ def test_stage_after_fit_on_a_new_model_is_refused_and_the_trained_one_kept(
 ) -> None:
     module = Unguarded()
     callbacks = [LigerCallback()] if patched else []
-    make_trainer(tmp_path, callbacks=callbacks).fit(module, loader())
+    quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks).fit(module, loader())
     trained = module.model
     with pytest.raises(RuntimeError, match=rf"Unguarded\.{REFUSED}, got a new LlamaForCausalLM"):
-        getattr(make_trainer(tmp_path, callbacks=callbacks), stage)(module, loader())
+        getattr(quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks), stage)(module, loader())
     assert module.model is trained
 
 
-def test_loaded_weights_are_not_replaced_either(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    trainer.fit(Unguarded(), loader())
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    module = Unguarded.load_from_checkpoint(tmp_path / "last.ckpt")
-    with pytest.raises(RuntimeError, match=REFUSED):
-        make_trainer(tmp_path).validate(module, loader(), verbose=False)
-
-
 def test_weights_of_a_checkpoint_may_go_into_a_new_model(tmp_path: Path) -> None:
-    module, trainer = Unguarded(), make_trainer(tmp_path)
+    module, trainer = Unguarded(), quiet_trainer(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     weight = module.model.lm_head.weight.detach().clone()
@@ -100,7 +78,7 @@ def test_models_that_their_user_swaps_are_no_mistake(tmp_path: Path) -> None:
             if getattr(self, "model", None) is None:
                 super().configure_model()
 
-    module, trainer = Guarded(), make_trainer(tmp_path)
+    module, trainer = Guarded(), quiet_trainer(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(module, loader())
     module.model = other = tiny_llama()
     trainer.validate(module, loader(), verbose=False)
@@ -116,8 +94,8 @@ def test_models_that_their_user_swaps_are_no_mistake(tmp_path: Path) -> None:
 def test_model_of_init_may_be_replaced_at_first_and_wrapped_later(tmp_path: Path) -> None:
     module = Unguarded()
     module.model = nn.Linear(1, 1)
-    make_trainer(tmp_path).fit(module, loader())
-    module, trainer = Wraps(), make_trainer(tmp_path)
+    quiet_trainer(max_epochs=1, default_root_dir=tmp_path).fit(module, loader())
+    module, trainer = Wraps(), quiet_trainer(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(module, loader())
     trainer.validate(module, loader(), verbose=False)
     assert isinstance(module.model, Wrapper)

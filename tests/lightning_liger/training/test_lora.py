@@ -13,12 +13,10 @@ from transformers import AutoModelForCausalLM
 from lightning_liger import LigerCausalLM, export_pretrained
 from lightning_liger.cli import main
 from lightning_liger.training.lora import needs_weights
-from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
+from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama
 
 pytest.importorskip("peft")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:.*PeftModel.*tied"),
@@ -55,10 +53,7 @@ def fit(
     strategy: str = "liger",
     ckpt_path: Any = None,
 ) -> L.Trainer:
-    trainer = L.Trainer(
-        default_root_dir=path, accelerator="cpu", devices=1, max_steps=steps, strategy=strategy, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=list(callbacks),
-    )  # fmt: skip
+    trainer = quiet_trainer(default_root_dir=path, max_steps=steps, strategy=strategy, callbacks=list(callbacks))
     trainer.fit(module, DataLoader([tiny_batch()] * 8, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 

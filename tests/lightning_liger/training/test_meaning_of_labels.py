@@ -23,12 +23,9 @@ from transformers import (
 
 from lightning_liger import LigerLMMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
-from tests.lightning_liger.tiny import TINY_CONFIG, tiny_llama
+from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_llama
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 SIZES = {"vocab_size": 61, "d_model": 16}
 BERT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
 CLASSES = {"num_labels": 5}
@@ -82,10 +79,7 @@ def test_step_is_that_of_the_models_own_loss_over_all_labels(kind: str) -> None:
     for seed in range(4):
         model = make_model(kind)
         own, data = copy.deepcopy(model).eval(), batches(model, random.Random(seed))
-        trainer = L.Trainer(
-            strategy="liger", accelerator="cpu", devices=1, max_steps=1, accumulate_grad_batches=2, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(strategy="liger", max_steps=1, accumulate_grad_batches=2)
         trainer.fit(LM(model), DataLoader(data, batch_size=None), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
         counts = [(batch["labels"] != -100).sum() for batch in data]
         loss = sum(own(**batch).loss * count for batch, count in zip(data, counts, strict=True)) / sum(counts)

@@ -79,11 +79,3 @@ def test_metrics_that_inference_mode_has_reset_go_on_outside_of_it() -> None:
         metric.reset()
     metric.update(t(6.0), 3)
     assert metric.compute().item() == 2.0
-
-
-def test_metrics_built_on_the_meta_device_still_count() -> None:
-    with torch.device("meta"):
-        module = nn.ModuleList([RunningMean()])
-    (metric,) = module.to_empty(device="cpu")
-    metric.update(t(2.0), 4)
-    assert metric.compute().item() == 0.5

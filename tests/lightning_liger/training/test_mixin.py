@@ -1,10 +1,7 @@
 """``LigerLMMixin``: what its default steps log, against numbers computed by hand, and what they refuse."""
 
-import logging
 import math
 import traceback
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -18,11 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerLMMixin, apply_liger_kernels
 from lightning_liger.host_copy import HostCopy
-from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama
+from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, quiet_trainer, tiny_batch, tiny_llama
 
 Batch = dict[str, Tensor]
-
-unattached = pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)` but the `self.trainer` reference")
 
 
 class LM(LigerLMMixin, L.LightningModule):
@@ -66,33 +61,13 @@ def expected_metrics(stage: str) -> dict[str, float]:
 def run(
     stage: str, module: L.LightningModule, data: list[Batch], callbacks: list[L.Callback], strategy: str = "auto"
 ) -> dict[str, float]:
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=callbacks)
     loader = DataLoader(data, batch_size=None)
     if stage == "train":
         trainer.fit(module, loader, loader)
     else:
         (trainer.validate if stage == "val" else trainer.test)(module, loader, verbose=False)
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
-@pytest.fixture(autouse=True)
-def _quiet_trainer() -> Iterator[None]:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
-        warnings.filterwarnings("ignore", message=".*is smaller than the logging interval")
-        yield
-    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
 
 
 @pytest.mark.parametrize("all_ignored", [False, True], ids=["labels", "a_batch_without_labels"])
@@ -120,7 +95,6 @@ def make_module(patched: bool) -> LM:
     return module
 
 
-@unattached
 @pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step"])
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
 def test_no_step_of_a_patched_model_makes_a_tensor_of_the_logits_size(
@@ -136,23 +110,6 @@ def test_no_step_of_a_patched_model_makes_a_tensor_of_the_logits_size(
             loss.backward()
     assert (sizes.largest < logits_size) == patched
     assert (sizes.largest_in_loss > 0) == patched
-
-
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_lm_loss_counts_tokens_and_correct_predictions(patched: bool) -> None:
-    module, batch = make_module(patched), batches()[0]
-    result = module.lm_loss_with_counts(module.model(input_ids=batch["input_ids"]).logits, batch["labels"])
-    logits = tiny_llama()(input_ids=batch["input_ids"]).logits[:, :-1]
-    targets = batch["labels"][:, 1:]
-    kept = targets != -100
-    assert result.num_tokens.item() == kept.sum().item() == 17
-    assert result.num_correct.item() == (logits.argmax(-1)[kept] == targets[kept]).sum().item() > 0
-    torch.testing.assert_close(result.loss, F.cross_entropy(logits[kept], targets[kept]), rtol=1e-5, atol=0)
-
-
-def test_metrics_add_nothing_to_the_checkpoint() -> None:
-    module = make_module(patched=True)
-    assert all(name.startswith("model.") for name in module.state_dict())
 
 
 def test_compiled_module_trains_and_logs_as_it_does_without() -> None:

@@ -12,8 +12,6 @@ from lightning_liger import LigerLMMixin
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.architectures import tiny_causal_lm
 
-pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-
 
 class LM(LigerLMMixin, L.LightningModule):
     def __init__(self, model: nn.Module) -> None:

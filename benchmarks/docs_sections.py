@@ -1,6 +1,6 @@
 """Sections of README.md and docs/ that are made from data and code; ``make docs`` writes them again.
 
-python -m tests.docs_sections
+python -m benchmarks.docs_sections
 
 A section lies between the lines ``<!-- NAME, written by make docs -->`` and ``<!-- end of NAME -->`` of its page.
 """
