@@ -6,8 +6,8 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.lazy.steps import settle
 from lightning_liger.monitor.callback import after_configure_model
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice

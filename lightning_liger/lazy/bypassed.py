@@ -35,8 +35,7 @@ class Bypassed(Tensor):
             name, watched = "torch.autograd.grad", kwargs.get("inputs", args[1:2])
         for tensor in found(Bypassed, watched):
             refuse_bypassed(name, tensor.bypassed_by)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return Tensor.__torch_function__(func, (), args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)

@@ -10,6 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
+
+
+def choose_tokens(
+    num_tokens: int, vocab_size: int, size: int, chunk_bytes: int | None, device: torch.device, hidden_size: int = 0
+) -> int:
+    """Tokens of a chunk of logits of ``size`` bytes each, within a budget; by default as ``default_chunk_size``."""
+    if chunk_bytes is None:
+        return default_chunk_size(num_tokens, vocab_size, size, device, hidden_size)
+    return choose_chunk_size(num_tokens, vocab_size, size, chunk_bytes)
+
 
 class Rows(NamedTuple):
     """Logits whose values are computed, or read, for one chunk of tokens at a time."""

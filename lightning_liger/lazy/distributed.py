@@ -8,7 +8,6 @@ rank's gradient of them is a partial sum, which DTensor reduces where the hidden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from liger_ops import VocabShard
+from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
-from lightning_liger.lazy.recipe import Recipe
 
 
 class DistributedHead(HeadParameters):
@@ -81,16 +80,12 @@ class DistributedHead(HeadParameters):
         return DTensor.from_local(own, self.device_mesh, [Partial()], run_check=False).full_tensor()
 
 
-@dataclass(frozen=True, eq=False)
-class DistributedRecipe(Recipe):
-    """How to compute logits that are a DTensor.
-
-    Attributes:
-        is_replicated: Whether every rank has all logits; otherwise they are sharded over the vocabulary.
-    """
+class DistributedExpression(Expression):
+    """How logits that are a DTensor are computed."""
 
     head: DistributedHead
-    is_replicated: bool = False
+    is_replicated: bool
+    """Whether every rank has all logits; otherwise they are sharded over the vocabulary."""
 
     def _project(self) -> DTensor:
         logits = self.head.project_distributed(self.tokens)
@@ -105,15 +100,15 @@ class DistributedLazyLogits(LazyLogits):
     """
 
     is_local = False
-    recipe: DistributedRecipe
+    expression: DistributedExpression
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        return self.recipe.head.device_mesh
+        return self.expression.head.device_mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return (Replicate(),) if self.recipe.is_replicated else (Shard(self.vocab_dim % self.ndim),)
+        return (Replicate(),) if self.expression.is_replicated else (Shard(self.vocab_dim % self.ndim),)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -129,12 +124,12 @@ class DistributedLazyLogits(LazyLogits):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> LazyLogits | Tensor:
         """As DTensor's: lazy logits if replicated, this rank's real logits if sharded."""
-        recipe = self.recipe
-        if recipe.is_replicated and grad_placements in (None, self.placements):
-            local = Recipe(recipe.hidden_states, recipe.head, recipe.transform, recipe.vocab_dim)
+        expression = self.expression
+        if expression.is_replicated and grad_placements in (None, self.placements):
+            local = Expression(expression.hidden_states, expression.head, expression.transform, expression.vocab_dim)
             return LazyLogits.of(local, self.twin)
         self.notice("to_local")
-        return cast(DTensor, recipe.compute("to_local")).to_local(grad_placements=grad_placements)
+        return cast(DTensor, expression.compute("to_local")).to_local(grad_placements=grad_placements)
 
     def full_tensor(self) -> LazyLogits | Tensor:
         """As DTensor's, lazy."""
@@ -196,5 +191,5 @@ def distributed_logits(
     head = DistributedHead(weight, bias, dtype, counters, options)
     partial_gradient = [Partial()] if head.is_sharded else None
     hidden_states = input.to_local(grad_placements=partial_gradient)
-    recipe = DistributedRecipe(hidden_states, head, LogitTransform(dtype), is_replicated=not head.is_sharded)
-    return DistributedLazyLogits.of(recipe)
+    expression = DistributedExpression(hidden_states, head, LogitTransform(dtype))
+    return DistributedLazyLogits.of(expression.changed(is_replicated=not head.is_sharded))

@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from liger_ops.backend import without_autocast
-from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
 
 
 @dataclass
@@ -133,24 +132,6 @@ class HeadParameters:
             for input, weight in head.factors(hidden_states):
                 logits = logits + torch.einsum("...h,...h->...", input, F.embedding(labels, weight))
             return logits if head.bias is None else logits + F.embedding(labels, head.bias[:, None]).squeeze(-1)
-
-    def chunk_size(
-        self,
-        num_tokens: int,
-        vocab_size: int,
-        element_size: int,
-        chunk_bytes: int | None = None,
-        hidden_size: int = 0,
-    ) -> int:
-        """Tokens per chunk of ``[chunk_size, vocab_size]`` logits, within ``chunk_bytes`` or the option of this name.
-
-        ``hidden_size`` is 0 where no gradient of the weight is wanted, as for
-        :func:`~liger_ops.loss.chunked_loss.default_chunk_size`.
-        """
-        chunk_bytes = self.options.get("chunk_bytes") if chunk_bytes is None else chunk_bytes
-        if chunk_bytes is None:
-            return default_chunk_size(num_tokens, vocab_size, element_size, self.weight.device, hidden_size)
-        return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
 
 
 class LogitTransform(NamedTuple):

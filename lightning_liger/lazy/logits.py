@@ -11,27 +11,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_ops import (
-    TokenScores,
     TokenStats,
     linear_cross_entropy,
     linear_divergence,
     linear_log_probs,
-    linear_token_loss,
-    linear_topk_log_probs,
 )
 from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
-from lightning_liger.lazy.chunks import normal, over_chunks
-from lightning_liger.lazy.head import HeadParameters, LogitTransform
+from lightning_liger.lazy.chunks import choose_tokens, normal, over_chunks
 from lightning_liger.lazy.tensor import LazyTensor
 
 _NO_LABEL = -(2**62)
@@ -88,30 +85,12 @@ class LazyLogits(LazyTensor):
     :mod:`lightning_liger.lazy.operations` does not register compute the logits. Made by :meth:`of`.
     """
 
-    @property
-    def hidden_states(self) -> Tensor:
-        return self.recipe.hidden_states
-
-    @property
-    def head(self) -> HeadParameters:
-        return self.recipe.head
-
-    @property
-    def transform(self) -> LogitTransform:
-        return self.recipe.transform
-
-    @property
-    def vocab_dim(self) -> int:
-        return self.recipe.vocab_dim
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head.vocab_size
-
-    @property
-    def tokens(self) -> Tensor:
-        """The hidden states with hidden_size last, ``[..., hidden_size]``."""
-        return self.recipe.tokens
+    hidden_states = property(attrgetter("expression.hidden_states"))
+    tokens = property(attrgetter("expression.tokens"))
+    head = property(attrgetter("expression.head"))
+    transform = property(attrgetter("expression.transform"))
+    vocab_dim = property(attrgetter("expression.vocab_dim"))
+    vocab_size = property(attrgetter("expression.head.vocab_size"))
 
     @property
     def is_differentiable(self) -> bool:
@@ -124,7 +103,7 @@ class LazyLogits(LazyTensor):
 
         Otherwise they read the values of all, which are kept, or those of a DTensor.
         """
-        return self.is_local and (self.is_differentiable or not self.lineage.root.recipe.is_small)
+        return self.is_local and (self.is_differentiable or not self.expression.root.is_small)
 
     def at_labels(self, labels: Tensor) -> Tensor:
         """The value of each token's label: ``labels`` and the result are ``[...]``.
@@ -174,9 +153,9 @@ class LazyLogits(LazyTensor):
             vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
-        tokens, num_tokens = self.tokens, self.recipe.num_tokens
+        tokens, num_tokens = self.tokens, self.expression.num_tokens
         rows = [tensor.reshape(num_tokens, tensor.shape[-1]) for tensor in token_tensors]
-        parts = over_chunks(function, [self.recipe.rows()], rows, self.recipe.chunk_size)
+        parts = over_chunks(function, [self.expression.rows()], rows, self.expression.chunk_size)
 
         def laid_out(rows: Tensor) -> Tensor:
             return rows.reshape(*tokens.shape[:-1], rows.shape[-1]).movedim(-1, self.vocab_dim)
@@ -207,7 +186,7 @@ class LazyLogits(LazyTensor):
             ValueError: As :func:`liger_ops.linear_cross_entropy`.
             RuntimeError: If the tensors that the logits are computed from were modified.
         """
-        result = self._fused(
+        return self.fused_loss(
             linear_cross_entropy,
             target,
             weight=weight,
@@ -216,22 +195,39 @@ class LazyLogits(LazyTensor):
             label_smoothing=label_smoothing,
             return_stats=return_stats,
         )
-        self._count_loss()
+
+    def fused_loss(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A function of ``liger_ops`` of this head, counted as a loss; the head's options are its defaults."""
+        result = self._fused(function, *arguments, **options)
+        self._count_loss(options.get("chunk_bytes"))
         return result
 
-    def _count_loss(self, chunk_bytes: int | None = None, teacher: LazyLogits | None = None) -> None:
+    def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
+        """``linear_divergence`` of heads that are whole or shared by ranks in the same way."""
+        with torch.no_grad():
+            of_teacher = teacher._head_arguments("a divergence")
+            pair = normal(of_teacher.pop("input")), normal(of_teacher.pop("linear_weight"))
+            adapter, bias = of_teacher.pop("adapter"), of_teacher.pop("linear_bias")
+            options["teacher_adapter"] = adapter and tuple(map(normal, adapter))
+            options["teacher_bias"] = None if bias is None else normal(bias)
+        options |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+        loss: Tensor = self._fused(linear_divergence, *pair, **options)
+        self._count_loss(options.get("chunk_bytes"), teacher)
+        return loss
+
+    def _count_loss(self, chunk_bytes: int | None, teacher: LazyLogits | None = None) -> None:
         """Counts a loss of these logits, or of these and a teacher's, which has one chunk of them at a time."""
-        head, num_tokens = self.head, self.recipe.num_tokens
+        head, num_tokens = self.head, self.expression.num_tokens
         heads = [head] if teacher is None else [head, teacher.head]
         element_size = sum(each.compute_dtype.itemsize for each in heads)
         hidden_size = head.weight.shape[1] if needs_graph(head.weight) else 0
-        rows = head.chunk_size(num_tokens, head.weight.shape[0], element_size, chunk_bytes, hidden_size)
+        sizes = num_tokens, head.weight.shape[0], element_size
+        rows = choose_tokens(*sizes, chunk_bytes or head.options.get("chunk_bytes"), self.device, hidden_size)
         bytes_of_token = sum(each.vocab_size * each.compute_dtype.itemsize for each in heads)
         head.counters.num_losses += 1
         head.counters.bytes_avoided += max(0, num_tokens - rows) * bytes_of_token
 
     def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """A function of ``liger_ops`` of this head; the head's options are its defaults."""
         of_head = self._head_arguments("a fused loss")
         own = {name: value for name, value in self.head.loss_options().items() if name in _parameters(function)}
         given = {name: value for name, value in options.items() if value is not None}
@@ -252,65 +248,6 @@ class LazyLogits(LazyTensor):
             "adapter": adapters[0] if adapters else None,
             **self.transform.loss_options(),
         }
-
-    def log_probs(self, labels: Tensor, *, temperature: float | Tensor = 1.0, ignore_index: int = -100) -> Tensor:
-        """The log-probability of each token's label, differentiable; see :func:`lightning_liger.token_scores`."""
-        scores = self.token_scores(labels, temperature=temperature, ignore_index=ignore_index)
-        assert scores.log_probs is not None
-        return scores.log_probs
-
-    def token_scores(self, labels: Tensor, **options: Any) -> TokenScores:
-        """As :func:`lightning_liger.token_scores`; not ``lse`` and ``mean_logit`` of a log-softmax."""
-        self._check_outputs(options)
-        self._count_loss(options.get("chunk_bytes"))
-        scores = self._fused(linear_log_probs, labels, **options)
-        dtype = torch.promote_types(self.dtype, torch.float32)  # a float64 head's logits may have been cast
-        is_floating = [score is not None and score.is_floating_point() for score in scores]
-        return TokenScores(
-            *(score.to(dtype) if floats else score for score, floats in zip(scores, is_floating, strict=True))
-        )
-
-    def token_loss(
-        self, labels: Tensor, loss: Callable[[TokenScores, Tensor], Tensor], **options: Any
-    ) -> tuple[Tensor, TokenScores]:
-        """As :func:`lightning_liger.token_loss`; not ``lse`` and ``mean_logit`` of a log-softmax."""
-        self._check_outputs(options)
-        self._count_loss(options.get("chunk_bytes"))
-        return self._fused(linear_token_loss, labels, loss, **options)
-
-    def _check_outputs(self, options: Mapping[str, Any]) -> None:
-        if shifted := self.shifted(options.get("outputs", ())):
-            raise ValueError(
-                f"outputs must not contain {', '.join(map(repr, shifted))} for a log-softmax, got"
-                f" {options['outputs']!r}; pass the logits before their log-softmax"
-            )
-
-    def topk_log_probs(self, ids: Tensor, **options: Any) -> Tensor:
-        """As :func:`lightning_liger.topk_log_probs`, without temperatures of single tokens."""
-        self._count_loss(options.get("chunk_bytes"))
-        log_probs = self._fused(linear_topk_log_probs, ids, **options)
-        assert isinstance(log_probs, Tensor)
-        return log_probs.to(torch.promote_types(self.dtype, torch.float32))
-
-    def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
-        """As :func:`lightning_liger.divergence`, of heads that are whole or shared by ranks in the same way."""
-        self._count_loss(options.get("chunk_bytes"), teacher)
-        with torch.no_grad():
-            of_teacher = teacher._head_arguments("a divergence")
-            pair = normal(of_teacher.pop("input")), normal(of_teacher.pop("linear_weight"))
-            adapter = of_teacher.pop("adapter")
-            options["teacher_adapter"] = adapter and tuple(map(normal, adapter))
-            bias = of_teacher.pop("linear_bias")
-            options["teacher_bias"] = None if bias is None else normal(bias)
-        options |= {f"teacher_{name}": value for name, value in of_teacher.items()}
-        loss = self._fused(linear_divergence, *pair, **options)
-        assert isinstance(loss, Tensor)
-        dtype = torch.promote_types(torch.promote_types(self.dtype, teacher.dtype), torch.float32)
-        return loss.to(dtype)
-
-    def shifted(self, outputs: Sequence[str]) -> list[str]:
-        """The outputs on which a log-softmax of the logits has an effect."""
-        return [name for name in outputs if name in ("lse", "mean_logit")] if self.transform.normalized else []
 
     def materialize(self) -> Tensor:
         """As :func:`materialize`."""

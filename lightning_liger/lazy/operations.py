@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_liger.lazy.head import LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.table import implements
+from lightning_liger.lazy.tensor import NO_MEMORY
 
 Entry = Callable[..., Any]
 _REDUCTIONS = ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
@@ -42,7 +43,7 @@ def _factor(x: LazyLogits, other: Any) -> float | None:
     if isinstance(other, LazyLogits):
         return None
     if isinstance(other, Tensor):
-        fits = other.ndim == 0 or (other.numel() == 1 and other.ndim <= x.ndim and other.device == x.device)
+        fits = other.ndim == 0 or (other.numel() == 1 and other.ndim <= x.twin.ndim and other.device == x.device)
         if not fits or other.requires_grad or other.device.type != "cpu" or other.is_complex():
             return None
         other = other.item()
@@ -87,7 +88,7 @@ def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
 
 @implements("add", "__add__", "__radd__", commutative=True)
 def _add(x: LazyLogits, other: Any) -> Any:
-    if x.transform != LogitTransform(x.dtype) or not x.head.is_whole or not isinstance(other, Tensor):
+    if x.transform != LogitTransform(x.twin.dtype) or not x.head.is_whole or not isinstance(other, Tensor):
         return NotImplemented
     return _add_low_rank(x, other) if isinstance(other, LazyLogits) else _add_bias(x, other)
 
@@ -96,13 +97,13 @@ def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
     """Adds a low-rank update, as LoRA's: its input is appended to the hidden states, scaled by its factor."""
     if type(other) is not type(x) or other.transform._replace(scale=1.0) != LogitTransform(other.dtype):
         return NotImplemented
-    if other.head.bias is not None or other.head.adapter is not None or other.shape != x.shape:
+    if other.head.bias is not None or other.head.adapter is not None or other.shape != x.twin.shape:
         return NotImplemented
     low_rank = other.tokens * other.transform.scale
     if x.vocab_dim != -1 or not other.head.is_whole or low_rank.shape[-1] > x.hidden_states.shape[-1]:
         return NotImplemented
-    dtype = torch.promote_types(x.dtype, other.dtype)
-    if dtype not in (x.dtype, *_RECORDED_DTYPES):
+    dtype = torch.promote_types(x.twin.dtype, other.dtype)
+    if dtype not in (x.twin.dtype, *_RECORDED_DTYPES):
         return NotImplemented
     other.notice("add")
     # The input of a low-rank update follows all other columns of the hidden states.
@@ -117,15 +118,15 @@ def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
 
 def _add_bias(x: LazyLogits, other: Tensor) -> Any:
     """Adds a bias of the vocabulary, as BART's ``final_logits_bias``."""
-    if not -x.vocab_dim <= other.ndim <= x.ndim or {other.numel(), other.shape[x.vocab_dim]} != {x.vocab_size}:
+    if not -x.vocab_dim <= other.ndim <= x.twin.ndim or {other.numel(), other.shape[x.vocab_dim]} != {x.vocab_size}:
         return NotImplemented
     if type(other) not in (Tensor, torch.nn.Parameter) or other.device != x.device:
         return NotImplemented
-    if other.dtype != x.dtype or x.head.compute_dtype != x.dtype or not x.is_local:
+    if other.dtype != x.twin.dtype or x.head.compute_dtype != x.twin.dtype or not x.is_local:
         return NotImplemented
     bias = other.reshape(-1)
-    head = x.head._replaced(bias=bias if x.head.bias is None else x.head.bias.to(x.dtype) + bias)
-    return x.recorded(_like(x.twin, x.dtype) if x.twin.is_contiguous() else x.twin + other.to("meta"), head=head)
+    head = x.head._replaced(bias=bias if x.head.bias is None else x.head.bias.to(x.twin.dtype) + bias)
+    return x.recorded(_like(x.twin, x.twin.dtype) if x.twin.is_contiguous() else x.twin + other.to("meta"), head=head)
 
 
 @implements("tanh")
@@ -133,7 +134,7 @@ def _tanh(x: LazyLogits) -> Any:
     transform = x.transform
     if transform.tanh_scale is not None or transform.normalized:
         return NotImplemented
-    return _in_dtype(x, x.dtype, scale=1.0, tanh_scale=transform.scale)
+    return _in_dtype(x, x.twin.dtype, scale=1.0, tanh_scale=transform.scale)
 
 
 @implements("log_softmax", "special_log_softmax")
@@ -143,8 +144,8 @@ def _log_softmax(
     if dim is None or not is_vocab(x, dim):
         return NotImplemented
     # Autocast may compute it in float32.
-    dtype = torch.log_softmax(torch.empty(0, 1, dtype=x.dtype, device=x.device), -1, dtype=dtype).dtype
-    if dtype != x.dtype and dtype not in _RECORDED_DTYPES:
+    dtype = torch.log_softmax(torch.empty(0, 1, dtype=x.twin.dtype, device=x.device), -1, dtype=dtype).dtype
+    if dtype != x.twin.dtype and dtype not in _RECORDED_DTYPES:
         return NotImplemented
     twin = _like(x.twin, dtype) if x.twin.is_contiguous() else torch.log_softmax(x.twin, dim)
     return x.recorded(twin, transform=x.transform._replace(dtype=dtype, normalized=True))
@@ -156,7 +157,7 @@ def _cast(x: LazyLogits, dtype: torch.dtype) -> Any:
 
 @implements("to", "type_as")
 def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = False, **kwargs: Any) -> Any:
-    dtype, device = x.dtype, x.device
+    dtype, device = x.twin.dtype, x.device
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.dtype):
             dtype = value
@@ -184,7 +185,7 @@ def _cuda(x: LazyLogits, device: Any = None, *, non_blocking: bool = False) -> A
 @implements("type")
 def _type(x: LazyLogits, dtype: torch.dtype | None = None) -> Any:
     if dtype is None:
-        return torch.empty(0, dtype=x.dtype, device=x.device).type()
+        return torch.empty(0, dtype=x.twin.dtype, device=x.device).type()
     return _cast(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
 
 
@@ -219,28 +220,35 @@ def _detach(x: LazyLogits) -> Any:
 
 
 def _follow(function: Entry, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Applies a function whose arguments name dimensions to the hidden states, if the vocabulary stays whole."""
+    """Applies a function of single dimensions to the hidden states, if the vocabulary stays whole."""
     twin = x.twin
-    result = function(twin, *args, **kwargs)  # where PyTorch refuses the arguments it says so here
-    if result is twin:
+    results = function(twin, *args, **kwargs)  # where PyTorch refuses the arguments it says so here
+    if results is twin:
         return x
-    hidden_states = x.hidden_states
-    hidden_size = hidden_states.shape[x.vocab_dim]
-    if 1 in (hidden_size, x.vocab_size):  # would be squeezed, or taken for another dimension of size 1
+    if 1 in (x.hidden_states.shape[x.vocab_dim], x.vocab_size):  # would be squeezed
         return NotImplemented
-    # An expanded row without memory: hidden_size alone has stride 1, so the result tells where that dimension went.
-    sizes = [1] * x.ndim
-    sizes[x.vocab_dim] = hidden_size
-    row = function(torch.empty(sizes, device="meta").expand(hidden_states.shape), *args, **kwargs)
-    for dim in range(-row.ndim, 0):
-        if row.shape[dim] == hidden_size and row.stride(dim) == 1:
-            return x.recorded(result, hidden_states=function(hidden_states, *args, **kwargs), vocab_dim=dim)
-    return NotImplemented
+    sizes = list(twin.shape)
+    sizes[x.vocab_dim] = marked = x.vocab_size + x.expression.num_tokens + 2  # which no other dimension can have
+    try:
+        probes = function(NO_MEMORY.as_strided(sizes, (0,) * len(sizes)), *args, **kwargs)
+    except RuntimeError:  # the arguments divide the vocabulary
+        return NotImplemented
+    is_one = isinstance(results, Tensor)
+    shapes = [probe.shape for probe in ((probes,) if is_one else probes)]
+    if not all(marked in shape for shape in shapes):
+        return NotImplemented
+    parts = function(x.hidden_states, *args, **kwargs)
+    pairs = zip(*(([results], [parts]) if is_one else (results, parts)), shapes, strict=True)
+    lazy = tuple(
+        x.recorded(result, hidden_states=part, vocab_dim=shape.index(marked) - len(shape))
+        for result, part, shape in pairs
+    )
+    return lazy[0] if is_one else lazy
 
 
 for _name in (
-    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t"),
-    *("flatten", "squeeze", "unsqueeze"),
+    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "flatten", "unflatten"),
+    *("squeeze", "unsqueeze", "narrow", "select", "unbind", "chunk", "tensor_split"),
 ):
     implements(_name)(partial(_follow, getattr(Tensor, _name)))
 
@@ -254,9 +262,23 @@ def _real(x: LazyLogits) -> Any:
     return x
 
 
-@implements("unflatten")
-def _unflatten(x: LazyLogits, dim: int, sizes: Any) -> Any:
-    return NotImplemented if is_vocab(x, dim) else _follow(torch.unflatten, x, dim, sizes)
+@implements("index_select")
+def _index_select(x: LazyLogits, dim: int, index: Tensor) -> Any:
+    if is_vocab(x, dim):
+        return NotImplemented
+    twin = x.twin.index_select(dim, index.to("meta"))
+    return x.recorded(twin, hidden_states=x.hidden_states.index_select(dim, index))
+
+
+@implements("split")
+def _split(x: LazyLogits, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
+    # The function and the method give their argument different names.
+    return _follow(torch.split, x, split_size_or_sections or split_size, dim)
+
+
+@implements("__iter__")
+def _iterate(x: LazyLogits) -> Any:
+    return iter(x.unbind(0))
 
 
 def _to_sizes(function: Entry, x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> Any:
@@ -287,40 +309,6 @@ def _to_sizes_of(function: Entry, x: LazyLogits, other: Tensor) -> Any:
 for _name, _name_of_other in (("view", "view_as"), ("reshape", "reshape_as")):
     implements(_name)(partial(_to_sizes, getattr(Tensor, _name)))
     implements(_name_of_other)(partial(_to_sizes_of, getattr(Tensor, _name)))
-
-
-def _along_dim(function: Entry, position: int, x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Applies a function that slices one dimension other than the vocabulary, its argument at ``position``."""
-    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
-    if not isinstance(dim, int) or is_vocab(x, dim):
-        return NotImplemented
-    on_meta = (value.to("meta") if isinstance(value, Tensor) else value for value in (*args, *kwargs.values()))
-    twins = function(x.twin, *(next(on_meta) for _ in args), **dict(zip(kwargs, on_meta, strict=True)))
-    parts = function(x.hidden_states, *args, **kwargs)
-    is_after = dim % x.ndim > x.vocab_dim % x.ndim
-
-    def lazy(twin: Tensor, part: Tensor) -> LazyLogits:
-        return x.recorded(twin, hidden_states=part, vocab_dim=x.vocab_dim + (is_after and part.ndim < x.ndim))
-
-    if isinstance(parts, Tensor):
-        return lazy(twins, parts)
-    return tuple(lazy(twin, part) for twin, part in zip(twins, parts, strict=True))
-
-
-_DIM_POSITIONS = {"narrow": 0, "select": 0, "index_select": 0, "unbind": 0, "chunk": 1, "tensor_split": 1}
-for _name, _position in _DIM_POSITIONS.items():
-    implements(_name)(partial(_along_dim, getattr(Tensor, _name), _position))
-
-
-@implements("split")
-def _split(x: LazyLogits, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
-    # The function and the method give their argument different names.
-    return _along_dim(torch.split, 1, x, split_size_or_sections or split_size, dim)
-
-
-@implements("__iter__")
-def _iterate(x: LazyLogits) -> Any:
-    return NotImplemented if is_vocab(x, 0) else iter(x.unbind(0))
 
 
 @implements("__getitem__")
@@ -425,7 +413,7 @@ def _cross_entropy(
         target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
     assert isinstance(loss, Tensor)
-    return loss.to(torch.promote_types(x.dtype, torch.float32))  # a float64 head's logits may have been cast
+    return loss.to(torch.promote_types(x.twin.dtype, torch.float32))  # a float64 head's logits may have been cast
 
 
 @implements("nll_loss")
@@ -438,7 +426,7 @@ def _nll_loss(x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 @implements("gather")
 def _gather(x: LazyLogits, dim: int | None, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    if not x.is_streamed or not is_vocab(x, dim) or index.ndim != x.ndim or index.dtype != torch.int64:
+    if not x.is_streamed or not is_vocab(x, dim) or index.ndim != x.twin.ndim or index.dtype != torch.int64:
         return NotImplemented
     labels = index.movedim(x.vocab_dim, -1)
     if labels.shape[:-1] != x.tokens.shape[:-1]:
@@ -478,14 +466,14 @@ def _logsumexp(x: LazyLogits, dim: Any, keepdim: bool = False) -> Any:
 def _sum(
     x: LazyLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, is_mean: bool = False
 ) -> Any:
-    dims = tuple(range(x.ndim)) if dim in (None, ()) else tuple(dim) if isinstance(dim, tuple | list) else (dim,)
-    dtype = x.dtype if dtype is None else dtype
+    dims = tuple(range(x.twin.ndim)) if dim in (None, ()) else tuple(dim) if isinstance(dim, tuple | list) else (dim,)
+    dtype = x.twin.dtype if dtype is None else dtype
     if not x.is_streamed or not dtype.is_floating_point or not any(is_vocab(x, each) for each in dims):
         return NotImplemented
     precise = torch.promote_types(dtype, torch.float32)
     sums = x.over_chunks(lambda values: values.sum(-1, keepdim=True, dtype=precise))
     total = sums.sum(dims, keepdim)
-    return (total / math.prod(x.shape[each] for each in dims) if is_mean else total).to(dtype)
+    return (total / math.prod(x.twin.shape[each] for each in dims) if is_mean else total).to(dtype)
 
 
 implements("sum")(_sum)

@@ -10,6 +10,7 @@ Formulas: :mod:`liger_ops.log_probs.scores`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from liger_ops import TokenScores
+from liger_ops import TokenScores, linear_log_probs, linear_token_loss, linear_topk_log_probs
 from liger_ops.arguments import (
     check_bool,
     check_choice,
@@ -40,9 +41,8 @@ from liger_ops.log_probs.scores import (
     scores_reference,
 )
 from liger_ops.log_probs.units import join_units
-from liger_ops.loss.chunked_loss import choose_chunk_size, default_chunk_size
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
-from lightning_liger.lazy.chunks import Rows, over_chunks, real_rows
+from lightning_liger.lazy.chunks import Rows, choose_tokens, over_chunks, real_rows
 from lightning_liger.lazy.logits import LazyLogits
 
 TokenLoss = Callable[[TokenScores, Tensor], Tensor]
@@ -86,9 +86,11 @@ def token_scores(
         logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
     )
     lazy = _lazy(logits)
-    if lazy is not None and not lazy.shifted(outputs):
-        return lazy.token_scores(labels, **options)
-    return _scores_of_rows(logits, labels, **options)
+    if lazy is None or _sees_log_softmax(lazy, outputs):
+        return _scores_of_rows(logits, labels, **options)
+    dtype = _dtype(logits)
+    scores = lazy.fused_loss(linear_log_probs, labels, **options)
+    return TokenScores(*(each.to(dtype) if each is not None and each.is_floating_point() else each for each in scores))
 
 
 def token_loss(
@@ -129,8 +131,9 @@ def token_loss(
     )
     units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
     lazy = _lazy(logits)
-    if lazy is not None and not lazy.shifted(outputs):
-        return lazy.token_loss(labels, loss, units=units, **options)
+    if lazy is not None and not _sees_log_softmax(lazy, outputs):
+        found: tuple[Tensor, TokenScores] = lazy.fused_loss(linear_token_loss, labels, loss, units=units, **options)
+        return found
     scores = _scores_of_rows(logits, labels, **options)
     index = (labels.reshape(-1) != ignore_index).nonzero()[:, 0]
     kept = TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))
@@ -183,9 +186,9 @@ def topk_log_probs(
     check_temperature(temperature, ids.new_zeros(tokens), -1)
     lazy = _lazy(logits)
     if lazy is not None and lazy.head.is_whole and not isinstance(temperature, Tensor):
-        return lazy.topk_log_probs(
-            ids, temperature=temperature, renormalize=renormalize, mask=mask, chunk_bytes=chunk_bytes
-        )
+        options = {"temperature": temperature, "renormalize": renormalize, "mask": mask, "chunk_bytes": chunk_bytes}
+        log_probs: Tensor = lazy.fused_loss(linear_topk_log_probs, ids, **options)
+        return log_probs.to(_dtype(logits))
 
     def of_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
         z = _tempered(values, temperatures[0] if temperatures else temperature)
@@ -248,7 +251,7 @@ def divergence(
     student, teacher = _lazy(student_logits), _lazy(teacher_logits)
     if student is not None and teacher is not None and _fit_one_op(student, teacher, vocab, kind):
         options |= {"mask": mask, "token_weight": token_weight, "reduction": reduction, "chunk_bytes": chunk_bytes}
-        return student.divergence(teacher, vocab=vocab, **options)
+        return student.divergence(teacher, vocab=vocab, **options).to(_dtype(student, teacher))
     if not isinstance(student_logits, LazyLogits) and not isinstance(teacher_logits, LazyLogits):
         options |= {"mask": mask, "token_weight": token_weight, "reduction": reduction}
         return divergence_of_logits(_real(student_logits), _real(teacher_logits), vocab=vocab, **options)
@@ -284,7 +287,7 @@ def logit_rows(logits: Tensor) -> Rows:
     if lazy is None:
         return real_rows(_real(logits))
     lazy.notice("a function of logits")
-    return lazy.recipe.rows()
+    return lazy.expression.rows()
 
 
 def _checked(
@@ -336,6 +339,16 @@ def _lazy(logits: Tensor) -> LazyLogits | None:
     return logits if isinstance(logits, LazyLogits) and not logits.is_foreign else None
 
 
+def _sees_log_softmax(logits: LazyLogits, outputs: Sequence[str]) -> bool:
+    """Whether a log-softmax of the logits, of which ops do not know, has an effect on one of the scores."""
+    return logits.transform.normalized and not {"lse", "mean_logit"}.isdisjoint(outputs)
+
+
+def _dtype(*logits: Tensor) -> torch.dtype:
+    """That of scores. A float64 head's logits may have been cast."""
+    return functools.reduce(torch.promote_types, (each.dtype for each in logits), torch.float32)
+
+
 def _whole(value: Any) -> Any:
     """A tensor of tokens as every rank has it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
@@ -350,18 +363,15 @@ def _real(logits: Tensor) -> Tensor:
 
 def _tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Rows of logits in at least float32, divided by one temperature or one for each row, ``[num_rows, 1]``."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.to(_dtype(logits)) / temperature
 
 
 def _chunk_size(logits: Tensor, chunk_bytes: int | None) -> int:
     """The number of tokens in a chunk, by default as the option of the head says if the logits are lazy."""
-    num_tokens, vocab_size = math.prod(logits.shape[:-1]), logits.shape[-1]
-    element_size = torch.promote_types(logits.dtype, torch.float32).itemsize
     if chunk_bytes is None and (lazy := _lazy(logits)) is not None:
         chunk_bytes = lazy.head.options.get("chunk_bytes")
-    if chunk_bytes is None:
-        return default_chunk_size(num_tokens, vocab_size, element_size, logits.device)
-    return choose_chunk_size(num_tokens, vocab_size, element_size, chunk_bytes)
+    sizes = math.prod(logits.shape[:-1]), logits.shape[-1], _dtype(logits).itemsize
+    return choose_tokens(*sizes, chunk_bytes, logits.device)
 
 
 def _scores_of_rows(

@@ -13,7 +13,7 @@ PLAIN = frozenset(
     (
         *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
         *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
-        *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__", "_use_count", "_is_view"),
+        *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__"),
     )
 )
 """Functions that PyTorch answers without values."""
@@ -34,8 +34,8 @@ LIKE = frozenset(
 
 SHOWS_MEMORY = frozenset(
     (
-        *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__"),
-        *("to_dlpack", "__cuda_array_interface__", "is_set_to"),
+        *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "to_dlpack"),
+        *("__cuda_array_interface__", "is_set_to"),
     )
 )
 
@@ -53,16 +53,13 @@ VIEWS = frozenset(
 COMPARISONS = frozenset(
     (
         *("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal"),
-        *("eq", "ne", "not_equal", "equal", "isclose", "allclose"),
+        *("eq", "ne", "not_equal", "equal"),
     )
 )
 """Functions that tell values apart which differ by rounding only."""
 
 READS = frozenset(("gather", "take_along_dim", "__getitem__", "max", "min", "amax", "amin", "topk"))
-"""Functions that may return some of the values."""
-
-GATHERS = frozenset(("gather", "take_along_dim", "__getitem__"))
-"""Those of them that compute single values apart from the others where these get a gradient."""
+"""Functions that may return some of the values, which may be rounded differently where they get a gradient."""
 
 
 class Operation(NamedTuple):

@@ -23,22 +23,16 @@ from typing_extensions import Self
 
 from lightning_liger.lazy import table
 from lightning_liger.lazy.bypassed import GATHERING_ENGINES, WATCHES, Bypassed, found, is_engines, refuse_bypassed
-from lightning_liger.lazy.lineage import Lineage, laid_out
-from lightning_liger.lazy.recipe import Recipe, version
+from lightning_liger.lazy.expression import Expression, laid_out, version
+from lightning_liger.lazy.steps import living
 from lightning_liger.lazy.warning import warn_materialized
 
 NO_MEMORY = torch.empty(2**60, dtype=torch.uint8, device="meta")
 """Where layouts are taken from, so that whoever counts tensors on the meta device can tell them from a model's."""
 
 
-def layout(shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> Tensor:
-    """A tensor on the meta device that only tells a layout, contiguous by default."""
-    source = NO_MEMORY.view(dtype)
-    return source[: shape.numel()].view(shape) if stride is None else source.as_strided(shape, stride)
-
-
 class LazyTensor(Tensor):
-    """A tensor without memory, whose recipe computes the values.
+    """A tensor without memory, whose expression gives the values.
 
     Its shape, strides, dtype, device and place in the autograd graph are those of the real tensor. Created without
     gradients enabled it is detached from the graph, as any tensor.
@@ -46,70 +40,62 @@ class LazyTensor(Tensor):
 
     is_local = True
     """Whether the real tensor is a plain one, not a DTensor."""
-    recipe: Recipe
-    lineage: Lineage
+    expression: Expression
     twin: Tensor
-    """A tensor of the same layout and dtype on the meta device, to ask PyTorch what an operation returns."""
-    _node: Any
+    """That of the expression."""
     _real_values: Tensor | None
 
     @classmethod
-    def of(cls, recipe: Recipe, twin: Tensor | None = None, parent: Lineage | None = None) -> Self:
-        """The result of a recipe.
+    def of(cls, expression: Expression, twin: Tensor | None = None, parent: Expression | None = None) -> Self:
+        """The values of an expression.
 
         Args:
-            recipe: What it is computed from.
+            expression: What it is computed from.
             twin: A tensor on the meta device with its layout; contiguous by default.
-            parent: The lineage of the tensor from which it was recorded, None for the output of a head.
+            parent: The expression of the tensor from which it was recorded, None for the output of a head.
         """
-        if recipe.requires_grad and not torch.is_grad_enabled():
-            recipe = recipe.map(Tensor.detach)
-        if twin is None or twin.dtype != recipe.transform.dtype:
-            twin = layout(recipe.shape, recipe.transform.dtype, None if twin is None else twin.stride())
+        if expression.requires_grad and not torch.is_grad_enabled():
+            expression = expression.map(Tensor.detach)
+        if twin is None:
+            twin = NO_MEMORY.view(expression.transform.dtype)[: expression.shape.numel()].view(expression.shape)
         deferred: Any = _Deferred.apply
-        lazy: Any = deferred(cls, recipe, twin, *recipe.tensors().values())
-        lazy.recipe, lazy.twin, lazy._real_values = recipe, twin, None
-        lazy._descend(parent)
+        lazy: Any = deferred(cls, expression, twin, *expression.tensors().values())
+        lazy.expression, lazy.twin, lazy._real_values = expression, twin, None
+        lazy._enter(parent)
         return lazy
 
-    def _descend(self, parent: Lineage | None) -> None:
-        self.lineage = self._node.lineage = Lineage(self, self.recipe, self.twin, parent)
+    def _enter(self, parent: Expression | None) -> None:
+        self.expression.enter(self, self.twin, parent)
+        if parent is None:
+            living().add(self.expression)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a function outside of this package (a ``torch.autograd.Function``) put this tensor into its graph.
-
-        Its gradient then has to pass that function.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.requires_grad and self.grad_fn is not self._node
+        """Whether a ``torch.autograd.Function`` put this tensor into its graph, so that its gradient has to pass it."""
+        return not self.expression.requires_grad and self.requires_grad
 
     def recorded(self, twin: Tensor, **changes: Any) -> Self:
         """The lazy result of an operation on this tensor.
 
         Args:
             twin: The operation's result for :attr:`twin`.
-            changes: What differs in the recipe.
+            changes: What differs in the expression.
         """
-        return self.of(self.recipe.changed(**changes), twin, self.lineage)
+        return self.of(self.expression.changed(**changes), twin, self.expression)
 
     def same(self, **changes: Any) -> Self:
         """The same values (or, with other hidden states, such of other tokens), with no connection to this tensor."""
-        return self.with_recipe(self.recipe.changed(**changes))
+        return self.with_expression(self.expression.changed(**changes))
 
-    def with_recipe(self, recipe: Recipe) -> Self:
-        """As :meth:`same`, computed by another recipe."""
-        return self.of(recipe, self.twin if recipe.shape == self.shape else None)
+    def with_expression(self, expression: Expression) -> Self:
+        """As :meth:`same`, computed by another expression."""
+        return self.of(expression, self.twin if expression.shape == self.shape else None)
 
     def notice(self, operation: str) -> None:
-        """Notes that ``operation`` is computed from the recipe; raises if that is no longer possible."""
-        self.recipe.check(operation)
+        """Notes that ``operation`` is computed from the expression; raises if that is no longer possible."""
+        self.expression.check(operation)
         if torch.is_grad_enabled() and self.requires_grad:
-            self.lineage.bypass(operation)
-
-    def compute(self, operation: str) -> Tensor:
-        """The real tensor, part of the graph if gradients are enabled."""
-        return self.placed(self.recipe.compute(operation))
+            self.expression.bypass(operation)
 
     def placed(self, values: Tensor) -> Tensor:
         """``values`` in the layout of this tensor, and in its place in the graph if that is foreign."""
@@ -126,24 +112,12 @@ class LazyTensor(Tensor):
         if self._real_values is None or (differentiable and not self._real_values.requires_grad):
             if differentiable:
                 self._warn(operation)
-                self.lineage.bypass(operation)
-            # Few values are those of the head's output, so that all that is read from it agrees.
-            shared = not differentiable and self.is_local and not self.is_foreign and self.lineage.root.recipe.is_small
-            self._real_values = self.lineage.values(operation) if shared else self.compute(operation)
+                self.expression.bypass(operation)
+            if differentiable or self.is_foreign or not (self.is_local and self.expression.root.is_small):
+                self._real_values = self.placed(self.expression.compute(operation))
+            else:  # those of the head's output, so that all that is read from it agrees
+                self._real_values = self.expression.values(operation)
         return self._real_values
-
-    def become(self, other: Tensor) -> None:
-        """Takes over the contents of ``other``, which is not to be used afterwards."""
-        for tensor in (self, other):
-            if isinstance(tensor, LazyTensor):
-                tensor.lineage.tensor = _nothing  # weak references prevent the exchange
-        swap_tensors(self, other)
-
-    @property
-    def is_exchangeable(self) -> bool:
-        """Whether no other code refers to the C++ tensor of this object, or weakly to it."""
-        # Private to torch, and what swap_tensors checks too: here before anything is exchanged.
-        return self._use_count() == 1 and weakref.getweakrefs(self) == [self.lineage.tensor]  # type: ignore[attr-defined]
 
     def become_real(self, operation: str, warn: bool = True) -> None:
         """Turns this tensor, with all that was recorded from the same output, into what PyTorch would have returned.
@@ -155,41 +129,41 @@ class LazyTensor(Tensor):
             RuntimeError: If an object cannot be exchanged because other code refers to its C++ tensor or weakly to it,
                 or its values can no longer be computed. All are lazy as before.
         """
-        lineages = self.lineage.alive()
-        if not all(lineage.tensor().is_exchangeable for lineage in lineages):
+        lazy = {expression: expression.tensor() for expression in self.expression.alive()}
+        try:
+            for tensor in lazy.values():  # there and back
+                exchange(tensor, empty := torch.empty(0))
+                exchange(tensor, empty)
+        except RuntimeError as error:
             raise RuntimeError(
                 f"{operation} needs real logits in the place of an LM head's lazy output, which other code (such as a"
                 " torch.autograd.Function that saved it) refers to. Call lightning_liger.materialize(logits) before"
                 " that"
-            )
-        if warn and any(lineage.tensor().requires_grad for lineage in lineages):
+            ) from error
+        if warn and any(tensor.requires_grad for tensor in lazy.values()):
             self._warn(operation)
-        self._real_values = self.lineage.root.kept = None
-        real: dict[Lineage, Tensor] = {}
+        root = self.expression.root
+        self._real_values = root.kept = None
         # Also under no_grad: a write there does not detach the tensor written to.
         with torch.inference_mode(self.is_inference()), torch.enable_grad():
-            for lineage in lineages:
-                tensor = lineage.tensor()
-                tensor.become(_real_logits(lineage, real, operation))
-                real[lineage] = tensor
-                if lineage.bypassed_by is not None:
+            real = {root: laid_out(root.compute(operation), root.twin)}
+            for expression, tensor in lazy.items():
+                exchange(tensor, tensor.placed(expression.derived(real)))
+                real[expression] = tensor
+                if expression.bypassed_by is not None:
                     tensor.__class__ = Bypassed
-                    tensor.bypassed_by = lineage.bypassed_by
+                    tensor.bypassed_by = expression.bypassed_by
 
     def _warn(self, operation: str) -> None:
-        self.recipe.head.counters.num_materialized += 1
+        self.expression.head.counters.num_materialized += 1
         warn_materialized(operation, self.shape, self.dtype)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(_call)(func, args, dict(kwargs or {}))
-        if not kwargs and table.name_of(func)[1]:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
-        return _call(func, args, dict(kwargs or {}))
+        call = torch.compiler.disable(_call) if torch.compiler.is_dynamo_compiling() else _call
+        return call(func, args, dict(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as an instance's method
@@ -216,15 +190,20 @@ class LazyTensor(Tensor):
         return self.real_values("pickling").__reduce_ex__(protocol)
 
 
-def _real_logits(lineage: Lineage, real: dict[Lineage, Tensor], operation: str) -> Tensor:
-    if lineage not in real:
-        if lineage.parent is None:
-            values = laid_out(lineage.recipe.compute(operation), lineage.twin)
-        else:
-            values = lineage.replayed(_real_logits(lineage.parent, real, operation))
-        tensor = lineage.tensor()
-        real[lineage] = values if tensor is None else tensor.placed(values)
-    return real[lineage]
+def exchange(lazy: LazyTensor, other: Tensor) -> None:
+    """Swaps the contents of two objects; raises a RuntimeError where other code refers to a C++ tensor of them."""
+    pair = lazy, other
+    _refer(pair, lambda tensor: _nothing)  # weak references prevent the exchange
+    try:
+        Tensor.__torch_function__(swap_tensors, (), pair)
+    finally:
+        _refer(pair, weakref.ref)
+
+
+def _refer(tensors: tuple[Tensor, ...], reference: Callable[[Tensor], Any]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, LazyTensor):
+            tensor.expression.tensor = reference(tensor)
 
 
 def _nothing() -> None:
@@ -238,18 +217,11 @@ class _Deferred(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, cls: type[LazyTensor], recipe: Recipe, twin: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, cls: type[LazyTensor], expression: Expression, twin: Tensor, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.recipe = recipe
-        lazy: Any = Tensor._make_wrapper_subclass(
-            cls,
-            twin.shape,
-            strides=twin.stride(),
-            storage_offset=twin.storage_offset(),
-            dtype=twin.dtype,
-            device=recipe.hidden_states.device,
-        )
-        lazy._node = ctx
+        ctx.expression = expression
+        device, layout = expression.hidden_states.device, (twin.stride(), twin.storage_offset())
+        lazy: Any = Tensor._make_wrapper_subclass(cls, twin.shape, *layout, dtype=twin.dtype, device=device)
         return lazy
 
     @staticmethod
@@ -258,19 +230,19 @@ class _Deferred(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
-        if ctx.lineage.watched_by is not None:
+        expression = ctx.expression
+        if expression.watched_by is not None:
             raise RuntimeError(
-                f"{ctx.lineage.watched_by} came after a function to which an LM head's lazy output was given, so it"
+                f"{expression.watched_by} came after a function to which an LM head's lazy output was given, so it"
                 " would miss that function's gradient. Call lightning_liger.materialize(logits) before that function"
             )
-        tensors = ctx.recipe.tensors().values()
+        tensors = expression.tensors().values()
         leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
         with torch.enable_grad():
-            ctx.recipe.check("backward")
-            logits = ctx.recipe.with_tensors(leaves).compute("backward")
-        gradients = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient)
-        remaining = iter(gradients)
-        return None, None, None, *(next(remaining) if need else None for need in needed)
+            expression.check("backward")
+            logits = expression.with_tensors(leaves).compute("backward")
+        gradients = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient))
+        return None, None, None, *(next(gradients) if need else None for need in needed)
 
 
 class _PassedOn(torch.autograd.Function):
@@ -291,11 +263,10 @@ class _PassedOn(torch.autograd.Function):
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` of arguments that contain lazy tensors."""
     name, is_plain = table.name_of(func)
+    if is_plain:
+        return Tensor.__torch_function__(func, (), args, kwargs)
     if not args and "input" in kwargs:
         args = (kwargs.pop("input"),)
-    if is_plain:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
     if name in table.LIKE and isinstance(args[0], LazyTensor):
         return func(args[0].twin, *args[1:], **{"device": args[0].device, **kwargs})
     if name in table.NEED_NO_VALUES:
@@ -315,7 +286,7 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if not torch.is_grad_enabled():
         for lazy in _lazy_in((args, kwargs)):
             if lazy.requires_grad:  # perhaps in a torch.autograd.Function, which gives it a gradient
-                lazy.lineage.bypass(f"{name} under no_grad or in a torch.autograd.Function")
+                lazy.expression.bypass(f"{name} under no_grad or in a torch.autograd.Function")
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{name} of an LM head's lazy output comes inside a transform of torch.func, such as grad or vmap. Call"
@@ -325,11 +296,11 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     operation = table.operations.get(name_out_of_place or name)
     first = args[0] if args else None
     if operation is not None and name_out_of_place is None:
-        first, *rest = _in_order(operation, args)
+        is_second = operation.is_commutative and len(args) == 2 and not isinstance(first, LazyTensor)
+        first, *rest = args[::-1] if is_second else args
         result = _registered(operation, name, (first, *rest), kwargs)
         if result is not NotImplemented:
-            _remember_read(result, func, name, first, rest, kwargs)
-            return _with_replay(result, first, lambda real: func(real, *rest, **kwargs))
+            return _noted(result, first, name, lambda real: func(real, *rest, **kwargs))
     elif operation is not None and isinstance(first, LazyTensor) and _done_in_place(operation, name, args, kwargs):
         return first
     written: Any = [kwargs.get("out")]
@@ -338,21 +309,11 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     if is_in_place or (shows_memory and isinstance(first, LazyTensor) and first.is_local):
         written += args[:1]
     if lazy_written := _lazy_in(written):
-        for lazy in lazy_written:
-            if isinstance(lazy, LazyTensor):  # not yet real with another one
-                lazy.become_real(name)
+        _all_become_real(lazy_written, name)
         return func(*args, **kwargs)
     if name.strip("_") in table.COMPARISONS:
         return _compared(func, name, args, kwargs)
-    result = _read(func, name, args, kwargs)
-    if args:
-        _remember_read(result, func, name, args[0], args[1:], kwargs)
-    return result
-
-
-def _in_order(operation: table.Operation, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    is_second = operation.is_commutative and len(args) == 2 and not isinstance(args[0], LazyTensor)
-    return args[::-1] if is_second else args
+    return _noted(_read(func, name, args, kwargs), first, name, func)
 
 
 def _registered(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -365,8 +326,50 @@ def _registered(operation: table.Operation, name: str, args: tuple[Any, ...], kw
     if any(lazy.is_foreign for lazy in lazy_arguments):
         return NotImplemented
     for lazy in lazy_arguments:
-        lazy.recipe.check(name)
+        lazy.expression.check(name)
     return operation.function(*args, **kwargs)
+
+
+def _noted(result: Any, first: Any, name: str, replay: Callable[[Tensor], Any]) -> Any:
+    """``result`` of an operation on ``first``, after notes on how to replay it, or whether it was rounded as others."""
+    parts = result if isinstance(result, tuple) else (result,)
+    for position, part in enumerate(parts if isinstance(first, LazyTensor) else ()):
+        if isinstance(part, LazyTensor):
+            if part.expression.parent is first.expression:
+                part.expression.replay = replay if part is result else partial(_replayed_part, replay, position)
+        elif name in table.READS and type(part) is Tensor:
+            if part.requires_grad:
+                first.expression.root.rounded_by = name
+            else:
+                vars(part)["liger_exact"] = version(part)
+    return result
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    """Whether values were read from lazy logits without gradients, and not changed since."""
+    return getattr(tensor, "liger_exact", None) == version(tensor)
+
+
+def _replayed_part(replay: Callable[[Tensor], Any], position: int, real: Tensor) -> Any:
+    return replay(real)[position]
+
+
+def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the first argument now is the lazy result of an in-place operation; only without relatives."""
+    first = args[0]
+    if len(first.expression.alive()) > 1:
+        return False
+    result = _registered(operation, name, args, kwargs)
+    if not isinstance(result, LazyTensor) or result.dtype != first.dtype or result.requires_grad != first.requires_grad:
+        return False
+    if result is not first:
+        try:
+            exchange(first, result)
+        except RuntimeError:
+            return False
+        first._enter(None)
+        first.expression.bypass(name)
+    return True
 
 
 def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -389,82 +392,31 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         return result
     values.clear()
     del result
-    for lazy in touched:
-        lazy.become_real(name)
+    _all_become_real(touched, name)
     return func(*args, **kwargs)
 
 
-def _remember_read(result: Any, func: Any, name: str, first: Any, rest: Any, kwargs: dict[str, Any]) -> None:
-    """Notes on values that were read how to read them without gradients, where they may be rounded differently."""
-    values: Any = result[0] if isinstance(result, tuple) else result
-    if name not in table.READS or not isinstance(first, LazyTensor) or type(values) is not Tensor:
-        return
-    is_rounded = values.requires_grad and values.is_floating_point()
-    again = (weakref.ref(first.lineage), func, rest, kwargs) if is_rounded else None
-    vars(values)["liger_read"] = version(values), again
-    if is_rounded and name in table.GATHERS:
-        first.lineage.root.rounded_by = name
+def _all_become_real(lazy_arguments: list[LazyTensor], name: str) -> None:
+    for lazy in lazy_arguments:
+        if isinstance(lazy, LazyTensor):  # not yet real with another one
+            lazy.become_real(name)
 
 
 def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A comparison, which has no gradient, of values that agree with what was read from them."""
+    """A comparison, which has no gradient, of values as they are without gradients."""
     lazy_arguments = _lazy_in((args, kwargs))
+    others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
+    if any(not isinstance(other, LazyTensor) and other.ndim > 0 and not _is_exact(other) for other in others):
+        for read in filter(None, (lazy.expression.root.rounded_by for lazy in lazy_arguments)):
+            raise RuntimeError(
+                f"{name} compares an LM head's lazy output with a tensor, after {read} read values of it with"
+                f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {read},"
+                " or read the values of logits.detach()"
+            )
     if torch.is_grad_enabled() and lazy_arguments[0].requires_grad:
         lazy_arguments[0]._warn(name)
-    rounded_by = [lazy.lineage.root.rounded_by for lazy in lazy_arguments]
     with torch.no_grad():
-        args = tuple(_exact(value, rounded_by, name) for value in args)
-        return _read(func, name, args, {key: _exact(value, rounded_by, name) for key, value in kwargs.items()})
-
-
-def _exact(value: Any, rounded_by: list[str | None], name: str) -> Any:
-    """``value``, compared with lazy logits, as it is without gradients if it was read from them."""
-    if not isinstance(value, Tensor) or isinstance(value, LazyTensor) or not value.is_floating_point():
-        return value
-    written, read = getattr(value, "liger_read", (None, None))
-    if written == version(value):
-        if read is None:
-            return value
-        lineage, func, rest, kwargs = read
-        if (source := lineage() and lineage().tensor()) is not None:
-            found = func(source, *rest, **kwargs)
-            return found[0] if isinstance(found, tuple) else found
-    if value.ndim > 0 and (reads := [each for each in rounded_by if each is not None]):
-        raise RuntimeError(
-            f"{name} compares an LM head's lazy output with a tensor, after {reads[0]} read values of it with"
-            f" gradients, which are rounded differently. Call lightning_liger.materialize(logits) before {reads[0]}"
-        )
-    return value
-
-
-def _with_replay(result: Any, first: Any, replay: Callable[[Tensor], Any]) -> Any:
-    """``result``, where ``replay`` derives each lazy tensor in it that ``first`` is the parent of from its real one."""
-    if isinstance(result, tuple):
-        for position, part in enumerate(result):
-            _with_replay(part, first, partial(_replayed_part, replay, position))
-    elif isinstance(result, LazyTensor) and result is not first and result.lineage.parent is not None:
-        assert result.lineage.parent is first.lineage
-        result.lineage.replay = replay
-    return result
-
-
-def _replayed_part(replay: Callable[[Tensor], Any], position: int, real: Tensor) -> Any:
-    return replay(real)[position]
-
-
-def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the first argument now is the lazy result of an in-place operation; only without relatives."""
-    first = args[0]
-    if len(first.lineage.alive()) > 1 or not first.is_exchangeable:
-        return False
-    result = _registered(operation, name, args, kwargs)
-    if not isinstance(result, LazyTensor) or result.dtype != first.dtype or result.requires_grad != first.requires_grad:
-        return False
-    if result is not first:
-        first.become(result)
-        first._descend(None)
-        first.lineage.bypass(name)
-    return True
+        return _read(func, name, args, kwargs)
 
 
 # Gradients of lazy tensors themselves
@@ -475,10 +427,10 @@ def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> An
     lazy, *hooks = *args, *kwargs.values()
     if is_engines(*hooks):
         # Such an engine gathers parameters for each use.
-        lazy.recipe.head.counters.is_gathered |= is_engines(hooks[0], GATHERING_ENGINES)
+        lazy.expression.head.counters.is_gathered |= is_engines(hooks[0], GATHERING_ENGINES)
         # Backward comes by what the logits are computed from also if the loss is fused. Hooks of parameters would stay.
-        tensors = (tensor for tensor in lazy.recipe.tensors().values() if tensor.requires_grad and not tensor.is_leaf)
-        return _Handles(tensor.register_hook(*hooks) for tensor in tensors)
+        tensors = lazy.expression.tensors().values()
+        return _Handles(each.register_hook(*hooks) for each in tensors if each.requires_grad and not each.is_leaf)
     _become_watched(lazy, name)
     return func(*args, **kwargs)
 
@@ -500,13 +452,12 @@ def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _become_watched(lazy: LazyTensor, name: str) -> None:
-    if lazy.requires_grad and lazy.lineage.bypassed_by is not None:
-        refuse_bypassed(name, lazy.lineage.bypassed_by)
-    lineages = lazy.lineage.alive()
-    is_watched = lazy.requires_grad
+    if lazy.requires_grad and lazy.expression.bypassed_by is not None:
+        refuse_bypassed(name, lazy.expression.bypassed_by)
+    expressions = lazy.expression.alive() if lazy.requires_grad else []
     lazy.become_real(name)
-    for lineage in lineages if is_watched else ():
-        lineage.watched_by = name
+    for expression in expressions:
+        expression.watched_by = name
 
 
 # Below autograd
@@ -520,7 +471,7 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         or (func is aten.view.default and tuple(args[1]) == tuple(first.shape))
     ):
         with torch.no_grad():
-            return _with_replay(first.recorded(first.twin), first, Tensor.detach)
+            return _noted(first.recorded(first.twin), first, "", Tensor.detach)
     written = args[:1] if func.overloadpacket.__name__.endswith("_") else ()
     if _lazy_in((written, kwargs.get("out"))):
         raise RuntimeError(
@@ -561,6 +512,8 @@ def _stand_in(lazy: LazyTensor) -> Tensor:
 
 def _storages(tree: Any) -> set[int]:
     """The addresses of the memory of all tensors in a result."""
+    if isinstance(tree, torch.UntypedStorage | torch.TypedStorage):
+        return {tree.data_ptr()}
     if isinstance(tree, Tensor):  # DTensors and the like have no memory of their own
         return {tree.untyped_storage().data_ptr()} - {0} if type(tree) is Tensor and tree.numel() else set()
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()

@@ -24,8 +24,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from liger_ops.arguments import check_choice, wrong_type
-from lightning_liger.lazy.lineage import settle
 from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.lazy.steps import settle
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained

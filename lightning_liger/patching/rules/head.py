@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
+from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
-from lightning_liger.lazy.lineage import living
 from lightning_liger.lazy.logits import LazyLogits, is_loss_wanted
-from lightning_liger.lazy.recipe import Recipe
+from lightning_liger.lazy.steps import living
 from lightning_liger.patching.rules.base import Replacement, Rule
 
 
@@ -47,7 +47,7 @@ class HeadReplacement(Replacement):
                 logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
                 return original.forward(self, input) if logits is None else logits
             head = HeadParameters(self.weight, self.bias, dtype, counters, options)
-            return LazyLogits.of(Recipe(input, head, LogitTransform(dtype)))
+            return LazyLogits.of(Expression(input, head, LogitTransform(dtype)))
 
         return {"forward": forward}
 

@@ -37,15 +37,15 @@ class Exposure:
     def _connected(self, logits: LazyLogits) -> LazyLogits:
         """The logits with tensors that the engine may watch or replace."""
         if self.shows_head:
-            return logits.with_recipe(logits.recipe.map(lambda tensor: tensor.view_as(tensor)))
-        return logits.same(hidden_states=_Connected.apply(*logits.recipe.tensors().values()))
+            return logits.with_expression(logits.expression.map(lambda tensor: tensor.view_as(tensor)))
+        return logits.same(hidden_states=_Connected.apply(*logits.expression.tensors().values()))
 
     def _tensors(self, logits: LazyLogits) -> list[Tensor]:
-        return list(logits.recipe.tensors().values()) if self.shows_head else [logits.hidden_states]
+        return list(logits.expression.tensors().values()) if self.shows_head else [logits.hidden_states]
 
     def _with_tensors(self, logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
         if self.shows_head:
-            return logits.with_recipe(logits.recipe.with_tensors(tensors))
+            return logits.with_expression(logits.expression.with_tensors(tensors))
         return logits.same(hidden_states=tensors[0])
 
     def show(self, module: Module, args: Any, output: Any) -> Any:

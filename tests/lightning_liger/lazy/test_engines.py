@@ -1,7 +1,7 @@
 """Patched models in engines that their users set up themselves, without a strategy of this package."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_liger import LazyLogits, apply_liger_kernels, divergence, lazy_logits, token_scores, topk_log_probs
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
@@ -29,12 +30,17 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _fsdp2(model: Any) -> nn.Module:
+def _fsdp2(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (1,))  # or else it moves to a GPU
-    for layer in model.model.layers:
+    for layer in [each for each in model.modules() if isinstance(each, LlamaDecoderLayer)]:
         fully_shard(layer, mesh=mesh)
     sharded: Any = fully_shard(model, mesh=mesh)
     return sharded
+
+
+def _shown(model: nn.Module) -> nn.Module:
+    HIDDEN_STATES.expose(model)
+    return model
 
 
 ENGINES: dict[str, Any] = {
@@ -44,70 +50,8 @@ ENGINES: dict[str, Any] = {
     "ddp_static_graph": lambda model: DistributedDataParallel(model, static_graph=True),
     "fsdp": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
     "fsdp2": _fsdp2,
+    "shown": _shown,
 }
-
-
-def _step(model: nn.Module) -> tuple[Tensor, list[Tensor], Tensor]:
-    """The loss and gradients of one step, and the logits before it, detached but not materialized."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    logits = model(input_ids=IDS).logits
-    before = logits.detach()
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
-    loss.backward()
-    gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
-    optimizer.step()
-    return loss.detach(), gradients, before
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_engine_trains_a_patched_model_as_the_stock_one(engine: str, process_group: None) -> None:
-    results = []
-    for patched in (False, True):
-        torch.manual_seed(0)
-        model = tiny_llama()
-        if patched:
-            apply_liger_kernels(model)
-        results.append(_step(ENGINES[engine](model)))
-    (loss, gradients, old), (patched_loss, patched_gradients, patched_old) = results
-    torch.testing.assert_close(patched_loss, loss, rtol=1e-5, atol=0)
-    for got, want in zip(patched_gradients, gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    if isinstance(patched_old, LazyLogits):
-        with pytest.raises(RuntimeError, match=r"materialize\(logits\)"):
-            patched_old.softmax(-1)
-    else:
-        torch.testing.assert_close(patched_old, old, rtol=1e-4, atol=1e-6)
-
-
-def _policy_step(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
-    """The loss and gradients of one step on scores and a divergence from the logits of an earlier forward."""
-    with torch.no_grad(), lazy_logits():
-        before = token_scores(model(input_ids=IDS).logits[:, :-1], IDS[:, 1:]).log_probs
-        reference = model(input_ids=IDS.flip(0)).logits
-    logits = model(input_ids=IDS).logits
-    scores = token_scores(logits[:, :-1], IDS[:, 1:], outputs=("log_probs", "entropy"))
-    loss = torch.exp(scores.log_probs - before).mean() - scores.entropy.mean()
-    loss = loss + divergence(logits, reference, kind="jsd") + topk_log_probs(logits, IDS[..., None]).mean()
-    loss.backward()
-    return loss.detach(), [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_engine_takes_a_step_on_scores_as_the_stock_model(engine: str, process_group: None) -> None:
-    results = []
-    for patched in (False, True):
-        model = tiny_llama(num_hidden_layers=1)
-        if patched:
-            apply_liger_kernels(model)
-        results.append(_policy_step(ENGINES[engine](model)))
-        if patched and not engine.startswith("ddp_"):  # whose function of the output needs its gradient
-            assert model.lm_head.fusion_counters.num_materialized == 0
-    (loss, gradients), (patched_loss, patched_gradients) = results
-    torch.testing.assert_close(patched_loss, loss, rtol=1e-5, atol=0)
-    for got, want in zip(patched_gradients, gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
 class _Probabilities(nn.Module):
@@ -119,27 +63,58 @@ class _Probabilities(nn.Module):
         return self.model(input_ids=input_ids).logits.softmax(-1)
 
 
+# Each returns a loss, and logits that are kept beyond the step.
+
+
+def _cross_entropy(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    logits = model(input_ids=IDS).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten()), logits.detach()
+
+
+def _scores(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    with torch.no_grad(), lazy_logits():
+        before = token_scores(model(input_ids=IDS).logits[:, :-1], IDS[:, 1:]).log_probs
+        reference = model(input_ids=IDS.flip(0)).logits
+    logits = model(input_ids=IDS).logits
+    scores = token_scores(logits[:, :-1], IDS[:, 1:], outputs=("log_probs", "entropy"))
+    loss = torch.exp(scores.log_probs - before).mean() - scores.entropy.mean()
+    return loss + divergence(logits, reference, kind="jsd") + topk_log_probs(logits, IDS[..., None]).mean(), None
+
+
+def _probabilities(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    return model(input_ids=IDS)[..., :9].square().sum(), None
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", [*ENGINES, "shown"])
-def test_module_that_returns_probabilities_trains_under_each_engine(engine: str, process_group: None) -> None:
-    gradients = []
+@pytest.mark.parametrize("step", [_cross_entropy, _scores, _probabilities])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_trains_a_patched_model_as_the_stock_one(
+    engine: str, step: Callable[[nn.Module], tuple[Tensor, Tensor | None]], process_group: None
+) -> None:
+    results = []
     for patched in (False, True):
         model = tiny_llama(num_hidden_layers=1)
         if patched:
             apply_liger_kernels(model)
-        whole: Any = _Probabilities(model)
-        if engine == "shown":
-            HIDDEN_STATES.expose(whole)
-        elif engine == "fsdp2":
-            whole = fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
-        else:
-            whole = ENGINES[engine](whole)
-        probabilities = whole(input_ids=IDS)
-        assert engine != "shown" or type(probabilities) is Tensor
-        probabilities[..., :9].square().sum().backward()
-        gradients.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in model.parameters()])
-    for got, want in zip(*reversed(gradients), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+        whole = ENGINES[engine](_Probabilities(model) if step is _probabilities else model)
+        optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
+        loss, kept = step(whole)
+        loss.backward()
+        gradients = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for p in whole.parameters()]
+        optimizer.step()
+        results.append((loss.detach(), gradients, kept))
+        # The function that DDP applies to outputs in these modes needs their gradient.
+        if patched and step is _scores and not engine.startswith("ddp_"):
+            assert model.lm_head.fusion_counters.num_materialized == 0
+    (want, wanted, real), (got, gradients, kept) = results
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    for gradient, each in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, each, rtol=1e-4, atol=1e-6)
+    if isinstance(kept, LazyLogits):
+        with pytest.raises(RuntimeError, match=r"materialize\(logits\)"):
+            kept.softmax(-1)
+    elif kept is not None:
+        torch.testing.assert_close(kept, real, rtol=1e-4, atol=1e-6)
 
 
 def test_trainer_of_hugging_face_computes_metrics_and_predictions_of_patched_models() -> None:

@@ -40,47 +40,31 @@ FOLDS: dict[str, Callable[[Logits], Logits]] = {
     "softcap_of_scaled_then_scaled": lambda x: torch.tanh(x * 1.5 / 5.0) * 5.0 / 0.7,
     "softcap_turned_over": lambda x: torch.tanh(x / 5.0) * -5.0,
     "softcap_gemma2": lambda x: (torch.tanh(x[:, -3:, :] / 30.0) * 30.0).float(),
-    "float": lambda x: x.float(),
-    "to_dtype_by_keyword": lambda x: x.to(dtype=torch.float32),
-    "type": lambda x: x.type(torch.float32),
     "to_another_tensor": lambda x: x.to(torch.zeros(1)),
     "to_a_copy": lambda x: x.to(torch.float32, non_blocking=True, copy=True),
     "clone": lambda x: x.clone(),
     "log_softmax_of_log_softmax": lambda x: F.log_softmax(x.log_softmax(-1).log_softmax(2), dim=-1),
-    "to_same_device_and_dtype": lambda x: x.to(torch.device("cpu"), torch.float32),
-    "view_of_a_tuple": lambda x: x.view((SEQ_LEN, BATCH_SIZE, VOCAB_SIZE)),
     "view_with_the_vocabulary_inferred": lambda x: x.view(BATCH_SIZE * SEQ_LEN, -1),
     "view_as": lambda x: x.view_as(torch.empty(5, 2, VOCAB_SIZE)),
-    "reshape_as": lambda x: x.reshape_as(torch.empty(10, VOCAB_SIZE)),
     "flatten_names": lambda x: torch.flatten(x, start_dim=0, end_dim=1),
     "unflatten": lambda x: x.flatten(0, 1).unflatten(0, (5, 2)),
     "unsqueeze": lambda x: x.unsqueeze(0).unsqueeze(dim=-2),
     "unsqueeze_behind_and_back": lambda x: x.unsqueeze(-1).squeeze(-1),
     "squeeze_all": lambda x: x[:1, None].squeeze(),
-    "squeeze_the_vocabulary": lambda x: x.squeeze(-1),
-    "transpose_there_and_back": lambda x: x.transpose(1, 2).contiguous().transpose(-1, -2),
     "permute": lambda x: x.permute(1, 0, 2),
     "reshape_behind": lambda x: x.transpose(1, 2).unflatten(2, (5, 1)).reshape(2, VOCAB_SIZE, 5).transpose(1, 2),
     "index_behind": lambda x: x.transpose(1, 2)[1, :, None, 1:].movedim(0, -1),
     "select_behind": lambda x: x.transpose(1, 2).select(2, 3),
     "narrow_names": lambda x: torch.narrow(x, dim=1, start=1, length=3),
-    "select": lambda x: x.select(1, 2),
     "index_select": lambda x: torch.index_select(x, 1, torch.tensor([3, 0, 3])),
     "unbind": lambda x: x.unbind(1)[2],
     "split_method": lambda x: x.split(split_size=3, dim=1)[1],
-    "permute_of_a_tuple": lambda x: torch.permute(x, (1, 0, 2)),
     "tensor_split": lambda x: x.tensor_split(3, dim=1)[1],
     "iteration": lambda x: list(x)[1],
     "reshape_of_as_many_tokens_as_classes": lambda x: x[:, LONG].view(2, VOCAB_SIZE, VOCAB_SIZE),
     "contiguous": lambda x: x[..., :-1, :].contiguous(),
-    "all_but_the_last_token": lambda x: x[..., :-1, :],
-    "last_token_with_the_vocabulary": lambda x: x[:, -1, :],
-    "boolean_mask": lambda x: x[MASK],
-    "index_tensor": lambda x: x[:, torch.tensor([3, 0])],
     "index_tuple": lambda x: x[(0, 1), 1:],
-    "two_index_tensors": lambda x: x[torch.tensor([0, 1]), torch.tensor([4, 2])],
     "new_axis_inside": lambda x: x[:, None, :, :],
-    "whole_vocabulary": lambda x: x[..., :],
     "part_of_the_vocabulary": lambda x: x[..., :29],
     "part_of_the_vocabulary_and_tokens": lambda x: x[MASK, 4:29],
     "part_of_the_vocabulary_behind": lambda x: x.transpose(1, 2)[:, 4:29].transpose(1, 2),
@@ -88,7 +72,6 @@ FOLDS: dict[str, Callable[[Logits], Logits]] = {
     "classes": lambda x: x[..., [3, 4, 9]],
     "classes_of_a_row": lambda x: x[0, :, torch.tensor([3, -1])],
     "classes_behind": lambda x: x.transpose(1, 2)[:, torch.arange(VOCAB_SIZE) > 9].mT,
-    "true": lambda x: x[True],
     "numpy_mask": lambda x: x[MASK.numpy()],
     "everything_at_once": lambda x: torch.tanh(x[..., :29].float()[:, :-1] / 4 / 5).flatten(0, 1) * 5,
 }
@@ -141,15 +124,6 @@ def test_softcap_is_folded_where_a_tensor_could_not_be_written_to() -> None:
     assert twin.counters.num_materialized == 0
 
 
-def test_detached_logits_have_the_loss_but_no_graph() -> None:
-    twin = Twin()
-    for detached in (twin.lazy.detach(), torch.detach(twin.lazy)):
-        assert isinstance(detached, LazyLogits)
-        loss = token_loss(detached)
-        assert not loss.requires_grad
-        torch.testing.assert_close(loss, token_loss(twin.real).detach(), rtol=1e-5, atol=0)
-
-
 CLASS_WEIGHT = torch.linspace(0.5, 2.0, VOCAB_SIZE)
 CLASS_TARGETS = LABELS.clone()
 CLASS_TARGETS[0, 1] = -100
@@ -186,7 +160,6 @@ WITHOUT_LOSS: dict[str, Callable[[Logits], Any]] = {
     "log_probabilities_along_dim": lambda x: torch.take_along_dim(x.log_softmax(-1), LABELS[..., None], dim=-1),
     "log_probabilities_behind": lambda x: x.mT.log_softmax(1).gather(1, LABELS.unsqueeze(1)),
     "log_probabilities_of_more": lambda x: x.log_softmax(-1).gather(-1, TWO_CLASSES),
-    "log_probabilities_of_one_token": lambda x: x[0, 2].log_softmax(-1).gather(0, torch.tensor([5])),
     "log_probabilities_indexed": lambda x: x.log_softmax(-1).flatten(0, 1)[torch.arange(TOKENS), LABELS.flatten()],
     "logits_of_labels_capped": lambda x: (5 * torch.tanh(x * 0.3 / 5)).gather(-1, LABELS.unsqueeze(-1)),
     "logits_of_more_labels": lambda x: x.gather(-1, TWO_CLASSES),
@@ -194,21 +167,15 @@ WITHOUT_LOSS: dict[str, Callable[[Logits], Any]] = {
     "selected_minus_logsumexp": lambda x: x.gather(-1, LABELS[..., None]).squeeze(-1) - torch.logsumexp(x, dim=-1),
     "logsumexp_keepdim": lambda x: torch.logsumexp(x, (2,), keepdim=True),
     "logsumexp_behind": lambda x: torch.special.logsumexp(x.transpose(1, 2), 1, True),
-    "logsumexp_of_a_part": lambda x: torch.logsumexp(torch.tanh(x / 5)[:, 1:, :29] * 5, -1),
     "z_loss": lambda x: torch.logsumexp(x.float(), dim=-1).pow(2).mean(),
     "argmax_torch": lambda x: torch.argmax(x, dim=-1, keepdim=True),
-    "argmax_behind": lambda x: x.mT.argmax(1),
     "argmax_of_equals": lambda x: x[..., [3, 3, 9, 9]].argmax(-1),
     "max": lambda x: tuple(x.max(dim=-1)),
-    "max_names": lambda x: (torch.max(x, -1).values, torch.max(x, -1, keepdim=True).indices),
     "min": lambda x: tuple(torch.min(x * -1, dim=2)),
     "amax": lambda x: x.amax(-1),
-    "topk": lambda x: tuple(x.topk(3)),
     "topk_behind": lambda x: tuple(torch.topk(x.mT, 2, dim=1, largest=False)),
-    "one_token": lambda x: x[0, -1].argmax(-1),
     "sum": lambda x: x.sum(),
     "sum_of_a_part": lambda x: x[:, 1:, 4:29].sum((0, 2), keepdim=True),
-    "mean_of_all": lambda x: (x * 0.5)[:1].mean(),
     "mean_behind": lambda x: x.mT.mean(dim=1, dtype=torch.float64),
     "mean_of_log_probabilities": lambda x: x.log_softmax(-1).mean(-1, keepdim=True),
     "numel": lambda x: torch.tensor([torch.numel(x), x.is_floating_point(), torch.is_complex(x)]),
@@ -263,15 +230,6 @@ def test_function_of_logits_keeps_none_of_them_for_backward(name: str) -> None:
     for parameter in twin.lazy_head.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     assert sum(kept.values()) < TOKENS * VOCAB_SIZE // 2
-
-
-def test_cross_entropy_method_returns_predictions_and_token_losses() -> None:
-    twin = Twin()
-    loss, stats = twin.lazy.cross_entropy(CLASS_TARGETS, return_stats=True)
-    real = twin.real
-    torch.testing.assert_close(loss, F.cross_entropy(real.flatten(0, 1), CLASS_TARGETS.flatten()), rtol=1e-5, atol=0)
-    kept = CLASS_TARGETS != -100
-    assert torch.equal(stats.predictions[kept], real.argmax(-1)[kept])
 
 
 @pytest.mark.parametrize("label", [-100, -1, VOCAB_SIZE])

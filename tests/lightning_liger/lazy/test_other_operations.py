@@ -1,7 +1,6 @@
 """Operations that materialize lazy logits: once, with real values and gradients, and a warning that says where."""
 
 import inspect
-import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -44,18 +43,6 @@ def scaled_in_place_under_a_view(x: Logits) -> Tensor:
     return F.cross_entropy(tokens, LABELS.flatten())
 
 
-def view_scaled_in_place(x: Logits) -> Tensor:
-    tokens = x.narrow(1, 1, 3)
-    tokens *= 0.3
-    return F.cross_entropy(x.flatten(0, 1), LABELS.flatten()) + token_loss(tokens)
-
-
-def overwritten_without_gradients(x: Logits) -> Tensor:
-    with torch.no_grad():
-        x.mul_(0.5)
-    return F.cross_entropy(x.flatten(0, 1), LABELS.flatten())
-
-
 def gradient_of_logits(x: Logits) -> Tensor:
     x.retain_grad()
     F.cross_entropy(x[:, 1:].flatten(0, 1), LABELS[:, 1:].flatten()).backward(retain_graph=True)
@@ -74,39 +61,23 @@ PROBABILITIES = torch.full((TOKENS, VOCAB_SIZE), 1 / VOCAB_SIZE)
 OPERATIONS: dict[str, tuple[str, Callable[[Logits], Any]]] = {
     "log_softmax_over_tokens": ("log_softmax", lambda x: F.log_softmax(x, dim=1)),
     "entropy": ("softmax", lambda x: -(x.softmax(-1) * x.detach().log_softmax(-1)).sum(-1)),
-    "entropy_of_a_part": ("mul", lambda x: (x.detach().softmax(-1) * (x * 2).log_softmax(-1)).sum(-1)),
     "divergence": ("kl_div", lambda x: F.kl_div((2 * x).log_softmax(-1), TEACHER, reduction="sum")),
     "label_smoothing": ("neg", lambda x: (-F.log_softmax(x, dim=-1)).sum(dim=-1, keepdim=True)),
     "normalized": ("sub", lambda x: (x - x.logsumexp(-1, keepdim=True)).gather(-1, LABELS[..., None])),
-    "log_softmax_tanh": ("tanh", lambda x: x.log_softmax(-1).tanh()),
     "log_softmax_of_a_part": ("getitem", lambda x: x.log_softmax(-1)[..., 3:]),
-    "nll_loss_of_logits": ("nll_loss", lambda x: F.nll_loss(x.flatten(0, 1), LABELS.flatten())),
-    "sum_over_tokens": ("sum", lambda x: x.sum(1)),
-    "max_of_all": ("max", lambda x: x.max()),
     "gather_of_some_tokens": ("gather", lambda x: x.gather(-1, LABELS[:, :2, None])),
     "times_tensor": ("mul", lambda x: x * torch.full((VOCAB_SIZE,), 2.0)),
-    "times_learned_scale": ("mul", lambda x: x * LEARNED_SCALE),
-    "times_nothing": ("mul", lambda x: x * 0),
     "times_itself": ("mul", lambda x: torch.mul(x, x)),
-    "number_divided": ("rdiv", lambda x: 1.0 / x),
-    "negated": ("neg", lambda x: -x),
-    "equal": ("eq", lambda x: x == 0.0),
-    "matrix_product": ("matmul", lambda x: x @ torch.ones(VOCAB_SIZE, 2)),
-    "stack": ("stack", lambda x: torch.stack([x, x])),
-    "second_tanh": ("tanh", lambda x: x.tanh().tanh()),
     "one_class": ("getitem", lambda x: x[..., 3]),
     "new_axis_behind_the_vocabulary_of_one": ("squeeze", lambda x: x[..., :1].squeeze(-1)),
     "mask_behind_the_vocabulary": ("getitem", lambda x: x.mT[:, :, MASK[0]]),
     "reshape_of_the_vocabulary": ("reshape", lambda x: x.reshape(BATCH_SIZE, -1)),
     "split_of_the_vocabulary": ("split", lambda x: x.split(20, -1)[1]),
-    "double": ("double", lambda x: x.double()),
     "cross_entropy_over_tokens": ("cross_entropy", loss_over_the_second_dimension),
     "class_probabilities": ("cross_entropy", lambda x: F.cross_entropy(x.flatten(0, 1), PROBABILITIES)),
     "overwritten_rows": ("setitem", overwritten_rows),
     "overwritten_view": ("add_", overwritten_view),
     "scaled_in_place_under_a_view": ("mul_", scaled_in_place_under_a_view),
-    "view_scaled_in_place": ("mul", view_scaled_in_place),
-    "overwritten_without_gradients": ("mul_", overwritten_without_gradients),
     "gradient_of_logits": ("retain_grad", gradient_of_logits),
 }
 
@@ -147,33 +118,6 @@ def test_other_operation_does_not_warn_without_gradients(operation: Callable[[Lo
 def test_model_code_is_named_before_the_code_that_called_it() -> None:
     with pytest.warns(UserWarning, match=rf"softmax on an LM head's output \({__file__}:\d+\)"):
         nn.Sequential(nn.Softmax(1))(Twin().lazy)
-
-
-@pytest.mark.filterwarnings("ignore:.* on an LM head's output")
-def test_lazy_logits_anywhere_in_the_arguments_are_found() -> None:
-    twin = Twin()
-    for function in (
-        lambda x, other: torch.stack((x, x * 2)),
-        lambda x, other: torch.cat(tensors=[x, other]),
-        lambda x, other: torch.einsum("bsv,bsv->bs", x, x),
-        lambda x, other: torch.add(other, x, alpha=3),
-        lambda x, other: operator.imul(other.clone(), x.detach()),
-        lambda x, other: other.clone().add_(x.detach()),
-    ):
-        torch.testing.assert_close(function(twin.lazy, twin.real), function(twin.real, twin.real))
-
-
-@pytest.mark.parametrize("name", ["T", "H", "mT", "mH", "real"])
-@pytest.mark.parametrize("write", [F.relu_, lambda x: x.mul_(2)])
-@pytest.mark.filterwarnings("ignore:.*materializes the logits")
-def test_transposed_logits_see_writes_as_views_do(name: str, write: Callable[[Tensor], Any]) -> None:
-    twin = Twin()
-    lazy, real = twin.lazy[0], twin.real[0]
-    views = getattr(lazy, name), getattr(real, name)
-    assert views[0].shape == views[1].shape
-    write(lazy), write(real)
-    torch.testing.assert_close(lazy, real)
-    torch.testing.assert_close(*views)
 
 
 def test_write_below_autograd_is_refused_with_what_to_call() -> None:

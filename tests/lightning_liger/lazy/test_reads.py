@@ -4,7 +4,6 @@ import random
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
@@ -46,71 +45,34 @@ def lazy_head(dtype: torch.dtype, chunk_bytes: int | None) -> nn.Linear:
     return head
 
 
-def compared_with_read(read: Callable[[Tensor, Tensor], Tensor], x: Tensor, gold: Tensor) -> Any:
-    """Where values equal those that were read, and how many are above and below; None where that is refused."""
-    value = read(x, gold)
-    try:
-        return x == value, (x > value).sum(-1), (x < value).sum(-1)
-    except RuntimeError as error:
-        if "materialize(logits)" not in str(error):
-            raise
-        return None
-
-
-@pytest.mark.parametrize("chunk_bytes", [None, SOME_TOKENS])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.filterwarnings("ignore:.*materializes the logits")
-def test_values_that_were_read_are_found_again(
-    mode: Callable[[], AbstractContextManager[None]], chunk_bytes: int | None
-) -> None:
-    for seed in range(60):
+def test_values_that_were_read_are_found_again(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    for seed in range(100):
         random.seed(seed)
         torch.manual_seed(seed)
-        head = lazy_head(random.choice([torch.float32, torch.float32, torch.bfloat16]), chunk_bytes)
-        hidden_states = torch.randn(BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE, dtype=head.weight.dtype)
+        head = lazy_head(
+            random.choice([torch.float32, torch.float32, torch.bfloat16]), random.choice([None, SOME_TOKENS])
+        )
         with mode(), lazy_logits():
-            logits = head(hidden_states)
+            logits = head(torch.randn(BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE, dtype=head.weight.dtype))
             assert isinstance(logits, LazyLogits)
-            # With gradients, what became of a maximum may differ by rounding, as the tokens are read in other chunks.
-            reads = ["gather", "take_along_dim", "max", "amin"] if mode is torch.enable_grad else list(READ)
-            names = random.choice(list(RECORDED)), random.choice(reads)
+            names = random.choice(list(RECORDED)), random.choice(list(READ))
             x = RECORDED[names[0]](logits)
+            if mode is torch.enable_grad:
+                x = x.detach()
             gold = torch.randint(0, x.shape[-1], (*x.shape[:-1], 1))
-            compared = compared_with_read(READ[names[1]], x, gold)
-            if compared is None:
-                assert mode is torch.enable_grad
-                continue
-            found, above, below = compared
-            equal = found.sum(-1)
+            read = READ[names[1]]
+            value = read(x, gold)
+            equal, above, below = ((x == value).sum(-1), (x > value).sum(-1), (x < value).sum(-1))
             assert (equal > 0).all(), names
             assert (above + below + equal == x.shape[-1]).all(), names
-            if names[1] == "gather":
-                assert found.gather(-1, gold).all(), names
             if names[1] == "topk":
                 assert ((above < 3) & (above + equal >= 3)).all(), names
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_values_without_gradients_are_those_of_materialized_logits(
-    mode: Callable[[], AbstractContextManager[None]],
-) -> None:
-    for seed in range(60):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        head = lazy_head(torch.float32, random.choice([None, SOME_TOKENS]))
-        with mode(), lazy_logits():
-            logits = head(torch.randn(BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE))
-            name = random.choice([name for name in RECORDED if name != "softmax"])
-            x = RECORDED[name](logits)
-            gold = torch.randint(0, x.shape[-1], (*x.shape[:-1], 1))
-            reads = random.sample([*READ.values(), lambda x, gold: x.logsumexp(-1), lambda x, gold: x.argmax(-1)], 3)
-            values = [read(x, gold) for read in reads]
             real = materialize(x)
             assert type(real) is Tensor
-            if not head.liger_replacement.options:  # type: ignore[attr-defined]
-                assert all(torch.equal(value, read(real, gold)) for value, read in zip(values, reads, strict=True)), (
-                    name
-                )
+            if mode is not torch.enable_grad and not head.liger_replacement.options and names[0] != "softmax":  # type: ignore[attr-defined]
+                assert torch.equal(value, read(real, gold)), names
 
 
 @pytest.mark.filterwarnings("ignore:.*materializes the logits")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_liger import LazyLogits
-from lightning_liger.lazy.lineage import settle
-from lightning_liger.lazy.recipe import Recipe
-from tests.lightning_liger.lazy.twin import Doubled, Twin, token_loss
+from lightning_liger.lazy.expression import Expression
+from lightning_liger.lazy.steps import settle
+from tests.lightning_liger.lazy.twin import Twin, token_loss
 
 KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda x: x,
@@ -74,7 +74,7 @@ def test_kept_logits_have_the_values_of_before_the_step(kept: str, optimizer: st
         step.step()
     with torch.no_grad():
         assert (twin.lazy_head(twin.lazy_input) - twin.real).abs().max() > 0.01
-    if kept in REFUSED:
+    if kept in REFUSED or (closure and kept != "softmax"):
         with pytest.raises(RuntimeError, match=r"materialize\(logits\)"):
             found[0].argmax(-1)
     else:
@@ -131,9 +131,9 @@ def test_read_after_the_weights_memory_was_replaced_is_refused() -> None:
 
 
 class Model(L.LightningModule):
-    def __init__(self, kept: str | None, optimizer: str) -> None:
+    def __init__(self, kept: str | None = None) -> None:
         super().__init__()
-        self.kept, self.optimizer = kept, optimizer
+        self.kept = kept
         self.embedding = nn.Embedding(50, 16)
         self.lm_head = nn.Linear(16, 50, bias=False)
         self.want: list[Tensor] = []
@@ -159,7 +159,7 @@ class Model(L.LightningModule):
         self.lm_head.weight.data.div_(2)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS[self.optimizer](self.parameters())
+        return DataSGD(self.parameters())
 
 
 class Compared(L.Callback):
@@ -184,31 +184,21 @@ def fitted(model: Model, *callbacks: L.Callback, validate: bool = False) -> None
     trainer.fit(model, data, data if validate else None)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kept", KEPT)
-def test_callback_after_the_step_gets_the_logits_of_the_step(kept: str, optimizer: str) -> None:
+def test_callback_after_the_step_gets_the_logits_of_the_step(kept: str) -> None:
     callback = Compared()
-    fitted(Model(kept, optimizer), callback)
+    fitted(Model(kept), callback)
     assert callback.num_compared == 3
 
 
 def test_logits_kept_from_validation_keep_their_values() -> None:
-    model = Model(None, "sgd")
+    model = Model()
     fitted(model, validate=True)
     assert len(model.of_validation) >= 2
 
 
 def test_nothing_is_materialized_in_a_step_that_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[str] = []
-    monkeypatch.setattr(Recipe, "compute", lambda self, operation: computed.append(operation))
-    fitted(Model(None, "sgd"))
+    monkeypatch.setattr(Expression, "compute", lambda self, operation: computed.append(operation))
+    fitted(Model())
     assert computed == []
-
-
-def test_logits_in_a_function_of_the_user_are_settled_too() -> None:
-    twin = Twin()
-    doubled = Doubled.apply(twin.lazy)
-    want = twin.real.detach().clone()
-    doubled.sum().backward()
-    settle("the end")
-    torch.testing.assert_close(doubled.detach(), want)

@@ -205,21 +205,20 @@ def test_per_token_log_probs_are_columns_of_the_batch() -> None:
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
 def test_losses_of_tokens_are_computed_in_the_loop_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    for name in ("token_loss", "token_scores"):
-        method = getattr(LazyLogits, name)
+    fused_loss = LazyLogits.fused_loss
 
-        def watched(self: Any, *args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
-            called.append(name)
-            return method(self, *args, **kwargs)
+    def watched(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(function.__name__)
+        return fused_loss(self, function, *args, **kwargs)
 
-        monkeypatch.setattr(LazyLogits, name, watched)
+    monkeypatch.setattr(LazyLogits, "fused_loss", watched)
     batch = apart(sequences(3))
     for changes, expected in (
-        ({}, "token_loss"),
-        ({"entropy_coef": 0.1}, "token_loss"),
-        ({"loss_type": "grpo", "entropy_coef": 0.1}, "token_scores"),
-        ({"importance_sampling_level": "sequence"}, "token_scores"),
-        ({"top_entropy_quantile": 0.5}, "token_scores"),
+        ({}, "linear_token_loss"),
+        ({"entropy_coef": 0.1}, "linear_token_loss"),
+        ({"loss_type": "grpo", "entropy_coef": 0.1}, "linear_log_probs"),
+        ({"importance_sampling_level": "sequence"}, "linear_log_probs"),
+        ({"top_entropy_quantile": 0.5}, "linear_log_probs"),
     ):
         module = Policy(PolicyOptions(**changes))
         module.configure_model()
