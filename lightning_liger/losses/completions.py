@@ -5,50 +5,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_ops.arguments import check_integer, check_same_device, check_shape, check_tensor, wrong_type, wrong_value
 from lightning_liger.losses.sequences import sequence_sums
 
 
 @dataclass(frozen=True)
 class Completions:
-    """The scored tokens of ``num_sequences`` completions.
-
-    Args:
-        mask: ``[num_rows, seq_len]``, bool: which tokens are scored. Without ``sequence_ids`` each row is a completion.
-        sequence_ids: ``[num_rows, seq_len]``, int64: the completion of each token, from 0, for rows that hold several.
-            Any number where a token is not scored.
-        num_sequences: The number of completions; None takes the number of rows.
-
-    Raises:
-        TypeError: For tensors of other dtypes.
-        ValueError: For shapes that do not fit, or no number of completions with ``sequence_ids``.
-    """
+    """The scored tokens of several completions."""
 
     mask: Tensor
+    """``[num_rows, seq_len]``, bool: which tokens are scored."""
     sequence_ids: Tensor | None = None
+    """``[num_rows, seq_len]``, int64: the completion of each token, from 0, and any number where a token is not scored;
+    None if each row is a completion."""
     num_sequences: int | None = None
-
-    def __post_init__(self) -> None:
-        check_tensor("mask", self.mask)
-        if self.mask.dtype != torch.bool:
-            raise wrong_type("mask", "a tensor of dtype torch.bool", self.mask)
-        if self.mask.ndim != 2:
-            raise wrong_value("mask", "a tensor of shape [num_rows, seq_len]", self.mask)
-        if self.sequence_ids is None:
-            object.__setattr__(self, "num_sequences", self.mask.shape[0])
-            return
-        check_tensor("sequence_ids", self.sequence_ids)
-        if self.sequence_ids.dtype != torch.int64:
-            raise wrong_type("sequence_ids", "a tensor of dtype torch.int64", self.sequence_ids)
-        check_shape("sequence_ids", self.sequence_ids, self.mask.shape, "that of mask")
-        check_same_device("mask", self.mask, sequence_ids=self.sequence_ids)
-        check_integer("num_sequences", self.num_sequences, at_least=1)
+    """The number of completions; None for that of rows."""
 
     @property
     def count(self) -> int:
         """The number of completions."""
-        assert self.num_sequences is not None
-        return self.num_sequences
+        return len(self.mask) if self.num_sequences is None else self.num_sequences
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of each completion's scored tokens, ``[num_sequences]``; other tokens may hold anything, also NaN."""

@@ -39,9 +39,39 @@ Smoothing = Annotated[float, Limits(at_least=0, below=0.5)]
 _AVERAGED = ("ipo", "simpo", "alphapo", "tpo-l")
 
 
+class ContrastiveOptions(PreferenceOptions):
+    """Base of options of losses of the difference of the scores of pairs."""
+
+    loss_type: str
+    beta: float
+    label_smoothing: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
+            raise wrong_value("label_smoothing", f"0 for loss_type={self.loss_type!r}", self.label_smoothing)
+
+    def contrastive_losses(
+        self, pairs: PairLogProbs, margin: float, nll: Tensor | None, alpha: float = 0.0
+    ) -> PairLosses:
+        """``hinge``, ``ipo``, ``sigmoid``, and all others as ``sigmoid`` with a margin."""
+        check_pairs(pairs)
+        log_probs = pairs.averages if self.loss_type in _AVERAGED else (pairs.chosen, pairs.rejected)
+        chosen, rejected = (alphapo_score(score, alpha) for score in log_probs)
+        logits = self.beta * (chosen - rejected)
+        if self.loss_type == "hinge":
+            losses = torch.relu(1 - logits)
+        elif self.loss_type == "ipo":
+            losses = (chosen - rejected - 0.5 / self.beta).square()
+        else:
+            logits = logits if self.loss_type == "sigmoid" else logits - margin
+            losses = smoothed_sigmoid(logits, self.label_smoothing)
+        return PairLosses(losses, nll, pair_metrics(self.beta * chosen, self.beta * rejected, *log_probs))
+
+
 @dataclass(frozen=True)
-class CPOOptions(PreferenceOptions):
-    """Options of :func:`cpo_loss`, with the names and defaults of TRL.
+class CPOOptions(ContrastiveOptions):
+    """Options of CPO, SimPO and AlphaPO, with the names and defaults of TRL.
 
     Args:
         loss_type: A name in the table of :mod:`lightning_liger.losses.cpo`, or ``"alphapo"`` for ``"simpo"`` with
@@ -52,10 +82,6 @@ class CPOOptions(PreferenceOptions):
         simpo_gamma: SimPO's target margin.
         alpha: AlphaPO's alpha (arXiv:2501.03884); 0 for none.
         label_smoothing: The probability in [0, 0.5) that a label is wrong; not for ``hinge`` and ``ipo``.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of range, or one that the loss would ignore.
     """
 
     loss_type: CPOLoss = "sigmoid"
@@ -64,10 +90,6 @@ class CPOOptions(PreferenceOptions):
     simpo_gamma: float = 0.5
     alpha: float = 0.0
     label_smoothing: Smoothing = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_label_smoothing(self.label_smoothing, self.loss_type)
 
     @property
     def nll_weight(self) -> float:
@@ -82,28 +104,9 @@ class CPOOptions(PreferenceOptions):
     def nll_part(self) -> int:
         return 0
 
-    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
-        return cpo_loss(pairs, self)
-
-
-def cpo_loss(pairs: PairLogProbs, options: CPOOptions) -> PairLosses:
-    """The loss of each pair, and ``rewards/*``, ``logps/*`` (averaged over tokens where the loss is).
-
-    Raises:
-        TypeError: For log-probabilities that are no floating-point tensors.
-        ValueError: For vectors of different lengths.
-    """
-    nll = options.nll_weight * pairs.nll if options.has_nll else None
-    margin = options.simpo_gamma
-    return contrastive_losses(
-        pairs, options.loss_type, options.beta, margin, options.label_smoothing, nll, alpha=options.alpha
-    )
-
-
-def check_label_smoothing(label_smoothing: float, loss_type: str) -> None:
-    """Raises unless :func:`contrastive_losses` takes the label smoothing."""
-    if label_smoothing and loss_type in ("hinge", "ipo"):
-        raise wrong_value("label_smoothing", f"0 for loss_type={loss_type!r}", label_smoothing)
+    def losses(self, pairs: PairLogProbs) -> PairLosses:
+        nll = self.nll_weight * pairs.nll if self.has_nll else None
+        return self.contrastive_losses(pairs, self.simpo_gamma, nll, alpha=self.alpha)
 
 
 def alphapo_score(log_probs: Tensor, alpha: float) -> Tensor:
@@ -114,26 +117,3 @@ def alphapo_score(log_probs: Tensor, alpha: float) -> Tensor:
     if not alpha:
         return log_probs
     return -torch.expm1((-alpha * log_probs).clamp(max=80.0)) / alpha
-
-
-def contrastive_losses(
-    pairs: PairLogProbs,
-    loss_type: str,
-    beta: float,
-    margin: float,
-    label_smoothing: float,
-    nll: Tensor | None,
-    alpha: float = 0.0,
-) -> PairLosses:
-    """Losses of the difference of the scores of pairs: ``hinge``, ``ipo``, ``sigmoid``, all others with a margin."""
-    check_pairs(pairs)
-    log_probs = pairs.averages if loss_type in _AVERAGED else (pairs.chosen, pairs.rejected)
-    chosen, rejected = (alphapo_score(score, alpha) for score in log_probs)
-    logits = beta * (chosen - rejected)
-    if loss_type == "hinge":
-        losses = torch.relu(1 - logits)
-    elif loss_type == "ipo":
-        losses = (chosen - rejected - 0.5 / beta).square()
-    else:
-        losses = smoothed_sigmoid(logits if loss_type == "sigmoid" else logits - margin, label_smoothing)
-    return PairLosses(losses, nll, pair_metrics(beta * chosen, beta * rejected, *log_probs))

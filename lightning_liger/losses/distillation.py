@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from liger_ops.arguments import check_floating, check_integer, check_number, check_shape, wrong_type, wrong_value
+from liger_ops.arguments import check_floating, check_shape, wrong_type, wrong_value
 from lightning_liger.losses.options import Options, Positive, Share
 
 _ABSENT = -1e30
@@ -47,15 +47,11 @@ class SparseDistillationOptions(Options):
     Args:
         beta: 0 is the forward KL divergence KL(p || q), 1 the reverse one, KL(q || p); between them the generalized
             Jensen-Shannon divergence ``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
+            Only 0 with ``support_mode="ignore"``, and below 1 with ``"zero"``.
         support_mode: ``"tail"``, ``"renormalize"``, ``"zero"`` or ``"ignore"``, see the module.
         temperature: Of both distributions. The student's log-probabilities have to be those at this temperature.
         teacher_temperature: The one that the teacher's log-probabilities were stored at.
         t_squared: Whether to multiply losses by ``temperature ** 2``, as arXiv:1503.02531.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of its range, and for a ``beta`` above 0 with ``support_mode="ignore"``, or of 1 with
-            ``"zero"``, where the divergence is not defined.
     """
 
     beta: Share = 0.0
@@ -98,8 +94,7 @@ def sparse_divergence(
 ) -> tuple[Tensor, Metrics]:
     """The divergence of a student from a teacher that is known on K ids a token.
 
-    An id whose teacher log-probability is -inf is not in the support. Ids must not repeat; see
-    :func:`first_occurrences` and :func:`merge_duplicates`.
+    An id whose teacher log-probability is -inf is not in the support. Ids must not repeat.
 
     Args:
         student_log_probs: ``[..., K]``, normalized over the whole vocabulary, at ``options.temperature``;
@@ -121,11 +116,13 @@ def sparse_divergence(
         raise wrong_value("student_log_probs", "a tensor of shape [..., K] with at least one id", student_log_probs)
     absent = teacher_log_probs == -math.inf
     if support_mask is not None:
-        _check_mask("support_mask", support_mask, student_log_probs)
+        if not isinstance(support_mask, Tensor) or support_mask.dtype != torch.bool:
+            raise wrong_type("support_mask", "a tensor of dtype torch.bool", support_mask)
+        check_shape("support_mask", support_mask, student_log_probs.shape, "as student_log_probs")
         absent = absent | ~support_mask
     student = _at_least_float32(student_log_probs).masked_fill(absent, _ABSENT)
     teacher = _at_least_float32(teacher_log_probs.detach()).masked_fill(absent, _ABSENT)
-    metrics = {"student_mass": _mass(student.detach()), "teacher_mass": _mass(teacher)}
+    metrics = {"student_mass": student.detach().exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
 
     if options.temperature != options.teacher_temperature:
         with_tail = options.support_mode in ("tail", "ignore")
@@ -148,57 +145,26 @@ def sparse_divergence(
 def log_tail_mass(log_probs: Tensor) -> Tensor:
     """The logarithm of the mass outside a support, ``log(1 - sum(exp(log_probs)))``, at least ``log(1e-6)``.
 
-    Args:
-        log_probs: ``[..., K]``, floating point. No gradient passes where less than 1e-6 remains.
-
-    Returns:
-        ``[...]``.
+    From ``[..., K]`` to ``[...]``. No gradient passes where less than 1e-6 remains.
     """
-    check_floating("log_probs", log_probs)
     log_mass = log_probs.clamp(min=_ABSENT).logsumexp(-1)
     return (-torch.expm1(log_mass.clamp(max=math.log1p(-_MIN_TAIL)))).log()
 
 
 def first_occurrences(ids: Tensor) -> Tensor:
-    """Whether an id is the first of its value in its row, as a ``support_mask``.
-
-    Args:
-        ids: ``[..., K]``, integers; the union of two supports, for example.
-
-    Returns:
-        ``[..., K]``, bool.
-    """
-    _check_ids(ids)
+    """Whether an id is the first of its value in its row, ``[..., K]``, bool: a ``support_mask``."""
     ordered, order = ids.sort(dim=-1, stable=True)
     is_new = torch.ones_like(ordered, dtype=torch.bool)
     is_new[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
     return torch.empty_like(is_new).scatter_(-1, order, is_new)
 
 
-def merge_duplicates(ids: Tensor, log_probs: Tensor) -> Tensor:
-    """Moves the probability of repeated ids, such as of samples, to the first of them.
-
-    Args:
-        ids: ``[..., K]``, integers.
-        log_probs: ``[..., K]``, floating point: parts of the probability of each id.
-
-    Returns:
-        ``[..., K]``: the logarithm of the sum of all parts at the first occurrence of an id, -inf at the others.
-    """
-    _check_ids(ids)
-    check_floating("log_probs", log_probs)
-    check_shape("log_probs", log_probs, ids.shape, "as ids")
-    same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
-    merged = log_probs.unsqueeze(-2).masked_fill(~same, -math.inf).logsumexp(-1)
-    return merged.masked_fill(~first_occurrences(ids), -math.inf)
-
-
 def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_probs: Tensor) -> Tensor:
     """The estimate of a teacher's distribution from ids that were sampled from a proposal (RS-KD, arXiv:2503.16870).
 
-    Each sample weighs ``p / r``, its probability over that of the proposal; weights of a row are divided by their sum.
-    With ``support_mode="zero"`` and samples from the teacher itself, the expected gradient is that of the whole
-    teacher; a support of the likeliest ids makes students too confident instead.
+    Each sample weighs ``p / r``, its probability over that of the proposal; weights of a row are divided by their sum,
+    and those of equal ids are added. With ``support_mode="zero"`` and samples from the teacher itself, the expected
+    gradient is that of the whole teacher; a support of the likeliest ids makes students too confident instead.
 
     Args:
         ids: ``[..., K]``, integers, with repetition.
@@ -208,12 +174,10 @@ def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_p
     Returns:
         ``[..., K]`` in at least float32, which sum to 1; -inf at repeated ids but the first.
     """
-    _check_ids(ids)
-    for name, value in (("log_probs", log_probs), ("proposal_log_probs", proposal_log_probs)):
-        check_floating(name, value)
-        check_shape(name, value, ids.shape, "as ids")
-    weights = _at_least_float32(log_probs) - _at_least_float32(proposal_log_probs)
-    return merge_duplicates(ids, weights.log_softmax(-1))
+    weights = (_at_least_float32(log_probs) - _at_least_float32(proposal_log_probs)).log_softmax(-1)
+    same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
+    merged = weights.unsqueeze(-2).masked_fill(~same, -math.inf).logsumexp(-1)
+    return merged.masked_fill(~first_occurrences(ids), -math.inf)
 
 
 def sample_support(
@@ -230,13 +194,9 @@ def sample_support(
     Returns:
         Ids ``[..., K]``, int64, and what :func:`importance_weighted_log_probs` makes of them.
     """
-    check_floating("log_probs", log_probs)
-    check_integer("num_samples", num_samples, at_least=1)
-    check_number("proposal_temperature", proposal_temperature, above=0)
     log_probs = _at_least_float32(log_probs)
     proposal = (log_probs / proposal_temperature).log_softmax(-1)
-    rows = proposal.flatten(0, -2).exp()
-    ids = torch.multinomial(rows, num_samples, replacement=True, generator=generator)
+    ids = torch.multinomial(proposal.flatten(0, -2).exp(), num_samples, replacement=True, generator=generator)
     ids = ids.unflatten(0, log_probs.shape[:-1])
     return ids, importance_weighted_log_probs(ids, log_probs.gather(-1, ids), proposal.gather(-1, ids))
 
@@ -289,17 +249,10 @@ def sampled_divergence(
 
 
 def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Tensor:
-    """The generalized Jensen-Shannon divergence, ``beta KL(p || m) + (1 - beta) KL(q || m)``.
+    """``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
 
-    There ``m = beta p + (1 - beta) q``. A ``beta`` of 0 stands for KL(p || q), one of 1 for KL(q || p).
-
-    Args:
-        student_log_probs: log q of each category, ``[..., C]``, finite (-1e30 for a probability of 0).
-        teacher_log_probs: log p, as ``student_log_probs``.
-        beta: From 0 to 1.
-
-    Returns:
-        ``[...]``, the sum over categories, which need not add up to 1.
+    A ``beta`` of 0 stands for KL(p || q), one of 1 for KL(q || p). From log q and log p of each category, ``[..., C]``,
+    finite (-1e30 for a probability of 0), to the sum over categories, ``[...]``; they need not add up to 1.
     """
     student, teacher = student_log_probs, teacher_log_probs
     difference = teacher - student
@@ -332,10 +285,6 @@ def _with_bucket(log_probs: Tensor, bucket: Tensor) -> Tensor:
     return torch.cat((log_probs, bucket.unsqueeze(-1)), dim=-1)
 
 
-def _mass(log_probs: Tensor) -> Tensor:
-    return log_probs.exp().sum(-1)
-
-
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -344,16 +293,3 @@ def _check_pair(student_log_probs: Tensor, teacher_log_probs: Tensor) -> None:
     check_floating("student_log_probs", student_log_probs)
     check_floating("teacher_log_probs", teacher_log_probs)
     check_shape("teacher_log_probs", teacher_log_probs, student_log_probs.shape, "as student_log_probs")
-
-
-def _check_mask(name: str, mask: Tensor, like: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise wrong_type(name, "a tensor of dtype torch.bool", mask)
-    check_shape(name, mask, like.shape, "as student_log_probs")
-
-
-def _check_ids(ids: Tensor) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        raise wrong_type("ids", "a tensor of dtype torch.int64", ids)
-    if not ids.ndim:
-        raise wrong_value("ids", "a tensor of shape [..., K]", ids)

@@ -53,10 +53,6 @@ class DistillationOptions(Options):
         crossentropy_weight: Weight of cross entropy on the labels, which is not part of the loss by default.
         distillation_weight: Weight of the distillation loss.
         log_entropy: Whether the student's entropy is measured where that costs one more product of its head.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of its range, and for one that the mode or the divergence does not have.
     """
 
     distillation_mode: Mode = "full_logits"

@@ -40,6 +40,7 @@ from liger_ops.arguments import (
     check_floating_tensors,
     check_number,
     check_shape,
+    check_tensor,
     wrong_type,
     wrong_value,
 )
@@ -74,6 +75,8 @@ class PairLogProbs(NamedTuple):
     """WPO's weight of each pair, see :func:`wpo_weights`."""
     chosen_nll: Tensor | None = None
     """The sum of ``-log p`` over the chosen completion's tokens where it is not ``-chosen`` (with ``ld_alpha``)."""
+    gold: Tensor | None = None
+    """Summed over the reference completion of a triple."""
 
     @property
     def averages(self) -> tuple[Tensor, Tensor]:
@@ -133,14 +136,14 @@ class PreferenceOptions(Options):
         """Whether the loss is a sum over pairs or triples, each of which depends on its own sequences only."""
         return not self.is_labelled and not self.has_nll
 
-    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
-        """The loss of each pair, or of each triple with the log-probability of its reference completion, ``gold``."""
+    def losses(self, pairs: PairLogProbs) -> PairLosses:
+        """The loss of each pair or triple, and its metrics; raises for vectors that are missing or do not fit."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DPOOptions(PreferenceOptions):
-    """Options of :func:`dpo_loss`, with the names and defaults of TRL.
+    """Options of DPO and its relatives, with the names and defaults of TRL.
 
     Args:
         loss_type: A name in the table of :mod:`lightning_liger.losses.dpo`, or several, whose losses are added (MPO).
@@ -156,10 +159,6 @@ class DPOOptions(PreferenceOptions):
         use_weighting: Whether losses are weighted by the policy's probability of both completions (WPO,
             arXiv:2406.11827). With ``sft``, each pair's negative log-likelihood is weighted too.
         discopop_tau: Tau of ``discopop``; above 0.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of range, and combinations that have no meaning.
     """
 
     needs_reference = True
@@ -217,32 +216,22 @@ class DPOOptions(PreferenceOptions):
     def is_of_single_examples(self) -> bool:
         return super().is_of_single_examples and not _SORTED.intersection(self.loss_types)
 
-    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
-        return dpo_loss(pairs, self)
-
-
-def dpo_loss(pairs: PairLogProbs, options: DPOOptions) -> PairLosses:
-    """The loss of each pair, and ``rewards/*`` and ``logps/*``.
-
-    Raises:
-        TypeError: For log-probabilities that are no floating-point tensors.
-        ValueError: For missing reference log-probabilities, or vectors of different lengths.
-    """
-    check_pairs(pairs)
-    if pairs.ref_chosen is None or pairs.ref_rejected is None:
-        raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
-    if options.use_weighting and pairs.weight is None:
-        raise wrong_value("pairs.weight", "the weights of wpo_weights for use_weighting=True", None)
-    ratios = _Ratios(pairs, options)
-    losses, nll = torch.zeros_like(ratios.chosen), None
-    factor = 1.0 if pairs.weight is None or not options.use_weighting else pairs.weight.detach()
-    weights = options.loss_weights or (1.0,) * len(options.loss_types)
-    for loss_type, weight in zip(options.loss_types, weights, strict=True):
-        if loss_type == "sft":
-            nll = weight * factor * pairs.nll + (0.0 if nll is None else nll)
-        else:
-            losses = losses + weight * factor * _LOSSES[loss_type](ratios)
-    return PairLosses(losses, nll, pair_metrics(ratios.chosen, ratios.rejected, pairs.chosen, pairs.rejected))
+    def losses(self, pairs: PairLogProbs) -> PairLosses:
+        check_pairs(pairs)
+        if pairs.ref_chosen is None or pairs.ref_rejected is None:
+            raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
+        if self.use_weighting and pairs.weight is None:
+            raise wrong_value("pairs.weight", "the weights of wpo_weights for use_weighting=True", None)
+        ratios = _Ratios(pairs, self)
+        losses, nll = torch.zeros_like(ratios.chosen), None
+        factor = 1.0 if pairs.weight is None or not self.use_weighting else pairs.weight.detach()
+        weights = self.loss_weights or (1.0,) * len(self.loss_types)
+        for loss_type, weight in zip(self.loss_types, weights, strict=True):
+            if loss_type == "sft":
+                nll = weight * factor * pairs.nll + (0.0 if nll is None else nll)
+            else:
+                losses = losses + weight * factor * _LOSSES[loss_type](ratios)
+        return PairLosses(losses, nll, pair_metrics(ratios.chosen, ratios.rejected, pairs.chosen, pairs.rejected))
 
 
 def check_pairs(pairs: PairLogProbs) -> None:
@@ -253,8 +242,7 @@ def check_pairs(pairs: PairLogProbs) -> None:
     if pairs.chosen.ndim != 1:
         raise wrong_value("pairs.chosen", "a vector with a number for each pair", pairs.chosen)
     for name, value in given.items():
-        if not isinstance(value, Tensor):
-            raise wrong_type(name, "a tensor", value)
+        check_tensor(name, value)
         check_shape(name, value, pairs.chosen.shape, "one value for each pair")
 
 

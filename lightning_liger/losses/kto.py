@@ -39,10 +39,6 @@ class KTOOptions(PreferenceOptions):
         desirable_weight: Factor of the losses of desirable completions. The KTO paper (equation 8) advises
             ``desirable_weight * n_desirable / (undesirable_weight * n_undesirable)`` between 1 and 4/3.
         undesirable_weight: Factor of the losses of undesirable completions.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of range.
     """
 
     needs_reference = True
@@ -87,10 +83,6 @@ def kto_loss(
         labels: Whether each completion is desirable, ``[B]``, bool.
         options: Of the loss.
         baseline: ``kl`` of :func:`kl_estimate` for ``"kto"``, ``delta`` for ``"bco"``; a scalar.
-
-    Raises:
-        TypeError: For values of another type.
-        ValueError: For vectors of different lengths.
     """
     check_floating_tensors("log_probs", log_probs, ref_log_probs=ref_log_probs, optional=False)
     if log_probs.ndim != 1:
@@ -123,18 +115,15 @@ def kl_estimate(total: Tensor, count: Tensor | float) -> Tensor:
 
 
 class RunningDelta:
-    """BCO's delta: the mean of the running means of desirable and undesirable rewards.
-
-    Each running mean is the mean of all rewards seen so far, weighted equally.
-    """
+    """BCO's delta: the mean of the means of all desirable and of all undesirable rewards so far."""
 
     def __init__(self) -> None:
         self.state = torch.zeros(2, 2, dtype=torch.float64)
-        """Sums of rewards and numbers of completions, ``[2, 2]``; desirable ones first."""
+        """The sum of :func:`reward_sums`."""
 
-    def update(self, sums: Tensor, counts: Tensor) -> None:
-        """Adds the sums of rewards and the numbers of completions, desirable and undesirable, ``[2]`` each."""
-        self.state = self.state.to(sums.device) + torch.stack((sums.double(), counts.double()))
+    def update(self, sums: Tensor) -> None:
+        """Adds what :func:`reward_sums` returned."""
+        self.state = self.state.to(sums.device) + sums.double()
 
     def value(self) -> Tensor:
         """Delta, a scalar in float32; of one kind only until there is another, 0 before the first."""
@@ -143,7 +132,7 @@ class RunningDelta:
         return (means.sum() / (counts > 0).sum().clamp(min=1)).float()
 
 
-def reward_sums(rewards: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of rewards and the numbers of completions, desirable and undesirable, ``[2]`` each."""
+def reward_sums(rewards: Tensor, labels: Tensor) -> Tensor:
+    """The sums of rewards and the numbers of completions, ``[2, 2]``: of desirable ones and of undesirable ones."""
     masks = torch.stack((labels, ~labels))
-    return torch.where(masks, rewards.detach(), 0).sum(-1), masks.sum(-1)
+    return torch.stack((torch.where(masks, rewards.detach(), 0).sum(-1), masks.sum(-1)))

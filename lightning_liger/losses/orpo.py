@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_floating
 from lightning_liger.losses.dpo import PairLogProbs, PairLosses, PreferenceOptions, check_pairs, pair_metrics
 from lightning_liger.losses.options import Positive
 
@@ -22,14 +21,10 @@ _LARGEST = -1e-7
 
 @dataclass(frozen=True)
 class ORPOOptions(PreferenceOptions):
-    """Options of :func:`orpo_loss`, with the names and defaults of TRL.
+    """Options of ORPO, with the names and defaults of TRL.
 
     Args:
         beta: Factor of the odds ratio's loss (lambda in the paper); above 0.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is out of range.
     """
 
     scores_prompts = True
@@ -47,27 +42,14 @@ class ORPOOptions(PreferenceOptions):
     def metric_names(self) -> tuple[str, ...]:
         return (*super().metric_names, "log_odds_ratio", "log_odds_chosen")
 
-    def losses(self, pairs: PairLogProbs, gold: Tensor | None) -> PairLosses:
-        return orpo_loss(pairs, self)
-
-
-def orpo_loss(pairs: PairLogProbs, options: ORPOOptions) -> PairLosses:
-    """The loss of each pair, ``rewards/*``, ``logps/*`` of averaged log-probabilities, and ``log_odds_*``.
-
-    ``pairs.chosen_nll`` is the negative log-likelihood of the chosen sequence with its prompt; without it, of the
-    completion only.
-
-    Raises:
-        TypeError: For log-probabilities that are no floating-point tensors.
-        ValueError: For vectors of different lengths.
-    """
-    check_pairs(pairs)
-    chosen, rejected = pairs.averages
-    log_odds = log_odds_of(chosen) - log_odds_of(rejected)
-    log_ratio = F.logsigmoid(log_odds)
-    metrics = pair_metrics(options.beta * chosen, options.beta * rejected, chosen, rejected)
-    metrics |= {"log_odds_ratio": log_ratio.detach(), "log_odds_chosen": log_odds.detach()}
-    return PairLosses(-options.beta * log_ratio, pairs.nll, metrics)
+    def losses(self, pairs: PairLogProbs) -> PairLosses:
+        check_pairs(pairs)
+        chosen, rejected = pairs.averages
+        log_odds = log_odds_of(chosen) - log_odds_of(rejected)
+        log_ratio = F.logsigmoid(log_odds)
+        metrics = pair_metrics(self.beta * chosen, self.beta * rejected, chosen, rejected)
+        metrics |= {"log_odds_ratio": log_ratio.detach(), "log_odds_chosen": log_odds.detach()}
+        return PairLosses(-self.beta * log_ratio, pairs.nll, metrics)
 
 
 def log_odds_of(log_probs: Tensor) -> Tensor:
@@ -75,7 +57,6 @@ def log_odds_of(log_probs: Tensor) -> Tensor:
 
     The derivative, ``1 / (1 - e^x)``, is large near 0, and 0 above -1e-7.
     """
-    check_floating("log_probs", log_probs)
     x = log_probs.clamp(max=_LARGEST)
     return x - log1mexp(x)
 

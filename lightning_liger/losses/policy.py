@@ -59,17 +59,6 @@ class PolicyTokens(NamedTuple):
     """VESPO's weights."""
 
 
-class PolicyTerms(NamedTuple):
-    """Losses of tokens, with what metrics need."""
-
-    losses: Tensor
-    """Differentiable."""
-    ratio: Tensor
-    """Of policy to old probability, before any clipping."""
-    kl: Tensor | None
-    """The estimate of the divergence from the reference that is part of the losses; None without a reference."""
-
-
 def safe_exp(log_ratio: Tensor) -> Tensor:
     """``exp`` of a log-ratio clamped to +-40."""
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
@@ -89,17 +78,10 @@ def vespo_weights(
     options: PolicyOptions,
     sampling_ratio: Tensor | None = None,
 ) -> Tensor:
-    """VESPO's weights (arXiv:2602.10693), without gradient: phi(w) = exp(lambda + k log w - lambda w).
+    """VESPO's weights (arXiv:2602.10693), of the advantages' shape: phi(w) = exp(lambda + k log w - lambda w).
 
-    Args:
-        log_ratio: l - old of each token; w is the product of the ratios of a completion.
-        advantages: ``[num_sequences]``, or one for each token.
-        completions: Which tokens form a completion.
-        options: k and lambda, by the advantage's sign.
-        sampling_ratio: The ratio of old to sampling probability of each token, a factor of w.
-
-    Returns:
-        Weights of the advantages' shape.
+    The advantage's sign chooses k and lambda. w is the product of the ratios of a completion's tokens, and of those of
+    old to sampling probability if given. No gradient.
     """
     log_w = completions.sum(log_ratio.detach().clamp(-20, 20))
     if sampling_ratio is not None:
@@ -121,16 +103,15 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions) -> PolicyTerms:
+def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions) -> tuple[Tensor, Tensor | None]:
     """The losses of tokens, before they are reduced; for all loss types but ``"rloo"``.
 
     Each loss is a function of its own token's log-probability alone unless ``tokens.log_weights`` is given, so this may
-    be called with a part of the tokens, in the loop of ``linear_token_loss`` for example.
+    be called with a part of the tokens.
 
-    Args:
-        log_probs: Of the policy, differentiable.
-        tokens: What else is known of these tokens.
-        options: The loss.
+    Returns:
+        The losses, differentiable; and the estimate of the divergence from the reference that is part of them, None
+        without a reference.
     """
     old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
     ratio = safe_exp(log_probs - old if tokens.log_weights is None else tokens.log_weights)
@@ -153,7 +134,7 @@ def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions
         kl = kl_estimate(log_probs, tokens.ref_log_probs)
         kl = kl * ratio if options.use_bias_correction_kl else kl
         losses = losses + options.beta * kl
-    return PolicyTerms(losses, ratio, kl)
+    return losses, kl
 
 
 def token_weights(completions: Completions, options: PolicyOptions, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -165,10 +146,9 @@ def token_weights(completions: Completions, options: PolicyOptions, dtype: torch
 
 
 def num_units(completions: Completions, options: PolicyOptions) -> Tensor:
-    """The number that the sum over a batch is divided by, a scalar: of tokens or of completions."""
-    if options.counts_tokens:
-        return completions.mask.sum()
-    return torch.full((), completions.count, device=completions.mask.device)
+    """The number of tokens or of completions that the sum over a batch is divided by, a scalar."""
+    mask = completions.mask
+    return mask.sum() if options.counts_tokens else torch.full((), completions.count, device=mask.device)
 
 
 def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

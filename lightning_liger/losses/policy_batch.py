@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_ops.arguments import check_floating, check_same_device, wrong_type, wrong_value
+from liger_ops.arguments import wrong_type, wrong_value
 from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy import (
     PolicyTokens,
@@ -67,35 +67,16 @@ class PolicyDetails(NamedTuple):
 
 
 def check_policy_batch(batch: PolicyBatch, options: PolicyOptions) -> None:
-    """Raises unless the tensors of ``batch`` fit each other and the loss.
-
-    Raises:
-        TypeError: For tensors that are not floating-point.
-        ValueError: For shapes or devices that do not fit, and for missing tensors.
-    """
-    shape, of_sequences = batch.completions.mask.shape, (batch.completions.count,)
-    check_floating("advantages", batch.advantages)
-    if batch.advantages.shape not in (shape, of_sequences):
-        expected = f"a tensor of shape {of_sequences} or {tuple(shape)}, one for each completion or token"
-        raise wrong_value("advantages", expected, batch.advantages)
+    """Raises ValueError for a batch of another form, or with fewer tensors, than the loss needs."""
     if batch.advantages.ndim > 1 and options.loss_type in OF_SEQUENCES:
         raise wrong_value("advantages", f"[num_sequences] for loss_type={options.loss_type!r}", batch.advantages)
-    for name in ("old_log_probs", "ref_log_probs", "sampling_log_probs"):
-        value = getattr(batch, name)
-        check_floating(name, value, optional=True)
-        if value is not None and value.shape != shape:
-            raise wrong_value(name, f"a tensor of shape {tuple(shape)}, one for each token", value)
-        check_same_device("mask", batch.completions.mask, **{name: value})
-    check_same_device("mask", batch.completions.mask, advantages=batch.advantages)
     if options.beta and batch.ref_log_probs is None:
         raise wrong_type("ref_log_probs", f"a tensor, as beta={options.beta} needs a reference", None)
     if _corrects(batch, options):
         mode = options.vllm_importance_sampling_mode
-        if options.loss_type == "vespo" and not mode.startswith("token"):
-            expected = "'token_truncate' or 'token_mask' for loss_type='vespo', whose weights contain the ratios"
-            raise wrong_value("vllm_importance_sampling_mode", expected, mode)
-        if options.loss_type in OF_SEQUENCES and not mode.startswith("sequence"):
-            expected = f"'sequence_truncate' or 'sequence_mask' for loss_type={options.loss_type!r}"
+        level = {"vespo": "token"}.get(options.loss_type, "sequence" if options.loss_type in OF_SEQUENCES else "")
+        if not mode.startswith(level):
+            expected = f"'{level}_truncate' or '{level}_mask' for loss_type={options.loss_type!r}"
             raise wrong_value("vllm_importance_sampling_mode", expected, mode)
 
 
@@ -116,18 +97,17 @@ def is_token_local(batch: PolicyBatch, options: PolicyOptions) -> bool:
 def token_objective(
     batch: PolicyBatch, options: PolicyOptions, *, entropy_weight: Tensor | float | None = None
 ) -> Callable[[Any, Tensor], Tensor]:
-    """The loss of some tokens of a batch, for the loop of ``linear_token_loss`` or ``token_loss``.
+    """The loss of some tokens of a batch of which :func:`is_token_local` is True, for the loop of ``token_loss``.
 
     Args:
-        batch: One of which :func:`is_token_local` is True.
+        batch: The completions.
         options: The loss.
         entropy_weight: What the entropy of each token is multiplied by and subtracted from its loss, with a gradient;
             None leaves it out.
 
     Returns:
-        A function of the scores of tokens (``log_probs``, with a weight ``entropy`` too) and their indices in the
-        flattened batch, which returns their weighted losses, ``[n]``. Over all tokens they add up to
-        :attr:`PolicyObjective.total`.
+        A function of the scores of tokens and their indices in the flattened batch, which returns their weighted
+        losses, ``[n]``. Over all tokens they add up to :attr:`PolicyObjective.total`.
     """
     shape, dtype = batch.completions.mask.shape, torch.promote_types(batch.advantages.dtype, torch.float32)
 
@@ -139,7 +119,8 @@ def token_objective(
     corrects_here = _corrects(batch, options) and old is None
     importance = None
     if _corrects(batch, options) and batch.old_log_probs is not None:
-        importance = flat(_sampling_ratio(batch.old_log_probs, batch.sampling_log_probs, batch.completions, options))
+        assert batch.sampling_log_probs is not None
+        importance = flat(sampling_ratio(batch.old_log_probs, batch.sampling_log_probs, options, batch.completions))
 
     def losses_of(scores: Any, indices: Tensor) -> Tensor:
         def at(value: Any) -> Any:
@@ -147,9 +128,9 @@ def token_objective(
 
         factor = at(importance)
         if corrects_here:
-            factor = _sampling_ratio(scores.log_probs.detach(), at(sampled), None, options)
+            factor = sampling_ratio(scores.log_probs, at(sampled), options)
         tokens = PolicyTokens(at(advantages), at(old), at(ref), factor=factor)
-        losses = policy_terms(scores.log_probs, tokens, options).losses * weights[indices]
+        losses = policy_terms(scores.log_probs, tokens, options)[0] * weights[indices]
         return losses if entropy_weight is None else losses - entropy_weight * scores.entropy
 
     return losses_of
@@ -183,7 +164,8 @@ def policy_objective(
     old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     log_ratio, importance, kept, kl, phi = log_probs - old, None, None, None, None
     if _corrects(batch, options):
-        importance = _sampling_ratio(old, batch.sampling_log_probs, completions, options)
+        assert batch.sampling_log_probs is not None
+        importance = sampling_ratio(old, batch.sampling_log_probs, options, completions)
     if options.loss_type in OF_SEQUENCES:  # RLOO as TRL: PPO's objective of the ratio of whole completions
         ratio = safe_exp(completions.sum(log_ratio))
         losses = clipped_loss(ratio, batch.advantages, options)
@@ -199,17 +181,16 @@ def policy_objective(
         near = None
         if (threshold := options.off_policy_mask_threshold) is not None:
             sampled = old if batch.sampling_log_probs is None else batch.sampling_log_probs
-            near = off_policy_mask(log_probs, sampled, batch.advantages, completions, threshold=threshold)
+            near = off_policy_mask(log_probs, sampled, batch.advantages, completions, threshold)
         values = batch.advantages, log_weights, factor, near, phi
         advantages, weights, factor, near, of_phi = (_of_tokens(batch, value) for value in values)
         for masked in (near, kept):
             if masked is not None:
                 factor = masked if factor is None else factor * masked
-        terms = policy_terms(
-            log_probs, PolicyTokens(advantages, old, batch.ref_log_probs, weights, factor, of_phi), options
-        )
-        losses = terms.losses * token_weights(completions, options, log_probs.dtype)
-        total, ratio, kl = torch.where(mask, losses, 0.0).sum(), safe_exp(log_weights), terms.kl
+        tokens = PolicyTokens(advantages, old, batch.ref_log_probs, weights, factor, of_phi)
+        losses, kl = policy_terms(log_probs, tokens, options)
+        losses = losses * token_weights(completions, options, log_probs.dtype)
+        total, ratio = torch.where(mask, losses, 0.0).sum(), safe_exp(log_weights)
     entropy = torch.where(mask if kept is None else kept, entropies, 0.0).sum()
     details = (ratio, log_ratio, old, kl, phi, importance)
     return PolicyObjective(total, entropy, PolicyDetails(*(None if x is None else x.detach() for x in details)))  # type: ignore[arg-type]
@@ -218,13 +199,3 @@ def policy_objective(
 def _of_tokens(batch: PolicyBatch, value: Any) -> Any:
     """``[num_sequences]`` as values that broadcast with tokens; values of tokens, and None, as they are."""
     return batch.completions.spread(value) if value is not None and value.ndim == 1 else value
-
-
-def _sampling_ratio(
-    old: Tensor, sampled: Tensor | None, completions: Completions | None, options: PolicyOptions
-) -> Tensor:
-    assert sampled is not None
-    return sampling_ratio(
-        old, sampled, mode=options.vllm_importance_sampling_mode, completions=completions,
-        clip_min=options.vllm_importance_sampling_clip_min, clip_max=options.vllm_importance_sampling_clip_max,
-    )  # fmt: skip

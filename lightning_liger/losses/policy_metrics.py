@@ -1,8 +1,7 @@
 """Metrics of policy-gradient losses by TRL's names, as parts of exact means and extremes over batches and ranks."""
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +9,6 @@ from torch import Tensor
 from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy_batch import PolicyBatch, PolicyDetails
 from lightning_liger.losses.policy_options import CLIPPED, PolicyOptions
-
-
-class PolicyMetrics(NamedTuple):
-    """A batch's part of each metric."""
-
-    means: Mapping[str, tuple[Tensor, Tensor]]
-    """Sum and number of units, scalars."""
-    extremes: Mapping[str, Tensor]
-    """Largest or smallest values, as the last part of the name says; infinite where the batch has none."""
-
 
 _LENGTHS = ("completions/mean_length", "completions/min_length", "completions/max_length")
 _CLIPS = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
@@ -52,7 +41,7 @@ def policy_metrics(
     details: PolicyDetails,
     options: PolicyOptions,
     is_terminated: Tensor | None = None,
-) -> PolicyMetrics:
+) -> dict[str, Any]:
     """The metrics of a batch, without gradient and without waiting for the device.
 
     Args:
@@ -61,11 +50,15 @@ def policy_metrics(
         details: What :func:`~lightning_liger.losses.policy_batch.policy_objective` returned.
         options: The loss.
         is_terminated: ``[num_sequences]``, bool: the completions that the policy has ended, and no limit of length.
+
+    Returns:
+        Of means, the sum and the number of units, scalars. Of largest and smallest values, as the last part of the name
+        says, the value, infinite where the batch has none.
     """
     completions, ratio, advantages = batch.completions, details.ratio, batch.advantages
     if ratio.ndim != advantages.ndim:  # one of completions, the other of tokens
         ratio, advantages = (completions.spread(x) if x.ndim == 1 else x for x in (ratio, advantages))
-    extremes: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     averaged: dict[str, Tensor | None] = {"entropy": entropies.detach(), "kl": details.kl}
     if options.loss_type == "rloo" and batch.ref_log_probs is not None and batch.old_log_probs is not None:
         averaged["kl"] = batch.old_log_probs - batch.ref_log_probs
@@ -78,52 +71,40 @@ def policy_metrics(
             # Of the share of each completion's tokens; those without tokens do not count.
             is_of_tokens = clipped.ndim > 1
             shares = completions.mean(clipped) if is_of_tokens else clipped
-            extremes[f"clip_ratio/{name}"] = _extreme(shares, start, completions.lengths > 0 if is_of_tokens else None)
+            found[f"clip_ratio/{name}"] = _extreme(shares, start, completions.lengths > 0 if is_of_tokens else None)
     if options.loss_type == "cispo":
         averaged["cispo_clip_ratio"] = ((ratio > options.bound_high) & (advantages > 0)).float()
     averaged["vespo/phi_seq_mean"] = details.phi
     averaged["sampling/importance_sampling_ratio/mean"] = sampling = details.sampling_ratio
-    means = {name: _mean(value, completions) for name, value in averaged.items() if value is not None}
+    found |= {name: _mean(value, completions) for name, value in averaged.items() if value is not None}
     if sampling is not None and batch.sampling_log_probs is not None:
         difference = (details.old_log_probs - batch.sampling_log_probs).abs()
         known, scored = completions.mask & ~batch.sampling_log_probs.isnan(), completions.mask
-        means[OF_DATA[0]] = torch.where(known, difference, 0.0).sum(), known.sum()
-        extremes[OF_DATA[1]] = _extreme(difference, -math.inf, known)
+        found[OF_DATA[0]] = torch.where(known, difference, 0.0).sum(), known.sum()
+        found[OF_DATA[1]] = _extreme(difference, -math.inf, known)
         for name, start in (("min", math.inf), ("max", -math.inf)):
             value = _extreme(sampling, start, scored if sampling.ndim > 1 else None)
-            extremes[f"sampling/importance_sampling_ratio/{name}"] = value
+            found[f"sampling/importance_sampling_ratio/{name}"] = value
     lengths = completions.lengths
-    _add_lengths(means, extremes, lengths, None, _LENGTHS)
+    found |= zip(_LENGTHS, _of_lengths(lengths, torch.ones_like(lengths, dtype=torch.bool)), strict=True)
     if is_terminated is not None:
         is_known = lengths > 0
         is_terminated = is_terminated & is_known
-        means["completions/clipped_ratio"] = (is_known & ~is_terminated).sum(), is_known.sum()
-        _add_lengths(means, extremes, lengths, is_terminated, OF_DATA[6:9])
-    return PolicyMetrics(means, extremes)
+        found["completions/clipped_ratio"] = (is_known & ~is_terminated).sum(), is_known.sum()
+        found |= zip(OF_DATA[6:9], _of_lengths(lengths, is_terminated), strict=True)
+    return found
 
 
-def _add_lengths(
-    means: dict[str, tuple[Tensor, Tensor]],
-    extremes: dict[str, Tensor],
-    lengths: Tensor,
-    where: Tensor | None,
-    names: tuple[str, ...],
-) -> None:
-    """Adds the mean, the smallest and the largest of the lengths of some completions."""
-    means[names[0]] = (lengths.sum(), _number(lengths)) if where is None else ((lengths * where).sum(), where.sum())
-    extremes[names[1]] = _extreme(lengths, math.inf, where)
-    extremes[names[2]] = _extreme(lengths, -math.inf, where)
+def _of_lengths(lengths: Tensor, where: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """The mean, the smallest and the largest of the lengths of some completions."""
+    mean = (lengths * where).sum(), where.sum()
+    return mean, _extreme(lengths, math.inf, where), _extreme(lengths, -math.inf, where)
 
 
 def reward_metrics(rewards: Tensor, group_ids: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-    """The parts of the mean reward, of its standard deviation, and of the share of completions in groups that tie.
+    """Sum and number of units of ``reward``, ``reward_std`` (of a batch) and ``frac_reward_zero_std``.
 
-    Args:
-        rewards: ``[num_sequences]``.
-        group_ids: ``[num_sequences]``, the same for completions of one prompt; None leaves out ties.
-
-    Returns:
-        ``reward``, ``reward_std`` (of a batch, averaged over batches) and ``frac_reward_zero_std``.
+    The last is the share of completions in groups that tie, left out without ``group_ids``, ``[num_sequences]``.
     """
     rewards, number = rewards.double(), _number(rewards)
     means = {"reward": (rewards.sum(), number)}

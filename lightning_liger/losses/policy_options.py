@@ -53,10 +53,6 @@ class PolicyOptions(Options):
         vespo_k_neg: VESPO's exponent where the advantage is negative.
         vespo_lambda_neg: VESPO's decay there.
         max_completion_length: Tokens that each completion counts as for ``"dr_grpo"``, which needs it.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For an option out of its range, and for options that do not fit together.
     """
 
     loss_type: PolicyLoss = "dapo"

@@ -5,75 +5,43 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_ops.arguments import check_choice, check_number
 from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy import safe_exp
-from lightning_liger.losses.policy_options import SAMPLING_MODES
+from lightning_liger.losses.policy_options import PolicyOptions
 
 
 def sampling_ratio(
-    old_log_probs: Tensor,
-    sampling_log_probs: Tensor,
-    *,
-    mode: str = "token_truncate",
-    completions: Completions | None = None,
-    clip_min: float | None = None,
-    clip_max: float | None = 3.0,
+    old_log_probs: Tensor, sampling_log_probs: Tensor, options: PolicyOptions, completions: Completions | None = None
 ) -> Tensor:
     """The ratio of the old policy's to the sampler's probability, which corrects for another engine's arithmetic.
 
     Args:
         old_log_probs: Of the policy that was sampled from, as this process computes them, of each token.
         sampling_log_probs: As the sampler reported them. Where one is NaN, the token's ratio is 1.
-        mode: ``"token_truncate"`` and ``"sequence_truncate"`` clamp the ratio of a token, or of a completion, to the
-            bounds; ``"token_mask"`` and ``"sequence_mask"`` make it 0 outside them.
+        options: Mode and bounds.
         completions: Which tokens form a completion, for ratios of completions.
-        clip_min: Lower bound.
-        clip_max: Upper bound.
 
     Returns:
-        Of the tokens' shape, ``[num_sequences]`` for ratios of completions. No gradient.
-
-    Raises:
-        ValueError: For an unknown mode, and ratios of completions without ``completions``.
+        Of the tokens' shape, ``[num_sequences]`` for ratios of completions.
     """
-    check_choice("mode", mode, SAMPLING_MODES)
-    check_number("clip_min", clip_min, at_least=0, optional=True)
-    check_number("clip_max", clip_max, at_least=0, optional=True)
+    mode, low = options.vllm_importance_sampling_mode, options.vllm_importance_sampling_clip_min
+    high = options.vllm_importance_sampling_clip_max
     difference = (old_log_probs - sampling_log_probs).detach().nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
-        if completions is None:
-            raise ValueError(f"completions must be given for mode={mode!r}, got None")
+        assert completions is not None
         difference = completions.sum(difference)
     ratio = safe_exp(difference)
-    if mode.endswith("truncate"):
-        return ratio if clip_min is None and clip_max is None else ratio.clamp(clip_min, clip_max)
-    if clip_min is not None:
-        ratio = ratio.masked_fill(ratio < clip_min, 0.0)
-    return ratio if clip_max is None else ratio.masked_fill(ratio > clip_max, 0.0)
+    clamped = ratio if low is None and high is None else ratio.clamp(low, high)
+    return clamped if mode.endswith("truncate") else ratio.where(clamped == ratio, 0.0)
 
 
 def off_policy_mask(
-    log_probs: Tensor,
-    sampling_log_probs: Tensor,
-    advantages: Tensor,
-    completions: Completions,
-    *,
-    threshold: float,
+    log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor, completions: Completions, threshold: float
 ) -> Tensor:
-    """Which completions to keep: not those of negative advantage that are far from the sampler.
+    """Which completions to keep, of the advantages' shape: not those of negative advantage far from the sampler.
 
-    arXiv:2512.02556, equation 9.
-
-    Args:
-        log_probs: Of the policy, of each token; no gradient is taken.
-        sampling_log_probs: Of the sampler, or of the old policy. A token for which it is NaN counts as no difference.
-        advantages: ``[num_sequences]``, or of tokens.
-        completions: Which tokens form a completion.
-        threshold: Largest mean of sampling minus policy log-probability at which a completion is kept.
-
-    Returns:
-        bool, of the advantages' shape.
+    That is where the mean of sampling minus policy log-probability is above ``threshold`` (arXiv:2512.02556, equation
+    9). A token whose sampling log-probability is NaN counts as no difference.
     """
     mean = completions.mean((sampling_log_probs - log_probs.detach()).nan_to_num(nan=0.0))
     is_near = mean <= threshold
@@ -94,7 +62,7 @@ def top_entropy_mask(
     Args:
         entropies: Of each token, not negative.
         mask: Which tokens are scored, bool of the same shape.
-        quantile: Share of tokens to keep, TRL's ``top_entropy_quantile``; 1 keeps all.
+        quantile: Share of tokens to keep, above 0; 1 keeps all.
         gather: Returns a vector of this rank's entropies with those of all other ranks, -1 for tokens that are not
             scored, so that the quantile is that of the whole batch. None takes this rank's.
 
@@ -102,7 +70,6 @@ def top_entropy_mask(
         bool of the tokens' shape: entropies of at least the (1 - quantile)-quantile, which is exact (linear
         interpolation, as ``torch.quantile``).
     """
-    check_number("quantile", quantile, above=0, at_most=1)
     known = entropies.detach().float().clamp(min=0)  # rounding may make one negative
     values = torch.where(mask, known, -1.0).flatten()
     if gather is not None:

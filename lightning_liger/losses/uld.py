@@ -24,10 +24,6 @@ class ULDOptions(Options):
     Args:
         uld_student_temperature: Of the student's distribution.
         uld_teacher_temperature: Of the teacher's distribution.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of its range.
     """
 
     uld_student_temperature: Positive = 1.0

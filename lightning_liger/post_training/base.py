@@ -1,5 +1,6 @@
 """Base of the mixins of post-training: losses of whole steps whose summands are means over different units."""
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from liger_ops.arguments import wrong_type, wrong_value
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
 from lightning_liger.losses.options import check_declared, declared, is_options
-from lightning_liger.post_training.metrics import KINDS, MAX_TERMS, Mean, Measured, SumOfMeans
+from lightning_liger.post_training.metrics import KINDS, Mean, Measured, SumOfMeans
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.training.language_model import LanguageModel
 from lightning_liger.training.metrics import RunningMetric, as_count
@@ -61,8 +62,6 @@ class LigerPostTrainingMixin(LigerStepMixin):
     steps also as ``train_{name}_step``.
     """
 
-    _arguments: tuple[str, ...] = ()
-    """Attributes that finished modules take as arguments, those that this class itself declares."""
     _units = "sequences"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +78,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     @classmethod
     def _attribute_arguments(cls) -> list[str]:
-        return [name for base in cls.__mro__ for name in vars(base).get("_arguments", ())]
+        """The attributes with a default that our mixins declare, which finished modules take as arguments."""
+        ours = [base for base in cls.__mro__ if base.__module__.startswith(__package__)]
+        names = dict.fromkeys(name for base in ours for name in inspect.get_annotations(base) if hasattr(cls, name))
+        return [name for name in names if not name.startswith("_") and not is_options(declared(cls)[name])]
 
     def _check_arguments(self) -> None:
         """Raises for options and attributes that are wrong, or do not fit together."""
@@ -132,10 +134,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
         seen = self._seen(model)
         with lazy_logits():
             output, auxiliary, _ = seen(inputs, labels)
-            logits = output.logits
-            if not seen.returns_tokens:  # peft's prompt learning adds tokens in front
-                logits = logits[:, -labels.shape[1] :]
-        return logits, auxiliary
+            # peft's prompt learning adds tokens in front
+            return output.logits if seen.returns_tokens else output.logits[:, -labels.shape[1] :], auxiliary
 
     @property
     def context(self) -> ContextParallel | None:
@@ -160,41 +160,28 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     # The steps
 
-    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
-        return self._step("train", batch)
-
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._step("val", batch)
-
-    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._step("test", batch)
-
-    def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
+    def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
-        self._begin_stage()
         result = self.step_loss(stage, batch)
-        terms = []
-        for term in result.terms:
-            shares = self._num_shares(term)
-            count = as_count(term.count, term.total.device) / shares
-            terms.append(term._replace(total=term.total / shares, count=count))
+        terms, totals, sizes = list(result.terms), [], []
+        for term in terms:
+            totals.append(term.total / self._num_shares(term))
+            sizes.append(as_count(term.count, term.total.device) / self._num_shares(term))
         if result.auxiliary is not None:
-            count = cast(Tensor, terms[0].count)
-            terms.append(terms[0]._replace(total=result.auxiliary * count.to(result.auxiliary.dtype)))
-        parts = torch.stack([torch.stack((term.total.detach().double(), cast(Tensor, term.count))) for term in terms])
-        self._measure(stage, result, parts)
-        counts = parts[:, 1].contiguous()  # gloo adds up the wrong elements of a view with strides
-        size, num_batches = counts[0], None
+            terms, sizes = [*terms, terms[0]], [*sizes, sizes[0]]
+            totals.append(result.auxiliary * sizes[0].to(result.auxiliary.dtype))
+        counts, num_batches = torch.stack(sizes), None
+        self._measure(stage, result, torch.stack((torch.stack(totals).detach().double(), counts), 1))
+        size = counts[0]
         if len({term.unit for term in terms}) == 1:
             counts = size.expand_as(counts)
         elif stage == "train" and self._normalizes_steps():
             counts, num_batches = self._count_step(counts, terms)
             size = torch.ones_like(size)
         counts = counts.masked_fill(counts == 0, 1)  # a term without units is 0
-        means = [term.total / number.to(term.total.dtype) for term, number in zip(terms, counts, strict=True)]
-        loss = torch.stack(means).sum()
-        return self._counted(loss, size, num_batches) if stage == "train" else loss
+        means = [total / number.to(total.dtype) for total, number in zip(totals, counts, strict=True)]
+        return torch.stack(means).sum(), size, num_batches
 
     def _num_shares(self, term: Term) -> int:
         """On how many ranks the term is the same, which then count a share of it each."""
@@ -241,13 +228,11 @@ class LigerPostTrainingMixin(LigerStepMixin):
         """Adds a batch to the stage's metrics and logs them."""
         if self._trainer is None:
             return
-        measured: dict[str, Measured] = dict(result.metrics)
         self._has_auxiliary = result.auxiliary is not None
-        if result.auxiliary is not None:
-            measured["aux_loss"] = Mean(parts[-1, 0], parts[-1, 1])
+        auxiliary: dict[str, Measured] = {"aux_loss": Mean(*parts[-1])} if self._has_auxiliary else {}
+        measured = {**result.metrics, **auxiliary}
         metrics, _ = self._stage_metrics(stage)
-        unknown = sorted(measured.keys() - set(metrics))
-        if unknown or len(parts) > MAX_TERMS:
+        if unknown := sorted(measured.keys() - set(metrics)):
             raise ValueError(f"metrics of step_loss must be listed in metric_kinds, got {unknown}")
         metrics["loss"].update(parts)
         for name, value in measured.items():

@@ -83,7 +83,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
 
     distillation: DistillationOptions = DistillationOptions()
     _units = "tokens"
-    _arguments: tuple[str, ...] = ("shard_teacher",)
+    shard_teacher: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,9 +111,8 @@ class LigerDistillationMixin(LigerTeacherMixin):
         rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
         if ("teacher_input_ids" in rows.extras) != (options.distillation_mode == "uld"):
             raise ValueError(
-                "batch must have 'teacher_input_ids' and 'teacher_labels', the text in the teacher's tokens"
-                " (data.teacher_tokenizer), for distillation_mode='uld' only, got"
-                f" {sorted(map(str, batch))} for {options.distillation_mode!r}"
+                "batch must have 'teacher_input_ids' and 'teacher_labels' (data.teacher_tokenizer) for"
+                f" distillation_mode='uld' only, got {sorted(map(str, batch))} for {options.distillation_mode!r}"
             )
         num_tokens = rows.num_tokens
         rows = _checked(rows).to_context(self.context)
@@ -122,15 +121,17 @@ class LigerDistillationMixin(LigerTeacherMixin):
         loss, count, measured = losses.get(options.distillation_mode, self._uld_loss)(logits, rows)
         measured["distillation_loss"] = Mean(loss.detach(), count)
         measured["num_tokens"] = num_tokens / self._ranks_per_batch
-        total = options.distillation_weight * loss
+        total, outputs = options.distillation_weight * loss, ("log_probs", "entropy", "correct")
         if options.crossentropy_weight:
-            cross_entropy, quantities = _cross_entropy(logits, rows, with_entropy="entropy" not in measured)
+            cross_entropy, scores = token_loss(
+                logits, rows.labels, lambda scores, _: -cast(Tensor, scores.log_probs), outputs=outputs,
+                detach=("entropy",),
+            )  # fmt: skip
             total = total + options.crossentropy_weight * cross_entropy
-            measured = quantities | measured
+            measured = _of_labels(scores, rows, cross_entropy=cross_entropy) | measured
         elif options.log_entropy and "entropy" not in measured:
             with torch.no_grad():
-                scores = token_scores(logits.detach(), rows.labels, outputs=("entropy", "correct"))
-            measured |= _of_labels(scores, rows)
+                measured |= _of_labels(token_scores(logits.detach(), rows.labels, outputs=outputs[1:]), rows)
         return StepLoss((Term(total, count, "tokens", is_whole=False),), measured, auxiliary)
 
     # One loss each: the sum over tokens, their number, and what is measured
@@ -166,9 +167,8 @@ class LigerDistillationMixin(LigerTeacherMixin):
         losses, metrics = sparse_divergence(
             of_student, log_probs, options.sparse(temperature), support_mask=support.expand(ids.shape)
         )
-        count = rows.num_labels
-        names = self.metric_kinds()
-        return losses.sum(), count, {name: Mean(each.sum(), count) for name, each in metrics.items() if name in names}
+        names = metrics.keys() & self.metric_kinds()
+        return losses.sum(), rows.num_labels, {name: Mean(metrics[name].sum(), rows.num_labels) for name in names}
 
     def _sampled_loss(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         options, targets = self.distillation.sampled, rows.labels
@@ -184,11 +184,9 @@ class LigerDistillationMixin(LigerTeacherMixin):
             temperature=self.distillation.temperature, outputs=("log_probs", "entropy", "correct"), detach=("entropy",),
         )  # fmt: skip
         metrics, kept, count = divergences(scores, ...)[1], targets.flatten() >= 0, rows.num_labels
-        measured: dict[str, Measured] = {
-            name: Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()
-        }
-        self._hidden_metrics -= measured.keys()
-        return total, count, measured | _of_labels(scores, rows)
+        self._hidden_metrics -= metrics.keys()
+        means = {name: Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()}
+        return total, count, _of_labels(scores, rows) | means
 
     def _uld_loss(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         columns = rows.extras
@@ -196,32 +194,28 @@ class LigerDistillationMixin(LigerTeacherMixin):
             raise ValueError("context_parallel_size must be 1 for 'uld', which compares rows of different lengths")
         if rows.positions is not None:
             raise ValueError("batch must have one text a row for 'uld' (data.packing=False), got 'position_ids'")
-        others = columns.keys() - {*_COLUMNS, *_OF_ROLLOUTS}
-        batch = {name.removeprefix("teacher_"): columns[name] for name in others if name.startswith("teacher_")}
+        names = [name for name in columns if name.startswith("teacher_") and name not in _COLUMNS]
+        batch = {name.removeprefix("teacher_"): columns[name] for name in names}
         of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
         pair = logits, self._teacher_logits(of_teacher)
         masks = _aligned(rows.labels >= 0, of_teacher.labels >= 0)
         student, teacher = (each[mask] for each, mask in zip(pair, masks, strict=True))
+        divergence = partial(universal_logit_divergence, options=self.distillation.uld)
         size = student.shape[-1] + teacher.shape[-1]
-        losses: Tensor = over_chunks(
-            partial(universal_logit_divergence, options=self.distillation.uld),
-            [logit_rows(student), logit_rows(teacher.detach())],
-            [],
-            choose_chunk_size(len(student), size, _BYTES_PER_LOGIT, _CHUNK_BYTES),
-        )
+        chunk_size = choose_chunk_size(len(student), size, _BYTES_PER_LOGIT, _CHUNK_BYTES)
+        losses: Tensor = over_chunks(divergence, [logit_rows(student), logit_rows(teacher.detach())], [], chunk_size)
         factor = self.distillation.temperature**2 if self.distillation.t_squared else 1.0
         return factor * losses.sum(), torch.count_nonzero(masks[0]), {}
 
     # The teacher
 
     def _required_teacher(self) -> nn.Module:
+        self._prepare_teacher()
         if self.teacher is None:
-            self._prepare_teacher()
-        if self.teacher is None:
-            mode = self.distillation.distillation_mode
             raise ValueError(
-                f"distillation_mode={mode!r} needs a teacher, got None from configure_teacher(), or stored values:"
-                f" {TOPK_IDS!r} and {TOPK_LOG_PROBS!r} for 'topk_logits', {TEACHER_LOG_PROBS!r} for sampled tokens"
+                f"distillation_mode={self.distillation.distillation_mode!r} needs a teacher, got None from"
+                f" configure_teacher(), or stored values: {TOPK_IDS!r} and {TOPK_LOG_PROBS!r} for 'topk_logits',"
+                f" {TEACHER_LOG_PROBS!r} for sampled tokens"
             )
         return self.teacher
 
@@ -233,9 +227,8 @@ class LigerDistillationMixin(LigerTeacherMixin):
             found = int(torch.maximum(rows.inputs["input_ids"].max(), rows.labels.max()))  # the host waits
             if found >= size:
                 raise ValueError(
-                    f"batch must have token ids below {size}, the size of the teacher's vocabulary, got {found}: a"
-                    " teacher with a smaller vocabulary has to know all tokens of the text. For one with another"
-                    " tokenizer use distillation_mode='uld' and data.teacher_tokenizer"
+                    f"batch must have token ids below {size}, the size of the teacher's vocabulary, got {found}: for a"
+                    " teacher with another tokenizer use distillation_mode='uld' and data.teacher_tokenizer"
                 )
         logits, _ = self.call_model(rows.inputs, rows.labels, teacher)
         return logits
@@ -251,11 +244,9 @@ class LigerDistillationMixin(LigerTeacherMixin):
     @property
     def _stored_temperature(self) -> float:
         """The temperature of stored log-probabilities."""
-        if self.distillation.teacher_temperature is not None:
-            return self.distillation.teacher_temperature
         data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
-        found = getattr(data, "temperature", None)
-        return float(found) if isinstance(found, int | float) else 1.0
+        given = self.distillation.teacher_temperature
+        return float(getattr(data, "temperature", None) or 1.0) if given is None else given
 
 
 def _aligned(student_mask: Tensor, teacher_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,19 +258,16 @@ def _aligned(student_mask: Tensor, teacher_mask: Tensor) -> tuple[Tensor, Tensor
 
 def _checked(rows: Rows) -> Rows:
     """The rows; raises for columns of tokens whose shape or dtype does not fit."""
-    shape = rows.labels.shape
     for name in _COLUMNS:
-        value = rows.extras.get(name)
-        if value is None:
+        if (value := rows.extras.get(name)) is None:
             continue
         check_tensor(f"batch[{name!r}]", value)
         if value.is_floating_point() == (name == TOPK_IDS):
             raise wrong_type(f"batch[{name!r}]", "int64" if name == TOPK_IDS else "floating-point", value)
-        expected = (*shape, value.shape[-1]) if name in (TOPK_IDS, TOPK_LOG_PROBS) and value.ndim == 3 else tuple(shape)
-        check_shape(f"batch[{name!r}]", value, expected, "one entry for each token of the inputs")
-    ids, log_probs = rows.extras.get(TOPK_IDS), rows.extras.get(TOPK_LOG_PROBS)
-    if ids is not None and log_probs is not None:
-        check_shape(f"batch[{TOPK_LOG_PROBS!r}]", log_probs, ids.shape, f"as {TOPK_IDS}")
+        like = rows.extras.get(TOPK_IDS) if name == TOPK_LOG_PROBS else None
+        shape = (*rows.labels.shape, *value.shape[2:3]) if name == TOPK_IDS else rows.labels.shape
+        shape = shape if like is None else like.shape
+        check_shape(f"batch[{name!r}]", value, shape, "as input_ids or teacher_topk_ids")
     return rows
 
 
@@ -303,23 +291,10 @@ def _support(student_logits: Tensor, teacher_logits: Tensor, top_k: int, support
     return torch.cat(found, dim=-1)
 
 
-def _cross_entropy(logits: Tensor, rows: Rows, with_entropy: bool) -> tuple[Tensor, dict[str, Measured]]:
-    """The sum of cross entropies of the labels, and what is measured on them."""
-    outputs = ("log_probs", "entropy", "correct") if with_entropy else ("log_probs", "correct")
-
-    loss, scores = token_loss(
-        logits, rows.labels, lambda scores, _: -cast(Tensor, scores.log_probs), outputs=outputs,
-        detach=("entropy",) if with_entropy else (),
-    )  # fmt: skip
-    return loss, {"cross_entropy": Mean(loss.detach(), rows.num_labels), **_of_labels(scores, rows)}
-
-
-def _of_labels(scores: TokenScores, rows: Rows) -> dict[str, Measured]:
-    count, correct = rows.num_labels, cast(Tensor, scores.correct)
-    measured: dict[str, Measured] = {"mean_token_accuracy": Mean(correct.sum(), count)}
-    if scores.entropy is not None:
-        measured["entropy"] = Mean(scores.entropy.detach().sum(), count)
-    return measured
+def _of_labels(scores: TokenScores, rows: Rows, **sums: Tensor) -> dict[str, Measured]:
+    """Means over tokens with a label."""
+    sums |= {"mean_token_accuracy": cast(Tensor, scores.correct).sum(), "entropy": cast(Tensor, scores.entropy).sum()}
+    return {name: Mean(total.detach(), rows.num_labels) for name, total in sums.items()}
 
 
 @dataclass(frozen=True)

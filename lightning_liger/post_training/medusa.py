@@ -75,11 +75,6 @@ class LigerMedusaMixin(LigerTeacherMixin):
     medusa_scheduler: Schedule = "constant"
     medusa_scheduler_steps: Count | None = None
     medusa_self_distillation: bool = False
-    _arguments: tuple[str, ...] = (
-        *("medusa_only_heads", "medusa_decay_coefficient", "medusa_heads_coefficient", "medusa_scheduler"),
-        *("medusa_scheduler_steps", "medusa_self_distillation"),
-    )
-
     _teacher_hook = "configure_original_model"
 
     def _check_arguments(self) -> None:
@@ -93,15 +88,6 @@ class LigerMedusaMixin(LigerTeacherMixin):
         Not called for a model with adapters, which is the original one without them.
         """
         return None
-
-    def _prepare_stage(self) -> None:
-        if getattr(self, "_compiler_ctx", None) is not None:  # of a LightningModule that went through torch.compile
-            raise ValueError(
-                f"{type(self).__name__} must not be compiled as a whole: Medusa heads read the hidden states of lazy"
-                " logits, which compiled code does not have. Pass the module itself to the Trainer, without"
-                " torch.compile"
-            )
-        super()._prepare_stage()
 
     def _prepare_teacher(self) -> None:
         if self.medusa_self_distillation and not has_adapters(self.model):
@@ -120,6 +106,7 @@ class LigerMedusaMixin(LigerTeacherMixin):
         names = [f"{head}_{quantity}" for head in heads for quantity in ("loss", "accuracy")]
         return dict.fromkeys([*names, *(["lm_divergence"] if self.medusa_self_distillation else [])], "mean")
 
+    @torch.compiler.disable  # the hidden states are those of lazy logits, which compiled code does not have
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         model = self._seen_model()
         rows = read_tokens(stage, batch, model)
@@ -144,7 +131,8 @@ class LigerMedusaMixin(LigerTeacherMixin):
     def _model_loss(self, logits: LazyLogits, rows: Rows) -> tuple[Tensor, dict[str, Mean]]:
         """The sum of the model's own losses of the next token, and what is measured on them."""
         if not self.medusa_self_distillation:
-            return _cross_entropy("lm", logits, rows.labels)
+            loss, correct = _cross_entropy(logits, rows.labels)
+            return loss, _measured("lm", loss, correct, rows.labels)
         original = self._original_logits(rows)
         loss = divergence(logits, original, kind="forward_kl", mask=rows.labels >= 0, reduction="sum")
         return loss, {"lm_divergence": Mean(loss.detach(), rows.num_labels)}
@@ -166,12 +154,18 @@ class LigerMedusaMixin(LigerTeacherMixin):
         outputs = self.medusa_heads(logits.tokens[..., : logits.head.weight.shape[1]])
         if self.medusa_heads.is_shared:  # all rows through the head at once, for one gradient of its weight
             stacked = _as_transformed(head_of(self.model)(torch.stack(outputs)), logits)
-            return _shared_cross_entropy(stacked, torch.stack(targets), weights)
+            total, scores = multi_token_loss(stacked, torch.stack(targets), weights)
+            pair = cast(Tensor, scores.log_probs), cast(Tensor, scores.correct)
+            found = [(-log_probs.sum(), correct) for log_probs, correct in zip(*pair, strict=True)]
+        else:
+            found = [
+                _cross_entropy(_as_transformed(each, logits), labels)
+                for each, labels in zip(outputs, targets, strict=True)
+            ]
+            total = torch.stack([weight * loss for weight, (loss, _) in zip(weights, found, strict=True)]).sum()
         measured: dict[str, Mean] = {}
-        total = logits.new_zeros((), dtype=torch.float32)
-        for k, (output, labels, weight) in enumerate(zip(outputs, targets, weights, strict=True)):
-            loss, quantities = _cross_entropy(f"medusa{k}", _as_transformed(output, logits), labels)
-            total, measured = total + weight * loss, measured | quantities
+        for k, (each, labels) in enumerate(zip(found, targets, strict=True)):
+            measured |= _measured(f"medusa{k}", *each, labels)
         return total, measured
 
     def _coefficient(self) -> float:
@@ -213,29 +207,15 @@ def _as_transformed(logits: Tensor, like: LazyLogits) -> LazyLogits:
     return logits if logits.transform == like.transform else logits.same(transform=like.transform)
 
 
-def _cross_entropy(name: str, logits: LazyLogits, targets: Tensor) -> tuple[Tensor, dict[str, Mean]]:
-    """The sum of the losses of one head, and its loss and accuracy."""
+def _cross_entropy(logits: LazyLogits, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of one head, and whether each prediction is right."""
     loss, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
-    kept = targets >= 0
-    correct, count = ((stats.predictions == targets) & kept).sum(), kept.sum()
-    return loss, _named(name, loss.detach(), correct, count)
+    return loss, (stats.predictions == targets) & (targets >= 0)
 
 
-def _named(name: str, loss: Tensor, correct: Tensor, count: Tensor) -> dict[str, Mean]:
-    pairs = zip(("loss", "accuracy"), (loss, correct), strict=True)
-    return {f"{name}_{quantity}": Mean(total, count) for quantity, total in pairs}
-
-
-def _shared_cross_entropy(logits: LazyLogits, targets: Tensor, weights: list[float]) -> tuple[Tensor, dict[str, Mean]]:
-    """As :func:`_cross_entropy` for several heads with one projection, ``[num_heads, batch_size, seq_len]``."""
-    total, scores = multi_token_loss(logits, targets, weights)
-    assert scores.log_probs is not None
-    assert scores.correct is not None
-    measured: dict[str, Mean] = {}
-    for k in range(len(targets)):
-        kept = (targets[k] >= 0).sum()
-        measured |= _named(f"medusa{k}", -scores.log_probs[k].sum(), scores.correct[k].sum(), kept)
-    return total, measured
+def _measured(name: str, loss: Tensor, correct: Tensor, targets: Tensor) -> dict[str, Mean]:
+    count = (targets >= 0).sum()
+    return {f"{name}_loss": Mean(loss.detach(), count), f"{name}_accuracy": Mean(correct.sum(), count)}
 
 
 @takes()
@@ -253,13 +233,12 @@ class LigerMedusa(LigerMedusaMixin, LossCausalLM):
         medusa_warmup_steps: Steps in which the heads' learning rate rises to its peak; None for ``warmup_steps``.
         medusa_pretrained: Folder of heads to start from, with a ``medusa_lm_head.safetensors``; see
             :func:`~lightning_liger.save_medusa_heads`. Not for models on the meta device.
-        medusa_self_distillation: Whether joint training keeps the model close to the original one, in place of cross
-            entropy: to the model without its adapters, or to a second copy of ``pretrained`` on each device.
+        medusa_self_distillation: As for the mixin; without adapters, the original model is a second copy of
+            ``pretrained`` on each device.
 
     Raises:
         FileNotFoundError: As :class:`~lightning_liger.LigerCausalLM`, and if ``medusa_pretrained`` has no heads.
-        TypeError: For an argument of a wrong type.
-        ValueError: For an argument out of its range.
+        TypeError, ValueError: As :class:`~lightning_liger.LigerCausalLM`.
     """
 
     medusa_num_heads: Count = 5
@@ -268,10 +247,6 @@ class LigerMedusa(LigerMedusaMixin, LossCausalLM):
     medusa_lr_multiplier: NonNegative = 1.0
     medusa_warmup_steps: Annotated[int, Limits(at_least=0)] | None = None
     medusa_pretrained: str | None = None
-    _arguments: tuple[str, ...] = (
-        *("medusa_num_heads", "medusa_num_layers", "medusa_shared_head", "medusa_lr_multiplier"),
-        *("medusa_warmup_steps", "medusa_pretrained"),
-    )
 
     def _check_arguments(self) -> None:
         super()._check_arguments()

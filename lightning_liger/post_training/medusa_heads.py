@@ -104,21 +104,18 @@ class MedusaHeads(nn.Sequential):  # not a ModuleList, which FSDP2 refuses
 
         Args:
             model: A Hugging Face causal language model.
-            num_heads: See :class:`MedusaHeads`.
-            num_layers: See :class:`MedusaHeads`.
+            num_heads: As for the class, like ``num_layers``.
+            num_layers: As for the class.
             shared_head: Whether the heads use the model's LM head and have blocks only.
 
         Raises:
             TypeError: If the model has no LM head.
         """
         check_bool("shared_head", shared_head)
-        check_medusa_sizes(num_heads, num_layers, is_shared=shared_head)
         head = head_of(model)
-        weight, bias = cast(Tensor, head.weight), cast(Tensor | None, getattr(head, "bias", None))
-        vocab_size, hidden_size = getattr(weight, "ds_shape", weight.shape)
         heads = cls(
-            hidden_size, None if shared_head else vocab_size, num_heads, num_layers,
-            bias=bias is not None, device=weight.device, dtype=weight.dtype,
+            head.in_features, None if shared_head else head.out_features, num_heads, num_layers,
+            bias=head.bias is not None, device=head.weight.device, dtype=head.weight.dtype,
         )  # fmt: skip
         if not shared_head:
             heads._copy(model, head)
@@ -156,19 +153,12 @@ class MedusaHeads(nn.Sequential):  # not a ModuleList, which FSDP2 refuses
         return isinstance(cast(MedusaHead, self[0])[-1], MedusaBlock)
 
 
-def head_of(model: nn.Module) -> nn.Module:
-    """The LM head of a Hugging Face model.
-
-    Raises:
-        TypeError: If the model has none with a weight of two dimensions.
-    """
+def head_of(model: nn.Module) -> Any:
+    """The LM head of a Hugging Face model; raises TypeError if the model has none that is a linear layer."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    weight = getattr(head, "weight", None)
-    if not isinstance(head, nn.Module) or not isinstance(weight, Tensor):
+    if not hasattr(head, "in_features"):
         raise wrong_type("model", "a Hugging Face causal language model with an LM head", model)
-    if len(getattr(weight, "ds_shape", weight.shape)) != 2:
-        raise wrong_type("model", "a model whose LM head is [vocab_size, hidden_size]", head)
     return head
 
 

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_liger.training.metrics import RunningMean, RunningMetric, as_count
@@ -71,7 +70,7 @@ class SumOfMeans(RunningMetric):
 
     def update(self, parts: Tensor) -> None:
         """Adds ``[number of terms, 2]``: for each term the sum over units, and their number."""
-        self.parts = self.parts + F.pad(parts, (0, 0, 0, MAX_TERMS - len(parts)))
+        self.parts = self.parts + torch.cat((parts, parts.new_zeros(MAX_TERMS - len(parts), 2)))
 
     def compute(self) -> Tensor:
         # A term without units is 0.

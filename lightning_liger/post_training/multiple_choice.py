@@ -40,14 +40,9 @@ class LigerMultipleChoice(LigerCausalLM):
     def _make_metrics(self) -> dict[str, RunningMetric]:
         return super()._make_metrics() | {name: RunningMean() for name in _ACCURACIES}
 
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._choice_step("val", batch)
-
-    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._choice_step("test", batch)
-
-    def _choice_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._begin_stage()
+    def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
+        if stage == "train":
+            return super()._step(stage, batch)
         context = None if self._trainer is None else engine_of(self.trainer).context_parallel
         rows = read_rows(batch).to_context(context)
         question_ids, is_answer, num_characters = _choices(batch, rows.num_sequences)
@@ -67,12 +62,11 @@ class LigerMultipleChoice(LigerCausalLM):
         self._log_metrics(stage, _ACCURACIES)
         of_token = is_answer[:, None] if rows.sequence_ids is None else is_answer[rows.sequence_ids.clamp(min=0)]
         kept = (labels != IGNORE_INDEX) & of_token
-        num_tokens = kept.sum()
-        loss_sum = -torch.where(kept, log_probs, 0).sum()
+        num_tokens, loss_sum = kept.sum(), -torch.where(kept, log_probs, 0).sum()
         loss = loss_sum / num_tokens.clamp(min=1)
         num_correct = ((scores.predictions == labels) & kept).sum()
         self._log_tokens(stage, LMLoss(loss, loss_sum, num_tokens, num_correct), auxiliary)
-        return loss
+        return loss, num_tokens, None
 
 
 def _choices(batch: Mapping[str, Any], num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -72,8 +72,6 @@ class LigerPolicyMixin(LigerReferenceMixin):
     policy_options: PolicyOptions = PolicyOptions()
     temperature: Positive = 1.0
     steps_per_generation: Count | None = None
-    _arguments: tuple[str, ...] = ("temperature", "steps_per_generation")
-
     disable_dropout: bool = False
     _units = "tokens or completions"
     _reference_hint = (
@@ -227,24 +225,16 @@ class LigerPolicyMixin(LigerReferenceMixin):
         return self.policy_options.beta > 0
 
     def _measured(
-        self,
-        rows: Rows,
-        batch: Mapping[str, Any],
-        policy: PolicyBatch,
-        result: PolicyObjective,
-        entropies: Tensor,
+        self, rows: Rows, batch: Mapping[str, Any], policy: PolicyBatch, result: PolicyObjective, entropies: Tensor
     ) -> dict[str, Measured]:
         is_terminated = None
         if ends := _end_of_sequence_ids(self.model):
             last = policy.completions.last(rows.labels)
             is_terminated = torch.stack([last == end for end in ends]).any(0)
-        found = policy_metrics(entropies, policy, result.details, self.policy_options, is_terminated)
-        measured: dict[str, Measured] = {name: Mean(*parts) for name, parts in found.means.items()}
-        measured |= found.extremes
+        measured = policy_metrics(entropies, policy, result.details, self.policy_options, is_terminated)
         measured["num_tokens"] = rows.num_tokens / self._ranks_per_batch
         if isinstance(batch.get("rewards"), Tensor):
-            means = reward_metrics(batch["rewards"], batch.get("group_ids"))
-            measured |= {name: Mean(*parts) for name, parts in means.items()}
+            measured |= reward_metrics(batch["rewards"], batch.get("group_ids"))
         self._hidden_metrics -= measured.keys()
         return measured
 

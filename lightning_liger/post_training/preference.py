@@ -68,14 +68,11 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     number them in the order above. Batches of ``KTOOptions`` have B sequences and ``label``, ``[B]`` of bool; for
     ``"kto"`` also mismatched pairs with the prefix ``KL_``. The policy is called once for all sequences of a batch.
 
-    The reference's log-probabilities come from ``ref_model``, which is frozen, in evaluation mode and not in
-    checkpoints (``configure_model`` makes it again); from the policy with its peft adapters off (or with one that is
-    named ``"ref"``); or from the batch: ``ref_chosen_logps`` and ``ref_rejected_logps`` (for KTO ``ref_logps`` and
-    ``ref_KL_logps``), ``[B]``, summed over tokens. ``reference`` chooses one; ``"auto"`` takes the batch's if there are
-    any, then the model, then adapters. With ``precompute_ref_log_probs = True`` all training and validation data are
-    passed through the reference before training, and without ``ref_model`` or adapters it is the policy as it is then.
-    Where ``ref_log_probs_folder`` names a folder they are kept there for runs with the same weights, and only new data
-    is computed; else they are in the checkpoint.
+    The reference's log-probabilities come from ``ref_model``; from the policy with its peft adapters off (or with one
+    that is named ``"ref"``); or from the batch: ``ref_chosen_logps`` and ``ref_rejected_logps`` (for KTO ``ref_logps``
+    and ``ref_KL_logps``), ``[B]``, summed over tokens. With ``precompute_ref_log_probs = True`` all training and
+    validation data are passed through the reference before training, and without ``ref_model`` or adapters it is the
+    policy as it is then.
 
     The loss does not depend on how pairs were split over micro-batches and ranks, see
     :class:`~lightning_liger.post_training.base.LigerPostTrainingMixin`, except where it is defined by a batch: ``aot``
@@ -89,11 +86,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         preference_loss: The options of the loss.
         precompute_ref_log_probs: Whether the reference's log-probabilities are computed for all data before training.
             Finished modules make no copy of the model then.
-        ref_log_probs_folder: Where they are kept for other runs.
-
-    Raises:
-        TypeError: For options of a wrong type, and if the mixin is listed after ``LightningModule``.
-        ValueError: For options that do not fit.
+        ref_log_probs_folder: Where they are kept for runs with the same weights, which compute those of new data only;
+            None for the checkpoint.
     """
 
     preference_loss: PreferenceOptions = DPOOptions()
@@ -104,8 +98,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         "set self.ref_model, train adapters of peft, give batches with ref_chosen_logps and ref_rejected_logps (for KTO"
         " ref_logps), or set precompute_ref_log_probs=True"
     )
-
-    _arguments: tuple[str, ...] = ("precompute_ref_log_probs", "ref_log_probs_folder")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,19 +163,17 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def _reference_of(self, batch: Mapping[str, Any], rows: Rows, columns: Sequence[str]) -> Tensor:
         """The reference's sums: those of the batch, ``columns`` in order, or computed ones."""
         given = [key for key in columns if batch.get(key) is not None]
-        if len(given) == len(columns) and self.reference in ("auto", "columns"):
-            size = rows.num_sequences // len(columns)
+        if self.reference == "columns" or (self.reference == "auto" and given):
+            if len(given) < len(columns):
+                raise ValueError(
+                    f"batch must have all of the keys {list(columns)} for reference='columns', got {sorted(batch)};"
+                    " with precompute_ref_log_probs=True they are computed before training"
+                )
             for key in columns:
                 check_tensor(f"batch[{key!r}]", batch[key])
-                check_shape(f"batch[{key!r}]", batch[key], (size,), "one log-probability for each sequence")
+                shape = (rows.num_sequences // len(columns),)
+                check_shape(f"batch[{key!r}]", batch[key], shape, "one log-probability for each sequence")
             return torch.cat([batch[key] for key in columns]).float().detach()
-        if given and len(given) < len(columns):
-            raise ValueError(f"batch must have all of {list(columns)} or none, got {given}")
-        if self.reference == "columns":
-            raise ValueError(
-                f"batch must have the keys {list(columns)} for reference='columns', got {sorted(batch)}; with"
-                " precompute_ref_log_probs=True they are computed before training"
-            )
         return self._compute_reference(rows)
 
     def _columns(self) -> dict[str, tuple[str, ...]]:
@@ -244,7 +234,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         if self.precompute_ref_log_probs or getattr(self.preference_loss, "loss_type", None) == "bco":
             self._require_super(LigerPreferenceMixin, "on_save_checkpoint", "on_load_checkpoint")
 
-    def _step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
+    def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
         if stage == "train" and self.precompute_ref_log_probs and self._reference_cache is None:
             raise RuntimeError(
                 f"{type(self).__name__}.on_fit_start must call super().on_fit_start(), which computes the reference"
@@ -254,21 +244,14 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return super()._step(stage, self._with_stored(batch))
 
     def _with_stored(self, batch: Any) -> Any:
-        """A batch with the log-probabilities that were computed before training.
-
-        Raises:
-            ValueError: For stored ones that are NaN or infinite, of which no loss makes sense.
-        """
+        """A batch with the log-probabilities that were computed before training; raises for NaN and infinite ones."""
         cache, added = None if self._is_precomputing else self._reference_cache, dict[str, Any]()
         for prefix, columns in self._columns().items() if isinstance(batch, Mapping) else ():
             for name in columns:
                 value = batch.get(name)
                 if isinstance(value, Tensor) and value.device.type == "cpu" and not value.isfinite().all():
-                    index = int((~value.flatten().isfinite()).nonzero()[0])
-                    raise ValueError(
-                        f"batch[{name!r}] must hold finite log-probabilities, got {value.flatten()[index].item()} for"
-                        f" number {index} of {value.numel()}"
-                    )
+                    wrong = value[~value.isfinite()].tolist()
+                    raise wrong_value(f"batch[{name!r}]", "finite log-probabilities", wrong)
             if cache is None or batch.get(columns[0]) is not None or batch.get(prefix + "input_ids") is None:
                 continue
             keys = sequence_keys(batch, prefix)
@@ -343,8 +326,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         outputs, detach = ("log_probs", *_MEASURED, *(("log_sum_sq_probs",) if is_weighted else ())), _MEASURED[:2]
         local = rows.to_context(self.context)
         logits, auxiliary = self.call_model(local.inputs, local.labels)
-        is_packed, num_examples = rows.sequence_ids is not None, rows.num_sequences // options.num_sequences
-        most = rows.labels.numel() if is_packed else options.num_sequences * rows.labels.shape[1]
+        num_examples = rows.num_sequences // options.num_sequences
+        most = rows.labels.numel() if rows.sequence_ids is not None else options.num_sequences * rows.labels.shape[1]
         if losses is None or self.context is not None or not can_take_units(logits, most):
             scores = token_scores(logits, local.labels, outputs=outputs, detach=detach)
             return self._sums(scores, local), auxiliary, None
@@ -353,7 +336,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         def of_examples(scores: TokenScores) -> Tensor:
             return losses(self._sums(scores, rows))
 
-        total, scores = unit_loss(logits, rows.labels, units, num_examples, of_examples, outputs=outputs, detach=detach)
+        total, scores = unit_loss(logits, rows.labels, units, of_examples, outputs=outputs, detach=detach)
         return self._sums(scores, rows), auxiliary, total
 
     def _sums(self, scores: TokenScores, local: Rows) -> SequenceScores:
@@ -397,34 +380,31 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     def _pair_losses(self, scores: SequenceScores, num_tokens: Tensor, reference: Tensor | None) -> PairLosses:
         options, parts = self.preference_loss, self.preference_loss.num_sequences
-        (chosen, rejected, *gold), (num_chosen, num_rejected, *_) = (
-            scores.log_probs.chunk(parts),
-            num_tokens.chunk(parts),
-        )
+        chosen, rejected, *gold = scores.log_probs.chunk(parts)
+        num_chosen, num_rejected, *_ = num_tokens.chunk(parts)
         pairs = PairLogProbs(chosen, rejected, num_chosen, num_rejected, chosen_nll=scores.nll.chunk(parts)[0])
+        pairs = pairs._replace(gold=gold[0] if gold else None)
         if reference is not None:
             ref_chosen, ref_rejected = reference.chunk(2)
             pairs = pairs._replace(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
         if getattr(options, "use_weighting", False):
             weight = wpo_weights(-scores.nll, scores.log_sum_sq_probs, num_chosen, num_rejected)
             pairs = pairs._replace(weight=weight)
-        return options.losses(pairs, gold[0] if gold else None)
+        return options.losses(pairs)
 
     def _labelled_loss(self, stage: str, batch: Mapping[str, Any], rows: Rows) -> StepLoss:
         """The loss of completions with labels."""
         options = cast(KTOOptions, self.preference_loss)
-        labels = batch.get("label")
-        check_tensor("batch['label']", labels)
-        labels = cast(Tensor, labels)
-        check_shape("batch['label']", labels, (rows.num_sequences,), "one label for each sequence")
-        labels = labels.bool()
+        check_tensor("batch['label']", batch.get("label"))
+        check_shape("batch['label']", batch["label"], (rows.num_sequences,), "one label for each sequence")
+        labels = batch["label"].bool()
         reference = self._reference_of(batch, rows, ("ref_logps",))
         baseline = self._kl(batch) if options.needs_kl else torch.zeros((), device=labels.device)
         scores, auxiliary, _ = self._score(rows)
         if options.loss_type == "bco":
             if stage == "train":
-                sums = torch.stack(reward_sums(options.beta * (scores.log_probs - reference), labels))
-                self._running_delta.update(*self._sum_over_ranks(sums))
+                sums = reward_sums(options.beta * (scores.log_probs - reference), labels)
+                self._running_delta.update(self._sum_over_ranks(sums))
             baseline = self._running_delta.value().to(labels.device)
         result = kto_loss(scores.log_probs, reference, labels, options, baseline=baseline)
         metrics: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ from liger_ops.arguments import wrong_value
 from lightning_liger.post_training.rows import count_sequences
 from lightning_liger.weights.pretrained import naming_damaged
 
-_REFERENCE_ADAPTER = "ref"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
@@ -36,26 +35,18 @@ def _adapted(model: nn.Module) -> Any:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it got adapters; if one of them is named ``"ref"``, with this one instead.
-
-    Raises:
-        ValueError: If the model has no adapters.
-    """
+    """The model as it was before it got adapters; if one of them is named ``"ref"``, with this one instead."""
     adapted = _adapted(model)
-    if adapted is None:
-        raise wrong_value("reference", "'adapters' only for a model with adapters of peft", type(model).__name__)
     # peft changes which parameters are trained when it switches adapters off and on.
     trained = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
-    active = adapted.active_adapter
+    has_reference, active = "ref" in adapted.peft_config, adapted.active_adapter
     try:
-        if _REFERENCE_ADAPTER in adapted.peft_config:
-            adapted.set_adapter(_REFERENCE_ADAPTER)
+        if has_reference:
+            adapted.set_adapter("ref")
+        with nullcontext() if has_reference else adapted.disable_adapter():
             yield
-        else:
-            with adapted.disable_adapter():
-                yield
     finally:
-        if _REFERENCE_ADAPTER in adapted.peft_config:
+        if has_reference:
             adapted.set_adapter(active)
         for parameter, requires_grad in trained:
             if parameter.requires_grad != requires_grad:
@@ -82,12 +73,6 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def freeze(model: nn.Module) -> None:
-    """Makes ``model`` a reference: in evaluation mode, without gradients."""
-    model.requires_grad_(False)
-    model.eval()
 
 
 def drop_from_state_dict(module: nn.Module, name: str) -> None:
@@ -139,17 +124,13 @@ class ReferenceCache(dict[bytes, float]):
         return {"keys": keys, "log_probs": torch.tensor(list(self.values()))}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds what :meth:`tensors` returned; raises ValueError if it is something else."""
-        if set(tensors) != {"keys", "log_probs"} or tensors["keys"].shape != (len(tensors["log_probs"]), 16):
-            raise ValueError(
-                f"{self.path} must be a file of reference log-probabilities, got {sorted(tensors)}: delete it"
-            )
-        keys = tensors["keys"].numpy()
-        self.update({key.tobytes(): float(x) for key, x in zip(keys, tensors["log_probs"], strict=True)})
+        """Adds what :meth:`tensors` returned."""
+        keys = (key.tobytes() for key in tensors["keys"].numpy())
+        self.update(zip(keys, tensors["log_probs"].tolist(), strict=True))
 
     def share(self) -> None:
         """Gives each rank the sequences of all ranks, and writes the file."""
-        for values in _of_all_ranks(dict(self)):
+        for values in _gather_objects(dict(self)):
             self.update(values)
         is_parallel = dist.is_available() and dist.is_initialized()
         if self.path is not None and (not is_parallel or dist.get_rank() == 0):
@@ -161,11 +142,7 @@ class ReferenceCache(dict[bytes, float]):
             dist.barrier()
 
     def find(self, keys: list[bytes]) -> Tensor:
-        """The log-probabilities of sequences, ``[n]`` in float32.
-
-        Raises:
-            KeyError: For a sequence that was not seen before training.
-        """
+        """The log-probabilities of sequences, ``[n]`` in float32; raises KeyError for one that is new."""
         if missing := [index for index, key in enumerate(keys) if key not in self]:
             raise KeyError(
                 f"the batch must hold sequences whose reference log-probabilities were computed before training, but"
@@ -176,7 +153,7 @@ class ReferenceCache(dict[bytes, float]):
         return torch.tensor([self[key] for key in keys])
 
 
-def _of_all_ranks(value: Any) -> list[Any]:
+def _gather_objects(value: Any) -> list[Any]:
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     everything: list[Any] = [None] * dist.get_world_size()
@@ -220,7 +197,7 @@ def sum_of_bits(model: nn.Module, *, without_adapters: bool = False) -> int:
 
 def weights_fingerprint(model: nn.Module, settings: object, *, without_adapters: bool = False) -> str:
     """A hash of the weights as they are distributed, and of ``settings``: the same in each run on the same devices."""
-    totals = _of_all_ranks(sum_of_bits(model, without_adapters=without_adapters))
+    totals = _gather_objects(sum_of_bits(model, without_adapters=without_adapters))
     return hashlib.blake2b(repr((totals, settings)).encode(), digest_size=8).hexdigest()
 
 

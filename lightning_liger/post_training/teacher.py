@@ -13,7 +13,6 @@ from liger_ops.arguments import wrong_type
 from lightning_liger.patching import apply_liger_kernels
 from lightning_liger.patching.rules import Patched
 from lightning_liger.post_training.base import LigerPostTrainingMixin
-from lightning_liger.post_training.reference import freeze
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.weights.materialize import has_meta_tensors, materialize
 from lightning_liger.weights.pretrained import load_pretrained
@@ -47,7 +46,7 @@ def prepare_frozen(
         is_sharded: Whether all ranks share its parameters, by FSDP2: each layer is whole only while it runs. A model on
             the meta device gets its values after it was sharded.
     """
-    freeze(model)
+    model.requires_grad_(False).eval()
     if not any(isinstance(module, Patched) for module in model.modules()):
         apply_liger_kernels(model)
     if context is not None:
@@ -67,7 +66,7 @@ def prepare_frozen(
 class LigerTeacherMixin(LigerPostTrainingMixin):
     """A frozen model next to the one that trains, which no engine, no checkpoint and no optimizer sees."""
 
-    shard_teacher: bool = False
+    shard_teacher = False
     _teacher: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
     _teacher_hook = "configure_teacher"
     """The method that makes it."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from liger_ops import IGNORE_INDEX, TokenScores
+from liger_ops import TokenScores
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.scores import token_loss
 
@@ -14,12 +14,7 @@ MAX_UNIT_BYTES = 2**30
 
 
 def can_take_units(logits: Tensor, max_unit_tokens: int) -> bool:
-    """Whether the loss of each unit can be taken with all of its logits, which saves one product of the head's size.
-
-    Args:
-        logits: Lazy or materialized.
-        max_unit_tokens: Tokens of the largest unit.
-    """
+    """Whether it saves a product of the head's size to take units, of at most so many tokens, with all their logits."""
     if not torch.is_grad_enabled() or not isinstance(logits, LazyLogits):
         return False
     unit_bytes = max_unit_tokens * logits.shape[-1] * logits.element_size()
@@ -30,7 +25,6 @@ def unit_loss(
     logits: Tensor,
     labels: Tensor,
     units: Tensor,
-    num_units: int,
     losses: Callable[[TokenScores], Tensor],
     *,
     outputs: Sequence[str] = ("log_probs",),
@@ -42,32 +36,25 @@ def unit_loss(
         logits: ``[..., vocab_size]``, lazy or materialized.
         labels: ``[...]``, int64, -100 for tokens without a label.
         units: ``[...]``, int64: the unit of each token, from 0.
-        num_units: Their number.
-        losses: From the scores of all tokens, ``[...]`` each, to the losses of all units, ``[num_units]``. It is called
-            for some units at a time; the scores of the others' tokens are 0 then.
+        losses: From the scores of all tokens, ``[...]`` each, to the losses of all units, each of which depends on its
+            own tokens only. It is called for some units at a time; the scores of the others' tokens are 0 then.
         outputs: The scores it gets.
         detach: Those that it gets without gradient.
 
     Returns:
         The sum, differentiable; and the scores of all tokens, which are not.
     """
-    flat = units.reshape(-1)
-
-    def present(index: Tensor, counts: Tensor) -> Tensor:
-        """Which units are among some tokens' that count, ``[num_units]``."""
-        zeros = torch.zeros(num_units, dtype=torch.int64, device=units.device)
-        return zeros.index_add(0, flat[index].clamp(min=0), counts) > 0
 
     def chunk_losses(scores: TokenScores, index: Tensor) -> Tensor:
         whole = (
             None if each is None else each.new_zeros(labels.numel()).index_put((index,), each).view(labels.shape)
             for each in scores
         )
-        total = losses(TokenScores(*whole)).where(present(index, torch.ones_like(index)), 0.0).sum()
+        total = losses(TokenScores(*whole)).sum()
         return torch.cat([total[None], total.new_zeros(len(index) - 1)])  # which token has it does not matter
 
+    # Its gradient is that of the sum, but its value counts units with scores of 0.
     total, scores = token_loss(logits, labels, chunk_losses, units=units, outputs=outputs, detach=detach)
-    with torch.no_grad():  # units without a label are in no chunk
-        has_label = present(torch.arange(len(flat), device=units.device), (labels.reshape(-1) != IGNORE_INDEX).long())
-        rest = losses(scores).where(~has_label, 0.0).sum()
-    return total + rest.to(total.dtype), scores
+    with torch.no_grad():
+        value = losses(scores).sum()
+    return value.to(total.dtype) + (total - total.detach()), scores

@@ -1,7 +1,7 @@
 """Mixin of losses that compare the policy with a reference model."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +17,6 @@ from lightning_liger.post_training.reference import (
     drop_from_state_dict,
     drop_reference,
     evaluating,
-    freeze,
     has_adapters,
     without_adapters,
 )
@@ -47,13 +46,6 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
     ref_model_mixup_alpha: Share = 0.6
     ref_model_sync_steps: Count = 512
     ref_model: nn.Module | None
-    _arguments: tuple[str, ...] = (
-        "reference",
-        "disable_dropout",
-        "sync_ref_model",
-        "ref_model_mixup_alpha",
-        "ref_model_sync_steps",
-    )
     _reference_hint = "set self.ref_model or train adapters of peft"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +77,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
                 raise wrong_value("ref_model", "another module than model, as it is frozen", value)
             if not self.needs_reference:
                 raise wrong_value("ref_model", "None for a loss without a reference", type(value).__name__)
-            freeze(value)
+            value.requires_grad_(False).eval()
         super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Self:
@@ -97,8 +89,6 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
 
     def _prepare_stage(self) -> None:
         super()._prepare_stage()
-        if self.ref_model is not None and any(parameter.requires_grad for parameter in self.ref_model.parameters()):
-            raise wrong_value("ref_model", "frozen: its parameters must not require gradients", self.ref_model)
         if self.sync_ref_model and self._trainer is not None and self.trainer.training:
             self._check_sync()
         if self.disable_dropout:
@@ -140,22 +130,20 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
 
     def _reference_kind(self) -> str:
         """``"model"`` or ``"adapters"``, of the log-probabilities that are computed here."""
-        if self.reference == "model" or (self.reference == "auto" and self.ref_model is not None):
-            if self.ref_model is None:
-                raise wrong_value("reference", "'model' only with self.ref_model", self.reference)
-            return "model"
-        if self.reference == "adapters" or (self.reference == "auto" and has_adapters(self.model)):
-            return "adapters"
-        raise ValueError(f"{type(self).__name__} has no reference: {self._reference_hint}")
+        found = {"model": self.ref_model is not None, "adapters": has_adapters(self.model)}
+        kind = self.reference
+        if kind == "auto":
+            kind = "model" if found["model"] else "adapters"
+        if not found.get(kind):
+            raise ValueError(
+                f"{type(self).__name__} has no reference for reference={self.reference!r}: {self._reference_hint}"
+            )
+        return kind
 
     @contextmanager
     def _reference_model(self) -> Iterator[nn.Module]:
         """The model that computes the reference's log-probabilities, without dropout."""
         kind = self._reference_kind()
         model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
-        with evaluating(model):
-            if kind == "adapters":
-                with without_adapters(model):
-                    yield model
-            else:
-                yield model
+        with evaluating(model), without_adapters(model) if kind == "adapters" else nullcontext():
+            yield model

@@ -156,17 +156,7 @@ class LigerLMMixin(LigerStepMixin):
             cross_entropy = cross_entropy / num_tokens.clamp(min=1)
         return LMLoss(loss, loss_sum, num_tokens, ((predictions == targets) & kept).sum(), cross_entropy)
 
-    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
-        return self._lm_step("train", batch)
-
-    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._lm_step("val", batch)
-
-    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return self._lm_step("test", batch)
-
-    def _lm_step(self, stage: str, batch: Mapping[str, Any]) -> Tensor:
-        self._begin_stage()
+    def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
         model = self._seen_model()
         check_batch(stage, batch, model)
         is_compared = batch.get("labels") is not None and batch.get("position_ids") is None
@@ -189,7 +179,7 @@ class LigerLMMixin(LigerStepMixin):
             loss = result.loss_sum / result.num_tokens.clamp(min=1)
         if auxiliary_loss is not None:
             loss = loss + auxiliary_loss
-        return self._counted(loss, result.num_tokens) if stage == "train" else loss
+        return loss, result.num_tokens, None
 
     def _make_metrics(self) -> dict[str, RunningMetric]:
         names = ("loss", "perplexity", "accuracy", "aux_loss")

@@ -160,6 +160,22 @@ class LigerStepMixin(_Module):
             self._log_step(loss.detach())
         return loss
 
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        self._begin_stage()
+        return self._counted(*self._step("train", batch))
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self._begin_stage()
+        return self._step("val", batch)[0]
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self._begin_stage()
+        return self._step("test", batch)[0]
+
+    def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
+        """The loss of a batch as :meth:`_counted` takes it; logs metrics. ``stage`` is "train", "val" or "test"."""
+        raise NotImplementedError
+
     def _make_metrics(self) -> dict[str, RunningMetric]:
         """The metrics of a stage, by name."""
         raise NotImplementedError

@@ -24,25 +24,15 @@ from lightning_liger import (
     universal_logit_divergence,
 )
 from lightning_liger.losses.completions import Completions
-from lightning_liger.losses.distillation import (
-    first_occurrences,
-    importance_weighted_log_probs,
-    log_tail_mass,
-    merge_duplicates,
-    sample_support,
-)
-from lightning_liger.losses.dpo import PairLogProbs, dpo_loss
+from lightning_liger.losses.dpo import PairLogProbs
 from lightning_liger.losses.kto import kto_loss
 from lightning_liger.losses.multi_head import scheduled_coefficient
 from lightning_liger.losses.policy_batch import PolicyBatch, check_policy_batch
-from lightning_liger.losses.policy_weights import sampling_ratio, top_entropy_mask
-from lightning_liger.losses.sequences import sequence_sums
-from lightning_liger.losses.tpo import tpo_loss
 from tests.bad_inputs import row
 
 V, R, Z = torch.zeros(3), torch.zeros(6), torch.zeros(2, 3)
 IDS, MASK = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3, dtype=torch.bool)
-META, CLIP = Z.to("meta"), "vllm_importance_sampling_clip_max"
+CLIP = "vllm_importance_sampling_clip_max"
 KTO: dict[str, Any] = {"log_probs": V, "ref_log_probs": V, "labels": V.bool(), "options": KTOOptions()}
 SCHEDULE: dict[str, Any] = {"step": 0, "num_steps": 3, "schedule": "linear"}
 GROUPS = partial(group_advantages, R, 3)
@@ -50,7 +40,7 @@ LEAVE_ONE_OUT = partial(leave_one_out_advantages, R, 3)
 
 
 def dpo(use_weighting: bool = False, **changed: Any) -> Any:
-    return lambda: dpo_loss(PairLogProbs(V, V, V, V, V, V)._replace(**changed), DPOOptions(use_weighting=use_weighting))
+    return lambda: DPOOptions(use_weighting=use_weighting).losses(PairLogProbs(V, V, V, V, V, V)._replace(**changed))
 
 
 def batch(options: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -87,46 +77,18 @@ WRONG: list[tuple[Any, ...]] = [
     (dpo(ref_chosen=None), {}, "pairs.ref_chosen", "None", "reference model"),
     (dpo(ref_rejected=V.to("meta")), {}, "pairs.ref_rejected", "meta", "device"),
     (dpo(use_weighting=True), {}, "pairs.weight", "None", "use_weighting=True"),
-    (partial(tpo_loss, PairLogProbs(V, V, V, V, V, V), None, TPOOptions()), {}, "reference", "None", "a tensor"),
-    (partial(tpo_loss, PairLogProbs(V, V, V, V, V, V), V[:2], TPOOptions()), {}, "reference", "(2,)", "(3,)"),
+    (partial(TPOOptions().losses, PairLogProbs(V, V, V, V)), {}, "pairs.gold", "None", "a tensor"),
     (kto_loss, KTO | {"log_probs": V[0]}, "log_probs", "()", "a vector"),
     (kto_loss, KTO | {"ref_log_probs": None}, "ref_log_probs", "None", "floating"),
     (kto_loss, KTO | {"ref_log_probs": V[:1]}, "ref_log_probs", "(1,)", "(3,)"),
     (kto_loss, KTO | {"labels": V}, "labels", "float32", "torch.bool"),
     (kto_loss, KTO | {"labels": V[:2].bool()}, "labels", "(2,)", "(3,)"),
-    (partial(sequence_sums, [1.0]), {}, "values", "[1.0]", "a tensor"),
-    (partial(sequence_sums, V[None], V.long(), 2), {}, "sequence_ids", "(3,)", "(1, 3)"),
-    (partial(sequence_sums, V[None], V[None].long()), {}, "num_sequences", "None", "an integer"),
-    *(
-        (batch(**{name: wrong}), {}, name, *mentions)
-        for name in ("old_log_probs", "ref_log_probs", "sampling_log_probs")
-        for wrong, *mentions in (
-            (torch.zeros(2, 4), "a tensor of shape (2, 4)", "(2, 3)"),
-            (Z.long(), "int64", "floating"),
-            ([1.0], "[1.0]", "tensor"),
-            (META, "meta", "cpu"),
-        )
-    ),
-    (batch(advantages=V), {}, "advantages", "(3,)", "(2, 3)"),
-    (batch(advantages=None), {}, "advantages", "None", "tensor"),
     (batch({"loss_type": "rloo"}, advantages=Z), {}, "advantages", "(2, 3)", "[num_sequences]"),
     (batch({"beta": 0.1}), {}, "ref_log_probs", "None", "beta=0.1"),
     (batch({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, sampling_log_probs=Z), {}, "vespo",
      "vllm_importance_sampling_mode", "'sequence_mask'"),
     (batch({"loss_type": "rloo", "vllm_importance_sampling_mode": "token_mask"}, sampling_log_probs=Z), {}, "rloo",
      "vllm_importance_sampling_mode", "'token_mask'"),
-    (partial(Completions, Z), {}, "mask", "float32", "torch.bool"),
-    (partial(Completions, [[True]]), {}, "mask", "[[True]]", "tensor"),
-    (partial(Completions, MASK[0]), {}, "mask", "(3,)", "[num_rows, seq_len]"),
-    (partial(Completions, MASK, IDS.int(), 1), {}, "sequence_ids", "int32", "int64"),
-    (partial(Completions, MASK, IDS[:1], 1), {}, "sequence_ids", "(1, 3)", "(2, 3)"),
-    (partial(Completions, MASK, IDS.to("meta"), 1), {}, "sequence_ids", "meta", "cpu"),
-    (partial(Completions, MASK, IDS), {}, "num_sequences", "None", "an integer"),
-    (partial(Completions, MASK, IDS, 0), {}, "num_sequences", "0", "at least 1"),
-    (partial(sampling_ratio, Z, Z), {"mode": "clip"}, "mode", "'clip'", "'token_mask'"),
-    (partial(sampling_ratio, Z, Z), {"mode": "sequence_mask"}, "completions", "None", "'sequence_mask'"),
-    (partial(sampling_ratio, Z, Z), {"clip_max": -1.0}, "clip_max", "-1.0", "at least 0"),
-    (partial(top_entropy_mask, Z, MASK), {"quantile": 0.0}, "quantile", "0.0", "above 0"),
     (partial(group_advantages, R, 4), {}, "rewards", "(6,)", "num_generations=4"),
     (partial(leave_one_out_advantages, R.view(1, 2, 3), 1), {}, "rewards", "(1, 2, 3)", "[num_completions]"),
     (GROUPS, {"reward_weights": V[:2]}, "reward_weights", "(2,)", "(1,)"),
@@ -136,14 +98,6 @@ WRONG: list[tuple[Any, ...]] = [
     (partial(sparse_divergence, Z[:, :0], Z[:, :0]), {}, "student_log_probs", "(2, 0)", "at least one id"),
     (partial(sparse_divergence, Z, Z), {"support_mask": MASK[:, :1]}, "support_mask", "(2, 3)", "(2, 1)"),
     (partial(sampled_divergence, Z, Z), {"old_log_probs": 1.0}, "old_log_probs", "1.0", "a floating-point tensor"),
-    (log_tail_mass, {"log_probs": IDS}, "log_probs", "int64", "a floating-point tensor"),
-    (first_occurrences, {"ids": Z}, "ids", "torch.int64", "float32"),
-    (first_occurrences, {"ids": IDS[0, 0]}, "ids", "()", "[..., K]"),
-    (merge_duplicates, {"ids": IDS, "log_probs": Z[0]}, "log_probs", "(2, 3)", "(3,)"),
-    (merge_duplicates, {"ids": IDS, "log_probs": IDS}, "log_probs", "int64", "a floating-point tensor"),
-    (importance_weighted_log_probs, {"ids": IDS, "log_probs": Z, "proposal_log_probs": Z[:1]}, "(2, 3)", "(1, 3)"),
-    (sample_support, {"log_probs": Z, "num_samples": 0}, "num_samples", "0", "at least 1"),
-    (sample_support, {"log_probs": Z, "num_samples": 2, "proposal_temperature": 0}, "proposal_temperature", "above 0"),
     (partial(universal_logit_divergence, torch.zeros(2, 5), torch.zeros(3, 7)), {}, "teacher_logits", "(3, 7)", "(2,)"),
     (scheduled_coefficient, SCHEDULE | {"step": -1}, "step", "-1", "at least 0"),
     (scheduled_coefficient, SCHEDULE | {"num_steps": 0}, "num_steps", "0", "at least 1"),

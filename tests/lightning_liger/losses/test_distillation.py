@@ -13,7 +13,6 @@ from lightning_liger.losses.distillation import (
     first_occurrences,
     importance_weighted_log_probs,
     log_tail_mass,
-    merge_duplicates,
     sample_support,
     sampled_divergence,
     sparse_divergence,
@@ -133,7 +132,7 @@ def test_tail_is_stable_and_duplicates_are_found() -> None:
     assert not log_probs.grad[0].any()
     ids = torch.tensor([[4, 2, 4, 7], [1, 1, 1, 1], [1, 2, 3, 4]])
     assert first_occurrences(ids).tolist() == [[True, True, False, True], [True, False, False, False], [True] * 4]
-    merged = merge_duplicates(ids, torch.full((3, 4), 0.25).log())
+    merged = importance_weighted_log_probs(ids, torch.zeros(3, 4), torch.zeros(3, 4))
     torch.testing.assert_close(merged.exp(), torch.tensor([[0.5, 0.25, 0, 0.25], [1, 0, 0, 0], [0.25] * 4]))
 
 

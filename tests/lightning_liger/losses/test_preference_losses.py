@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_liger.losses import cpo, dpo, kto, orpo, tpo
-from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, dpo_loss
+from lightning_liger.losses.dpo import DPOOptions, PairLogProbs
 from lightning_liger.losses.sequences import completion_positions, length_desensitized, sequence_sums
 
 B = 5
@@ -99,7 +99,7 @@ def test_dpo_types_and_divergences(kind: str, data: st.DataObject) -> None:
         discopop_tau=tau,
     )  # fmt: skip
     pairs = random_pairs(data.draw(st.integers(0, 999)), data.draw(st.integers(1, 6)), scale=2.0)
-    got = dpo_loss(pairs, options)
+    got = options.losses(pairs)
     want = expected(pairs, options, kind)
     assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected), rtol=1e-8)
     assert got.nll is None
@@ -108,12 +108,12 @@ def test_dpo_types_and_divergences(kind: str, data: st.DataObject) -> None:
 def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
     pairs = random_pairs()
     options = DPOOptions(("sigmoid", "sft", "apo_zero"), loss_weights=(0.8, 0.3, 2.0), use_weighting=True)
-    got = dpo_loss(pairs, options)
+    got = options.losses(pairs)
     want = pairs.weight * (0.8 * expected(pairs, options, "sigmoid") + 2.0 * expected(pairs, options, "apo_zero"))
     assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected))
     assert_same_with_gradients(got.nll, 0.3 * pairs.weight * -pairs.chosen, (pairs.chosen,))
     (2 * got.nll).sum().backward()  # TRL weights the expanded loss in place, which autograd refuses
-    plain = dpo_loss(pairs, DPOOptions(["sigmoid", "apo_zero"]))
+    plain = DPOOptions(["sigmoid", "apo_zero"]).losses(pairs)
     torch.testing.assert_close(plain.losses, sum(expected(pairs, options, k) for k in ("sigmoid", "apo_zero")))
 
 
@@ -130,7 +130,7 @@ def test_wpo_weights() -> None:
 
 def test_metrics_are_those_of_pairs() -> None:
     pairs = random_pairs()
-    metrics = dpo_loss(pairs, DPOOptions(beta=0.3)).metrics
+    metrics = DPOOptions(beta=0.3).losses(pairs).metrics
     rewards = [0.3 * (pairs.chosen - pairs.ref_chosen), 0.3 * (pairs.rejected - pairs.ref_rejected)]
     assert tuple(metrics) == dpo.PAIR_METRICS
     assert not any(value.requires_grad for value in metrics.values())
@@ -139,7 +139,7 @@ def test_metrics_are_those_of_pairs() -> None:
     assert metrics["rewards/accuracies"].tolist() == [float(w > r) for w, r in zip(*rewards, strict=True)]
     torch.testing.assert_close(metrics["logps/rejected"], pairs.rejected.detach())
     equal = pairs._replace(rejected=pairs.chosen, ref_rejected=pairs.ref_chosen)
-    assert dpo_loss(equal, DPOOptions()).metrics["rewards/accuracies"].sum() == 0  # a tie is not accurate
+    assert DPOOptions().losses(equal).metrics["rewards/accuracies"].sum() == 0  # a tie is not accurate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -155,7 +155,7 @@ def test_dpo_losses_are_finite_at_the_edges(dtype: torch.dtype) -> None:
             options = DPOOptions(kind, label_smoothing=0.1 if kind in dpo._SMOOTHED else 0.0,
                                  f_divergence_type=divergence)  # fmt: skip
             ref = torch.tensor([0.0, -100, -9e3, -3, -500], dtype=dtype)
-            losses = dpo_loss(PairLogProbs(chosen, rejected, numbers, numbers, ref, ref), options).losses
+            losses = options.losses(PairLogProbs(chosen, rejected, numbers, numbers, ref, ref)).losses
             losses.sum().backward()
             assert losses.isfinite().all(), (kind, divergence)
             assert chosen.grad.isfinite().all(), (kind, divergence)
@@ -165,7 +165,7 @@ def test_dpo_losses_are_finite_at_the_edges(dtype: torch.dtype) -> None:
 def test_discopop_does_not_overflow_where_its_mixing_weight_vanishes() -> None:
     chosen = torch.tensor([-2000.0, 0.0], requires_grad=True)
     zero = torch.zeros(2)
-    loss = dpo_loss(PairLogProbs(chosen, zero, zero + 1, zero + 1, zero, zero), DPOOptions("discopop", beta=1.0)).losses
+    loss = DPOOptions("discopop", beta=1.0).losses(PairLogProbs(chosen, zero, zero + 1, zero + 1, zero, zero)).losses
     loss.sum().backward()
     assert loss[0].item() == pytest.approx(2000.0)
     assert chosen.grad.tolist()[0] == pytest.approx(-1.0)
@@ -197,13 +197,13 @@ def test_cpo_and_tpo_types(
 ) -> None:
     alpha, eps = alpha if abs(alpha) > 0.01 else 0.0, 0.0 if kind in ("hinge", "ipo") else eps
     options, pairs = cpo.CPOOptions(kind, beta, factor, gamma, alpha, eps), random_pairs(seed, scale=2.0)
-    got, inputs = cpo.cpo_loss(pairs, options), (pairs.chosen, pairs.rejected)
+    got, inputs = options.losses(pairs), (pairs.chosen, pairs.rejected)
     assert_same_with_gradients(got.losses, cpo_expected(pairs, options), inputs)
     assert (got.nll is None) == (kind == "alphapo" or not factor)  # SimPO itself, and AlphaPO, have no such part
     assert got.nll is None or torch.equal(got.nll, -factor * pairs.chosen)
     kind = {"simpo": "tpo-l", "alphapo": "tpo-l"}.get(kind, kind)
     gold = -torch.rand(B, dtype=torch.float64)
-    triples = tpo.tpo_loss(pairs, gold if factor else None, tpo.TPOOptions(kind, beta, factor, gamma, eps))
+    triples = tpo.TPOOptions(kind, beta, factor, gamma, eps).losses(pairs._replace(gold=gold if factor else None))
     assert_same_with_gradients(triples.losses, cpo_expected(pairs, dataclasses.replace(options, alpha=0.0)), inputs)
     assert (triples.nll is None) == (not factor)
     assert triples.nll is None or torch.equal(triples.nll, -factor * gold)
@@ -224,7 +224,7 @@ def test_alphapo_of_improbable_completions_is_finite() -> None:
 @given(positive, st.integers(0, 999))
 def test_orpo(beta: float, seed: int) -> None:
     pairs = random_pairs(seed)
-    got = orpo.orpo_loss(pairs, orpo.ORPOOptions(beta))
+    got = orpo.ORPOOptions(beta).losses(pairs)
     p, q = (x.exp() for x in means(pairs, pairs.chosen, pairs.rejected))
     log_odds = torch.log(p / (1 - p)) - torch.log(q / (1 - q))
     want = -beta * torch.log(sig(log_odds))
@@ -250,7 +250,7 @@ def test_orpo_of_certain_completions_is_finite() -> None:
     y = x.detach().double()[2:]
     torch.testing.assert_close(value.detach().double()[2:], y - torch.log(-torch.expm1(y)), rtol=1e-6, atol=1e-7)
     zero = torch.zeros(2, requires_grad=True)
-    loss = orpo.orpo_loss(PairLogProbs(zero, zero * 1, zero + 1, zero + 1), orpo.ORPOOptions()).losses
+    loss = orpo.ORPOOptions().losses(PairLogProbs(zero, zero * 1, zero + 1, zero + 1)).losses
     loss.sum().backward()
     assert loss.isfinite().all()
     assert zero.grad.isfinite().all()
@@ -287,11 +287,11 @@ def test_running_delta_is_the_mean_of_the_means_of_both_kinds() -> None:
     delta = kto.RunningDelta()
     assert delta.value().item() == 0.0
     rewards, labels = torch.tensor([1.0, 3.0, -2.0]), torch.tensor([True, True, False])
-    delta.update(*kto.reward_sums(rewards[:2], labels[:2]))
+    delta.update(kto.reward_sums(rewards[:2], labels[:2]))
     assert delta.value().item() == 2.0
-    delta.update(*kto.reward_sums(rewards[2:], labels[2:]))
+    delta.update(kto.reward_sums(rewards[2:], labels[2:]))
     assert delta.value().item() == 0.0
-    delta.update(*kto.reward_sums(torch.tensor([-4.0]), torch.tensor([False])))
+    delta.update(kto.reward_sums(torch.tensor([-4.0]), torch.tensor([False])))
     assert delta.value().item() == pytest.approx(0.5 * (2.0 - 3.0))
 
 

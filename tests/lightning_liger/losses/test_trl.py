@@ -109,7 +109,7 @@ def test_dpo() -> None:
             leaf = logits.clone().requires_grad_()
             result = compute(options, inputs, leaf)
             if compute is our_pairs:
-                losses = dpo.dpo_loss(result, options)
+                losses = options.losses(result)
                 nll = 0.0 if losses.nll is None else losses.nll.sum() / result.num_chosen.sum()
                 result = losses.losses.mean() + nll, losses.metrics
             results.append((result[0], torch.autograd.grad(result[0], leaf)[0], result[1]))
@@ -139,7 +139,7 @@ def test_cpo() -> None:
             fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
             own = SimpleNamespace(**fields, accelerator=Accelerator())
             losses, chosen, rejected = trainer.cpo_loss(own, *given)
-            got = cpo.cpo_loss(pairs, options)
+            got = options.losses(pairs)
             torch.testing.assert_close(got.losses, losses, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(got.metrics["rewards/chosen"], chosen, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(got.metrics["rewards/rejected"], rejected, rtol=1e-4, atol=1e-5)
@@ -153,7 +153,7 @@ def test_orpo() -> None:
     ratio, chosen, rejected, mean_ratio, mean_odds = trainer.odds_ratio_loss(
         SimpleNamespace(beta=0.3, accelerator=Accelerator()), *means
     )
-    got = orpo.orpo_loss(pairs, orpo.ORPOOptions(0.3))
+    got = orpo.ORPOOptions(0.3).losses(pairs)
     torch.testing.assert_close(-got.losses, ratio)
     torch.testing.assert_close(got.metrics["rewards/chosen"], chosen)
     torch.testing.assert_close(got.metrics["rewards/rejected"], rejected)

@@ -294,7 +294,7 @@ BAD_INPUTS = [
         partial(read_rows, {"input_ids": ROWS, "completion_mask": ROWS, "sequence_ids": ROWS, "num_sequences": 0}),
         *("num_sequences", "0", "at least 1"),
     ),
-    row(lambda: Preference().training_step([1], 0), "batch", "[1]", "a mapping"),
+    row(lambda: student("uld").training_step([1], 0), "batch", "[1]", "a mapping"),
     row(lambda: Policy().step_loss("train", [1, 2]), "batch", "list", "'prompt_ids'"),
     row(
         lambda: apart({}, reference="columns", policy_options=PolicyOptions(beta=0.1)),

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_liger import (
     DistillationOptions,
@@ -17,6 +16,7 @@ from lightning_liger import (
     LigerDistillationMixin,
     apply_liger_kernels,
 )
+from tests.lightning_liger.post_training.training import loader, quiet_trainer
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
 
 pytestmark = [
@@ -48,11 +48,6 @@ class Alone(Student):
 
 def tiny_teacher(**overrides: Any) -> nn.Module:
     return tiny_model("qwen2", hidden_size=48, **overrides)
-
-
-def make_trainer(**kwargs: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return L.Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **quiet, **kwargs})
 
 
 def whole(module: Student, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,8 +167,8 @@ def test_stored_top_k_needs_no_teacher_and_changes_temperature() -> None:
 def test_teacher_is_frozen_and_in_no_checkpoint_and_no_optimizer(tmp_path: Path) -> None:
     module = Student(tiny_teacher(attention_dropout=0.5).train())
     before = [parameter.clone() for parameter in module._made[0].parameters()]
-    trainer = make_trainer(max_steps=2, strategy="liger", enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.fit(module, DataLoader([tiny_batch()] * 2, batch_size=None))
+    trainer = quiet_trainer(max_steps=2, strategy="liger", enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(module, loader([tiny_batch()] * 2))
     teacher = module.teacher
     assert teacher is not None
     assert not teacher.training
@@ -190,8 +185,8 @@ def test_metrics_and_all_masked_batches() -> None:
     batches = [tiny_batch(2, 9, seed=1), tiny_batch(1, 6, 6, seed=2)]  # the second one has no label at all
     for options in ({"log_entropy": True}, {"crossentropy_weight": 0.5}, {"distillation_mode": "sampled_token"}):
         module = Student(**options)
-        trainer = make_trainer(strategy="liger", max_epochs=1)
-        (metrics,) = trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)
+        trainer = quiet_trainer(strategy="liger", max_epochs=1)
+        (metrics,) = trainer.validate(module, loader(batches), verbose=False)
         student, teacher, labels = whole(module, batches[0])
         student = student.detach()
         entropy = -(student.exp() * student).sum(-1).mean()
@@ -201,7 +196,7 @@ def test_metrics_and_all_masked_batches() -> None:
             expected = F.nll_loss(student, labels)
             assert metrics["val_cross_entropy"] == pytest.approx(float(expected), rel=1e-4)
             assert metrics["val_loss"] == pytest.approx(float(kl(teacher, student).mean() + expected / 2), rel=1e-4)
-        trainer.fit(module, DataLoader(batches[1:], batch_size=None))
+        trainer.fit(module, loader(batches[1:]))
         assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
@@ -259,7 +254,7 @@ def test_teacher_with_fewer_ids_than_the_text_is_refused() -> None:
 def test_sources_of_the_teacher_are_checked_before_work_starts() -> None:
     module = LigerDistillation(teacher="no/such/folder", config=TINY_CONFIG)
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
-        make_trainer(max_steps=1).fit(module, DataLoader([tiny_batch()], batch_size=None))
+        quiet_trainer(max_steps=1).fit(module, loader([tiny_batch()]))
     with pytest.raises(ValueError, match="needs a teacher, got None"):
         alone = Alone()
         apply_liger_kernels(alone, "linear_cross_entropy")
@@ -320,7 +315,7 @@ def test_importance_weights_are_logged_where_there_are_any() -> None:
     batch = tiny_batch()
     shape = batch["input_ids"].shape
     for old in ({}, {"old_per_token_logps": torch.full(shape, -2.0)}):
-        trainer = make_trainer(max_steps=1)
-        trainer.fit(Student(distillation_mode="sampled_token"), DataLoader([{**batch, **old}], batch_size=None))
+        trainer = quiet_trainer(max_steps=1)
+        trainer.fit(Student(distillation_mode="sampled_token"), loader([{**batch, **old}]))
         assert ("train_importance_weight" in trainer.callback_metrics) == bool(old)
         assert all(value.isfinite() for value in trainer.callback_metrics.values())

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_liger import LigerMedusa, LigerMedusaMixin, MedusaHeads, apply_liger_kernels
 from lightning_liger.post_training.medusa_heads import load_medusa_heads, save_medusa_heads
+from tests.lightning_liger.post_training.training import loader, quiet_trainer
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama, tiny_model
 
 pytestmark = [
@@ -38,11 +38,6 @@ class Medusa(LigerMedusaMixin, L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.5)
-
-
-def make_trainer(**kwargs: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return L.Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **quiet, **kwargs})
 
 
 def whole_loss(
@@ -114,7 +109,7 @@ def test_only_heads_leaves_the_model_bitwise_unchanged() -> None:
     model = tiny_llama(attention_dropout=0.5)
     module = Medusa(model)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    make_trainer(strategy="liger", max_steps=3).fit(module, DataLoader([tiny_batch()] * 3, batch_size=None))
+    quiet_trainer(strategy="liger", max_steps=3).fit(module, loader([tiny_batch()] * 3))
     after = module.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("model."))
     heads = [name for name in before if name.startswith("medusa_heads.")]
@@ -140,8 +135,8 @@ def test_joint_training_equals_a_loop_over_whole_logits(monkeypatch: pytest.Monk
         loss.backward()
         optimizer.step()
 
-    trainer = make_trainer(strategy="liger", accumulate_grad_batches=2, max_epochs=1)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer = quiet_trainer(strategy="liger", accumulate_grad_batches=2, max_epochs=1)
+    trainer.fit(module, loader(batches))
     for (name, parameter), other in zip(module.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -213,8 +208,8 @@ def test_finished_module_trains_heads_at_their_own_rate(only_heads: bool, tmp_pa
     module = LigerMedusa(
         medusa_num_heads=2, medusa_only_heads=only_heads, medusa_lr_multiplier=4.0, medusa_warmup_steps=3, **settings
     )
-    trainer = make_trainer(max_steps=2, strategy="liger", enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.fit(module, DataLoader([tiny_batch()] * 2, batch_size=None))
+    trainer = quiet_trainer(max_steps=2, strategy="liger", enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.fit(module, loader([tiny_batch()] * 2))
     groups = trainer.optimizers[0].param_groups
     of_heads = {id(each) for each in module.medusa_heads.parameters()}
     rates = {group["initial_lr"]: {id(each) in of_heads for each in group["params"]} for group in groups}
@@ -233,8 +228,8 @@ def test_heads_weight_without_training_is_that_after_the_schedule() -> None:
         module = LigerMedusa(
             medusa_num_heads=2, medusa_only_heads=False, medusa_scheduler=scheduler, config=TINY_CONFIG
         )
-        trainer = make_trainer(strategy="liger")
-        losses += trainer.validate(module, DataLoader([tiny_batch()], batch_size=None), verbose=False)
+        trainer = quiet_trainer(strategy="liger")
+        losses += trainer.validate(module, loader([tiny_batch()]), verbose=False)
     assert losses[0] == losses[1]
 
 
@@ -244,18 +239,20 @@ def test_heads_of_models_on_the_meta_device_start_as_the_lm_head(tmp_path: Path)
         original = tiny_llama(tie_word_embeddings=tied)
         original.save_pretrained(folder)
         module = LigerMedusa(pretrained=str(folder), medusa_num_heads=2, learning_rate=0.0)
-        module.trainer = trainer = make_trainer(strategy="liger_model_parallel", max_steps=1)
-        trainer.fit(module, DataLoader([tiny_batch()], batch_size=None))
+        module.trainer = trainer = quiet_trainer(strategy="liger_model_parallel", max_steps=1)
+        trainer.fit(module, loader([tiny_batch()]))
         state = {name: tensor.full_tensor() for name, tensor in module.medusa_heads.state_dict().items()}
         for name, tensor in state.items():
             expected = original.lm_head.weight if name.endswith("1.weight") else torch.zeros_like(tensor)
             torch.testing.assert_close(tensor, expected.detach(), rtol=0.0, atol=0.0)
 
 
-def test_compiled_module_is_refused_before_training() -> None:
-    module = torch.compile(Medusa(tiny_llama()))
-    with pytest.raises(ValueError, match="Medusa must not be compiled as a whole"):
-        make_trainer(max_steps=1).fit(module, DataLoader([tiny_batch()], batch_size=None))
+def test_compiled_module_trains_as_others() -> None:
+    modules = [Medusa(tiny_llama()) for _ in range(2)]
+    for module in (modules[0], torch.compile(modules[1], backend="eager")):
+        quiet_trainer(max_steps=1, strategy="liger").fit(module, loader([tiny_batch()]))
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_unpatched_models_are_refused() -> None:

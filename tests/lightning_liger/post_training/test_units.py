@@ -33,12 +33,12 @@ def test_losses_of_units_are_those_of_all_scores_at_once(empty_unit: bool) -> No
     labels = LABELLED.masked_fill(UNITS == 0, -100) if empty_unit else LABELLED
     expected = losses(token_scores(twin.real, labels, outputs=outputs)).sum()
     for logits in (twin.lazy, twin.real):
-        total, scores = unit_loss(logits, labels, UNITS, NUM_UNITS, losses, outputs=outputs)
+        total, scores = unit_loss(logits, labels, UNITS, losses, outputs=outputs)
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
         assert scores.log_probs is not None
         assert not scores.log_probs.requires_grad
         torch.testing.assert_close(losses(scores).sum(), expected.detach(), rtol=1e-5, atol=1e-5)
-    lazy, _ = unit_loss(twin.lazy, labels, UNITS, NUM_UNITS, losses, outputs=outputs)
+    lazy, _ = unit_loss(twin.lazy, labels, UNITS, losses, outputs=outputs)
     twin.assert_same_gradients(lazy, expected)
 
 

@@ -1,0 +1,47 @@
+"""Training of tiny modules by a Trainer that prints nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Recorded(L.LightningModule):
+    """Plain SGD, so that one step shows the gradients; notes what is logged after each batch in ``steps``."""
+
+    learning_rate = 0.1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[dict[str, float]] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.learning_rate)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def quiet_trainer(**options: Any) -> L.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(**({"accelerator": "cpu", "devices": 1, "strategy": "auto"} | quiet | options))
+
+
+def loader(batches: Any) -> Any:
+    return DataLoader(batches, batch_size=None)
+
+
+def fit(
+    module: L.LightningModule, data: Any, validation: Any = None, ckpt_path: Path | None = None, **options: Any
+) -> L.Trainer:
+    trainer = quiet_trainer(**({"max_epochs": 1} | options))
+    trainer.fit(module, *(each if each is None else loader(each) for each in (data, validation)), ckpt_path=ckpt_path)
+    return trainer
+
+
+def assert_same_parameters(module: nn.Module, model: nn.Module, rtol: float = 2e-4, atol: float = 3e-6) -> None:
+    for (name, want), got in zip(model.named_parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
