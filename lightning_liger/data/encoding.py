@@ -20,15 +20,11 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Encoder:
-    """Token ids of texts and messages.
-
-    Args:
-        tokenizer: The tokenizer.
-        chat_template_kwargs: Further variables of the chat template; those of a record win over them.
-    """
+    """Token ids of texts and messages."""
 
     tokenizer: PreTrainedTokenizerBase
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the chat template; those of a record win over them."""
 
     def _ids(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         # In one call: tokenizers share several texts among the cores.
@@ -41,9 +37,6 @@ class Encoder:
 
         A token that begins in the prompt and ends in a completion belongs to the completion: the prompt is the longest
         common prefix of the prompt tokenized alone and with each completion.
-
-        Raises:
-            ValueError: If one is a text and another are messages, or the chat template fails, with the record's line.
         """
         if len({isinstance(each, str) for each in (prompt, *completions)}) != 1:
             raise record.error("prompt and completions must be either all strings, or all lists of messages")
@@ -62,22 +55,17 @@ class Encoder:
         length = min(common_prefix(alone, each) for each in whole)
         return whole[0][:length], [each[length:] for each in whole]
 
-    def render(self, record: Record, messages: list[Message], tokenize: bool = False, **options: Any) -> Any:
-        """The text of messages by the chat template, with the tools and ``chat_template_kwargs`` of the record.
-
-        Raises:
-            ValueError: If there is no chat template, or it fails for these messages.
-        """
+    def render(self, record: Record, messages: list[Message], **options: Any) -> Any:
+        """The text of messages by the chat template, with the tools and ``chat_template_kwargs`` of the record."""
         if self.tokenizer.chat_template is None:
             raise record.error(
                 "messages need a chat template, and the tokenizer has none: give data.chat_template, a file with one"
             )
-        options = {
-            **self.chat_template_kwargs, **record.decoded("chat_template_kwargs", dict, "an object"), **options
-        }  # fmt: skip
+        own = record.decoded("chat_template_kwargs", dict, "an object")
         tools = record.decoded("tools", list, "a list of JSON schemas") or None
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+            options = {**self.chat_template_kwargs, **own, "tokenize": False, **options}
+            return self.tokenizer.apply_chat_template(messages, tools=tools, **options)
         except Exception as error:  # a template is a program, and may raise anything
             raise record.error(f"the chat template failed: {error!r}") from error
 
@@ -86,10 +74,6 @@ class Encoder:
 
         Those of assistant messages are what the chat template marks with ``{% generation %}``; of a template without
         it, what follows the messages before them and the generation prompt.
-
-        Raises:
-            ValueError: If the chat template fails, if there is nothing to learn, or if the template renders a message
-                differently when others follow.
         """
         if train_on == "all":
             (ids,) = self._ids([self.render(record, messages)])
@@ -98,8 +82,8 @@ class Encoder:
             raise record.error("the conversation has no message with the role 'assistant'")
         template = self.tokenizer.chat_template
         if isinstance(template, str) and _MARKS_ASSISTANT.search(template) and self.tokenizer.is_fast:
-            options = {"return_dict": True, "return_assistant_tokens_mask": True}
-            encoded = self.render(record, messages, tokenize=True, **options)
+            options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            encoded = self.render(record, messages, **options)
             ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         else:
             ids, mask = self._masked_by_prefixes(record, messages, train_on == "last")

@@ -78,10 +78,6 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
         return islice(records, self.max_records if split == "train" else None)
 
     @override
-    def _texts(self, items: Iterable[Record]) -> Iterator[str]:
-        return (text for record in items for text in record.strings())
-
-    @override
     def _make_tokenizer(self) -> PreTrainedTokenizerBase:
         tokenizer = super()._make_tokenizer()
         if self._template is not None:

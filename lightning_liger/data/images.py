@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase
 from typing_extensions import override
@@ -19,40 +18,6 @@ from lightning_liger.data.collate import Batch, Layout
 from lightning_liger.data.module import BatchesDataModule, Split
 from lightning_liger.data.records import Record, read_records
 from lightning_liger.data.tokenizer import load_tokenizer
-
-_NEEDED = {"tokenizer", "image_size", "tokens_per_image"}
-
-
-class PlainProcessor:
-    """A stand-in for the processor of a pretrained model: images of one size, for a LLaVA with random weights.
-
-    Args:
-        tokenizer: A folder with a Hugging Face tokenizer, to which ``image_token`` is added if it does not have it.
-        image_size: Images are resized to so many rows and columns, with values from -1 to 1.
-        tokens_per_image: The tokens that an image takes: (image_size / patch_size)**2 for most models.
-        image_token: The token that stands for them.
-    """
-
-    chat_template = None
-
-    def __init__(
-        self, tokenizer: str | Path, image_size: int, tokens_per_image: int, image_token: str = "<image>"
-    ) -> None:
-        check_integer("data.processor['image_size']", image_size, at_least=1)
-        check_integer("data.processor['tokens_per_image']", tokens_per_image, at_least=1)
-        check_text("data.processor['image_token']", image_token)
-        self.tokenizer = load_tokenizer(tokenizer)
-        self.tokenizer.add_special_tokens({"additional_special_tokens": [image_token]})
-        self.image_size, self.tokens_per_image, self.image_token = image_size, tokens_per_image, image_token
-
-    def __call__(self, *, text: Sequence[str], images: Sequence[Sequence[Any]], **_: Any) -> dict[str, Tensor]:
-        """``input_ids`` and ``attention_mask`` ``[len(text), seq_len]``, and ``pixel_values`` ``[images, 3, S, S]``."""
-        whole = [each.replace(self.image_token, self.image_token * self.tokens_per_image) for each in text]
-        rows = [np.asarray(ids) for ids in self.tokenizer(whole)["input_ids"]]
-        batch = Layout(self.tokenizer.eos_token_id or 0).batch({"input_ids": rows})
-        size = (self.image_size, self.image_size)
-        pixels = np.stack([image.resize(size) for row in images for image in row])
-        return {**batch, "pixel_values": torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1}
 
 
 @dataclass(frozen=True)
@@ -122,9 +87,10 @@ class ImageTextDataModule(BatchesDataModule):
 
     Args:
         path: A .jsonl, .json or .parquet file, or a folder with such files.
-        processor: The folder of the pretrained model, with its processor; or for random weights
-            the settings of :class:`PlainProcessor`: ``tokenizer``, ``image_size``, ``tokens_per_image``,
-            ``image_token``.
+        processor: The folder of the pretrained model, with its processor; or, for a LLaVA with random weights, a dict:
+            ``tokenizer``, a folder with a Hugging Face tokenizer; ``image_size``, the rows and columns that images are
+            resized to; ``tokens_per_image``, (image_size / patch_size)**2 for most models; and maybe ``image_token``,
+            by default "<image>", which is added to the tokenizer.
         max_length: The maximum number of tokens of a sequence. Completions lose their end. None keeps all.
     """
 
@@ -167,9 +133,10 @@ def load_image(source: Path | bytes) -> Any:
 
 def _load_processor(processor: Any) -> Any:
     if isinstance(processor, Mapping):
-        if not _NEEDED <= processor.keys() <= _NEEDED | {"image_token"}:
-            raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(_NEEDED))}", processor)
-        return PlainProcessor(**processor)
+        needed = {"tokenizer", "image_size", "tokens_per_image"}
+        if not needed <= processor.keys() <= needed | {"image_token"}:
+            raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(needed))}", processor)
+        return _plain_processor(**processor)
     check_path("data.processor", processor)
     folder = os.path.expanduser(processor)
     try:
@@ -179,6 +146,27 @@ def _load_processor(processor: Any) -> Any:
     if getattr(loaded, "tokenizer", None) is None or not hasattr(loaded, "image_processor"):
         raise wrong_value("data.processor", "the processor of a model of images and text", str(processor))
     return loaded
+
+
+def _plain_processor(tokenizer: Any, image_size: int, tokens_per_image: int, image_token: str = "<image>") -> Any:
+    """LLaVA's processor of images that become a square of ``image_size``, with values from -1 to 1."""
+    from transformers import CLIPImageProcessor, LlavaProcessor  # need pillow
+
+    check_integer("data.processor['image_size']", image_size, at_least=1)
+    check_integer("data.processor['tokens_per_image']", tokens_per_image, at_least=1)
+    check_text("data.processor['image_token']", image_token)
+    loaded = load_tokenizer(tokenizer)
+    loaded.add_special_tokens({"additional_special_tokens": [image_token]})
+    loaded.pad_token = loaded.pad_token or loaded.eos_token
+    size, half = {"height": image_size, "width": image_size}, [0.5, 0.5, 0.5]
+    return LlavaProcessor(
+        CLIPImageProcessor(size=size, crop_size=size, image_mean=half, image_std=half),
+        loaded,
+        patch_size=image_size,
+        num_additional_image_tokens=tokens_per_image - 1,  # to the one patch
+        vision_feature_select_strategy="full",
+        image_token=image_token,
+    )
 
 
 def _row(record: Record, folder: Path) -> dict[str, Any]:

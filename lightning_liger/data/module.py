@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from typing_extensions import override
 
 from liger_ops.arguments import check_integer, check_number, check_path, check_text, wrong_type, wrong_value
 from lightning_liger.data.collate import Layout
+from lightning_liger.data.records import strings
 from lightning_liger.data.sources import RECORD_SUFFIXES, files_at, fingerprints
 from lightning_liger.data.tokenizer import (
     MAX_VOCAB_SIZE,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation"]
 _T = TypeVar("_T")
 _FORMAT_VERSION = 4  # part of the cache key: raise it when the files change for the same settings
-_MAX_SEED = 2**63 - 1  # the epoch is added, and the sum must fit torch's 64 bits
 
 
 class BatchesDataModule(L.LightningDataModule):
@@ -79,7 +80,7 @@ class BatchesDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         check_integer("data.batch_size", batch_size, at_least=1)
-        check_integer("data.seed", seed, at_least=0, at_most=_MAX_SEED)
+        check_integer("data.seed", seed, at_least=0, at_most=2**63 - 1)  # with the epoch it must fit torch's 64 bits
         check_integer("data.num_workers", num_workers, at_least=0)
         check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
         self.path: str | Path | None = path
@@ -145,7 +146,6 @@ class BatchesDataModule(L.LightningDataModule):
 
     @override
     def test_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """The validation data."""
         return self.val_dataloader()
 
     def _dataloader(self, split: Split, rows: Any, **options: Any) -> DataLoader[Any]:
@@ -175,12 +175,11 @@ class BatchesDataModule(L.LightningDataModule):
 
     def _check_enough_to_train(self, stage: str | None) -> None:
         """Raises ValueError unless each process gets a batch."""
-        num_shards = self._shard()["num_replicas"]
-        needed = self.batch_size * num_shards
-        if stage in (None, "fit") and len(self.train_data) < needed:
+        num_shards, num_rows = self._shard()["num_replicas"], len(self.train_data)
+        if stage in (None, "fit") and num_rows < self.batch_size * num_shards:
             raise ValueError(
-                f"{self._corpus()} has {len(self.train_data)} train {self._rows_name}, but {needed} are needed: one"
-                f" batch of data.batch_size={self.batch_size} for each of {num_shards} processes."
+                f"{self._corpus()} has {num_rows} train {self._rows_name}, but {self.batch_size * num_shards} are"
+                f" needed: one batch of data.batch_size={self.batch_size} for each of {num_shards} processes."
             )
 
 
@@ -259,11 +258,7 @@ class TokenizedDataModule(BatchesDataModule):
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.text_tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_state: dict[str, Any] = {}
-        self._of_checkpoint: tuple[PreTrainedTokenizerBase, Any] | None = None  # with its source
-
-    def _texts(self, items: Iterable[Any]) -> Iterable[str]:
-        """The texts in documents or records, which a tokenizer is trained on."""
-        return items
+        self._loaded: tuple[PreTrainedTokenizerBase, Any] | None = None  # of a checkpoint, with its source
 
     def _rows(self, items: Iterable[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
         """The rows of the cache."""
@@ -280,7 +275,7 @@ class TokenizedDataModule(BatchesDataModule):
     def _make_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
-        return train_bpe_tokenizer(self._texts(self._items("train")), self.vocab_size)
+        return train_bpe_tokenizer(chain.from_iterable(map(strings, self._items("train"))), self.vocab_size)
 
     @property
     def _splits(self) -> tuple[Split, ...]:
@@ -355,7 +350,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        self._of_checkpoint = None
+        self._loaded = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -374,7 +369,7 @@ class TokenizedDataModule(BatchesDataModule):
         if not state_dict:
             return
         loaded = tokenizer_from_content(state_dict.get("tokenizer"), "the checkpoint's tokenizer")
-        self._of_checkpoint = loaded, state_dict.get("source")
+        self._loaded = loaded, state_dict.get("source")
         if self.text_tokenizer is not None and not self._predicts:
             self._compare_with_checkpoint(self.text_tokenizer)
             return
@@ -395,7 +390,7 @@ class TokenizedDataModule(BatchesDataModule):
             raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
         if self._predicts and self.text_tokenizer is None:
             self._take_tokenizer()
-        if self.trainer is not None and self.trainer.ckpt_path and self._of_checkpoint is None:
+        if self.trainer is not None and self.trainer.ckpt_path and self._loaded is None:
             rank_zero_warn(
                 f"{self.trainer.ckpt_path} holds no tokenizer: the prompt is encoded with {self._tokenizer_source}."
             )
@@ -429,10 +424,8 @@ class TokenizedDataModule(BatchesDataModule):
         return f"a tokenizer trained on {self._corpus()}"
 
     def _compare_with_checkpoint(self, own: PreTrainedTokenizerBase) -> None:
-        if self._of_checkpoint is None:
-            return
-        loaded, source = self._of_checkpoint
-        if not same_tokenizer(own, loaded):
+        if self._loaded is not None and not same_tokenizer(own, self._loaded[0]):
+            loaded, source = self._loaded
             raise ValueError(
                 f"{self._tokenizer_source} ({len(own)} tokens) is not the checkpoint's tokenizer, {source}"
                 f" ({len(loaded)} tokens): give the data settings that the model was trained with, or as"

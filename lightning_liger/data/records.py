@@ -23,15 +23,11 @@ _BLANK = b"\xef\xbb\xbf \t\r\n"  # white space, and the mark that a file may beg
 
 @dataclass(frozen=True)
 class Record:
-    """One object of a file.
-
-    Args:
-        values: By key.
-        place: The setting, the file and the line, as errors name them.
-    """
+    """One object of a file."""
 
     values: Mapping[str, Any]
     place: str
+    """The setting, the file and the line, as errors name them."""
 
     def error(self, problem: str) -> ValueError:
         """The error for a record with this problem."""
@@ -62,26 +58,19 @@ class Record:
         return self.values[key]
 
     def text(self, key: str) -> str:
-        """A string."""
         return self.check(key, self._get(key), str, "a string")
 
     def flag(self, key: str) -> bool:
-        """True or False."""
         return self.check(key, self._get(key), bool, "true or false")
 
     def number(self, key: str) -> float:
-        """A finite number."""
         return float(self.check(key, self._get(key), object, "a finite number", _is_number))  # type: ignore[arg-type]
 
     def items(self, key: str) -> list[Any]:
-        """A list of any values, at least one."""
         return self.check(key, self._get(key), list, "a list that is not empty", bool)
 
     def decoded(self, key: str, kind: type[_T], expected: str) -> _T:
-        """A list or an object, or the JSON text of one (tables cannot hold objects of different keys).
-
-        Empty if it is missing.
-        """
+        """A list or an object, or the JSON text of one, as tables cannot hold objects of different keys; or empty."""
         value = self.values[key] if self.has(key) else kind()
         try:
             value = json.loads(value) if isinstance(value, str) else value
@@ -90,24 +79,20 @@ class Record:
         return self.check(key, value, kind, expected)
 
     def as_numbers(self, key: str, value: Any, length: int) -> list[float]:
-        """``value``, the field ``key`` or a part of it, as finite numbers."""
         expected = f"a list of {length} finite numbers"
         return self.check(key, value, list, expected, lambda found: [*map(_is_number, found)] == [True] * length)
 
     def as_ids(self, key: str, value: Any) -> list[int]:
-        """``value``, the field ``key`` or a part of it, as token ids."""
         return self.check(key, value, list, "a list of token ids", lambda ids: all(map(_is_id, ids)))
 
     def text_or_messages(self, key: str) -> Text:
-        """A string, or the messages of a conversation."""
-        value = self._get(key)
+        return self.as_text_or_messages(key, self._get(key))
+
+    def as_text_or_messages(self, key: str, value: Any) -> Text:
         return value if isinstance(value, str) else self.as_messages(key, value)
 
     def as_messages(self, key: str, value: Any) -> list[Message]:
-        """``value``, the field ``key`` or a part of it, as messages.
-
-        Each has a ``role`` and a ``content`` (or calls of tools), all of them strings.
-        """
+        """``value`` as messages: each has a ``role`` and a ``content`` (or calls of tools), all of them strings."""
         value = self.check(key, value, list, "a string, or a list of messages that is not empty", bool)
         return [self._message(f"{key}[{index}]", message) for index, message in enumerate(value)]
 
@@ -123,24 +108,24 @@ class Record:
             content = "".join(self.check(f"{key}.content", part.get("text"), str, "text") for part in parts)
         return message | {"content": self.check(f"{key}.content", content, str, "a string")}
 
-    def strings(self) -> Iterator[str]:
-        """All strings in the record, for the training of a tokenizer."""
-        left: list[Any] = [self.values]
-        while left:
-            value = left.pop()
-            if isinstance(value, str):
-                yield value
-            elif isinstance(value, Mapping | list):
-                left.extend(value.values() if isinstance(value, Mapping) else value)
+
+def strings(item: Any) -> Iterator[str]:
+    """All strings in a record or a value of JSON, for the training of a tokenizer."""
+    left: list[Any] = [item]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Record):
+            left.append(value.values)
+        elif isinstance(value, Mapping | list):
+            left.extend(value.values() if isinstance(value, Mapping) else value)
 
 
 def read_records(setting: str, files: Iterable[Path]) -> Iterator[Record]:
-    """Iterates over the records of files, in order.
+    """Iterates over the records of files, in order; ``setting`` names their path in errors.
 
-    Args:
-        setting: The name of the path in errors, such as data.path.
-        files: A .parquet file has one record per row; a .json file has a list of objects, or lines; all others have
-            one object on each line.
+    A .parquet file has one record per row; a .json file a list of objects, or lines; all others have one object a line.
 
     Raises:
         ValueError: For a file that cannot be read, a line that is not JSON in UTF-8, and a record that is no object.

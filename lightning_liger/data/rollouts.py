@@ -83,12 +83,11 @@ class RolloutDataModule(ExamplesDataModule):
             prompt_ids = record.as_ids("prompt_ids", record.items("prompt_ids"))
             completions = record.items("completion_ids")
             return prompt_ids, [record.as_ids("completion_ids", each) for each in completions]
-        prompt = record.text_or_messages("prompt")
         texts = [
-            each if isinstance(each, str) else record.as_messages(f"completions[{index}]", each)
+            record.as_text_or_messages(f"completions[{index}]", each)
             for index, each in enumerate(record.items("completions"))
         ]
-        return encoder.split(record, prompt, texts)
+        return encoder.split(record, record.text_or_messages("prompt"), texts)
 
 
 def _token_values(record: Record, key: str, lengths: list[int]) -> np.ndarray:

@@ -21,14 +21,10 @@ _LIBRARY_SKIPPED = frozenset(
 
 
 def python_library_files() -> list[Path]:
-    """The ``.py`` files of the running Python's standard library in a fixed order, without tests and build settings.
-
-    Raises:
-        FileNotFoundError: If this Python is installed without its sources, as some embedded ones are.
-    """
+    """The ``.py`` files of the running Python's standard library in a fixed order, without tests and build settings."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in _walk(root, (".py",), _LIBRARY_SKIPPED) if "sysconfigdata" not in file.name]
-    if not files:
+    if not files:  # as of some embedded ones
         raise FileNotFoundError(
             f"data.path was not given, and this Python has no library sources at {root}: give a text file, or a folder"
             f" with files that end in {', '.join(TEXT_SUFFIXES)}."
@@ -39,15 +35,10 @@ def python_library_files() -> list[Path]:
 def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files: bool = False) -> list[Path]:
     """The file at ``path``, or all in the folder that have one of the suffixes, in a fixed order without hidden ones.
 
-    Args:
-        setting: The name of the path in errors, such as data.path.
-        path: A file or a folder.
-        suffixes: In lower case.
-        other_files: Whether ``path`` may be a file with another suffix.
+    ``setting`` names the path in errors. With ``other_files`` a file may have another suffix.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        TypeError: If ``path`` is no path.
         ValueError: If ``path`` is empty, or a file with another suffix.
     """
     check_path(setting, path)
@@ -65,12 +56,7 @@ def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files:
 
 
 def read_documents(setting: str, files: Iterable[Path], text_field: str = "text") -> Iterator[str]:
-    """Iterates over documents, one string each; those of white space are left out.
-
-    Args:
-        setting: The name of the path in errors, such as data.path.
-        files: Each is one document, but for those that end in ``.jsonl``, which have one document on each line.
-        text_field: The key of the text in the lines of a ``.jsonl`` file.
+    """Iterates over documents, but for those of white space: each file, or each line of ``.jsonl`` files.
 
     Raises:
         ValueError: If a file is not UTF-8 text, or a line is not a JSON object with a string under ``text_field``.

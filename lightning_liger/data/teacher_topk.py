@@ -171,11 +171,8 @@ def _array(name: str, value: Any, key: str) -> np.ndarray:
 class TeacherTopKFile(Dataset[dict[str, Any]]):
     """Rows of a file of :func:`write_teacher_topk`, mapped into memory.
 
-    Args:
-        file: The file.
-
     Raises:
-        ValueError: If it is truncated, or not of the layout.
+        ValueError: If the file is truncated, or not of the layout.
     """
 
     def __init__(self, file: Path) -> None:
@@ -189,22 +186,21 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
         for key, expected in (("format", FORMAT), ("format_version", str(FORMAT_VERSION))):
             if (found := self.metadata.get(key)) != expected:
                 raise ValueError(f"{file}: the metadata {key!r} must be {expected!r}, got {found!r}")
-        self.top_k, self.temperature = round(self._number("top_k")), self._number("temperature")
+        self.temperature = self._number("temperature")
         self.tokenizer_hash = self.metadata.get("tokenizer_hash", "")
+        self.top_k, num_rows = round(self._number("top_k")), round(self._number("num_rows"))
         layout = {name: (part.get_dtype(), list(part.get_shape())) for name, part in self._tensors.items()}
-        num_tokens = layout.get("input_ids", ("", [0]))[1][0]
-        wide = [num_tokens, self.top_k]
-        log_probs = "F16" if layout.get(_LOG_PROBS, [""])[0] == "F16" else "F32"
-        right = {
-            "input_ids": ("I32", [num_tokens]),
-            "labels": ("I32", [num_tokens]),
-            _IDS: ("I32", wide),
-            _LOG_PROBS: (log_probs, wide),
-            "offsets": ("I64", [round(self._number("num_rows")) + 1]),
-        }
-        for name, expected_layout in right.items():
-            if layout.get(name) != expected_layout:
-                raise ValueError(f"{file}: the tensor {name!r} must be {expected_layout}, got {layout.get(name)}")
+        num_tokens = layout["input_ids"][1][0] if "input_ids" in layout else 0
+        for name, dtypes, shape in (
+            ("input_ids", ("I32",), [num_tokens]),
+            ("labels", ("I32",), [num_tokens]),
+            (_IDS, ("I32",), [num_tokens, self.top_k]),
+            (_LOG_PROBS, ("F32", "F16"), [num_tokens, self.top_k]),
+            ("offsets", ("I64",), [num_rows + 1]),
+        ):
+            if layout.get(name) not in [(dtype, shape) for dtype in dtypes]:
+                expected = f"{' or '.join(dtypes)} of shape {shape}"
+                raise ValueError(f"{file}: the tensor {name!r} must be {expected}, got {layout.get(name)}")
         self._offsets: np.ndarray = self._tensors["offsets"][:]
         if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or bool((np.diff(self._offsets) < 1).any()):
             raise ValueError(f"{file}: the tensor 'offsets' must rise from 0 to {num_tokens}, got {self._offsets}")

@@ -33,10 +33,6 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
 
     ``<|endoftext|>`` is its end-of-sequence and padding token and has the id 0. Training is deterministic. Of more
     than `MAX_TRAINING_BYTES`, evenly spaced documents are used.
-
-    Args:
-        documents: The training text; read once, and only the documents that are used are kept in memory.
-        vocab_size: Maximum number of tokens; small corpora may have fewer pairs to merge.
     """
     check_integer("vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
     tokenizer = Tokenizer(models.BPE())
@@ -58,8 +54,6 @@ def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[P
 
     Raises:
         FileNotFoundError: If ``path`` is not a folder, or has no ``tokenizer.json`` or ``tokenizer_config.json``.
-        TypeError: If ``path`` is no path.
-        ValueError: If ``path`` is empty.
     """
     check_path(setting, path)
     folder = os.path.expanduser(path)

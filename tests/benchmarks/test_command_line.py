@@ -96,16 +96,6 @@ def test_wrong_arguments_are_rejected(arguments: tuple[str, ...], message: str, 
     assert message in rejected(*arguments, *(() if "--out" in arguments else ("--out", "x")))
 
 
-@pytest.mark.parametrize("command", ["ops", "loss"])
-def test_help_lists_what_can_be_chosen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(AGAINST) in printed
-    assert "path without suffix" in printed
-    assert (", ".join(OPS) in printed) == (command == "ops")
-
-
 @needs_matplotlib
 @pytest.mark.parametrize(
     "name",

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks import loss_sweep
 from benchmarks.__main__ import main
@@ -50,18 +49,3 @@ def test_sweep_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "M32 H16 V64" in printed  # --quick replaces every shape
     assert "targets" in printed
     assert all(json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text().splitlines())
-
-
-def test_table_has_a_row_for_every_shape() -> None:
-    shapes = loss_sweep.sweep_op([(4096, 49155), (768, 50257)], [1024, 4096]).shapes
-    assert [shape[:3] for shape in shapes] == [
-        (1024, 4096, 49155), (4096, 4096, 49155), (1024, 768, 50257), (4096, 768, 50257)
-    ]  # fmt: skip
-    labels = [loss_sweep.LOSS.label(*shape) for shape in shapes]
-    table = loss_sweep.sweep_table([record("ours", label, 1.0, 2.0) for label in labels], shapes)
-    console = Console(width=300)
-    with console.capture() as capture:
-        console.print(table)
-    printed = capture.get()
-    assert all(label in printed for label in labels)
-    assert printed.count("Granite") == printed.count("GPT-2") == 2

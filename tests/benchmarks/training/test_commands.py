@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from benchmarks import docs_sections
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
-from benchmarks.training import activations, estimates, examples, monitor, worker
+from benchmarks.training import estimates, examples, monitor, worker
 from benchmarks.training.convergence import Curve, distances
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
@@ -159,21 +158,6 @@ def test_monitor_is_measured_next_to_fits_without_it(tmp_path: Path, capsys: pyt
     assert monitor.status([{**small, "host_ms": 0.0}, {**large, "host_ms": 0.05}]) == 1
 
 
-def test_dropped_tensors_are_not_counted() -> None:
-    model = torch.nn.Linear(4, 4, bias=False)
-    ids = torch.ones(2, 4)
-    layers = SimpleNamespace(layers=[model], modes=["store"], sizes=[SimpleNamespace(cheap=12)])
-
-    def forward() -> torch.Tensor:
-        return model(ids * 2).exp()
-
-    stored = activations._count(forward, model, ids, layers)
-    assert stored == 2 * 2 * 4 * 4  # the input and the output of two rows of four, without weight and ids
-    layers.modes[0] = "cheap"
-    assert activations._count(forward, model, ids, layers) == stored - 12
-    assert layers.modes == ["cheap"]
-
-
 @without_gpu
 def test_convergence_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--only", "phi3", "--plans", "kernels", "--text-steps", "0", "--out", str(tmp_path)]
@@ -262,17 +246,6 @@ def test_engines_are_jobs_whose_peaks_have_estimates() -> None:
     assert all(2 < each.estimated < 12 for each in peaks.values())
     assert "DDP, bf16-true, 256 tokens" in peaks["hf:none", "ddp"].setup
     assert peaks["hf:none", "ddp"].estimated >= peaks["ours:none", "ddp"].estimated
-
-
-@pytest.mark.parametrize("name", DIMS)
-def test_dimensions_are_those_of_the_architecture(name: str) -> None:
-    dims = DIMS[name]
-    config = dims.config()
-    assert config.num_hidden_layers == dims.num_layers
-    for key, value in dims.sizes.items():
-        if key != "rope_parameters":
-            assert getattr(config, key) == value
-    assert dims.config(3, tiny=True).hidden_size == 64
 
 
 def test_numbers_of_parameters_are_the_published_ones() -> None:

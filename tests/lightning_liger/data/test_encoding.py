@@ -152,8 +152,3 @@ def test_failures_of_templates_name_the_record(chat, bpe):
         chat(empty).conversation(HERE, TALK[:3], "assistant")
     with pytest.raises(ValueError, match="line 3: the conversation has no message with the role 'assistant'"):
         chat(PLAIN).conversation(HERE, TALK[:2], "assistant")
-
-
-def test_strings_and_messages_do_not_mix(chat):
-    with pytest.raises(ValueError, match="line 3: prompt and completions must be either all strings"):
-        chat(PLAIN).split(HERE, "Hi", [TALK[2:3]])

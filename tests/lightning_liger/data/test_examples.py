@@ -17,6 +17,7 @@ from lightning_liger.data import (
     UnpairedFeedbackDataModule,
 )
 from lightning_liger.data.preference import mismatched
+from lightning_liger.data.tokenizer import train_bpe_tokenizer
 from tests.lightning_liger.data.kinds import END, EXAMPLES, TEMPLATE, build, only_batch, read_lines, ready
 from tests.lightning_liger.tiny import tiny_llama
 
@@ -120,6 +121,18 @@ def test_supervised_examples_without_labels_after_truncation_are_left_out(make):
         ready(make(ConversationDataModule, late[:1], max_length=num_left, **at_end))
 
 
+def test_examples_that_a_teachers_tokens_fill_are_left_out(make, tmp_path):
+    train_bpe_tokenizer(["other"], 257).save_pretrained(tmp_path / "teacher")  # each byte is a token
+    lines = [{"prompt": prompt, "completion": "b"} for prompt in ("a", "Question: What is the answer")]
+    settings = {"teacher_tokenizer": tmp_path / "teacher", **ALONE}
+    lengths = [len(row["input_ids"]) for row in ready(make(PromptCompletionDataModule, lines, **settings)).train_data]
+    data = ready(make(PromptCompletionDataModule, lines, max_length=max(lengths), **settings))
+    assert max(lengths) < len(lines[1]["prompt"])
+    batch = only_batch(data)
+    assert batch["teacher_labels"].shape[1] == 3
+    assert (batch["teacher_labels"][:, 1:] >= 0).any()
+
+
 def test_records_must_agree_in_optional_fields(make):
     line = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with_reference = {**line, "ref_chosen_logps": -1.5, "ref_rejected_logps": -2}
@@ -149,6 +162,7 @@ RENDERED = ("<user>\nQ\n<assistant>\n", f"Y{END}\n", f"N{END}\n")
         ({"chosen": "1? A: yes", "rejected": "1? A: no"}, ("1? A:", f" yes{END}", f" no{END}")),
         ({"chosen": "1? A: two", "rejected": "1? A: three"}, ("1? A:", f" two{END}", f" three{END}")),
         ({"chosen": "a b", "rejected": "a b c"}, ("a b", END, f" c{END}")),
+        ({"chosen": "x é", "rejected": "x ß"}, ("x", f" é{END}", f" ß{END}")),
         ({"chosen": "xy", "rejected": "zy"}, ("", f"xy{END}", f"zy{END}")),
         ({"question": "Q", "good": "Y", "bad": "N"}, ("Q", f"Y{END}", f"N{END}")),
     ],

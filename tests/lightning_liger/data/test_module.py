@@ -24,7 +24,6 @@ from lightning_liger.data import (
     examples,
     text,
 )
-from lightning_liger.data.module import default_cache_dir
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
 from tests.lightning_liger.data.kinds import (
     EXAMPLES,
@@ -228,14 +227,6 @@ def test_cache_that_is_damaged_is_an_error_that_names_it(tmp_path):
         writer.write_table(reader.read_all().slice(0, 3))
     with pytest.raises(RuntimeError, match=rf"\(expected {len(data.train_data)} rows, got 3\): remove it"):
         ready(build(tmp_path, TextDataModule, data.path))
-
-
-def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "lightning-liger"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache_dir() == tmp_path / "home" / ".cache" / "lightning-liger"
 
 
 def test_too_little_data_and_missing_setup_are_named(tokenized, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from lightning_liger.data.records import Record, read_records
+from lightning_liger.data.records import Record, read_records, strings
 from lightning_liger.data.sources import TEXT_SUFFIXES, files_at, python_library_files, read_documents
 
 JSON = st.recursive(
@@ -70,7 +70,7 @@ def test_values_of_other_forms_are_understood():
     assert record.as_messages("m", parts) == [{"role": "user", "content": "ab"}]
     calls = [{"role": "assistant", "content": None, "tool_calls": [{}]}]
     assert record.as_messages("m", calls) == [{"role": "assistant", "tool_calls": [{}]}]
-    assert sorted(Record({"a": "x", "b": [{"c": "y"}, 1, None, ["z"]]}, "here").strings()) == ["x", "y", "z"]
+    assert sorted(strings(Record({"a": "x", "b": [{"c": "y"}, 1, None, ["z"]]}, "here"))) == ["x", "y", "z"]
 
 
 def test_python_library_has_its_modules_in_fixed_order_and_no_tests(tmp_path, monkeypatch):
