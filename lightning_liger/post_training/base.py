@@ -140,12 +140,12 @@ class LigerPostTrainingMixin(LigerStepMixin):
     @property
     def context(self) -> ContextParallel | None:
         """The group of ranks that share each sequence, None if ranks do not share sequences."""
-        return None if self._trainer is None else engine_of(self.trainer).context_parallel
+        return None if self._attached_trainer is None else engine_of(self.trainer).context_parallel
 
     @property
     def _ranks_per_batch(self) -> int:
         """How many ranks get each batch, because they share its sequences or the weights."""
-        if self._trainer is None:
+        if self._attached_trainer is None:
             return 1
         num_ranks: int = self.trainer.world_size
         return num_ranks // (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", num_ranks)
@@ -226,7 +226,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:
         """Adds a batch to the stage's metrics and logs them."""
-        if self._trainer is None:
+        if self._attached_trainer is None:
             return
         self._has_auxiliary = result.auxiliary is not None
         auxiliary: dict[str, Measured] = {"aux_loss": Mean(*parts[-1])} if self._has_auxiliary else {}

@@ -244,7 +244,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
     @property
     def _stored_temperature(self) -> float:
         """The temperature of stored log-probabilities."""
-        data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
+        data = None if self._attached_trainer is None else getattr(self.trainer, "datamodule", None)
         given = self.distillation.teacher_temperature
         return float(getattr(data, "temperature", None) or 1.0) if given is None else given
 

@@ -170,7 +170,7 @@ class LigerMedusaMixin(LigerTeacherMixin):
 
     def _coefficient(self) -> float:
         # Only training has steps: without them the weight is the one after the schedule.
-        if self.medusa_scheduler == "constant" or self._trainer is None or self.trainer.state.fn != "fit":
+        if self.medusa_scheduler == "constant" or self._attached_trainer is None or self.trainer.state.fn != "fit":
             return self.medusa_heads_coefficient
         num_steps: float = self.medusa_scheduler_steps or self.trainer.estimated_stepping_batches
         if not 1 <= num_steps < math.inf:  # Lightning's words for unknown

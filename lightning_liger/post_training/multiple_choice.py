@@ -43,7 +43,7 @@ class LigerMultipleChoice(LigerCausalLM):
     def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
         if stage == "train":
             return super()._step(stage, batch)
-        context = None if self._trainer is None else engine_of(self.trainer).context_parallel
+        context = None if self._attached_trainer is None else engine_of(self.trainer).context_parallel
         rows = read_rows(batch).to_context(context)
         question_ids, is_answer, num_characters = _choices(batch, rows.num_sequences)
         labels, model = rows.labels, self._seen_model()

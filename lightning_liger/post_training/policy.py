@@ -170,7 +170,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
 
     def _share(self, num_items: Tensor | float) -> Tensor | float:
         """The part of a generation batch's tokens that a micro-batch of one rank counts as."""
-        if self._trainer is None:
+        if self._attached_trainer is None:
             return num_items
         num_replicas = self.trainer.world_size / (1 if self.context is None else self.context.size)
         steps = self.steps_per_generation or self.trainer.accumulate_grad_batches
@@ -179,7 +179,11 @@ class LigerPolicyMixin(LigerReferenceMixin):
     def _objective(self, scores: TokenScores, policy: PolicyBatch) -> tuple[PolicyObjective, Tensor]:
         log_probs, entropies = self._whole(scores.log_probs), self._whole(scores.entropy)
         gather = None
-        if self.policy_options.top_entropy_quantile < 1 and self._trainer is not None and self.trainer.world_size > 1:
+        if (
+            self.policy_options.top_entropy_quantile < 1
+            and self._attached_trainer is not None
+            and self.trainer.world_size > 1
+        ):
             gather = self._gather
         return policy_objective(log_probs, entropies, policy, self.policy_options, gather=gather), entropies.detach()
 

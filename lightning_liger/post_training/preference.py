@@ -427,7 +427,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return kl_estimate(*self._sum_over_ranks(torch.stack((total, is_scored.sum().to(total.dtype)))))
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        if self._trainer is None:
+        if self._attached_trainer is None:
             return tensor
         return cast(Tensor, self.trainer.strategy.reduce(tensor, reduce_op="sum"))
 

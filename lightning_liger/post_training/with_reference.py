@@ -89,7 +89,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
 
     def _prepare_stage(self) -> None:
         super()._prepare_stage()
-        if self.sync_ref_model and self._trainer is not None and self.trainer.training:
+        if self.sync_ref_model and self._attached_trainer is not None and self.trainer.training:
             self._check_sync()
         if self.disable_dropout:
             disable_dropout(self.model)
