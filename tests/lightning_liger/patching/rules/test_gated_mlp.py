@@ -213,9 +213,9 @@ LOOK_ALIKES: dict[str, Callable[[], nn.Module]] = {
             "token before": lambda m, x: m.down(m.activation(m.gate(x.roll(1, -2))) * m.up(x)),
         }.items()
     },
-    **{
-        str(activation): partial(mlp, usual, activation) for activation in (F.mish, torch.sigmoid, ACT2FN["quick_gelu"])
-    },
+    "mish": partial(mlp, usual, F.mish),
+    "sigmoid": partial(mlp, usual, torch.sigmoid),
+    "quick gelu": partial(mlp, usual, ACT2FN["quick_gelu"]),
     "norm between": lambda: mlp(lambda m, x: m.down(m.norm(m.activation(m.gate(x)) * m.up(x))), norm=nn.RMSNorm(WIDTH)),
     "dropout of the gate": partial(dropping, "gate", p=0.1),
     "dropouts that drop nothing": partial(dropping, "gate", "inner"),
@@ -331,7 +331,7 @@ def routing(num_tokens: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("activation", "description"),
-    zip(("silu", "gelu", "gelu_pytorch_tanh", "relu2"), ACTIVATIONS, strict=True),
+    list(zip(("silu", "gelu", "gelu_pytorch_tanh", "relu2"), ACTIVATIONS, strict=True)),
 )
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_experts_are_replaced_and_stay_the_same(
