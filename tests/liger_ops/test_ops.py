@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import liger_ops
 from liger_ops.self_check import CASES as CHECKS
-from liger_ops.self_check import Case, Sizes, make_logits, plain_cross_entropy, unit_case
+from liger_ops.self_check import Case, Sizes, make_logits, unit_case
 from tests.liger_ops.accuracy import assert_as_accurate, few
+from tests.liger_ops.loss.cases import EVERYTHING, plain_cross_entropy
+from tests.liger_ops.operators import OperatorLog
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = ["contiguous", "transposed", "sliced", "spaced", "expanded"]
@@ -76,9 +76,45 @@ def packed_case(case: OpCase) -> Case:
     return case._replace(plain=lambda packed: case.plain(*packed.chunk(2, dim=-1)), make=make)
 
 
-def make_logits_of_sequences(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+def quarters(low: int, *shape: int) -> Tensor:
+    """Numbers from ``low / 4`` to 2 that every dtype holds."""
+    return torch.randint(low, 9, shape) / 4
+
+
+def everything_of_logits(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits of sequences, labels, and weights of classes and tokens."""
     (logits,), (labels,) = make_logits(sizes)
-    return [logits.view(sizes[:3]).mT.contiguous()], [labels.view(sizes[:2])]
+    weights = [quarters(1, sizes.width), quarters(0, *sizes[:2])]
+    return [logits.view(sizes[:3]).mT.contiguous()], [labels.view(sizes[:2]), *weights]
+
+
+def everything_of_a_head(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """A head with its adapter, labels, and weights of classes and tokens."""
+    inputs, constants = CHECKS["linear_cross_entropy"].make(sizes)
+    adapter = [quarters(-8, *sizes[:2], 2), quarters(-8, sizes.vocab_size, 2)]
+    return [*inputs, *adapter], [*constants, quarters(1, sizes.vocab_size), quarters(0, *sizes[:2])]
+
+
+def losses(op: Callable[..., Any], logits: Tensor, labels: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
+    options = {**EVERYTHING, "reduction": "none", "return_stats": True}
+    return op(logits, labels, weight, token_weight=token_weight, **options)[0]
+
+
+def plain_losses(logits: Tensor, labels: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
+    flat = logits.flatten(0, -2), labels.flatten(), {"weight": weight, "token_weight": token_weight.flatten()}
+    return plain_cross_entropy(*flat[:2], reduction="none", **flat[2], **EVERYTHING).view(labels.shape)
+
+
+def head_losses(op: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor, *others: Tensor) -> Tensor:
+    *adapter, labels, class_weight, token_weight = others
+    return op(
+        x, weight, labels, linear_bias=bias, adapter=tuple(adapter), weight=class_weight, token_weight=token_weight,
+        reduction="none", chunk_bytes=2**20, saved_logits_bytes=2**20, return_stats=True, **EVERYTHING,
+    )[0]  # fmt: skip
+
+
+def plain_head_losses(*tensors: Tensor) -> Tensor:
+    return plain_losses(F.linear(*tensors[:3]) + F.linear(*tensors[3:5]), *tensors[5:])
 
 
 def plain_renormalized(x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
@@ -88,10 +124,6 @@ def plain_renormalized(x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> 
 
 def topk_renormalized(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
     return op(x, weight, ids, linear_bias=bias, renormalize=True, chunk_bytes=2**20)
-
-
-def head_losses(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    return op(x, weight, labels, linear_bias=bias, reduction="none", chunk_bytes=2**20)
 
 
 # The self-checks, and what else ops can be asked for; linear_token_loss runs a function of its caller, so no tracer can
@@ -107,13 +139,11 @@ VARIANTS = {
     ("rms_norm", "none"): rms_norm_case("none"),
     **{(name, "packed"): packed_case(CHECKS[name]) for name in ("silu_mul", "gelu_mul", "relu_squared_mul")},
     ("gelu_mul", "erf"): unit_case(F.gelu),
-    ("cross_entropy", "none"): CHECKS["cross_entropy"]._replace(
-        call=lambda op, logits, labels: op(logits, labels, reduction="none"),
-        plain=lambda logits, labels: plain_cross_entropy(logits.mT, labels, "none"),
-        make=make_logits_of_sequences,
+    ("cross_entropy", "everything"): CHECKS["cross_entropy"]._replace(
+        call=losses, plain=lambda logits, *others: plain_losses(logits.mT, *others), make=everything_of_logits
     ),
-    ("linear_cross_entropy", "none"): CHECKS["linear_cross_entropy"]._replace(
-        call=head_losses, plain=lambda *tensors: plain_cross_entropy(F.linear(*tensors[:3]), tensors[3], "none")
+    ("linear_cross_entropy", "everything"): CHECKS["linear_cross_entropy"]._replace(
+        call=head_losses, plain=plain_head_losses, make=everything_of_a_head
     ),
     ("linear_topk_log_probs", "renormalized"): CHECKS["linear_topk_log_probs"]._replace(
         call=topk_renormalized, plain=plain_renormalized
@@ -182,23 +212,11 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-class Recorder(TorchDispatchMode):
-    """Notes each op of ours that goes through the dispatcher, and its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace == "liger_ops":
-            self.calls.append((func, tree_map_only(Tensor, Tensor.detach, args)))
-        return func(*args, **(kwargs or {}))
-
-
 def record(function: Callable[..., Any], tensors: Tensors) -> list[tuple[Any, tuple[Any, ...]]]:
-    with Recorder() as recorder:
+    """Our ops that go through the dispatcher, and their arguments."""
+    with OperatorLog() as log:
         run(function, tensors)
-    return recorder.calls
+    return log.calls
 
 
 # The table is complete.
