@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.liger_ops.test_ops import CASES, SIZES, as_tuple, assert_same
 
