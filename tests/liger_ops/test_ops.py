@@ -378,6 +378,33 @@ def test_only_inputs_that_ask_for_a_gradient_get_one(case: OpCase, device: torch
         torch.testing.assert_close(leaves[wanted].grad, expected[wanted])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_graph_that_is_kept_gives_the_same_gradients_again(
+    dtype: torch.dtype, case: OpCase, device: torch.device
+) -> None:
+    tensors = place(make(case, device), device, dtype)
+    leaves = [x.detach().requires_grad_() for x in tensors.inputs]
+    outputs = as_tuple(case.fused(*leaves, *tensors.constants))
+    upstream, expected = make_upstream(outputs), run(case.fused, tensors)[len(outputs) :]
+    first, second = (list(torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)) for _ in range(2))
+    last = torch.autograd.grad(outputs, leaves, [2 * each for each in upstream])  # may reuse what the graph held
+    assert_same(first, expected)
+    assert_same(second, expected)
+    torch.testing.assert_close(list(last), [2 * each for each in expected])
+
+
+def test_ignored_tokens_alone_give_no_gradient_and_a_mean_of_nan(case: OpCase, device: torch.device) -> None:
+    if "cross_entropy" not in case.op.__name__ and case.op is not liger_ops.linear_log_probs:
+        return
+    inputs, constants = make(case, device)
+    constants = [x if x.is_floating_point() else torch.full_like(x, liger_ops.IGNORE_INDEX) for x in constants]
+    results = run(case.fused, Tensors(inputs, constants))
+    num_outputs = len(results) - len(inputs)
+    for y in results[:num_outputs]:
+        assert not y.any() if y.dim() else y.isnan()
+    assert not any(gradient.any() for gradient in results[num_outputs:])
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, case: OpCase, device: torch.device) -> None:
     tensors = make(case, device)
