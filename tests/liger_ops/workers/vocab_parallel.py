@@ -56,7 +56,9 @@ def device_of(tensors: Tensors) -> torch.device:
 # Cross entropy.
 
 
-def compute_losses(rows: int, labels: Tensor, options: Any, tensors: Tensors, ours: Any) -> list[Tensor]:
+def compute_losses(
+    rows: int, labels: Tensor, options: Any, num_stats: int, tensors: Tensors, ours: Any
+) -> list[Tensor]:
     x, weight, bias, *adapter = tensors.values()
     labels = labels.to(x.device)
     options = {name: each.to(x.device) if isinstance(each, Tensor) else each for name, each in options.items()}
@@ -64,12 +66,12 @@ def compute_losses(rows: int, labels: Tensor, options: Any, tensors: Tensors, ou
         logits = F.linear(x, weight, bias) + (F.linear(*adapter) if adapter else 0.0)
         of_tokens = {name: each for name, each in options.items() if name != "reduction"}
         stats = plain_stats(logits, labels, **of_tokens)
-        return [plain_cross_entropy(logits, labels, **options), *(each.detach() for each in stats)]
+        return [plain_cross_entropy(logits, labels, **options), *(each.detach() for each in stats[:num_stats])]
     ours = {**ours, "chunk_bytes": None, "options": SimpleNamespace(batch_chunk_size=rows)}
     loss, stats = linear_cross_entropy(
         x, weight, labels, linear_bias=bias, adapter=tuple(adapter) or None, return_stats=True, **options, **ours
     )
-    return [loss, *stats]
+    return [loss, *stats[:num_stats]]
 
 
 def of_losses(
@@ -102,7 +104,9 @@ def of_losses(
         labels = labels.where(labels == ignore_index, labels.clamp(min=half))
     for each in tensors.values():
         each.requires_grad_()
-    compute = partial(compute_losses, rows, labels, options | draw_weights(TOKENS, vocab_size, weights, "cpu"))
+    options |= draw_weights(TOKENS, vocab_size, weights, "cpu")
+    num_stats = 6 if dtype.itemsize > 2 else 4  # rounded logits predict other classes
+    compute = partial(compute_losses, rows, labels, options, num_stats)
     return Run(tensors, compute, dtype != torch.float64, rows, sums_input_gradient)
 
 
