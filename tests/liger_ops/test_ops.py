@@ -151,7 +151,11 @@ VARIANTS = {
     ("linear_cross_entropy", "everything"): CHECKS["linear_cross_entropy"]._replace(
         call=head_losses, plain=plain_head_losses, make=everything_of_a_head
     ),
-    ("linear_log_probs", "frozen"): CHECKS["linear_log_probs"]._replace(make=frozen_head),
+    ("linear_log_probs", "frozen"): CHECKS["linear_log_probs"]._replace(
+        call=lambda op, x, weight, bias, labels: op(x, weight, labels, linear_bias=bias, chunk_bytes=2**20).log_probs,
+        plain=lambda *tensors: CHECKS["linear_log_probs"].plain(*tensors)[0],
+        make=frozen_head,
+    ),
     ("linear_topk_log_probs", "renormalized"): CHECKS["linear_topk_log_probs"]._replace(
         call=topk_renormalized, plain=plain_renormalized
     ),
