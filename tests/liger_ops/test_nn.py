@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_ops
 import liger_ops.nn as fused
 from liger_ops import backend
+from tests.liger_ops.operators import OperatorLog
 
 NEEDS_NAMESAKE = pytest.mark.skipif(
     not hasattr(nn, "LinearCrossEntropyLoss"), reason="this version of PyTorch has no LinearCrossEntropyLoss"
@@ -150,25 +150,13 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", fused.__all__)
 def test_module_runs_a_kernel(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module, inputs = make_small(name, triton_device)
     inputs[0].requires_grad_()
-    with _Recorder() as recorder:
+    with OperatorLog() as log:
         actual = module(*inputs)
-    assert any(operator.startswith("liger_ops::") for operator in recorder.names)
+    assert log.calls
     monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
     torch.testing.assert_close(actual, module(*inputs))
 
@@ -346,63 +334,27 @@ def test_feed_forward_matches_the_formula(
 # Losses
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_cross_entropy_loss_passes_its_extras_on(device: torch.device, reduction: str) -> None:
-    logits, labels = torch.randn(6, 7, device=device), LABELS.to(device)
-    token_weight = torch.rand(6, device=device)
-    module = fused.CrossEntropyLoss(reduction=reduction, **EXTRAS)
-    loss, stats = module(logits, labels, token_weight=token_weight, return_stats=True)
-    expected, expected_stats = liger_ops.cross_entropy(
-        logits, labels, reduction=reduction, token_weight=token_weight, return_stats=True, **EXTRAS
-    )
-    torch.testing.assert_close((loss, *stats), (expected, *expected_stats))
-    # Each extra matters.
-    plain = liger_ops.cross_entropy
-    for name, value in EXTRAS.items():
-        only = fused.CrossEntropyLoss(reduction=reduction, **{name: value})(logits, labels)
-        torch.testing.assert_close(only, plain(logits, labels, reduction=reduction, **{name: value}))
-        assert not torch.allclose(only, plain(logits, labels, reduction=reduction))
-
-
-def test_cross_entropy_loss_writes_the_gradient_in_place(triton_device: torch.device) -> None:
-    logits = torch.randn(6, 7, device=triton_device, requires_grad=True)
-    for inplace in (False, True):
-        copied = logits.clone()
-        loss = fused.CrossEntropyLoss(inplace_backward=inplace)(copied, LABELS.to(triton_device))
-        (gradient,) = torch.autograd.grad(loss, copied)
-        assert (gradient.data_ptr() == copied.data_ptr()) == inplace
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_linear_cross_entropy_loss_is_a_head_and_its_loss(device: torch.device, reduction: str) -> None:
-    extras = EXTRAS | ({"z_loss_weight": 0.0} if reduction == "mean" else {})
-    module = fused.LinearCrossEntropyLoss(
-        4, 7, bias=True, weight=CLASS_WEIGHT, reduction=reduction, label_smoothing=0.1, chunk_bytes=60, **extras
-    ).to(device)
-    randomize(module)
-    assert list(module.state_dict()) == ["weight", "linear.weight", "linear.bias"]
-    hidden, labels = torch.randn(2, 3, 4, device=device), LABELS.view(2, 3).to(device)
-    token_weight = torch.rand(2, 3, device=device)
-    actual = run(module, hidden, labels, token_weight=token_weight, max_valid_tokens=5)
-
-    def plain(hidden: Tensor, labels: Tensor) -> Tensor:
-        loss = liger_ops.cross_entropy(
-            module.linear(hidden).flatten(0, 1), labels.flatten(), CLASS_WEIGHT.to(device), reduction=reduction,
-            label_smoothing=0.1, token_weight=token_weight.flatten(), **extras,
-        )  # fmt: skip
-        return loss.view(labels.shape) if reduction == "none" else loss
-
-    plain.named_parameters = module.named_parameters
-    assert_same(actual, run(plain, hidden, labels))
-
-
-def test_linear_cross_entropy_loss_passes_on_how_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "LinearCrossEntropyLoss"])
+def test_loss_passes_on_everything_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_linear = name.startswith("Linear")
+    op = liger_ops.linear_cross_entropy if is_linear else liger_ops.cross_entropy
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(fused, "linear_cross_entropy", lambda *_, **passed: calls.append(passed))
-    options = SimpleNamespace(batch_chunk_size=None, acc_dtype=None)
-    chosen = {"chunk_bytes": 60, "accumulate_dtype": torch.float64, "saved_logits_bytes": 120, "options": options}
-    for arguments, max_valid_tokens in ((chosen, 5), (dict.fromkeys(chosen), None)):
-        module = fused.LinearCrossEntropyLoss(4, 7, **arguments)
-        module(torch.randn(6, 4), LABELS, max_valid_tokens=max_valid_tokens, return_stats=True)
-        assert {name: calls[-1][name] for name in chosen} == arguments
-        assert (calls[-1]["max_valid_tokens"], calls[-1]["return_stats"]) == (max_valid_tokens, True)
+
+    def record(*arguments: Any, **options: Any) -> None:
+        calls.append(inspect.signature(op).bind(*arguments, **options).arguments)
+
+    monkeypatch.setattr(fused, op.__name__, record)
+    chosen = {**OPTIONS, **EXTRAS}
+    given = {"token_weight": torch.rand(6), "return_stats": True}
+    if is_linear:
+        chosen |= {"chunk_bytes": 60, "accumulate_dtype": torch.float64, "saved_logits_bytes": 120}
+        chosen |= {"options": SimpleNamespace(batch_chunk_size=None, acc_dtype=None)}
+        given["max_valid_tokens"] = 5
+    else:
+        chosen["inplace_backward"] = True
+    module = getattr(fused, name)(*(HEAD.values() if is_linear else ()), **chosen)
+    module(torch.randn(6, 4), LABELS, **given)
+    expected = chosen | given
+    assert {key: calls[0][key] for key in expected} == expected
+    of_head = {"linear_weight", "linear_bias"} if is_linear else set()
+    assert {*calls[0]} == {*expected, "input", "target", *of_head}

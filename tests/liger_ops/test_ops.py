@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import liger_ops
 from liger_ops.self_check import CASES as CHECKS
-from liger_ops.self_check import Case, Sizes, make_logits, plain_cross_entropy, unit_case
+from liger_ops.self_check import Case, Sizes, make_logits, unit_case
 from tests.liger_ops.accuracy import assert_as_accurate, few
+from tests.liger_ops.loss.cases import EVERYTHING, plain_cross_entropy
+from tests.liger_ops.operators import OperatorLog
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = ["contiguous", "transposed", "sliced", "spaced", "expanded"]
@@ -76,9 +76,51 @@ def packed_case(case: OpCase) -> Case:
     return case._replace(plain=lambda packed: case.plain(*packed.chunk(2, dim=-1)), make=make)
 
 
-def make_logits_of_sequences(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+def quarters(low: int, *shape: int) -> Tensor:
+    """Numbers from ``low / 4`` to 2 that every dtype holds."""
+    return torch.randint(low, 9, shape) / 4
+
+
+def everything_of_logits(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """Logits of sequences, labels, and weights of classes and tokens."""
     (logits,), (labels,) = make_logits(sizes)
-    return [logits.view(sizes[:3]).mT.contiguous()], [labels.view(sizes[:2])]
+    weights = [quarters(1, sizes.width), quarters(0, *sizes[:2])]
+    return [logits.view(sizes[:3]).mT.contiguous()], [labels.view(sizes[:2]), *weights]
+
+
+def everything_of_a_head(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """A head with its adapter, labels, and weights of classes and tokens."""
+    inputs, constants = CHECKS["linear_cross_entropy"].make(sizes)
+    adapter = [quarters(-8, *sizes[:2], 2), quarters(-8, sizes.vocab_size, 2)]
+    return [*inputs, *adapter], [*constants, quarters(1, sizes.vocab_size), quarters(0, *sizes[:2])]
+
+
+def losses(op: Callable[..., Any], logits: Tensor, labels: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
+    options = {**EVERYTHING, "reduction": "none", "return_stats": True}
+    return op(logits, labels, weight, token_weight=token_weight, **options)[0]
+
+
+def plain_losses(logits: Tensor, labels: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
+    flat = logits.flatten(0, -2), labels.flatten(), {"weight": weight, "token_weight": token_weight.flatten()}
+    return plain_cross_entropy(*flat[:2], reduction="none", **flat[2], **EVERYTHING).view(labels.shape)
+
+
+def head_losses(op: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor, *others: Tensor) -> Tensor:
+    *adapter, labels, class_weight, token_weight = others
+    return op(
+        x, weight, labels, linear_bias=bias, adapter=tuple(adapter), weight=class_weight, token_weight=token_weight,
+        reduction="none", chunk_bytes=2**20, saved_logits_bytes=2**20, return_stats=True, **EVERYTHING,
+    )[0]  # fmt: skip
+
+
+def plain_head_losses(*tensors: Tensor) -> Tensor:
+    return plain_losses(F.linear(*tensors[:3]) + F.linear(*tensors[3:5]), *tensors[5:])
+
+
+def frozen_head(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """A head that needs no gradient."""
+    (x, *head), constants = CHECKS["linear_log_probs"].make(sizes)
+    return [x], [*head, *constants]
 
 
 def plain_renormalized(x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
@@ -88,10 +130,6 @@ def plain_renormalized(x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> 
 
 def topk_renormalized(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
     return op(x, weight, ids, linear_bias=bias, renormalize=True, chunk_bytes=2**20)
-
-
-def head_losses(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    return op(x, weight, labels, linear_bias=bias, reduction="none", chunk_bytes=2**20)
 
 
 # The self-checks, and what else ops can be asked for; linear_token_loss runs a function of its caller, so no tracer can
@@ -107,13 +145,16 @@ VARIANTS = {
     ("rms_norm", "none"): rms_norm_case("none"),
     **{(name, "packed"): packed_case(CHECKS[name]) for name in ("silu_mul", "gelu_mul", "relu_squared_mul")},
     ("gelu_mul", "erf"): unit_case(F.gelu),
-    ("cross_entropy", "none"): CHECKS["cross_entropy"]._replace(
-        call=lambda op, logits, labels: op(logits, labels, reduction="none"),
-        plain=lambda logits, labels: plain_cross_entropy(logits.mT, labels, "none"),
-        make=make_logits_of_sequences,
+    ("cross_entropy", "everything"): CHECKS["cross_entropy"]._replace(
+        call=losses, plain=lambda logits, *others: plain_losses(logits.mT, *others), make=everything_of_logits
     ),
-    ("linear_cross_entropy", "none"): CHECKS["linear_cross_entropy"]._replace(
-        call=head_losses, plain=lambda *tensors: plain_cross_entropy(F.linear(*tensors[:3]), tensors[3], "none")
+    ("linear_cross_entropy", "everything"): CHECKS["linear_cross_entropy"]._replace(
+        call=head_losses, plain=plain_head_losses, make=everything_of_a_head
+    ),
+    ("linear_log_probs", "frozen"): CHECKS["linear_log_probs"]._replace(
+        call=lambda op, x, weight, bias, labels: op(x, weight, labels, linear_bias=bias, chunk_bytes=2**20).log_probs,
+        plain=lambda *tensors: CHECKS["linear_log_probs"].plain(*tensors)[0],
+        make=frozen_head,
     ),
     ("linear_topk_log_probs", "renormalized"): CHECKS["linear_topk_log_probs"]._replace(
         call=topk_renormalized, plain=plain_renormalized
@@ -182,23 +223,11 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-class Recorder(TorchDispatchMode):
-    """Notes each op of ours that goes through the dispatcher, and its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace == "liger_ops":
-            self.calls.append((func, tree_map_only(Tensor, Tensor.detach, args)))
-        return func(*args, **(kwargs or {}))
-
-
 def record(function: Callable[..., Any], tensors: Tensors) -> list[tuple[Any, tuple[Any, ...]]]:
-    with Recorder() as recorder:
+    """Our ops that go through the dispatcher, and their arguments."""
+    with OperatorLog() as log:
         run(function, tensors)
-    return recorder.calls
+    return log.calls
 
 
 # The table is complete.
@@ -257,31 +286,20 @@ def test_selective_checkpointing_can_keep_what_our_ops_computed(case: OpCase, tr
 
 
 @given(
-    batch_size=st.integers(1, 3),
-    seq_len=st.integers(1, 4),
-    width=st.integers(8, 70),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(8, 70)),
     dtype=st.sampled_from(DTYPES),
-    layout=st.sampled_from(LAYOUTS),
-    upstream_layout=st.sampled_from(LAYOUTS),
+    layouts=st.tuples(*2 * [st.sampled_from(LAYOUTS)]),
     seed=st.integers(0, 2**16),
 )
 @few(10)
 def test_no_less_accurate_than_plain_pytorch(
-    batch_size: int,
-    seq_len: int,
-    width: int,
-    dtype: torch.dtype,
-    layout: str,
-    upstream_layout: str,
-    seed: int,
-    case: OpCase,
-    device: torch.device,
+    sizes: Any, dtype: torch.dtype, layouts: tuple[str, str], seed: int, case: OpCase, device: torch.device
 ) -> None:
     torch.manual_seed(seed)
-    tensors = place(case.make(batch_size, seq_len, width), device, dtype, layout)
-    actual = run(case.fused, tensors, upstream_layout)
-    eager = run(case.plain, tensors, upstream_layout)
-    truth = run(case.plain, place(tensors, device, torch.float64), upstream_layout)
+    tensors = place(case.make(*sizes), device, dtype, layouts[0])
+    actual = run(case.fused, tensors, layouts[1])
+    eager = run(case.plain, tensors, layouts[1])
+    truth = run(case.plain, place(tensors, device, torch.float64), layouts[1])
     for index, results in enumerate(zip(actual, eager, truth, strict=True)):
         assert results[0].dtype == results[1].dtype
         if not results[2].isnan().any():  # the mean of nothing
@@ -358,6 +376,32 @@ def test_only_inputs_that_ask_for_a_gradient_get_one(case: OpCase, device: torch
         torch.autograd.backward(*zip(*asked, strict=True))
         assert [x.grad is None for x in leaves] == [index != wanted for index in range(num_inputs)]
         torch.testing.assert_close(leaves[wanted].grad, expected[wanted])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_graph_that_is_kept_gives_the_same_gradients_again(
+    dtype: torch.dtype, case: OpCase, device: torch.device
+) -> None:
+    tensors = place(make(case, device), device, dtype)
+    leaves = [x.detach().requires_grad_() for x in tensors.inputs]
+    outputs = as_tuple(case.fused(*leaves, *tensors.constants))
+    upstream, expected = make_upstream(outputs), run(case.fused, tensors)[len(outputs) :]
+    first, second = (list(torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)) for _ in range(2))
+    last = torch.autograd.grad(outputs, leaves, [2 * each for each in upstream])  # may reuse what the graph held
+    assert_same(first, expected)
+    assert_same(second, expected)
+    torch.testing.assert_close(list(last), [2 * each for each in expected])
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "entropy" in name or "linear_log" in name], indirect=True)
+def test_ignored_tokens_alone_give_no_gradient_and_a_mean_of_nan(case: OpCase, device: torch.device) -> None:
+    inputs, constants = make(case, device)
+    constants = [x if x.is_floating_point() else torch.full_like(x, liger_ops.IGNORE_INDEX) for x in constants]
+    results = run(case.fused, Tensors(inputs, constants))
+    num_outputs = len(results) - len(inputs)
+    for y in results[:num_outputs]:
+        assert not y.any() if y.dim() else y.isnan()
+    assert not any(gradient.any() for gradient in results[num_outputs:])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])

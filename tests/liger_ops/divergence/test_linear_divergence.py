@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops import divergence, linear_divergence
+from liger_ops import backend, divergence, linear_divergence
 from liger_ops.divergence import linear_divergence as module
 from tests.liger_ops.accuracy import few
 from tests.liger_ops.divergence.cases import KINDS, OPTIONS, assert_same, reference, with_gradients
+from tests.liger_ops.operators import OperatorLog
 
 TOKENS, CLASSES, HIDDEN, TEACHER_HIDDEN, RANK = 11, 37, 9, 7, 2
 CHUNK_BYTES = 3 * 2 * CLASSES * 4  # three tokens of both models
@@ -190,45 +191,32 @@ def test_autocast_computes_products_in_its_dtype() -> None:
 
 
 def test_masked_tokens_are_not_computed_and_none_are_sorted_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, sorted_sizes = [], []
-    write_rows, argsort = module.write_rows, torch.argsort
-    monkeypatch.setattr(
-        module,
-        "write_rows",
-        lambda *args: (seen.append(len(args[0].student)), write_rows(*args)),
-    )
-    monkeypatch.setattr(
-        torch, "argsort", lambda *args, **kwargs: (sorted_sizes.append(len(args[0])), argsort(*args, **kwargs))[1]
-    )
+    monkeypatch.setattr(backend, "is_traced", lambda: False)
     mask = torch.zeros(TOKENS, dtype=torch.bool)
     mask[[2, 3, 5, 9]] = True
     models = make_models()
-    models.run(mask=mask)
-    assert sum(seen) <= 6  # whole chunks of three
-    assert sorted_sizes == [TOKENS]
-    monkeypatch.setattr(Tensor, "__int__", lambda tensor: pytest.fail("the host waits for a tensor"))
-    unmasked = models.run()
-    assert sum(seen[2:]) == TOKENS
-    assert sorted_sizes == [TOKENS]
-    monkeypatch.undo()
-    torch.testing.assert_close(unmasked, models.run(mask=torch.ones(TOKENS, dtype=torch.bool)))
+    for options, is_sorted, most in (({"mask": mask}, True, 6), ({}, False, TOKENS)):  # whole chunks of three
+        with OperatorLog() as log:
+            models.run(adapters=False, **options)
+        assert sum(rows for rows, inner, _ in log.products if inner == TEACHER_HIDDEN) <= most
+        assert (torch.ops.aten.sort in log.operators) == is_sorted
+    whole = torch.ones(TOKENS, dtype=torch.bool)
+    torch.testing.assert_close(models.run(), models.run(mask=whole))
 
 
-def test_backward_can_run_twice_and_upstream_gradients_of_masked_tokens_may_be_nan() -> None:
+def test_upstream_gradients_of_masked_tokens_may_be_nan() -> None:
     mask = make_tokens()["mask"]
     for trained in (("x",), ("x", "weight")):
         models = make_models(trained=trained)
-        logits = [each.detach() for each in models.logits()]
-        logits[0].requires_grad_()
+        student, teacher = (each.detach() for each in models.logits())
+        student.requires_grad_()
         for losses, leaves in (
             (models.run(mask=mask, reduction="none"), leaves_of(models)),
-            (divergence(*logits, mask=mask, reduction="none"), logits[:1]),
+            (divergence(student, teacher, mask=mask, reduction="none"), [student]),
         ):
-            ones = torch.ones(TOKENS)
-            want = [each.clone() for each in torch.autograd.grad(losses, leaves, ones, retain_graph=True)]
-            for retain_graph in (True, False):
-                got = torch.autograd.grad(losses, leaves, ones.where(mask, torch.nan), retain_graph=retain_graph)
-                assert_same(got, want, trained, 1e-6)
+            ones, one_or_nan = torch.ones(TOKENS), torch.ones(TOKENS).masked_fill(~mask, torch.nan)
+            want, got = (torch.autograd.grad(losses, leaves, each, retain_graph=True) for each in (ones, one_or_nan))
+            assert_same(got, want, trained, 1e-6)
 
 
 @pytest.mark.gpu

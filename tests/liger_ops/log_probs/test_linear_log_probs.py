@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from liger_ops.loss import chunked_loss
 from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.log_probs.cases import (
     ALL,
-    CASES,
     DIFFERENTIABLE,
     HIDDEN,
     ROWS,
@@ -29,11 +29,8 @@ from tests.liger_ops.log_probs.cases import (
     leaves_of,
     linear_log_probs_reference,
     make,
-    make_upstream,
     scores_and_gradients,
 )
-
-EVERYTHING = CASES[-2]
 
 
 def assert_matches(
@@ -131,15 +128,6 @@ def test_values_are_those_of_pytorch() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_all_ignored_tokens_give_differentiable_zeros(frozen: bool, device: torch.device) -> None:
-    head = make(Case(ALL, frozen, bias=True, adapter=True), device=device)
-    head.target.fill_(-100)
-    scores, gradients = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
-    assert not any(score.any() for score in scores if score is not scores.predictions)
-    assert not any(gradient.any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_certain_and_impossible_classes(dtype: torch.dtype, frozen: bool, device: torch.device) -> None:
     """One class with all the probability, and classes with none, as of a mask of minus infinity."""
@@ -158,24 +146,6 @@ def test_certain_and_impossible_classes(dtype: torch.dtype, frozen: bool, device
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("saved", [0, 7 * VOCAB * 4])
-def test_graph_that_is_kept_gives_the_same_gradients_again(
-    saved: int, frozen: bool, triton_device: torch.device
-) -> None:
-    head = make(Case(("log_probs", "entropy", "lse"), frozen), device=triton_device)
-    leaves = leaves_of(head, frozen)
-    scores = call(linear_log_probs, leaves, head, saved_logits_bytes=saved, **chunk_of(ROWS, head))
-    upstream = make_upstream(scores)
-    outputs, wanted = [getattr(scores, name) for name in upstream], [x for x in leaves.values() if x.requires_grad]
-    first, second, last = (
-        torch.autograd.grad(outputs, wanted, list(upstream.values()), retain_graph=keep) for keep in (True, True, False)
-    )
-    assert all(
-        torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(first, second, last, strict=True)
-    )
-
-
 def test_bound_that_is_too_small_gives_nan(device: torch.device) -> None:
     head = make(Case(("log_probs", "entropy")), device=device)
     scores = call(linear_log_probs, head.tensors, head, max_valid_tokens=4, **chunk_of(ROWS, head))
@@ -186,11 +156,8 @@ def test_bound_that_is_too_small_gives_nan(device: torch.device) -> None:
 def test_labels_out_of_range_are_nan_where_the_host_does_not_look(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
-    import liger_ops.log_probs.linear_log_probs  # noqa: F401
-
-    monkeypatch.setattr(sys.modules["liger_ops.log_probs.linear_log_probs"], "check_labels", lambda *_: None)
+    module = importlib.import_module("liger_ops.log_probs.linear_log_probs")  # the package's is the function
+    monkeypatch.setattr(module, "check_labels", lambda *_: None)
     for frozen in (False, True):
         head = make(Case(("log_probs", "entropy"), frozen), device=device)
         head.target[0, 1] = VOCAB
@@ -201,13 +168,3 @@ def test_labels_out_of_range_are_nan_where_the_host_does_not_look(
         gradient = torch.autograd.grad(scores.log_probs.sum(), leaves["input"])[0]
         assert gradient[0, 1].isnan().all()
         assert not gradient[0, 3].isnan().any()
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_compiles_into_one_graph(frozen: bool) -> None:
-    head = make(Case(("log_probs", "entropy", "lse"), frozen, temperature="tokens", bias=True, adapter=True))
-    expected = scores_and_gradients(linear_log_probs, head, frozen, **chunk_of(ROWS, head))
-    torch._dynamo.reset()
-    compiled = torch.compile(linear_log_probs, fullgraph=True, backend="aot_eager")
-    actual = scores_and_gradients(compiled, head, frozen, **chunk_of(ROWS, head))
-    torch.testing.assert_close(actual, expected)

@@ -92,14 +92,6 @@ def test_groups_have_a_sequence_of_units() -> None:
     torch.testing.assert_close(run(chunk_bytes=VOCAB * 4 * 3), run(chunk_bytes=2**30))
 
 
-def test_without_labels_the_gradients_are_zero() -> None:
-    head = make(Case())
-    head.target.fill_(-100)
-    total, _, gradients = chunks_seen(head, units_of(head.target), **chunk_of(3, head))
-    assert total == 0
-    assert all(not gradient.any() for gradient in gradients.values())
-
-
 @pytest.mark.parametrize(
     ("counts", "chunk_size", "expected"),
     [

@@ -15,35 +15,8 @@ from tests.liger_ops.accuracy import assert_as_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "ignore_index=0": {"ignore_index": 0},
-    "ignore_index=-1": {"ignore_index": -1},
-    "label_smoothing": {"label_smoothing": 0.1},
-    "label_smoothing=1": {"label_smoothing": 1.0},
-    "class_weight": {"weight": "random"},
-    "class_weight+smoothing": {"weight": "random", "label_smoothing": 0.2},
-    "token_weight": {"token_weight": "random"},
-    "softcap": {"softcap": 3.0},
-    "logit_scale": {"logit_scale": 0.25},
-    "z_loss": {"z_loss_weight": 1e-2},
-    "everything": {
-        "ignore_index": -1, "label_smoothing": 0.1, "token_weight": "random", "softcap": 8.0, "logit_scale": 0.5,
-        "z_loss_weight": 1e-2,
-    },
-}  # fmt: skip
-
-
-def make_options(name: str, num_tokens: int, vocab_size: int, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Keyword arguments of cross_entropy; one of the random token weights is zero."""
-    options = dict(OPTIONS[name])
-    if "weight" in options:
-        options["weight"] = torch.rand(vocab_size, device=device) + 0.5
-    if "token_weight" in options:
-        options["token_weight"] = 2 * torch.rand(num_tokens, device=device)
-        options["token_weight"][1:2] = 0.0
-    return options
+EVERYTHING: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 8.0, "logit_scale": 0.5, "z_loss_weight": 1e-2}
+"""Options that are numbers and change the loss."""
 
 
 def make_batch(
@@ -56,20 +29,15 @@ def make_batch(
 ) -> tuple[Tensor, Tensor]:
     """Logits of spread 4 and labels that hold the first class, the last class and, from 4 tokens on, ignored ones."""
     logits = (4 * torch.randn(num_tokens, vocab_size)).to(device, dtype)
-    labels = torch.randint(vocab_size, (num_tokens,))
-    labels[:1] = vocab_size - 1
-    labels[2:3] = 0
-    labels[3::4] = ignore_index
-    return logits, labels.to(device)
+    return logits, draw_labels(num_tokens, vocab_size, "some", ignore_index).to(device)
 
 
 def make_case(
     name: str, num_tokens: int, vocab_size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Logits, labels and options that go together."""
-    options = make_options(name, num_tokens, vocab_size, device)
-    ignore_index = options.get("ignore_index", -100)
-    return *make_batch(num_tokens, vocab_size, dtype=dtype, device=device, ignore_index=ignore_index), options
+    """Logits, labels and, if the name is not "plain", options with weights of tokens."""
+    options = {} if name == "plain" else {**EVERYTHING, **draw_weights(num_tokens, vocab_size, "token", device)}
+    return *make_batch(num_tokens, vocab_size, dtype=dtype, device=device), options
 
 
 def plain_transform(logits: Tensor, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:
@@ -128,15 +96,21 @@ def assert_stats_match_plain(stats: TokenStats, logits: Tensor, labels: Tensor, 
     assert isinstance(stats, TokenStats)
     assert not any(stat.requires_grad for stat in stats)
     eager, truth = (plain_stats(some_logits, labels, **options) for some_logits in (logits, logits.double()))
+    # Differences of lse and a logit, each rounded at its size; smoothed losses are of sums over all classes.
+    size = 1.0 + plain_transform(logits, options.get("softcap"), options.get("logit_scale", 1.0)).abs().amax().item()
     for field in TokenStats._fields[:4]:
         actual = getattr(stats, field)
         assert actual.dtype == torch.float32
-        # Plain PyTorch adds up what each class has to say; we take two sums from each other, without a second pass.
-        is_difference = field == "entropy"
-        factor, magnitude = (4.0, 3.0 * math.log(logits.shape[-1])) if is_difference else (2.0, 0.0)
+        factor, magnitude = 2.0, size
+        if field == "entropy":
+            # Plain PyTorch adds up what each class has to say; we take two sums from each other, without a second pass,
+            # and round exponents of half precision logits at their size.
+            factor, magnitude = 4.0, 3.0 * (1.0 + math.log(logits.shape[-1]))
+            magnitude += 0.0 if logits.dtype == torch.float32 else size
         assert_as_accurate(
             field, actual, getattr(eager, field), getattr(truth, field), factor=factor, magnitude=magnitude
         )
+    assert (stats.entropy >= 0).all()
     assert torch.equal(stats.predictions, truth.predictions)
     assert torch.equal(stats.correct, truth.correct)
 

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from tests.liger_ops.loss.cases import plain_cross_entropy
+from tests.liger_ops.loss.cases import draw_labels, plain_cross_entropy
 
 HIDDEN = 16
 NAMES = ("input", "linear_weight", "linear_bias")
@@ -29,11 +27,7 @@ def make_batch(
     shapes = ((num_tokens, HIDDEN), (vocab_size, HIDDEN), (vocab_size,))
     tensors = tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
     tensors[1].mul_(0.5)
-    labels = torch.randint(vocab_size, (num_tokens,))
-    labels[:1] = vocab_size - 1
-    labels[2:3] = 0
-    labels[3::4] = ignore_index
-    return tensors, labels.to(device)
+    return tensors, draw_labels(num_tokens, vocab_size, "some", ignore_index).to(device)
 
 
 def plain_linear_cross_entropy(
@@ -76,30 +70,3 @@ def chunks_of(num_rows: int, tensors: Sequence[Tensor | None]) -> dict[str, Any]
     if num_rows == WHOLE:
         return {"options": SimpleNamespace(batch_chunk_size=WHOLE)}
     return {"chunk_bytes": num_rows * tensors[1].shape[0] * tensors[1].element_size()}
-
-
-class OperatorLog(TorchDispatchMode):
-    """Records the operators, their largest output and the sizes of matrix products; and our own with their arguments.
-
-    It only watches: tests make ``backend.is_traced`` say so where the products inside of an op are to be seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.products: list[tuple[int, int, int]] = []
-        """Rows, inner size and columns of each."""
-        self.operators: set[Any] = set()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace == "liger_ops":
-            self.calls.append((func, tree_map_only(Tensor, Tensor.detach, args)))
-        result = func(*args, **(kwargs or {}))
-        self.operators.add(func.overloadpacket)
-        outputs = result if isinstance(result, (tuple, list)) else [result]
-        self.largest = max([self.largest, *(out.numel() for out in outputs if isinstance(out, Tensor))])
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            left, right = args[-2:]
-            self.products.append((*left.shape, right.shape[1]))
-        return result

@@ -1,41 +1,20 @@
-"""The chunk loop alone, and its operations and memory in linear_cross_entropy.
+"""The sizes of chunks, and the loop's operations and memory in linear_cross_entropy."""
 
-On its own it runs with a loss that is no cross entropy: half the squared logits, whose gradient is the logits.
-"""
-
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from liger_ops import backend, linear_cross_entropy
 from liger_ops.loss import chunked_loss
-from liger_ops.loss.chunked_loss import (
-    Gradients,
-    KeptTokens,
-    choose_accumulate_dtype,
-    choose_chunk_size,
-    chunked_linear_loss,
-    default_chunk_size,
-    visit_tokens,
-)
-from liger_ops.loss.options import Targets
+from liger_ops.loss.chunked_loss import choose_accumulate_dtype, choose_chunk_size, default_chunk_size
 from tests.liger_ops.accuracy import few
-from tests.liger_ops.loss.head_cases import (
-    HIDDEN,
-    WHOLE,
-    OperatorLog,
-    chunks_of,
-    loss_and_gradients,
-    make_batch,
-)
+from tests.liger_ops.loss.head_cases import HIDDEN, WHOLE, chunks_of, loss_and_gradients, make_batch
+from tests.liger_ops.operators import OperatorLog
 
 IGNORED = -100
-ALL_GRADIENTS = (True, True, True)
 
 MIB = 2**20
 CUDA = torch.device("cuda")
@@ -88,29 +67,11 @@ def test_default_chunk_on_a_gpu_is_as_large_as_time_asks_and_as_small_as_memory_
     assert num_chunks > 4 or num_chunks <= max(2, -(-num_tokens // enough))
 
 
-@pytest.mark.parametrize(
-    ("weight_dtype", "num_chunks", "expected"),
-    [
-        (torch.bfloat16, 4, torch.bfloat16),
-        (torch.bfloat16, 5, torch.float32),
-        (torch.float16, 1, torch.float32),
-        (torch.float32, 1, torch.float32),
-        (torch.float64, 9, torch.float64),
-    ],
-    ids=str,
-)
-def test_accumulate_dtype_rounds_only_few_bfloat16_sums(
-    weight_dtype: torch.dtype, num_chunks: int, expected: torch.dtype
-) -> None:
-    assert choose_accumulate_dtype(weight_dtype, num_chunks) == expected
-
-
-def kept_tokens(
-    labels: Tensor, max_kept: int | None = None, chunk_size: int = 0, *, all_kept: bool = False
-) -> KeptTokens:
-    like = torch.empty(1, device=labels.device)
-    targets = Targets(labels, None, None)
-    return visit_tokens(targets, 50, IGNORED, like, chunk_size, max_kept, are_all_kept=all_kept)[0]
+def test_accumulate_dtype_rounds_only_few_bfloat16_sums() -> None:
+    for dtype in (torch.float16, torch.float32):
+        assert choose_accumulate_dtype(dtype, 1) == torch.float32
+    assert choose_accumulate_dtype(torch.float64, 9) == torch.float64
+    assert [choose_accumulate_dtype(torch.bfloat16, num) for num in (4, 5)] == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.multi_gpu
@@ -124,87 +85,14 @@ def test_tokens_of_another_gpu_than_the_current_one_are_counted() -> None:
     assert torch.cuda.current_device() == 0
 
 
-def run_half_squares(
-    labels: Tensor,
-    *,
-    chunk_size: int,
-    bias: bool = True,
-    all_kept: bool = False,
-    max_kept: int | None = None,
-    accumulate_dtype: torch.dtype = torch.float64,
-    needs_gradient: tuple[bool, bool, bool] = ALL_GRADIENTS,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], Gradients, list[list[int]]]:
-    """Runs the loop; returns its inputs, its gradients, and the tokens of every chunk."""
-    generator = torch.Generator().manual_seed(0)
-    hidden_states, weight, bias_value = (
-        torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((len(labels), 3), (5, 3), (5,))
-    )
-    before = hidden_states.clone()
-    bias_value = bias_value if bias else None
-    visited = []
-
-    def chunk_loss(logits: Tensor, index: Tensor | None) -> None:
-        assert (index is None) == (chunk_size >= len(labels))
-        index = torch.arange(len(labels)) if index is None else index
-        visited.append(index.tolist())
-        torch.testing.assert_close(logits, torch.nn.functional.linear(hidden_states[index], weight, bias_value))
-        assert logits.data_ptr() % 16 == 0
-        assert len(index) == 1 or logits.stride(0) * logits.element_size() % 16 == 0
-        # Matrix products in half precision read the padding on some CPUs, where NaN would spread.
-        assert logits._base is None or not logits._base[: len(logits), logits.shape[1] :].any()
-        logits[labels[index] == IGNORED] = 0.0
-
-    tokens = kept_tokens(labels, max_kept, chunk_size, all_kept=all_kept)
-    gradients = chunked_linear_loss(
-        hidden_states, weight, bias_value, tokens, chunk_loss,
-        chunk_size=chunk_size, accumulate_dtype=accumulate_dtype, needs_gradient=needs_gradient,
-    )  # fmt: skip
-    assert torch.equal(hidden_states, before)
-    return (hidden_states, weight, bias_value), gradients, visited
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize("all_kept", [False, True], ids=["", "all_kept"])
-@pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 11, 50])
-def test_gradients_do_not_depend_on_the_chunks(chunk_size: int, all_kept: bool, bias: bool) -> None:
-    labels = torch.tensor([0, IGNORED, 0, 0, IGNORED, 0, 0, IGNORED, 0, 0, 0]).clamp(min=0 if all_kept else IGNORED)
-    inputs, gradients, visited = run_half_squares(
-        labels, chunk_size=chunk_size, bias=bias, all_kept=all_kept, needs_gradient=(True, True, bias)
-    )
-    leaves = [tensor.requires_grad_() for tensor in inputs if tensor is not None]
-    logits = torch.nn.functional.linear(leaves[0], leaves[1], leaves[2] if bias else None)
-    expected = torch.autograd.grad(logits[labels != IGNORED].square().sum() / 2, leaves)
-    torch.testing.assert_close(tuple(gradients)[: len(leaves)], expected)
-    if all_kept:
-        assert list(itertools.chain.from_iterable(visited)) == list(range(11))
-
-
-@pytest.mark.filterwarnings("error:An output with one or more elements was resized")
-@pytest.mark.parametrize(
-    ("num_kept", "chunk_size", "max_kept", "sizes"),
-    [
-        (8, 3, None, [3, 3, 2]),
-        (6, 3, None, [3, 3]),
-        (1, 3, None, [3]),  # the first chunk is filled before the count is known
-        (0, 3, None, [3]),
-        (10, 3, None, [3, 3, 3, 1]),
-        (5, 3, 5, [3, 2]),
-        (5, 3, 7, [3, 3, 1]),
-        (5, 3, 100, [3, 3, 3, 1]),
-    ],
-)
-def test_ignored_tokens_past_the_first_chunk_are_never_projected(
-    num_kept: int, chunk_size: int, max_kept: int | None, sizes: list[int]
-) -> None:
-    labels = torch.full((10,), IGNORED)
-    labels[-num_kept or 10 :] = 0
-    _, gradients, visited = run_half_squares(labels, chunk_size=chunk_size, max_kept=max_kept)
-    assert [len(tokens) for tokens in visited] == sizes
-    tokens = list(itertools.chain.from_iterable(visited))
-    assert len(set(tokens)) == len(tokens)
-    kept = (labels != IGNORED).nonzero()[:, 0].tolist()
-    assert tokens[:num_kept] == kept
-    assert not gradients.hidden_states[labels == IGNORED].any()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_columns", [1, 50, 64, 1027])
+def test_rows_of_logits_are_aligned_and_their_padding_is_no_nan(num_columns: int, dtype: torch.dtype) -> None:
+    rows = chunked_loss.aligned_rows(torch.empty(1, dtype=dtype), 3, num_columns)
+    assert rows.shape == (3, num_columns)
+    assert rows.data_ptr() % 16 == rows.stride(0) * dtype.itemsize % (16 if num_columns < 1024 else 128) == 0
+    # Matrix products in half precision read the padding on some CPUs, where NaN would spread.
+    assert rows._base is None or not rows._base[:, num_columns:].any()
 
 
 # In linear_cross_entropy.
@@ -264,7 +152,7 @@ def test_no_tensor_of_the_size_of_the_logits_ever_exists(reduction: str, log: Op
     assert log.largest == 96 * HIDDEN  # the head; a chunk has half of that, the logits four times it
 
 
-@pytest.mark.parametrize("max_valid_tokens", [None, 10], ids=["", "max_valid_tokens"])
+@pytest.mark.parametrize("max_valid_tokens", [None, 10, 17], ids=str)
 @pytest.mark.parametrize("num_kept", [0, 3, 10])
 def test_ignored_tokens_are_left_out_of_the_products(
     num_kept: int, max_valid_tokens: int | None, log: OperatorLog

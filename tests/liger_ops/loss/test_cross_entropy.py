@@ -35,7 +35,6 @@ from tests.liger_ops.loss.cases import (
     make_case,
     no_waits,
     plain_cross_entropy,
-    plain_stats,
 )
 
 MODULE = sys.modules["liger_ops.loss.cross_entropy"]
@@ -54,6 +53,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         num_tokens=st.integers(1, 6),
         vocab_size=st.one_of(st.sampled_from([1, 2, 123, 507, 1024]), st.integers(3, 40)),
         spread=st.sampled_from([0.1, 4.0, 4.0, 300.0]),  # uniform, usual, saturated
+        offset=st.sampled_from([0.0, 0.0, 1e4]),
         dtype=st.sampled_from(DTYPES),
         reduction=st.sampled_from(REDUCTIONS),
         weights=st.sampled_from(["", "class", "token", "class and token"]),
@@ -69,15 +69,18 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_loss_stats_and_gradient_are_as_accurate_as_plain_pytorchs(draw: Any, device: torch.device) -> None:
     spread, reduction, options = draw.spread, draw.reduction, draw.options
     torch.manual_seed(draw.seed)
-    spread = min(spread, 4.0) if options["softcap"] else spread  # a saturated cap leaves no gradient
-    logits = LAYOUTS[draw.layout]((spread * torch.randn(draw.num_tokens, draw.vocab_size)).to(device, draw.dtype))
+    offset = draw.offset if draw.dtype == torch.float32 else 0.0  # which half precision does not hold
+    if options["softcap"]:  # a saturated cap leaves no gradient
+        spread, offset = min(spread, 4.0), 0.0
+    drawn = offset + spread * torch.randn(draw.num_tokens, draw.vocab_size)
+    logits = LAYOUTS[draw.layout](drawn.to(device, draw.dtype))
     labels = draw_labels(draw.num_tokens, draw.vocab_size, draw.ignored, options["ignore_index"]).to(device)
     options = options | draw_weights(draw.num_tokens, draw.vocab_size, draw.weights, device)
     grad = draw_upstream((draw.num_tokens,) if reduction == "none" else (), draw.upstream, device)
     if reduction == "mean" and not has_mean(labels, options):
         reduction = "sum"
-    # A smoothed loss is a difference of sums over all classes.
-    magnitude = (1.0 + logits.abs().amax().item()) if options["label_smoothing"] else 1.0
+    # A loss is a difference of lse and logits, or of sums over all classes.
+    magnitude = 1.0 + logits.abs().amax().item()
     leaf_options = options | {"reduction": reduction}
     eager, truth = (
         loss_and_gradient(plain_cross_entropy, some, labels, grad, **leaf_options) for some in (logits, logits.double())
@@ -94,8 +97,10 @@ def test_loss_stats_and_gradient_are_as_accurate_as_plain_pytorchs(draw: Any, de
         assert torch.equal(gradients[0], gradients[1])  # also once another backward had its memory
         assert torch.equal(logits, before)
     assert gradients[0].dtype == draw.dtype
+    # Probabilities less what labels and smoothing ask for, each rounded at its size in float32, times weights up to 3.
+    of_difference = 3 * grad.abs().max().item() * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
     for gradient in gradients:
-        assert_as_accurate("gradient", gradient, eager[1], truth[1])
+        assert_as_accurate("gradient", gradient, eager[1], truth[1], magnitude=of_difference)
     shares_rows = draw.layout == "one_row_for_all" and draw.num_tokens > 1
     if draw.inplace_backward and backend.use_triton(logits) and logits.stride(-1) == 1 and not shares_rows:
         assert gradients[0].data_ptr() == logits.data_ptr()
@@ -131,16 +136,15 @@ def test_weights_of_other_dtypes_and_layouts_and_of_ignored_tokens_give_the_same
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("which", "dtype"), [("token_weight", torch.float32), ("token_weight", torch.float16), ("weight", torch.bfloat16)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("which", ["token_weight", "weight"])
 def test_summed_weight_of_zero_gives_a_mean_of_nan_and_no_gradient(
     which: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     logits, labels = make_batch(4, 123, dtype=dtype, device=device)
-    options = {which: torch.zeros(123 if which == "weight" else 4, device=device)}
-    options |= {"z_loss_weight": 0.1} if which == "token_weight" else {}
-    loss, gradient = loss_and_gradient(cross_entropy, logits, labels, **options)
+    loss, gradient = loss_and_gradient(
+        cross_entropy, logits, labels, **{which: torch.zeros(123 if which == "weight" else 4, device=device)}
+    )
     assert loss.isnan()
     assert not gradient.any()
 
@@ -171,6 +175,7 @@ def test_inplace_backward_is_refused_while_another_function_needs_the_logits(
         pytest.param((7, 11), (), {"size_average": False}, id="size_average=False"),
         pytest.param((7, 11), (None, False, -100, False), {}, id="reduce=False"),
         pytest.param((7, 11), (), {"reduce": True}, id="reduce=True"),
+        pytest.param((7, 11), (), {"label_smoothing": 0.1, "reduction": "sum"}, id="probabilities"),
         pytest.param((11,), (), {}, id="no_batch"),
         pytest.param((2, 11, 5), ("weight",), {}, id="one_extra_dimension"),
         pytest.param((2, 11, 3, 2), (), {"reduction": "none", "label_smoothing": 0.2}, id="two_extra_dimensions"),
@@ -178,10 +183,12 @@ def test_inplace_backward_is_refused_while_another_function_needs_the_logits(
 )
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 def test_calls_of_pytorchs_function_give_the_same(
-    shape: tuple[int, ...], arguments: tuple, options: dict[str, Any], device: torch.device
+    shape: tuple[int, ...], arguments: tuple, options: dict[str, Any], device: torch.device, request: Any
 ) -> None:
     logits = torch.randn(shape, device=device)
     labels = torch.randint(11, shape[:1] + shape[2:] if len(shape) > 1 else (), device=device)
+    if "probabilities" in request.node.callspec.id:
+        labels = torch.randn(shape, device=device).softmax(-1)
     arguments = tuple(torch.rand(11, device=device) if argument == "weight" else argument for argument in arguments)
     results = []
     for function in (cross_entropy, F.cross_entropy):
@@ -196,30 +203,12 @@ def test_calls_of_pytorchs_function_give_the_same(
     assert ours[: len(theirs)] == theirs
 
 
-def test_class_probabilities_give_what_pytorch_gives(device: torch.device) -> None:
-    logits, probabilities = torch.randn(7, 11, device=device), torch.rand(7, 11, device=device).softmax(-1)
-    options = {"label_smoothing": 0.1, "reduction": "sum"}
-    expected = loss_and_gradient(F.cross_entropy, logits, probabilities, **options)
-    torch.testing.assert_close(loss_and_gradient(cross_entropy, logits, probabilities, **options), expected)
-
-
-@pytest.mark.parametrize("inplace_backward", [False, True], ids=["", "inplace_backward"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("num_tokens", [0, 7], ids=["no_tokens", "all_ignored"])
-def test_no_kept_token_gives_no_gradient_and_the_mean_of_nothing_is_nan(
-    num_tokens: int, reduction: str, inplace_backward: bool, device: torch.device
-) -> None:
-    logits = torch.randn(num_tokens, 123, device=device)
-    if backend.use_triton(logits):
-        logits[1:2] = torch.nan
-    labels = torch.full((num_tokens,), -100, device=device)
-    upstream = torch.ones(num_tokens) if reduction == "none" else None
-    loss, gradient = loss_and_gradient(
-        cross_entropy, logits, labels, upstream, reduction=reduction, z_loss_weight=0.1,
-        inplace_backward=inplace_backward,
-    )  # fmt: skip
-    assert loss.isnan() if reduction == "mean" else not loss.any()
-    assert torch.equal(gradient, torch.zeros_like(logits))
+def test_ignored_logits_are_not_read(triton_device: torch.device) -> None:
+    logits, labels = torch.full((7, 123), torch.nan, device=triton_device), torch.full((7,), -100, device=triton_device)
+    for reduction in ("sum", "mean"):
+        loss, gradient = loss_and_gradient(cross_entropy, logits, labels, reduction=reduction, z_loss_weight=0.1)
+        assert loss.isnan() if reduction == "mean" else not loss.any()
+        assert torch.equal(gradient, torch.zeros_like(logits))
 
 
 # Statistics.
@@ -244,35 +233,19 @@ def test_stats_have_the_targets_shape_and_neutral_values_at_ignored_tokens(
         assert_stats_match_plain(flat, logits[:7], labels[:7], ignore_index=5)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_entropy_is_exact_and_not_negative_whatever_the_size_of_the_logits(
-    reduction: str, device: torch.device
-) -> None:
-    logits = torch.randn(5, 123, device=device)
-    logits[1] += 1e4
-    logits[2] -= 1e4
-    logits[3, 5] = 1e4  # certain
-    logits[4] = -3e3  # knows nothing
-    labels = torch.arange(5, device=device)
-    _, stats = cross_entropy(logits.requires_grad_(), labels, reduction=reduction, return_stats=True)
-    eager, truth = (plain_stats(some.detach(), labels).entropy for some in (logits, logits.double()))
-    assert_as_accurate("entropy", stats.entropy, eager, truth, factor=4.0)
-    assert stats.entropy.min() >= 0
-
-
 # Errors; wrong arguments are in bad_inputs_losses.
 
 
 @pytest.mark.parametrize(
-    ("label", "name", "reduction"),
-    [(-1, "class_weight+smoothing", "sum"), (123, "label_smoothing=1", "none"), (2**40, "plain", "none")],
+    ("label", "weights", "smoothing", "reduction"),
+    [(-1, "class", 0.2, "sum"), (123, "", 1.0, "none"), (2**40, "", 0.0, "none")],
 )
 def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at(
-    label: int, name: str, reduction: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    label: int, weights: str, smoothing: float, reduction: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MODULE, "check_labels", lambda *_: None)  # as on a GPU
-    logits, labels, options = make_case(name, 4, 123, device)
-    options["reduction"] = reduction
+    logits, labels = make_batch(4, 123, device=device)
+    options = {"label_smoothing": smoothing, "reduction": reduction, **draw_weights(4, 123, weights, device)}
     upstream = torch.ones(4 if reduction == "none" else ())
     _, expected_gradient = loss_and_gradient(cross_entropy, logits, labels, upstream, **options)
     _, expected_stats = cross_entropy(logits, labels, return_stats=True, **options)
@@ -292,24 +265,19 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
         torch.testing.assert_close(getattr(stats, field)[1], getattr(expected_stats, field)[1])
 
 
-# The compiler; default options are in test_ops.
+# The compiler; other options are in test_ops.
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_compiles_with_every_option_to_one_graph(reduction: str, device: torch.device) -> None:
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_compiled_backward_in_place_is_not_in_place(reduction: str, device: torch.device) -> None:
     logits, labels, options = make_case("everything", 4, 123, device)
-    options |= {"reduction": reduction, "return_stats": True}
+    before, upstream = logits.clone(), torch.linspace(-1, 2, 4) if reduction == "none" else None
+    options |= {"reduction": reduction, "inplace_backward": True}
     torch._dynamo.reset()
-    results = []
-    for function in (cross_entropy, torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")):
-        leaf = logits.clone().requires_grad_()
-        # In place, which changes nothing in a compiled graph.
-        loss, stats = function(leaf, labels, inplace_backward=function is not cross_entropy, **options)
-        assert not any(stat.requires_grad for stat in stats)
-        upstream = torch.linspace(-1, 2, 4, device=device) if reduction == "none" else None
-        results.append((loss, *stats, *torch.autograd.grad(loss, leaf, upstream)))
-        assert torch.equal(leaf, logits)
-    torch.testing.assert_close(*results)
+    compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
+    actual = loss_and_gradient(compiled, logits, labels, upstream, **options)
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(actual, loss_and_gradient(cross_entropy, logits, labels, upstream, **options))
 
 
 # What only a GPU can show.

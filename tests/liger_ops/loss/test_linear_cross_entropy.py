@@ -1,6 +1,7 @@
 """linear_cross_entropy against plain float64 PyTorch; test_chunked_loss tests its operations and memory."""
 
 import inspect
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import liger_ops.loss.linear_cross_entropy  # noqa: F401  # the package's attribute of that name is the function
 from liger_ops import TokenStats, linear_cross_entropy
@@ -28,14 +28,12 @@ from tests.liger_ops.loss.cases import (
     draw_upstream,
     draw_weights,
     has_mean,
-    make_options,
     no_waits,
     plain_cross_entropy,
 )
 from tests.liger_ops.loss.head_cases import (
     HIDDEN,
     WHOLE,
-    OperatorLog,
     chunks_of,
     loss_and_gradients,
     make_batch,
@@ -104,7 +102,8 @@ def test_loss_stats_and_gradients_are_as_accurate_as_plain_pytorchs(draw: Any, d
 
     def fused(*args: Any, **kwargs: Any) -> Tensor:
         loss, stats = linear_cross_entropy(*args, return_stats=True, **kwargs)
-        found_stats.append(stats)
+        found_stats.append(TokenStats(*(stat.clone() for stat in stats)))
+        stats.lse.zero_()  # belongs to the caller
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,36 +119,17 @@ def test_loss_stats_and_gradients_are_as_accurate_as_plain_pytorchs(draw: Any, d
     magnitude = 1.0 + logits.abs().amax().item()
     assert actual[0].dtype == torch.float32
     assert_as_accurate("loss", actual[0], eager[0], truth[0], magnitude=magnitude)
+    # Probabilities less 1, rounded at its size in float32, times the other factor of a product; then sums of few.
+    factors = (max(1.0, *(tensor.abs().amax().item() for tensor in tensors)), run["upstream"].abs().amax().item(), 3.0)
+    of_difference = math.prod(factors) * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
     for number, values in enumerate(zip(actual[1:], eager[1:], truth[1:], strict=True)):
         assert values[0].dtype == draw.dtype
         assert values[0].is_contiguous()
-        # Sums over few tokens, each rounded at its size.
-        assert_as_accurate(f"gradient {number}", *values, magnitude=4 * values[2].abs().amax().item())
+        magnitude = max(4 * values[2].abs().amax().item(), of_difference)
+        assert_as_accurate(f"gradient {number}", *values, magnitude=magnitude)
     if draw.hidden == 8 or not draw.is_padded:
         assert_stats_match_plain(found_stats[0], logits, labels, **options)
     assert all(map(torch.equal, tensors, before))
-
-
-@pytest.mark.parametrize("saved", [0, 4], ids=["", "saved"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_graph_that_is_kept_gives_the_same_gradients_again(
-    reduction: str, dtype: torch.dtype, saved: int, device: torch.device
-) -> None:
-    tensors, labels = make_batch(7, 50, dtype=dtype, device=device)
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    loss, stats = linear_cross_entropy(
-        leaves[0], leaves[1], labels, linear_bias=leaves[2], reduction=reduction, return_stats=True,
-        saved_logits_bytes=saved * 50 * dtype.itemsize, **chunks_of(3, tensors),
-    )  # fmt: skip
-    stats.lse.zero_()  # belongs to the caller
-    upstream = torch.randn(loss.shape, device=device)
-    first, second = (torch.autograd.grad(loss, leaves, upstream, retain_graph=True) for _ in range(2))
-    kept = [gradient.clone() for gradient in first]
-    last = torch.autograd.grad(loss, leaves, 2 * upstream)  # may reuse what the graph held
-    torch.testing.assert_close(last, tuple(2 * gradient for gradient in kept))
-    assert all(map(torch.equal, first, second))
-    assert all(map(torch.equal, first, kept))
 
 
 def test_loss_scale_keeps_the_mean_of_float16_from_underflow(device: torch.device) -> None:
@@ -169,23 +149,6 @@ def test_loss_scale_keeps_the_mean_of_float16_from_underflow(device: torch.devic
     actual = loss_and_gradients(linear_cross_entropy, tensors, labels, **run, **chunks_of(3, tensors))
     for number, values in enumerate(zip(actual, eager, truth, strict=True)):
         assert_as_accurate(f"result {number}", *values)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 6], ids=["no_tokens", "all_ignored"])
-@pytest.mark.parametrize("rows", [3, WHOLE], ids=["chunks", "whole"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_kept_token_gives_no_gradient_and_the_mean_of_nothing_is_nan(
-    reduction: str, rows: int, num_tokens: int, device: torch.device
-) -> None:
-    tensors, labels = make_batch(num_tokens, 50, device=device)
-    labels.fill_(-100)
-    upstream = torch.ones(num_tokens) if reduction == "none" else None
-    loss, *gradients = loss_and_gradients(
-        linear_cross_entropy, tensors, labels, upstream, reduction=reduction, **chunks_of(rows, tensors)
-    )
-    assert loss.isnan() if reduction == "mean" else not loss.any()
-    for gradient, tensor in zip(gradients, tensors, strict=True):
-        assert torch.equal(gradient, torch.zeros_like(tensor))
 
 
 def test_bias_of_minus_infinity_takes_classes_out(device: torch.device) -> None:
@@ -295,61 +258,6 @@ def test_label_out_of_range_gives_nan_in_its_row_alone_where_it_is_not_looked_at
     assert all(gradient.isnan().any() for gradient in gradients)
     others = [0, 2, 3, 4, 5, 6]
     torch.testing.assert_close(gradients[0][others], expected[others])
-
-
-# The dispatcher and the compiler; default options are in test_ops.
-
-
-@pytest.mark.parametrize("num_tokens", [0, 7])
-@pytest.mark.parametrize(
-    ("reduction", "needed"), [("mean", [True] * 5), ("none", [True] * 5), ("sum", [1, 0, 0, 0, 0])]
-)
-def test_ops_with_every_option_pass_opcheck(
-    reduction: str, needed: list[bool], num_tokens: int, triton_device: torch.device
-) -> None:
-    options = make_options("everything", num_tokens, 50, triton_device) | {"reduction": reduction}
-    tensors, labels = make_batch(num_tokens, 50, dtype=torch.bfloat16, device=triton_device, ignore_index=-1)
-    tensors = (*tensors, *(torch.randn(size, 2).to(tensors[0]) for size in (num_tokens, 50)))
-    with OperatorLog() as log:
-        loss_and_gradients(
-            linear_cross_entropy, tensors, labels, torch.ones(num_tokens if reduction == "none" else ()),
-            needed=[bool(need) for need in needed], return_stats=True, max_valid_tokens=6, **options,
-            **chunks_of(3, tensors),
-        )  # fmt: skip
-    assert len(log.calls) >= (2 if reduction == "none" else 1)
-    for op, arguments in log.calls:
-        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_compiles_with_every_option_to_one_graph(reduction: str, device: torch.device) -> None:
-    options = make_options("everything", 7, 50, device) | {"reduction": reduction, "max_valid_tokens": 6}
-    tensors, labels = make_batch(7, 50, device=device, ignore_index=-1)
-    upstream = torch.randn(7).to(device) if reduction == "none" else None
-    torch._dynamo.reset()
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    actual, expected = (
-        loss_and_gradients(
-            function, tensors, labels, upstream, return_stats=True, saved_logits_bytes=2**20, **options,
-            **chunks_of(4, tensors),
-        )
-        for function in (compiled, linear_cross_entropy)
-    )  # fmt: skip
-    torch.testing.assert_close(actual, expected)
-
-
-def test_recomputed_losses_save_logits_again() -> None:
-    tensors, labels = make_batch(10, 57)
-    options = {"reduction": "none", "saved_logits_bytes": 2**20, **chunks_of(3, tensors)}
-
-    def fused(x: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        return checkpoint(linear_cross_entropy, x, weight, labels, use_reentrant=False, **options)
-
-    actual, expected = (
-        loss_and_gradients(function, tensors, labels, torch.linspace(-1, 2, 10), **options)
-        for function in (fused, linear_cross_entropy)
-    )
-    torch.testing.assert_close(actual, expected)
 
 
 def test_autocast_leaves_float64_alone_as_a_linear_layer_does() -> None:

@@ -105,6 +105,7 @@ def plain(
         SimpleNamespace,
         vocab_size=SIZES,
         spread=st.sampled_from([0.1, 4.0, 100.0]),
+        offset=st.sampled_from([0.0, 0.0, 4096.0, -4096.0]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         padding=st.sampled_from([0, 3, 5, 16]),
         weights=st.sampled_from(["", "class", "class and token"]),
@@ -118,15 +119,17 @@ def plain(
 @few(50)
 def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, device: torch.device) -> None:
     spread = draw.spread
+    offset = draw.offset if draw.dtype == torch.float32 else 0.0  # which half precision does not hold
     torch.manual_seed(draw.seed)
     token_options = TokenLossOptions(**draw.options)
-    spread = min(spread, 4.0) if draw.options["softcap"] else spread
+    if draw.options["softcap"]:
+        spread, offset = min(spread, 4.0), 0.0
     labels = draw_labels(7, draw.vocab_size, "some", token_options.ignore_index).to(device)
     drawn = draw_weights(7, draw.vocab_size, draw.weights, device)
     temperature = (0.5 + torch.rand(7)).to(device) if draw.is_tempered else None
     index = torch.tensor([6, 0, 3, 2], device=device) if draw.is_indexed else torch.arange(7, device=device)
     grad_scale = torch.linspace(-1, 2, 7, device=device)
-    logits = (spread * torch.randn(len(index), draw.vocab_size)).to(device, draw.dtype)
+    logits = (offset + spread * torch.randn(len(index), draw.vocab_size)).to(device, draw.dtype)
     of_rows = {name: x[index] if name == "token_weight" else x for name, x in drawn.items()}
     rows_temperature = None if temperature is None else temperature[index]
     results = []
@@ -156,8 +159,12 @@ def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, 
     if temperature is None and not token_options.softcap:  # whose own rounding is larger
         # Sums and logarithms of normalisers are rounded at their size, not at that of lse.
         assert ((exact[index] - truth["lse"]).abs() <= 16 * torch.finfo(torch.float32).eps * (1 + spread / 16)).all()
-    # Where a cap saturates, its derivative is a difference of numbers near 1.
+    # Where a cap saturates, its derivative is a difference of numbers near 1. Division by a temperature rounds a logit
+    # at its size in float32, which changes probabilities by as much.
     close = {"magnitude": 2.0 if draw.options["softcap"] else 1.0}
+    if draw.is_tempered:
+        largest = max(1.0, truth["gradient"].abs().max().item())
+        close["magnitude"] += largest * size * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
     assert_as_accurate("gradient", gradient, eager["gradient"], truth["gradient"], **close)
     gradient_of_loss = gradient.clone()
     for part, whole in ((rows, buffer), (gradient, gradient_buffer)):
@@ -180,7 +187,7 @@ def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, 
     _, rows = padded(logits, draw.padding, 7.0)
     gradient_in_place(rows, factors, token_options, targets.class_weight, index)
     assert_as_accurate("gradient by factors", rows, eager["gradient"], truth["gradient"], **close)
-    torch.testing.assert_close(rows, gradient_of_loss, rtol=0.02, atol=1e-4)
+    torch.testing.assert_close(rows, gradient_of_loss, rtol=0.02, atol=1e-4 * close["magnitude"])
 
 
 @given(
@@ -230,44 +237,6 @@ def run(logits: Tensor, labels: Tensor, **options: Any) -> tuple[dict[str, Tenso
     outputs, gradient = unwritten(labels), torch.full_like(logits, torch.nan)
     launch_loss(logits, Targets(labels, None, None), TokenLossOptions(), outputs, grad_logits=gradient, **options)
     return outputs, gradient
-
-
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_mean_scale_is_written_down_and_scales_the_gradient(name: str, loss_kernel: str, device: torch.device) -> None:
-    logits, labels, options = make_case(name, ROWS, CLASSES, device)
-    targets = Targets(labels, options.pop("weight", None), options.pop("token_weight", None))
-    token_options, grad_scale = TokenLossOptions(**options), torch.tensor(-0.7, device=device)
-    weights = torch.ones(ROWS, device=device) if targets.token_weight is None else targets.token_weight.clone()
-    kept = labels != token_options.ignore_index
-    if targets.class_weight is not None:
-        weights *= targets.class_weight[labels.where(kept, 0)]
-    gradients = torch.empty_like(logits), torch.empty_like(logits)
-    mean_scale = torch.full((), torch.nan, device=device)
-    for gradient, mean in zip(gradients, (None, mean_scale), strict=True):
-        launch_loss(
-            logits, targets, token_options, {"losses": torch.empty(ROWS, device=device)}, grad_scale=grad_scale,
-            mean_scale=mean, grad_logits=gradient,
-        )  # fmt: skip
-    torch.testing.assert_close(mean_scale, 1 / weights[kept].sum())
-    torch.testing.assert_close(gradients[1], gradients[0] * mean_scale)
-    for num_rows in (0, ROWS):
-        mean_scale.fill_(torch.nan)
-        ignored = Targets(torch.full_like(labels[:num_rows], token_options.ignore_index), targets.class_weight, None)
-        launch_loss(logits[:num_rows], ignored, token_options, {}, mean_scale=mean_scale)
-        assert mean_scale == 0
-
-
-@pytest.mark.parametrize("offset", [0.0, 4096.0, -4096.0])
-def test_error_of_lse_is_what_rounding_took_from_it(offset: float, loss_kernel: str, device: torch.device) -> None:
-    logits, labels, _ = make_case("plain", ROWS, CLASSES, device)
-    logits += offset
-    outputs, _ = run(logits, labels)
-    kept = labels >= 0
-    exact = outputs["lse"].double() + outputs["lse_error"].double()
-    # The normaliser is between 1 and 75: its sum and its logarithm are rounded at that size, not the offset's.
-    allowed = 16 * torch.finfo(torch.float32).eps
-    assert ((exact - logits.double().logsumexp(-1))[kept].abs() <= allowed).all()
-    assert not outputs["lse_error"][~kept].any()
 
 
 # Neighbours of one thread, of two threads, the same place of two blocks, a border, the last and incomplete block.

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -52,33 +54,27 @@ def run(
 
 
 @given(
-    case=st.sampled_from(SHAPES),
-    dtype=st.sampled_from(DTYPES),
-    parameter_dtype=st.sampled_from([None, torch.float32]),
-    has=st.tuples(st.booleans(), st.booleans()),
-    wanted=st.tuples(*3 * [st.booleans()]),
-    is_channels_last=st.booleans(),
-    seed=st.integers(0, 2**16),
+    draw=st.builds(
+        SimpleNamespace,
+        case=st.sampled_from(SHAPES),
+        dtype=st.sampled_from(DTYPES),
+        parameter_dtype=st.sampled_from([None, torch.float32]),
+        has=st.tuples(st.booleans(), st.booleans()),
+        wanted=st.tuples(*3 * [st.booleans()]),
+        is_channels_last=st.booleans(),
+        seed=st.integers(0, 2**16),
+    )
 )
 @few(80)
-def test_no_less_accurate_than_plain_pytorch(
-    case: tuple[tuple[int, ...], int],
-    dtype: torch.dtype,
-    parameter_dtype: torch.dtype | None,
-    has: tuple[bool, bool],
-    wanted: tuple[bool, bool, bool],
-    is_channels_last: bool,
-    seed: int,
-    triton_device: torch.device,
-) -> None:
-    torch.manual_seed(seed)
-    shape, num_groups = case
-    x, *parameters, grad_output = make_inputs(*shape, device=triton_device, dtype=dtype)
-    if is_channels_last and len(shape) == 4:
+def test_no_less_accurate_than_plain_pytorch(draw: Any, triton_device: torch.device) -> None:
+    torch.manual_seed(draw.seed)
+    wanted, (shape, num_groups) = draw.wanted, draw.case
+    x, *parameters, grad_output = make_inputs(*shape, device=triton_device, dtype=draw.dtype)
+    if draw.is_channels_last and len(shape) == 4:
         x, grad_output = (each.contiguous(memory_format=torch.channels_last) for each in (x, grad_output))
     given_parameters = [
-        each.repeat_interleave(2)[::2].to(parameter_dtype or dtype) if is_given else None
-        for each, is_given in zip(parameters, has, strict=True)
+        each.repeat_interleave(2)[::2].to(draw.parameter_dtype or draw.dtype) if is_given else None
+        for each, is_given in zip(parameters, draw.has, strict=True)
     ]
     tensors = [x, *given_parameters, grad_output]
     actual = run(group_norm, tensors, num_groups, wanted=wanted)
@@ -102,21 +98,6 @@ def test_wide_integers_and_a_large_mean_change_nothing(
         torch.testing.assert_close(ours.double(), true, rtol=1e-3, atol=2e-3)
     monkeypatch.setattr(sys.modules[choose_launch.__module__], "_MAX_INT32_ELEMENTS", 0)
     assert all(map(torch.equal, run(group_norm, tensors, 1), actual))
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("num_parameters", [0, 1, 2])
-def test_call_compatible_with_torch(triton_device: torch.device, dtype: torch.dtype, num_parameters: int) -> None:
-    # Inputs this small make eps visible.
-    x = torch.randn(4, 6, 5, device=triton_device).mul(1e-2).to(dtype)
-    parameters = [torch.randn(6, device=triton_device).to(dtype) for _ in range(num_parameters)]
-    for eps in ({}, {"eps": 1e-3}):
-        actual, expected = (function(x, 2, *parameters, **eps) for function in (group_norm, F.group_norm))
-        if dtype == torch.float64:
-            torch.testing.assert_close(actual, expected)
-        else:
-            truth = F.group_norm(x.double(), 2, *(p.double() for p in parameters), **eps)
-            assert_as_accurate("y", actual, expected, truth)
 
 
 def test_no_positions_give_no_gradients(triton_device: torch.device) -> None:
