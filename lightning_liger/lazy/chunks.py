@@ -32,11 +32,6 @@ class Rows(NamedTuple):
     requires_grad: bool
 
 
-def real_rows(logits: Tensor) -> Rows:
-    """The rows of materialized logits, ``[..., vocab_size]``."""
-    return Rows(logits.reshape(-1, logits.shape[-1]), lambda rows: rows, logits.requires_grad)
-
-
 def over_chunks(
     function: Callable[..., Any], sources: Sequence[Rows], token_tensors: Sequence[Tensor], chunk_size: int
 ) -> Any:
@@ -59,7 +54,7 @@ def over_chunks(
         return function(*values, *rows[len(sources) :])
 
     leaves: list[Any] = [*sources, *token_tensors]
-    requires_grad = any(each.requires_grad for each in leaves) and torch.is_grad_enabled()
+    requires_grad = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
     tensors = (*(source.tensor for source in sources), *token_tensors)
     parts = []
     for chunk in zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True):

@@ -63,16 +63,11 @@ READS = frozenset(("gather", "take_along_dim", "__getitem__", "max", "min", "ama
 
 
 class Operation(NamedTuple):
-    """How lazy tensors compute a function of PyTorch; see :func:`implements`.
-
-    Attributes:
-        function: The decorated function.
-        accepts: Whether its signature has as many positional arguments and these names of keyword arguments.
-        is_commutative: See :func:`implements`.
-    """
+    """How lazy tensors compute a function of PyTorch; see :func:`implements`."""
 
     function: Callable[..., Any]
     accepts: Callable[..., bool]
+    """Whether the function's signature has as many positional arguments and these names of keyword arguments."""
     is_commutative: bool
 
 
@@ -82,14 +77,9 @@ operations: dict[str, Operation] = {}
 def implements(*names: str, commutative: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a function that computes PyTorch's functions, methods and properties of these names.
 
-    The decorated function gets the call's arguments, of which the first is lazy. It returns ``NotImplemented`` where it
-    needs the real values; a call with arguments that its signature does not have gets real values too.
-
-    Args:
-        names: As in ``torch`` and ``torch.Tensor``. An operator or in-place method (``mul_``) uses the function that
-            returns its result (``mul``).
-        commutative: Whether the lazy tensor may also be the second of two arguments, or both lazy; otherwise the first
-            argument is the only lazy one.
+    The decorated function gets the call's arguments, of which only the first is lazy; if it is commutative, the lazy
+    tensor may also be the second of two, or both. It returns ``NotImplemented`` where it needs the real values; a call
+    with arguments that its signature does not have gets real values too.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,13 +46,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def of(cls, expression: Expression, twin: Tensor | None = None, parent: Expression | None = None) -> Self:
-        """The values of an expression.
-
-        Args:
-            expression: What it is computed from.
-            twin: A tensor on the meta device with its layout; contiguous by default.
-            parent: The expression of the tensor from which it was recorded, None for the output of a head.
-        """
+        """The values of an expression in the layout of ``twin``, contiguous by default; see :class:`Expression`."""
         if expression.requires_grad and not torch.is_grad_enabled():
             expression = expression.map(Tensor.detach)
         if twin is None:
@@ -75,12 +68,7 @@ class LazyTensor(Tensor):
         return not self.expression.requires_grad and self.requires_grad
 
     def recorded(self, twin: Tensor, **changes: Any) -> Self:
-        """The lazy result of an operation on this tensor.
-
-        Args:
-            twin: The operation's result for :attr:`twin`.
-            changes: What differs in the expression.
-        """
+        """The lazy result of an operation, given its result for :attr:`twin` and what changes in the expression."""
         return self.of(self.expression.changed(**changes), twin, self.expression)
 
     def same(self, **changes: Any) -> Self:
@@ -193,7 +181,7 @@ class LazyTensor(Tensor):
 def exchange(lazy: LazyTensor, other: Tensor) -> None:
     """Swaps the contents of two objects; raises a RuntimeError where other code refers to a C++ tensor of them."""
     pair = lazy, other
-    _refer(pair, lambda tensor: _nothing)  # weak references prevent the exchange
+    _refer(pair, lambda tensor: lambda: None)  # weak references prevent the exchange
     try:
         Tensor.__torch_function__(swap_tensors, (), pair)
     finally:
@@ -204,10 +192,6 @@ def _refer(tensors: tuple[Tensor, ...], reference: Callable[[Tensor], Any]) -> N
     for tensor in tensors:
         if isinstance(tensor, LazyTensor):
             tensor.expression.tensor = reference(tensor)
-
-
-def _nothing() -> None:
-    return None
 
 
 class _Deferred(torch.autograd.Function):
@@ -336,22 +320,13 @@ def _noted(result: Any, first: Any, name: str, replay: Callable[[Tensor], Any]) 
     for position, part in enumerate(parts if isinstance(first, LazyTensor) else ()):
         if isinstance(part, LazyTensor):
             if part.expression.parent is first.expression:
-                part.expression.replay = replay if part is result else partial(_replayed_part, replay, position)
+                part.expression.replay = replay if part is result else lambda real, at=position: replay(real)[at]
         elif name in table.READS and type(part) is Tensor:
             if part.requires_grad:
                 first.expression.root.rounded_by = name
             else:
                 vars(part)["liger_exact"] = version(part)
     return result
-
-
-def _is_exact(tensor: Tensor) -> bool:
-    """Whether values were read from lazy logits without gradients, and not changed since."""
-    return getattr(tensor, "liger_exact", None) == version(tensor)
-
-
-def _replayed_part(replay: Callable[[Tensor], Any], position: int, real: Tensor) -> Any:
-    return replay(real)[position]
 
 
 def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -406,7 +381,9 @@ def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     """A comparison, which has no gradient, of values as they are without gradients."""
     lazy_arguments = _lazy_in((args, kwargs))
     others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
-    if any(not isinstance(other, LazyTensor) and other.ndim > 0 and not _is_exact(other) for other in others):
+    others = (each for each in others if not isinstance(each, LazyTensor) and each.ndim > 0)
+    # Values that were read without gradients, and not changed since, are exact.
+    if any(getattr(other, "liger_exact", None) != version(other) for other in others):
         for read in filter(None, (lazy.expression.root.rounded_by for lazy in lazy_arguments)):
             raise RuntimeError(
                 f"{name} compares an LM head's lazy output with a tensor, after {read} read values of it with"

@@ -14,7 +14,7 @@ from torch.distributed.utils import _apply_to_tensors
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_liger import LazyLogits, materialize
-from lightning_liger.lazy.logits import is_loss_wanted, lazy_logits
+from lightning_liger.lazy.logits import lazy_logits, loss_wanted
 from lightning_liger.patching.rules.head import HeadReplacement
 from tests.lightning_liger.lazy.twin import TOKENS, VOCAB_SIZE, Twin, token_loss
 from tests.lightning_liger.tiny import TensorSizes
@@ -92,7 +92,7 @@ def test_head_without_gradients_is_lazy_only_where_a_loss_is_wanted() -> None:
             assert isinstance(twin.lazy_head(twin.lazy_input), LazyLogits)
             with lazy_logits(enabled=False):
                 assert isinstance(twin.lazy_head(twin.lazy_input), Tensor)
-            assert is_loss_wanted()
+            assert loss_wanted.get()
         assert isinstance(twin.lazy_head(twin.lazy_input), Tensor)
 
 
