@@ -49,15 +49,9 @@ def compare(
     replacement: Callable[[], Tensor | Sequence[Tensor]],
     differentiate: Iterable[Tensor],
 ) -> float:
-    """Runs both and returns the largest difference of outputs and gradients, relative to the largest value.
+    """Runs both; returns the largest difference of outputs and gradients of some leaves, relative to the largest value.
 
-    Args:
-        original: Computes the original's output or outputs.
-        replacement: Computes the replacement's.
-        differentiate: The leaf tensors whose gradients are compared.
-
-    Raises:
-        Mismatch: If a shape, a dtype or a value differs by more than rounding.
+    Raises a :class:`Mismatch` if a shape, a dtype or a value differs by more than rounding.
     """
     leaves = list(differentiate)
     expected, actual = _run(original, leaves), _run(replacement, leaves)

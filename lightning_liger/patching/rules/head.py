@@ -20,18 +20,14 @@ from lightning_liger.patching.rules.base import Replacement, Rule
 
 @dataclass(frozen=True)
 class HeadReplacement(Replacement):
-    """A linear layer that returns :class:`LazyLogits` with gradients enabled or inside ``lazy_logits()``.
+    """A linear layer that returns :class:`LazyLogits` with gradients enabled or inside ``lazy_logits()``."""
 
-    Attributes:
-        options: Names and values of the fused loss's options.
-    """
-
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # names and values of the fused loss's
     kernel = "linear_cross_entropy"
     description = "LazyLogits, linear_cross_entropy"
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        options = MappingProxyType(dict(self.options))
+        options = dict(self.options)
         living()  # a step whose closure makes the first lazy logits is one already
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:

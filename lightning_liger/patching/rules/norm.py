@@ -27,21 +27,13 @@ _WIDTH_OF_WEIGHTLESS = 37  # a prime: a norm of groups rejects it
 
 @dataclass(frozen=True)
 class NormReplacement(Replacement):
-    """``x / rms(x) * (offset + weight)``, or ``(x - mean(x)) / std(x) * (offset + weight) + bias``.
+    """``x / rms(x) * (offset + weight)``, or ``(x - mean(x)) / std(x) * (offset + weight) + bias``."""
 
-    Attributes:
-        eps: The name of the module's attribute, or the value if it has none.
-        weight: The name of the weight parameter, or None.
-        bias: The name of the bias parameter, or None.
-        offset: Added to the weight.
-        casting: Of :func:`liger_ops.rms_norm`, None for :func:`liger_ops.layer_norm`.
-    """
-
-    eps: str | float
-    weight: str | None
+    eps: str | float  # the name of the module's attribute, or the value if it has none
+    weight: str | None  # the name of the parameter
     bias: str | None
     offset: float
-    casting: Casting | None
+    casting: Casting | None  # of rms_norm, None for layer_norm
 
     @property
     def kernel(self) -> str:
