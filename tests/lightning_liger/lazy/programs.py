@@ -132,7 +132,7 @@ def _view(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
     )
 
 
-class _Doubled(torch.autograd.Function):
+class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 2
@@ -192,7 +192,7 @@ def _new(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
             lambda s, x: x - x.logsumexp(-1, keepdim=True),
             lambda s, x: x.abs().sqrt(),
             lambda s, x: x.detach().clone(),
-            lambda s, x: _Doubled.apply(x),
+            lambda s, x: Doubled.apply(x),
             lambda s, x: _PassedThrough.apply(x),
             lambda s, x: torch.zeros_like(x) + 1,
             lambda s, x: x.new_ones(x.shape),
