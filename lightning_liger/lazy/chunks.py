@@ -35,17 +35,10 @@ class Rows(NamedTuple):
 def over_chunks(
     function: Callable[..., Any], sources: Sequence[Rows], token_tensors: Sequence[Tensor], chunk_size: int
 ) -> Any:
-    """``function`` of the values of each chunk of tokens, differentiably; backward computes the values again.
+    """``function`` of the values of each chunk of tokens, joined and differentiable; backward computes it again.
 
-    Args:
-        function: Gets the values of each source, ``[chunk_size, vocab_size]``, then the same rows of ``token_tensors``.
-            Returns a tensor whose first dimension is chunk_size, or a tuple of them. It runs twice with gradients.
-        sources: Logits of the same tokens.
-        token_tensors: ``[num_tokens, any]``.
-        chunk_size: Tokens of a chunk.
-
-    Returns:
-        The results of all chunks, joined in their first dimension.
+    It gets the values of each source, ``[chunk_size, vocab_size]``, then the same rows of ``token_tensors``,
+    ``[num_tokens, any]``, and returns a tensor whose first dimension is chunk_size, or a tuple of them.
     """
 
     def of_chunk(*chunk: Tensor) -> Any:

@@ -22,13 +22,8 @@ from lightning_liger.lazy.head import HeadParameters, LogitTransform
 class Expression:
     """A head, its input and the operations on its output, which give the real logits.
 
-    All that was recorded from one output is a tree, so that it can become real tensors related in the same way.
-
-    Args:
-        hidden_states: Laid out as the logits, with hidden_size in the place of vocab_size: ``[..., hidden_size]``.
-        head: The projection that is postponed.
-        transform: The elementwise operations that were applied to the logits since.
-        vocab_dim: The vocabulary's dimension, a negative index.
+    All that was recorded from one output is a tree, so that it can become real tensors related in the same way. The
+    hidden states are laid out as the logits, with hidden_size in the place of vocab_size; ``vocab_dim`` is negative.
     """
 
     tensor: Callable[[], Any]  # the lazy logits, None if they are gone or real

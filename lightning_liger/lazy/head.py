@@ -72,11 +72,7 @@ class HeadParameters:
         return self.map(lambda parameter: parameter.to(self.compute_dtype))
 
     def factors(self, hidden_states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of an input in ``compute_dtype`` and its weight, whose products add up to the logits.
-
-        Returns:
-            The hidden states and the weight, then the low-rank update's input and the adapter if there is one.
-        """
+        """Inputs in ``compute_dtype`` and weights, whose products add up to the logits; the adapter's come last."""
         hidden_states = hidden_states.to(self.compute_dtype)
         if self.adapter is None:
             return [(hidden_states, self.weight)]

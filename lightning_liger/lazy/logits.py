@@ -20,12 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ops import (
-    TokenStats,
-    linear_cross_entropy,
-    linear_divergence,
-    linear_log_probs,
-)
+from liger_ops import TokenStats, linear_cross_entropy, linear_divergence, linear_log_probs
 from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import choose_tokens, normal, over_chunks
@@ -106,8 +101,7 @@ class LazyLogits(LazyTensor):
         With gradients it is computed without the other values, and may differ from the materialized one by rounding.
         """
         if not self.is_differentiable:
-            result = self.over_chunks(lambda values, rows: values.gather(-1, rows), labels.unsqueeze(-1))
-            assert isinstance(result, Tensor)
+            result: Tensor = self.over_chunks(lambda values, rows: values.gather(-1, rows), labels.unsqueeze(-1))
             return result.squeeze(self.vocab_dim)
         if self.transform.normalized:
             return self._score(labels, "log_probs")
@@ -154,18 +148,13 @@ class LazyLogits(LazyTensor):
         label_smoothing: float = 0.0,
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, TokenStats]:
-        """``F.cross_entropy`` of these logits over their vocabulary, fused.
+        """``F.cross_entropy`` of these logits over their vocabulary, fused: :func:`liger_ops.linear_cross_entropy`.
 
         Args:
             target: Class indices, int64, of the logits' shape without the vocabulary.
-            weight: Class weights, ``[vocab_size]``.
-            ignore_index: Label of tokens to leave out.
-            reduction: ``"none"``, ``"mean"`` or ``"sum"``.
-            label_smoothing: Between 0 and 1.
             return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
 
         Raises:
-            ValueError: As :func:`liger_ops.linear_cross_entropy`.
             RuntimeError: If the tensors that the logits are computed from were modified.
         """
         return self.fused_loss(

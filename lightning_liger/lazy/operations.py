@@ -65,7 +65,7 @@ def _like(twin: Tensor, dtype: torch.dtype) -> Tensor:
     return twin.to(dtype, copy=True)
 
 
-def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
+def _scale(x: LazyLogits, other: Any, *, divide: bool = False) -> Any:
     value = _factor(x, other)
     if value is None or x.transform.normalized:
         return NotImplemented
@@ -74,9 +74,7 @@ def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
     return _in_dtype(x, torch.result_type(x.twin, other), scale=scale) if is_usual else NotImplemented
 
 
-@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)
-def _multiply(x: LazyLogits, other: Any) -> Any:
-    return _scale(x, other, divide=False)
+implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)(lambda x, other: _scale(x, other))
 
 
 @implements("div", "divide", "true_divide", "__truediv__", "__div__")
@@ -316,8 +314,6 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
     if gathers and after:  # dimensions may come out in another order
         return NotImplemented
     if isinstance(columns, Tensor) and gathers:
-        if not x.is_streamed:
-            return NotImplemented
         return _getitem_pairs(x, before, columns)
     if not isinstance(columns, slice) and not (isinstance(columns, Tensor) and columns.ndim == 1):
         return NotImplemented
@@ -363,7 +359,9 @@ def _num_consumed(entry: Any) -> int:
 
 def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
     """``logits[rows, labels]``: the value of one label for each of the selected tokens."""
-    if not all(isinstance(entry, Tensor) and entry.dtype == torch.int64 for entry in (*tokens, labels)):
+    if not x.is_streamed or not all(
+        isinstance(each, Tensor) and each.dtype == torch.int64 for each in (*tokens, labels)
+    ):
         return NotImplemented
     indices = torch.broadcast_tensors(*(entry.to(x.device) for entry in (*tokens, labels)))
     labels = torch.where(indices[-1] < 0, indices[-1] + x.vocab_size, indices[-1])
@@ -371,11 +369,6 @@ def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
 
 
 # Losses
-
-
-def _classes_are_vocab(x: LazyLogits, target: Tensor) -> bool:
-    """Whether the vocabulary is where PyTorch expects classes (dimension 1, or 0 of one token), with class indices."""
-    return target.dtype == torch.int64 and is_vocab(x, min(1, x.twin.ndim - 1)) and target.ndim == x.twin.ndim - 1
 
 
 @implements("cross_entropy")
@@ -389,14 +382,14 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if not _classes_are_vocab(x, target):
+    # PyTorch expects classes in dimension 1, or 0 of one token, and their indices.
+    ndim = x.twin.ndim
+    if not is_vocab(x, min(1, ndim - 1)) or target.ndim != ndim - 1 or target.dtype != torch.int64:
         return NotImplemented
     if size_average is not None or reduce is not None:  # the deprecated spelling
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
-    loss = x.cross_entropy(
-        target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
-    assert isinstance(loss, Tensor)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing}
+    loss: Any = x.cross_entropy(target, weight, ignore_index=ignore_index, **options)
     return loss.to(torch.promote_types(x.twin.dtype, torch.float32))  # a float64 head's logits may have been cast
 
 

@@ -33,13 +33,7 @@ from liger_ops.arguments import (
 )
 from liger_ops.divergence.divergence import divergence as divergence_of_logits
 from liger_ops.divergence.options import DivergenceOptions, check_tokens, num_common_columns
-from liger_ops.log_probs.scores import (
-    DIFFERENTIABLE,
-    OUTPUTS,
-    check_outputs,
-    check_temperature,
-    scores_reference,
-)
+from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS, check_outputs, check_temperature, scores_reference
 from liger_ops.log_probs.units import join_units
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
 from lightning_liger.lazy.chunks import Rows, choose_tokens, over_chunks
@@ -82,9 +76,15 @@ def token_scores(
         ValueError: For shapes, devices or options that do not fit, for labels out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
-    labels, options = _checked(
-        logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
-    )
+    budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
+    options = {
+        "temperature": temperature,
+        "outputs": outputs,
+        "detach": detach,
+        "ignore_index": ignore_index,
+        **budgets,
+    }
+    labels, options = _checked(logits, labels, **options)
     lazy = _fused(logits, outputs)
     if lazy is None:
         return _scores_of_rows(logits, labels, options)
@@ -126,9 +126,15 @@ def token_loss(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
-    labels, options = _checked(
-        logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
-    )
+    budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
+    options = {
+        "temperature": temperature,
+        "outputs": outputs,
+        "detach": detach,
+        "ignore_index": ignore_index,
+        **budgets,
+    }
+    labels, options = _checked(logits, labels, **options)
     units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
     if (lazy := _fused(logits, outputs)) is not None:
         found: tuple[Tensor, TokenScores] = lazy.fused_loss(linear_token_loss, labels, loss, units=units, **options)
@@ -164,24 +170,19 @@ def topk_log_probs(
         Float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: For arguments of another type.
-        ValueError: For shapes, devices or options that do not fit, for ids out of range if they are on the CPU.
-        RuntimeError: If the tensors that lazy logits are computed from were modified.
+        TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
     ids, mask = _whole(ids), _whole(mask)
     check_logits("logits", logits)
     check_bool("renormalize", renormalize)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
-    check_same_device("logits", logits, ids=ids, mask=mask)
+    check_same_device("logits", logits, ids=ids)
     if not isinstance(ids, Tensor) or ids.dim() == 0:
         raise wrong_type("ids", "a tensor of shape [..., K]", ids)
     tokens = logits.shape[:-1]
     check_shape("ids", ids, (*tokens, ids.shape[-1]), "one row for each token")
     check_labels("ids", ids.clamp(min=-1), logits.shape[-1], -1)
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise wrong_type("mask", "a bool tensor or None", mask)
-        check_shape("mask", mask, tokens, "one for each token")
+    check_tokens(mask, None, logits, tokens, "logits")
     check_temperature(temperature, ids.new_zeros(tokens), -1)
     lazy = _lazy(logits)
     if lazy is not None and lazy.head.shard is None and not isinstance(temperature, Tensor):
@@ -230,9 +231,7 @@ def divergence(
         chunk_bytes: Budget for one chunk of logits. By default the option of the student's head.
 
     Raises:
-        TypeError: For arguments of another type.
-        ValueError: For shapes, devices or options that do not fit.
-        RuntimeError: If the tensors that lazy logits are computed from were modified.
+        TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
     mask, token_weight = _whole(mask), _whole(token_weight)
     check_logits("student_logits", student_logits)
@@ -289,36 +288,22 @@ def logit_rows(logits: Tensor) -> Rows:
     return lazy.expression.rows()
 
 
-def _checked(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    outputs: Sequence[str],
-    detach: Sequence[str],
-    ignore_index: int,
-    saved_logits_bytes: int | None,
-    chunk_bytes: int | None,
-) -> tuple[Tensor, dict[str, Any]]:
+def _checked(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, dict[str, Any]]:
     """The labels and the options of :func:`token_scores`, names in the order of the scores; raises as that."""
-    labels = _whole(labels)
+    labels, temperature, ignore_index = _whole(labels), options["temperature"], options["ignore_index"]
     check_logits("logits", logits)
     check_same_device("logits", logits, labels=labels)
     check_shape("labels", labels, logits.shape[:-1], "that of the logits without the vocabulary")
     check_temperature(temperature, labels, ignore_index)
     check_integer("ignore_index", ignore_index)
-    check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
-    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    check_integer("saved_logits_bytes", options["saved_logits_bytes"], at_least=0, optional=True)
+    check_integer("chunk_bytes", options["chunk_bytes"], at_least=1, optional=True)
     check_labels("labels", labels, logits.shape[-1], ignore_index)
     if isinstance(temperature, Tensor):  # may be anything at ignored tokens
-        temperature = temperature.where(labels != ignore_index, 1.0)
-    return labels, {
-        "temperature": temperature,
-        "outputs": check_outputs("outputs", outputs, OUTPUTS, at_least=1),
-        "detach": check_outputs("detach", detach, DIFFERENTIABLE),
-        "ignore_index": ignore_index,
-        "saved_logits_bytes": saved_logits_bytes,
-        "chunk_bytes": chunk_bytes,
-    }
+        options["temperature"] = temperature.where(labels != ignore_index, 1.0)
+    options["outputs"] = check_outputs("outputs", options["outputs"], OUTPUTS, at_least=1)
+    options["detach"] = check_outputs("detach", options["detach"], DIFFERENTIABLE)
+    return labels, options
 
 
 def check_logits(name: str, logits: Tensor) -> None:

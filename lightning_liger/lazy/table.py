@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-PLAIN = frozenset(
-    (
-        *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
-        *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
-        *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__"),
-    )
-)
+PLAIN = {
+    *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
+    *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
+    *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__"),
+}
 """Functions that PyTorch answers without values."""
 
 NEED_NO_VALUES = {
@@ -24,38 +22,29 @@ NEED_NO_VALUES = {
 }
 """Functions that need no values of the arguments from this position on."""
 
-LIKE = frozenset(
-    (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
-    )
-)
+LIKE = {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+}
 """Functions that make a tensor of the same layout or kind."""
 
-SHOWS_MEMORY = frozenset(
-    (
-        *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "to_dlpack"),
-        *("__cuda_array_interface__", "is_set_to"),
-    )
-)
+SHOWS_MEMORY = {
+    *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "to_dlpack"),
+    *("__cuda_array_interface__", "is_set_to"),
+}
 
-VIEWS = frozenset(
-    (
-        *("__getitem__", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "flatten", "hsplit"),
-        *("moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split"),
-        *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
-        *("unsqueeze", "view", "view_as", "vsplit"),
-    )
-)
+VIEWS = {
+    *("__getitem__", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "flatten", "hsplit"),
+    *("moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split"),
+    *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
+    *("unsqueeze", "view", "view_as", "vsplit"),
+}
 """Functions that usually return a view; others are recognised by their result."""
 
-
-COMPARISONS = frozenset(
-    (
-        *("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal"),
-        *("eq", "ne", "not_equal", "equal"),
-    )
-)
+COMPARISONS = {
+    *("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal"),
+    *("eq", "ne", "not_equal", "equal"),
+}
 """Functions that tell values apart which differ by rounding only."""
 
 READS = frozenset(("gather", "take_along_dim", "__getitem__", "max", "min", "amax", "amin", "topk"))
@@ -66,8 +55,6 @@ class Operation(NamedTuple):
     """How lazy tensors compute a function of PyTorch; see :func:`implements`."""
 
     function: Callable[..., Any]
-    accepts: Callable[..., bool]
-    """Whether the function's signature has as many positional arguments and these names of keyword arguments."""
     is_commutative: bool
 
 
@@ -83,16 +70,17 @@ def implements(*names: str, commutative: bool = False) -> Callable[[Callable[...
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        accepts = functools.cache(functools.partial(_accepts, inspect.signature(function)))
-        operations.update(dict.fromkeys(names, Operation(function, accepts, commutative)))
+        operations.update(dict.fromkeys(names, Operation(function, commutative)))
         return function
 
     return register
 
 
-def _accepts(signature: inspect.Signature, num_positional: int, *keywords: str) -> bool:
+@functools.cache
+def accepts(function: Callable[..., Any], num_positional: int, *keywords: str) -> bool:
+    """Whether a signature has as many positional arguments and these names of keyword arguments."""
     try:
-        signature.bind(*(None,) * num_positional, **dict.fromkeys(keywords))
+        inspect.signature(function).bind(*(None,) * num_positional, **dict.fromkeys(keywords))
     except TypeError:
         return False
     return True

@@ -54,13 +54,10 @@ class LazyTensor(Tensor):
         deferred: Any = _Deferred.apply
         lazy: Any = deferred(cls, expression, twin, *expression.tensors().values())
         lazy.expression, lazy.twin, lazy._real_values = expression, twin, None
-        lazy._enter(parent)
-        return lazy
-
-    def _enter(self, parent: Expression | None) -> None:
-        self.expression.enter(self, self.twin, parent)
+        expression.enter(lazy, twin, parent)
         if parent is None:
-            living().add(self.expression)
+            living().add(expression)
+        return lazy
 
     @property
     def is_foreign(self) -> bool:
@@ -73,10 +70,7 @@ class LazyTensor(Tensor):
 
     def same(self, **changes: Any) -> Self:
         """The same values (or, with other hidden states, such of other tokens), with no connection to this tensor."""
-        return self.with_expression(self.expression.changed(**changes))
-
-    def with_expression(self, expression: Expression) -> Self:
-        """As :meth:`same`, computed by another expression."""
+        expression = self.expression.changed(**changes)
         return self.of(expression, self.twin if expression.shape == self.shape else None)
 
     def notice(self, operation: str) -> None:
@@ -113,9 +107,8 @@ class LazyTensor(Tensor):
         The Python objects stay the same and are real tensors afterwards: aliases share memory, and gradients pass from
         one to the other as the recorded operations say.
 
-        Raises:
-            RuntimeError: If an object cannot be exchanged because other code refers to its C++ tensor or weakly to it,
-                or its values can no longer be computed. All are lazy as before.
+        Raises a RuntimeError, and all are lazy as before, if an object cannot be exchanged because other code refers
+        weakly to it or to its C++ tensor, or if its values can no longer be computed.
         """
         lazy = {expression: expression.tensor() for expression in self.expression.alive()}
         try:
@@ -303,11 +296,12 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
 def _registered(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
     lazy_arguments = _lazy_in((args, kwargs))
-    if not isinstance(args[0], LazyTensor) or not operation.accepts(len(args), *kwargs):
-        return NotImplemented
-    if len(lazy_arguments) > 1 and not operation.is_commutative:
-        return NotImplemented
-    if any(lazy.is_foreign for lazy in lazy_arguments):
+    fits = isinstance(args[0], LazyTensor) and (len(lazy_arguments) == 1 or operation.is_commutative)
+    if (
+        not fits
+        or not table.accepts(operation.function, len(args), *kwargs)
+        or any(lazy.is_foreign for lazy in lazy_arguments)
+    ):
         return NotImplemented
     for lazy in lazy_arguments:
         lazy.expression.check(name)
@@ -342,7 +336,8 @@ def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...],
             exchange(first, result)
         except RuntimeError:
             return False
-        first._enter(None)
+        first.expression.enter(first, first.twin, None)
+        living().add(first.expression)
         first.expression.bypass(name)
     return True
 
@@ -456,11 +451,9 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             " lightning_liger.materialize(logits) before"
         )
 
-    def values(lazy: LazyTensor) -> Tensor:
-        return lazy.real_values(str(func)).detach()
-
     with torch.no_grad():
-        return func(*_replaced(args, values), **_replaced(kwargs, values))
+        args, kwargs = _replaced((args, kwargs), lambda lazy: lazy.real_values(str(func)).detach())
+        return func(*args, **kwargs)
 
 
 # Trees of arguments

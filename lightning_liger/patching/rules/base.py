@@ -154,14 +154,10 @@ def own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.
 
 
 class Randoms:
-    """Random tensors that require a gradient, the same in every run; the global random state does not change.
-
-    Args:
-        module: They are on the device of its parameters, on the CPU if it has none yet.
-    """
+    """Random tensors that require a gradient, the same in every run, on the device of a module's parameters."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        # A module that was wrapped in FSDP before has no parameters: the wrapper has them.
+        # On the CPU if there are none yet. Those of a module that was wrapped in FSDP before are the wrapper's.
         parameter = None if module is None else next(module.parameters(), None)
         self.device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
         self.generator = torch.Generator().manual_seed(0)

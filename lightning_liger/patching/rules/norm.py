@@ -10,14 +10,7 @@ from torch import Tensor, nn
 
 from liger_ops import layer_norm, rms_norm
 from liger_ops.norm.rms_norm import Casting
-from lightning_liger.patching.rules.base import (
-    Randoms,
-    Replacement,
-    Rule,
-    forward_of_one_tensor,
-    own_dtype,
-    probe_of,
-)
+from lightning_liger.patching.rules.base import Randoms, Replacement, Rule, forward_of_one_tensor, own_dtype, probe_of
 from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 
 _LARGEST_EPS = 1e-2

@@ -75,15 +75,9 @@ class RotaryForm:
         first = arguments[self.tensors[0]]
         second = arguments[self.tensors[1]] if len(self.tensors) == 2 else first.narrow(heads_dim, 0, 0)
         cos, sin = lay_out(arguments["cos"]), lay_out(arguments["sin"])
-        first, second = apply_rotary(
-            first,
-            second,
-            cos,
-            -sin if self.reverse else sin,
-            heads_dim=heads_dim,
-            interleaved=self.interleaved,
-            keep_dtype=self.keep_dtype,
-        )
+        sin = -sin if self.reverse else sin
+        flags: dict[str, Any] = {"interleaved": self.interleaved, "keep_dtype": self.keep_dtype}
+        first, second = apply_rotary(first, second, cos, sin, heads_dim=heads_dim, **flags)
         if self.parts:
             first, second = _part(first, cos.shape[-1]), _part(second, cos.shape[-1])
         return (first, second) if len(self.tensors) == 2 else first
@@ -158,9 +152,7 @@ def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]
     """``function``, fused for the calls that :func:`liger_ops.apply_rotary` can compute."""
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)
-    defaults = {
-        name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty
-    }
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:

@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_liger import (
-    LazyLogits,
-    LigerLMMixin,
-    apply_liger_kernels,
-    divergence,
-    lazy_logits,
-    token_scores,
-)
+from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels, divergence, lazy_logits, token_scores
 from tests.lightning_liger.tiny import TensorSizes, tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
